@@ -2,12 +2,14 @@
 # RLVR on Qwen2.5-7B with ROLL: GRPO, or PPO with a critic, judged by the sources of judges.yaml. One node with eight
 # GPUs of 80 GB.
 #
-# Usage: recipes/roll/run.sh grpo|ppo|NAME
+# Usage: recipes/roll/run.sh grpo|ppo|NAME [--dry-run [--offline]]
 #   NAME                      NAME.yaml beside this script: `defaults: [grpo, _self_]`, then keys of your own
+#   --dry-run                 check everything, print one table, and start nothing; --offline: ask no judge either
 #   ROLL_DIR                  a checkout of ROLL; default: the current directory
 #   PRETRAIN, OUTPUT_DIR      model (a path, or a name on the hub) and folder of the results; see base.yaml
 #   QREWARD_CONFIG            the judges; default: judges.yaml beside this script
-#   QREWARD_RULES             the file of its rules; default: rules.py beside this script
+#   QREWARD_RULES             the file of its rules; default: rules.py beside the judges, or else beside this script
+#   QREWARD_JOURNAL           where verdicts are recorded; default: qreward-NAME.sqlite in the current folder
 #   JUDGE_BASE_URL, HOSTED_BASE_URL, HOSTED_MODEL, HOSTED_API_KEY ...    the variables that QREWARD_CONFIG names
 #   QREWARD_ENV               names of further variables that the run needs, e.g. WANDB_API_KEY
 #   QREWARD_DRY_RUN=1         print what would be run, with all these variables masked, and stop
@@ -17,9 +19,16 @@
 set +x
 set -euo pipefail
 
-usage="usage: recipes/roll/run.sh grpo|ppo|NAME"
+usage="usage: recipes/roll/run.sh grpo|ppo|NAME [--dry-run [--offline]]"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 recipe=${1:-}
+table=
+options=()
+if [[ ${2:-} == --dry-run ]]; then
+    table=1
+    [[ ${3:-} != --offline ]] || options=(--offline)
+    set -- "$1" "${@:3+${#options[@]}}"
+fi
 if (($# != 1)) || [[ $recipe == base || $recipe == judges || ! -e $here/$recipe.yaml ]]; then
     echo "$usage" >&2
     exit 2
@@ -27,13 +36,15 @@ fi
 
 roll=${ROLL_DIR:-$PWD}
 config=${QREWARD_CONFIG:-$here/judges.yaml}
-rules=${QREWARD_RULES:-$here/rules.py}
+rules=${QREWARD_RULES:-$(dirname "$config")/rules.py}
+[[ -n ${QREWARD_RULES:-} || -e $rules ]] || rules=$here/rules.py
+journal=${QREWARD_JOURNAL:-qreward-$recipe.sqlite}
 dry_run=${QREWARD_DRY_RUN:-}
 # The run has another current directory.
-for path in roll config rules; do
+for path in roll config rules journal; do
     [[ ${!path} == /* ]] || printf -v "$path" %s "$PWD/${!path}"
 done
-export QREWARD_CONFIG=$config QREWARD_RULES=$rules PYTHONUNBUFFERED=1
+export QREWARD_CONFIG=$config QREWARD_RULES=$rules QREWARD_JOURNAL=$journal PYTHONUNBUFFERED=1
 export PYTHONPATH=$roll${PYTHONPATH:+:$PYTHONPATH}
 
 # The variables that the judges' file reads. A comma follows those with a default.
@@ -60,6 +71,10 @@ if config.pretrain.startswith(("/", ".")):
     print(config.pretrain)
 ' "$here" "$recipe"
 }
+
+if [[ $table ]]; then
+    exec python3 "$(dirname "$here")/dry_run.py" "${options[@]}" roll "$here" "$recipe" "$roll"
+fi
 
 # Report everything that is missing at once, because each start of a run takes minutes.
 missing=()
@@ -115,7 +130,7 @@ runtime_env() {
     python3 -c '
 import json, os, sys
 mask, *names = sys.argv[1:]
-fixed = ("PYTHONPATH", "PYTHONUNBUFFERED", "QREWARD_CONFIG", "QREWARD_RULES", "PRETRAIN", "OUTPUT_DIR")
+fixed = ("PYTHONPATH", "PYTHONUNBUFFERED", "QREWARD_CONFIG", "QREWARD_RULES", "QREWARD_JOURNAL", "PRETRAIN", "OUTPUT_DIR")
 told = {name: os.environ[name] for name in fixed if name in os.environ}
 print(json.dumps({"env_vars": {**{name: "***" if mask else os.environ[name] for name in names}, **told}}))
 ' "$1" "${carried[@]}"

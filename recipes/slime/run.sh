@@ -2,8 +2,12 @@
 # GRPO, or PPO with a critic, on Qwen3-4B, judged by the two sources of qreward.yaml. One node with eight GPUs of 80 GB,
 # slime 0.3.1.
 #
-# Usage: recipes/slime/run.sh grpo|ppo [slime's flags ...]     a flag given here wins over the recipe's
-#   QREWARD_CONFIG            the judges; default: qreward.yaml beside this script
+# Usage: recipes/slime/run.sh grpo|ppo [--dry-run [--offline]] [slime's flags ...]     a flag given here wins over the
+#                             recipe's
+#   --dry-run                 check everything, print one table, and start nothing; --offline: ask no judge either
+#   QREWARD_CONFIG            the judges; default: qreward.yaml beside this script. A file of recipes/judges works, too
+#   QREWARD_JOURNAL           where verdicts are recorded; default: qreward-RECIPE.sqlite in the current folder
+#   QREWARD_RULES             the file of the rules; default: recipes/judges/rules.py
 #   JUDGE_BASE_URL, HOSTED_BASE_URL, HOSTED_MODEL, HOSTED_API_KEY ...    the variables that this file names
 #   QREWARD_ENV               names of further variables that the run needs, e.g. WANDB_API_KEY
 #   QREWARD_DRY_RUN=1         print what would be run, with all these variables masked, and stop
@@ -16,12 +20,23 @@
 set +x
 set -euo pipefail
 
-usage="usage: recipes/slime/run.sh grpo|ppo [slime's flags ...]"
+usage="usage: recipes/slime/run.sh grpo|ppo [--dry-run [--offline]] [slime's flags ...]"
 recipe=${1:?$usage}
 shift
 if [[ $recipe != grpo && $recipe != ppo ]]; then
     echo "$usage" >&2
     exit 2
+fi
+
+table=
+options=()
+if [[ ${1:-} == --dry-run ]]; then
+    table=1
+    shift
+    if [[ ${1:-} == --offline ]]; then
+        options=(--offline)
+        shift
+    fi
 fi
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -34,11 +49,15 @@ save=${SAVE:-${checkpoint}_qreward_$recipe}
 prompts=${PROMPT_DATA:-/root/dapo-math-17k/dapo-math-17k.jsonl}
 evaluation=${EVAL_DATA:-/root/aime-2024/aime-2024.jsonl}
 config=${QREWARD_CONFIG:-$here/qreward.yaml}
+journal=${QREWARD_JOURNAL:-qreward-$recipe.sqlite}
+rules=${QREWARD_RULES:-$(dirname "$here")/judges/rules.py}
 dry_run=${QREWARD_DRY_RUN:-}
 # Ray runs the job in another directory.
-for path in slime megatron checkpoint reference save prompts evaluation config; do
+for path in slime megatron checkpoint reference save prompts evaluation config journal rules; do
     [[ ${!path} == /* ]] || printf -v "$path" %s "$PWD/${!path}"
 done
+
+export QREWARD_JOURNAL=$journal QREWARD_RULES=$rules
 
 # The variables that the configuration reads. A comma follows those with a default.
 named_variables() {
@@ -58,7 +77,7 @@ need EVAL_DATA "$evaluation" "hf download --repo-type dataset zhuzilin/aime-2024
 need QREWARD_CONFIG "$config"
 carried=()
 if [[ -e $config ]]; then
-    if ! grep -q '^qreward:' "$config"; then
+    if ! grep -qE '^(qreward|sources):' "$config"; then
         missing+=("QREWARD_CONFIG: $config has no key \`qreward\` at its top, which slime passes on")
     fi
     for name in $(named_variables) ${QREWARD_ENV:-}; do
@@ -74,25 +93,34 @@ if [[ ! $dry_run ]]; then
     command -v qreward >/dev/null || missing+=("qreward: not installed (pip install . beside slime)")
     command -v ray >/dev/null || missing+=("ray: not installed; run this where slime runs")
 fi
-if ((${#missing[@]})); then
+if ((${#missing[@]})) && [[ ! $table ]]; then
     echo "recipes/slime/run.sh: cannot start:" >&2
     printf '  %s\n' "${missing[@]}" >&2
     exit 2
 fi
 
 # Sets MODEL_ARGS, the model's shape, which Megatron does not read from a checkpoint.
-# shellcheck source=/dev/null
-source "$slime/scripts/models/qwen3-4B.sh"
+MODEL_ARGS=()
+if [[ -e $slime/scripts/models/qwen3-4B.sh ]]; then
+    # shellcheck source=/dev/null
+    source "$slime/scripts/models/qwen3-4B.sh"
+fi
 
 reward_args=(
     --custom-rm-path slime_adapter.reward
-    --custom-config-path "$config"
     # Keeps failed samples out of the mean and the deviation of their group, which the loss mask does not.
     --custom-reward-post-process-path slime_adapter.post_process
     # Both add metrics to slime's own.
     --custom-rollout-log-function-path slime_adapter.log_rollout
     --custom-eval-rollout-log-function-path slime_adapter.log_eval
 )
+# slime passes on what is below `qreward`. A file without that key is named in the environment of the job instead.
+if grep -q '^sources:' "$config" 2>/dev/null; then
+    named=$config
+else
+    named=
+    reward_args+=(--custom-config-path "$config")
+fi
 
 rollout_args=(
     --prompt-data "$prompts"
@@ -205,6 +233,13 @@ sglang_args=(
     --sglang-mem-fraction-static 0.7
 )
 
+# Metrics go to TENSORBOARD_DIR. For Weights & Biases: --use-wandb, and QREWARD_ENV=WANDB_API_KEY.
+logger_args=(
+    --use-tensorboard
+    --tb-project-name "$save/tensorboard"
+    --tb-experiment-name "qreward_$recipe"
+)
+
 misc_args=(
     --attention-dropout 0.0
     --hidden-dropout 0.0
@@ -227,6 +262,7 @@ train=(
     "${eval_args[@]}"
     "${sglang_args[@]}"
     "${misc_args[@]}"
+    "${logger_args[@]}"
     "${reward_args[@]}"
     "$@"
 )
@@ -241,16 +277,27 @@ fi
 runtime_env() {
     python3 -c '
 import json, os, sys
-mask, nvlink, path, *names = sys.argv[1:]
+mask, nvlink, path, config, *names = sys.argv[1:]
 fixed = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": nvlink}
+fixed |= {name: os.environ[name] for name in ("QREWARD_JOURNAL", "QREWARD_RULES")}
+fixed |= {"QREWARD_CONFIG": config} if config else {}
 carried = {name: "***" if mask else os.environ[name] for name in names}
-print(json.dumps({"env_vars": {**fixed, **carried}}))
-' "$1" "$nvlink" "$megatron:$slime${PYTHONPATH:+:$PYTHONPATH}" "${carried[@]}"
+print(json.dumps({"env_vars": {**carried, **fixed}}))
+' "$1" "$nvlink" "$megatron:$slime${PYTHONPATH:+:$PYTHONPATH}" "$named" "${carried[@]}"
 }
 
 # From a file and not as --runtime-env-json: this command runs as long as the training does, and everybody on the
 # machine can read its arguments.
 submit=(ray job submit --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" --runtime-env /dev/stdin --)
+
+if [[ $table ]]; then
+    for text in "${missing[@]}"; do
+        options+=(--missing "$text")
+    done
+    # From train.py on: what slime parses. The parsers belong to slime and Megatron.
+    export PYTHONPATH="$megatron:$slime${PYTHONPATH:+:$PYTHONPATH}"
+    exec python3 "$(dirname "$here")/dry_run.py" "${options[@]}" slime "$config" -- "${train[@]:2}"
+fi
 
 if [[ $dry_run ]]; then
     [[ -z ${roles:-} ]] || printf '# %s\n%s\n' "$save/roles.yaml" "$roles"
@@ -261,8 +308,10 @@ if [[ $dry_run ]]; then
 fi
 
 # Mistakes in the judges' configuration, and judges that do not answer, should cost seconds here rather than minutes of
-# start-up.
-qreward check "$config"
+# start-up. A judge that slime serves itself cannot be asked before.
+if ! grep -v '^ *#' "$config" | grep -q 'framework://'; then
+    qreward check "$config"
+fi
 
 mkdir -p "$save"
 # slime hands the file on; named in the environment as well, which a Ray started here inherits, it would be read twice.

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-CPU = Path(__file__).parents[2] / "recipes" / "verl" / "cpu"
+RECIPES = Path(__file__).parents[2] / "recipes"
+CPU = RECIPES / "verl" / "cpu"
 _NAMES = ("scorer", "tasks", "training", "demo")
 
 
@@ -25,3 +26,25 @@ def cpu_recipe():
         sys.path.remove(str(CPU))
         for name in _NAMES:
             sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def recipe_tools():
+    """`prepare_data`, `dry_run`, and the modules of `dryrun` that need no framework, as attributes."""
+    sys.path.insert(0, str(RECIPES))
+    try:
+        names = ("prepare_data", "dry_run")
+        parts = ("lines", "machine", "data_lines", "judging")
+        loaded = {name: importlib.import_module(name) for name in names}
+        loaded |= {name: importlib.import_module(f"dryrun.{name}") for name in parts}
+        yield SimpleNamespace(**loaded)
+    finally:
+        sys.path.remove(str(RECIPES))
+        for name in [name for name in sys.modules if name.split(".")[0] in ("prepare_data", "dry_run", "dryrun")]:
+            sys.modules.pop(name)
+
+
+@pytest.fixture(autouse=True)
+def journal_of_its_own(monkeypatch, tmp_path):
+    """The recipes record verdicts; without this variable, in the current folder."""
+    monkeypatch.setenv("QREWARD_JOURNAL", str(tmp_path / "qreward.sqlite"))

@@ -185,9 +185,18 @@ def test_missing_programs_are_told_as_well(image):
     assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]] == ["qreward", "ray"]
 
 
-def test_a_configuration_without_the_one_key_is_refused(image):
+def test_a_configuration_without_the_one_key_is_named_in_the_environment_of_the_job(image):
     judges = image.root / "judges.yaml"
     judges.write_text(yaml.safe_dump(yaml.safe_load((RECIPES / "qreward.yaml").read_text())["qreward"]))
+    environment, command, _ = dry_run(image, "grpo", QREWARD_CONFIG="judges.yaml")
+    assert environment["QREWARD_CONFIG"] == str(judges)
+    assert "--custom-config-path" not in flags_of(command)
+    environment, _, _ = dry_run(image, "grpo")
+    assert "QREWARD_CONFIG" not in environment, "slime hands the tree on; named as well, it would be read twice"
+
+
+def test_a_configuration_without_sources_is_refused(image):
+    (image.root / "judges.yaml").write_text("judges: {}\n")
     done = image.run("grpo", QREWARD_CONFIG="judges.yaml")
     assert done.returncode == 2
     assert "no key `qreward`" in done.stderr

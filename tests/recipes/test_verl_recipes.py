@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import io
+import copy
+import importlib.util
+import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,53 +18,120 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "verl"
-OURS = {"qreward", "hydra", "defaults"}
+JUDGES = RECIPES.parent / "judges"
+NAMES = ("grpo", "grpo_colocated", "ppo")
 
 
 @pytest.fixture(scope="module")
-def compose():
-    """The configuration that `recipes/verl/run.sh NAME` hands to verl, as verl's own entry point composes it."""
-    from verl.trainer import main_ppo
+def of_verl(recipe_tools):
+    return importlib.import_module("dryrun.of_verl")
 
+
+@pytest.fixture(scope="module")
+def compose(of_verl):
+    """The configuration that `recipes/verl/run.sh NAME` hands to verl, as verl's own entry point composes it."""
     composed = {}
 
     def make(name):
         if name not in composed:
-            command = ["main_ppo", "--config-dir", str(RECIPES), "--config-name", name, "--cfg", "job", "--resolve"]
-            printed = io.StringIO()
-            with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+            with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("QREWARD_CONFIG", str(RECIPES / "judges.yaml"))
-                patch.setattr(sys, "argv", command)
-                main_ppo.main()
-            composed[name] = OmegaConf.create(printed.getvalue())
+                patch.setenv("QREWARD_RULES", str(JUDGES / "rules.py"))
+                composed[name] = of_verl.compose(RECIPES, name, [])
         return composed[name]
 
     return make
 
 
-def leaves(tree, path=""):
-    for key, value in tree.items():
-        here = f"{path}.{key}" if path else str(key)
-        if isinstance(value, dict):
-            yield from leaves(value, here)
-        else:
-            yield here
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_is_one_of_verls(of_verl, name):
+    assert "keys of the recipe are verl's or qreward's" in of_verl._known(RECIPES, name)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_every_key_is_one_of_verls(name):
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        base = hydra_compose("ppo_trainer")
-    written = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{name}.yaml"), resolve=False)
-    known = set(leaves(OmegaConf.to_container(base, resolve=False)))
-    unknown = [key for key in leaves(written) if key.split(".")[0] not in OURS and key not in known]
-    assert unknown == []
+def test_a_key_that_verl_does_not_have_is_found_with_the_one_that_was_meant(of_verl, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_sise: 3}\n")
+    with pytest.raises(ValueError, match=r"data\.train_batch_sise \(did you mean data\.train_batch_size\?\)"):
+        of_verl._known(tmp_path, "mine")
 
 
-@pytest.mark.parametrize(("name", "estimator", "critic"), [("grpo", "grpo", False), ("ppo", "gae", True)])
+@pytest.fixture
+def prepared(tmp_path, recipe_tools):
+    """Data sets, a model's folder with a tokenizer, and the overrides that name them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "<a>": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}<a>"
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    rows = [{"question": f"What is {number}+1?", "answer": f"{number + 1}"} for number in range(8)]
+    for split, part in (("train", rows[:6]), ("val", rows[6:])):
+        source = tmp_path / f"{split}.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in part))
+        arguments = ["verl", "--from", str(source), "--to", str(tmp_path / f"{split}.parquet"), "--name", "sums"]
+        assert recipe_tools.prepare_data.main([*arguments, "--instruction", ""]) == 0
+    return tmp_path
+
+
+def test_a_dry_run_checks_everything_on_verl(of_verl, compose, prepared, monkeypatch):
+    monkeypatch.setenv("QREWARD_CONFIG", str(RECIPES / "judges.yaml"))
+    monkeypatch.setenv("QREWARD_JOURNAL", str(prepared / "journal.sqlite"))
+    for variable in ("BASE_URL", "MODEL", "API_KEY"):
+        monkeypatch.setenv(f"HOSTED_{variable}", "https://judge.example/v1")
+    for variable in ("CUDA_VISIBLE_DEVICES", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.delenv(variable, raising=False)
+    config = copy.deepcopy(compose("grpo"))
+    config.data.update(train_files=str(prepared / "train.parquet"), val_files=str(prepared / "val.parquet"))
+    config.data.train_batch_size = 2
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 2
+    config.actor_rollout_ref.model.path = str(prepared / "model")
+    config.actor_rollout_ref.rollout.name = "hf"
+    config.trainer.default_local_dir = str(prepared / "checkpoints")
+    monkeypatch.setattr(of_verl, "compose", lambda folder, name, overrides: config)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    lines = of_verl.verl_lines(RECIPES, "grpo", [], ask=False)
+    assert [line for line in lines if line.status in ("FAIL", "note")] == []
+    found = {line.what: line.found for line in lines}
+    assert found["training data"].endswith("train.parquet: 6 rows, prompts 4 to 4 tokens")
+    assert "failed samples: neutral" in found["reward manager"]
+    assert found["GPUs"] == "asks for 1 x 8; this machine shows 8"
+    assert found["plan"].startswith("16 samples of a step need about")
+    assert "for 9 steps" in found["plan"]
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    config.data.train_files = str(prepared / "no.parquet")
+    config.actor_rollout_ref.rollout.name = "vllm"
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 64
+    config.reward.reward_manager.name = "naive"
+    config.trainer.n_gpus_per_node = 8
+    failed = {line.what: line for line in of_verl.verl_lines(RECIPES, "grpo", [], ask=False) if line.status == "FAIL"}
+    expected = {"training data", "GPUs", "batches", "reward manager"}
+    if importlib.util.find_spec("vllm") is None:
+        expected.add("rollout engine")
+    assert set(failed) == expected
+    assert all(line.remedy for line in failed.values())
+
+
+def test_verl_s_own_data_set_reads_what_the_script_makes(prepared, monkeypatch):
+    from transformers import AutoTokenizer
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", prepared / "cache")
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "model")
+    keys = OmegaConf.create({"filter_overlong_prompts": False, "cache_dir": str(prepared / "verl")})
+    read = RLHFDataset(str(prepared / "train.parquet"), tokenizer, keys)
+    assert len(read) == 6
+    row = read[1]
+    assert row["raw_prompt"] == [{"role": "user", "content": "What is 1+1?"}]
+    assert row["reward_model"]["ground_truth"] == "2"
+    assert (row["data_source"], row["index"]) == ("sums", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator", "critic"), [("grpo", "grpo", False), ("grpo_colocated", "grpo", False), ("ppo", "gae", True)]
+)
 def test_a_recipe_composes_as_main_ppo_does_and_selects_qreward(compose, name, estimator, critic):
     from verl.trainer.ppo.utils import need_critic
 
@@ -86,6 +156,79 @@ def test_the_judges_of_the_recipe_are_valid_for_its_reward_workers(compose, name
     engine = RewardEngine(settings, processes=processes_of(config))
     assert set(engine.upstreams) == {"local", "hosted"}
     assert engine.judges["quality"].sources == ("local", "hosted")
+
+
+def test_a_judge_on_the_trainer_s_gpus_is_verls_own(compose, monkeypatch):
+    from verl_adapter.policy import failure_policy
+    from verl_adapter.settings import load_settings, with_reward_model
+    from verl_adapter.startup import refuse_impossible
+    from verl_adapter.trainers import trainer_of
+
+    monkeypatch.setenv("QREWARD_CONFIG", str(JUDGES / "colocated.yaml"))
+    config = copy.deepcopy(compose("grpo_colocated"))
+    config.qreward.config = str(JUDGES / "colocated.yaml")
+    refuse_impossible(config, trainer_of(config))
+    settings = with_reward_model(load_settings(config), "10.0.0.5:30000")
+    assert settings.sources["own"].urls == ("http://10.0.0.5:30000/v1",)
+    assert failure_policy(settings, config) == "raise"
+    assert not config.reward.reward_model.enable_resource_pool
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """`run(*arguments, **variables)` runs the script with stand-ins for its programs, and returns what they were given."""
+    log, folder = tmp_path / "log", tmp_path / "bin"
+    folder.mkdir()
+    for name in ("python3", "ray", "qreward"):
+        stand_in = folder / name
+        # The script's own lines of Python run; the trainer and the dry run do not.
+        real = f'case "$1" in -c) exec {shlex.quote(sys.executable)} "$@";; esac\n' if name == "python3" else ""
+        told = f'{{ printf "%s " {name} "$@"; [ "$1" != job ] || cat; echo; }} >> {shlex.quote(str(log))}\n'
+        stand_in.write_text(f"#!/bin/sh\n{real}{told}")
+        stand_in.chmod(0o755)
+
+    def run(*arguments, **variables):
+        log.unlink(missing_ok=True)
+        environment = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(tmp_path), **variables}
+        command = ["bash", str(RECIPES / "run.sh"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return done, [line for line in (log.read_text() if log.exists() else "").splitlines() if line]
+
+    return run
+
+
+def test_the_launch_script_checks_and_starts_verl(programs, tmp_path):
+    done, said = programs("grpo", "trainer.nnodes=2")
+    assert done.returncode == 0, done.stderr
+    assert said == [
+        f"qreward check {RECIPES / 'judges.yaml'} ",
+        f"python3 -m verl.trainer.main_ppo --config-dir {RECIPES} --config-name grpo trainer.nnodes=2 ",
+    ]
+    # Its judge runs in the training only.
+    _, said = programs("grpo_colocated")
+    assert [line.split()[0] for line in said] == ["python3"]
+
+
+def test_a_dry_run_starts_nothing_but_itself(programs):
+    dry = RECIPES.parent / "dry_run.py"
+    _, said = programs("ppo", "--dry-run", "--offline", "trainer.nnodes=2")
+    assert said == [f"python3 {dry} --offline verl {RECIPES} ppo -- trainer.nnodes=2 "]
+    _, said = programs("grpo", "--dry-run")
+    assert said == [f"python3 {dry} verl {RECIPES} grpo -- "]
+
+
+def test_a_ray_that_runs_gets_the_keys_by_its_job(programs, tmp_path):
+    key = 'sk-never-shown-"4711'
+    keys = {"HOSTED_API_KEY": key, "QREWARD_ENV": "MORE", "MORE": "m"}
+    _, said = programs("grpo", RAY_API_SERVER_ADDRESS="http://head:8265", **keys)
+    words, brace, given = said[-1].partition("{")
+    arguments = words.split()
+    assert arguments[:6] == ["ray", "job", "submit", "--address", "http://head:8265", "--runtime-env"]
+    variables = json.loads(brace + given)["env_vars"]
+    assert (variables["HOSTED_API_KEY"], variables["MORE"]) == (key, "m")
+    assert variables["QREWARD_CONFIG"] == str(RECIPES / "judges.yaml")
+    assert variables["QREWARD_JOURNAL"] == str(tmp_path / "qreward-grpo.sqlite")
+    assert key not in words
 
 
 def test_the_launch_script_is_sound_shell():

@@ -138,6 +138,26 @@ class Player:
         with mock.patch.dict(os.environ, environment):
             return strict_config(Path(path))
 
+    def data_set(self, path: str, tags: Mapping[str, str], template: str) -> list[dict[str, Any]]:
+        """The rows that ROLL's pipeline makes of a file: with domains, and prompts as text."""
+        from roll.configs.data_args import DataArguments
+        from roll.datasets.dataset import get_dataset
+        from roll.pipeline.rlvr.rlvr_pipeline import get_encode_function, update_dataset_domain
+
+        texts: list[str] = []
+
+        def tokens(batch: list[str]) -> dict[str, Any]:
+            texts.extend(batch)
+            return {"input_ids": [[0]] * len(batch)}
+
+        arguments = DataArguments(template=template, file_name=[path], preprocessing_num_workers=1)
+        rows = get_dataset(arguments).to_list()
+        encode = get_encode_function(template, tokens, arguments)
+        encode({name: [row[name] for row in rows] for name in rows[0]})
+        made = [update_dataset_domain(tags, row) for row in rows]
+        kept = ("domain", "ground_truth", "id")
+        return [{"text": text, **{name: row[name] for name in kept}} for text, row in zip(texts, made, strict=True)]
+
     def _config(self, keys: Mapping[str, Any]) -> Any:
         return make_config(keys, self.tokenizer_path, self.folder / "output")
 

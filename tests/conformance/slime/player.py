@@ -153,6 +153,19 @@ class Player:
         _, left = parser.parse_known_args(left)
         return [flag.split("=")[0] for flag in left if flag.startswith("--")]
 
+    def data_set(self, path: str) -> list[dict[str, Any]]:
+        """The samples that slime reads from a file, as the flags of the recipes have it."""
+        from slime.utils.data import Dataset
+
+        class Words:
+            def apply_chat_template(self, messages: list[Any], **_: Any) -> str:
+                return " | ".join(f"{message['role']}: {message['content']}" for message in messages)
+
+        samples = Dataset(
+            path, Words(), None, None, prompt_key="prompt", label_key="label", apply_chat_template=True
+        ).samples
+        return [{"prompt": one.prompt, "label": one.label, "metadata": one.metadata} for one in samples]
+
     def close(self) -> dict[str, Any]:
         """End the job: what is left of it then is a leak."""
         import slime_adapter

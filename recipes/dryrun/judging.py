@@ -1,0 +1,274 @@
+"""The lines about the judges: their configuration, keys and devices, a judged sample, and what a step of them costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prepare_data import Task
+
+from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins.config import Config, sources_of
+from qreward_plugins.config.framework import with_framework
+from qreward_plugins.errors import QRewardError
+from qreward_plugins.planning import Assumptions, Lengths, plan
+
+from .lines import Line, check
+from .machine import variables_line
+
+FRAMEWORK = "framework://"
+_CHECK_S = 900.0
+"""Longest wait for `qreward check`, which may start servers."""
+_PLANNED_MOST = 4096
+"""A larger step is planned with so many samples, and its time scaled up."""
+_TAIL_CHARS = 300
+_FEWEST_THOUGHTS = 4096
+"""With fewer tokens, thoughts are often cut off before the verdict."""
+_FASTEST = 100.0
+"""Tokens a second that no large model gives each request of a full batch."""
+_TOKENS_A_SECOND = 30.0
+"""What a full batch leaves each request, for a plan without a measurement."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a plan takes for granted: seconds of a request by source, and tokens of a verdict. None: the planner's own."""
+
+    latency_s: Mapping[str, float]
+    verdict_tokens: float | None
+    origin: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training asks its judges for. Lengths are tokens."""
+
+    samples: int
+    steps: int | None
+    """Steps of the whole training; None if it is not known."""
+    most_response_tokens: int
+    prompt_tokens: int | None = None
+
+
+def judge_lines(config: Config, file: Path | None, task: Task | None, step: Step, *, ask: bool) -> list[Line]:
+    """Check the judges of a training, ask them about one row of its data, and plan a step.
+
+    `file` is the YAML file that `qreward check` gets; None if the tree is in the trainer's own configuration. Without
+    `ask`, nothing is sent and no server is started.
+    """
+    lines = [_summary(config), variables_line(key_variables(config)), *_time_lines(config), *_thought_lines(config)]
+    lines.append(_journal(config))
+    inside = [name for name, source in config.sources.items() if any(map(_is_inside, source_urls(source)))]
+    assumptions = _assumed(config)
+    if inside:
+        said = f"the server of {', '.join(inside)} runs inside the training only"
+        lines.append(Line("judged sample", "skipped", said))
+    elif not ask:
+        lines.append(Line("judged sample", "skipped", "--offline: nothing was sent"))
+    elif task is None:
+        lines.append(Line("judged sample", "skipped", "there is no row to judge"))
+    else:
+        asked, measured = asyncio.run(_asked(config, file, sample_of(task)))
+        lines += asked
+        assumptions = measured or assumptions
+    lines.append(_plan(config, step, assumptions))
+    return lines
+
+
+def sample_of(task: Task) -> Sample:
+    """A sample whose response is right: the worked solution, or the reference answer."""
+    response = f"{task.solution}\nThe answer is {task.reference}." if task.solution else f"The answer is {task.reference}."
+    return Sample(
+        messages=[dict(message) for message in task.messages],
+        response=response,
+        ground_truth=task.reference,
+        data_source=task.source,
+    )
+
+
+def source_urls(source: Any) -> Sequence[str]:
+    """The URLs of a source; none for a function."""
+    return tuple(getattr(source, "urls", ()))
+
+
+def _is_inside(url: str) -> bool:
+    return url.startswith(FRAMEWORK)
+
+
+def key_variables(config: Config) -> Iterator[str]:
+    """The variables that hold the keys of the sources."""
+    for source in config.sources.values():
+        named = getattr(source, "api_key_env", None) or ()
+        yield from (named,) if isinstance(named, str) else named
+
+
+def judge_devices(config: Config) -> Iterator[int]:
+    """The devices that sources of kind `replicas` name."""
+    for source in config.sources.values():
+        if source.kind == "replicas":
+            yield from (device for device in getattr(source, "devices", None) or () if isinstance(device, int))
+
+
+def _summary(config: Config) -> Line:
+    sources = ", ".join(f"{name} ({source.kind})" for name, source in config.sources.items())
+    judges = ", ".join(f"{name} ({judge.kind})" for name, judge in config.judges.items())
+    return Line("judges", "ok", f"sources {sources}; judges {judges}; failed samples: {config.on_failure}")
+
+
+def _time_lines(config: Config) -> Iterator[Line]:
+    deadline_s = config.engine.deadline_s
+    slow = {name: source.timeouts.total_s for name, source in config.sources.items()
+            if source.timeouts.total_s > deadline_s}  # fmt: skip
+    if slow:
+        told = ", ".join(f"{name} {seconds:g} s" for name, seconds in slow.items())
+        yield Line("time limits", "FAIL", f"one try may take longer than the deadline of {deadline_s:g} s: {told}",
+                   "raise engine.deadline_s, or lower timeouts.total_s")  # fmt: skip
+    else:
+        yield Line("time limits", "ok", f"a sample has {deadline_s:g} s, and no try may take longer")
+
+
+def thinking(config: Config) -> Iterator[tuple[str, str, int | None]]:
+    """The judges that think: judge, source, and the judge's `max_tokens`."""
+    for judge in config.judges:
+        if config.judges[judge].kind != "llm":
+            continue
+        for source in sources_of(config, judge):
+            told = getattr(config.sources[source], "parameters", {})
+            if (told.get("chat_template_kwargs") or {}).get("enable_thinking") or told.get("reasoning_effort"):
+                yield judge, source, getattr(config.judges[judge], "max_tokens", None)
+
+
+def _thought_lines(config: Config) -> Iterator[Line]:
+    for judge, source, most in thinking(config):
+        total_s = config.sources[source].timeouts.total_s
+        if most is not None and most < _FEWEST_THOUGHTS:
+            yield Line("thinking", "FAIL", f"{judge} has max_tokens: {most} for thoughts and verdict",
+                       "write 8192 or more, and timeouts.total_s to match")  # fmt: skip
+        else:
+            tokens = most or 8192
+            said = f"{judge}: {tokens:,} tokens within {total_s:g} s need {tokens / total_s:.0f} tokens/s of {source}"
+            yield Line("thinking", "ok" if tokens / total_s <= _FASTEST else "note", said)
+
+
+def _assumed(config: Config) -> Times:
+    """Thoughts of a quarter of what a judge may write, where it thinks; otherwise what the planner assumes."""
+    tokens = {source: (most or 8192) / 4 for _, source, most in thinking(config)}
+    latency_s = {source: number / _TOKENS_A_SECOND for source, number in tokens.items()}
+    return Times(latency_s, max(tokens.values(), default=None), "assumed")
+
+
+def _journal(config: Config) -> Line:
+    journal = config.engine.journal
+    if journal is None:
+        return Line("journal", "note", "off: a restart asks for every verdict again", "set engine.journal.path")
+
+    def place() -> str:
+        folder = Path(journal.path).parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise NotADirectoryError(f"{folder} is no folder that can be written")
+        return f"{journal.path} (of this node; each node keeps its own)"
+
+    return check("journal", place, "make the folder on every node, on a local disk, or set QREWARD_JOURNAL")
+
+
+async def _asked(config: Config, file: Path | None, sample: Sample) -> tuple[list[Line], Times | None]:
+    """Run `qreward check` with the sample, then judge it as a training would."""
+    checked = await _checked(file, sample)
+    if checked.status == "FAIL":
+        # The sample would be tried until its deadline.
+        return [checked, Line("judged sample", "skipped", "the judges do not answer as they should")], None
+    # As in the check: no journal of a run is filled, and no limits are shared with one.
+    engine = config.engine.model_copy(update={"journal": None, "shared": "off"})
+    try:
+        async with RewardEngine(config.model_copy(update={"engine": engine})) as running:
+            outcome = await running.score(sample)
+    except QRewardError as error:
+        return [checked, Line("judged sample", "FAIL", str(error), "run `qreward check` by hand")], None
+    if not isinstance(outcome, Scored):
+        said = f"{outcome.cause.value}/{outcome.reason}: {outcome.detail}"
+        return [checked, Line("judged sample", "FAIL", said, "run `qreward check` by hand")], None
+    verdict = outcome.verdict
+    spent = verdict.spent
+    tokens = spent.usage.prompt_tokens + spent.usage.completion_tokens
+    said = f"a right answer got {verdict.score:.3g}, in {spent.latency_s:.1f} s with {tokens:,} tokens"
+    measured = None
+    if verdict.source in config.sources and verdict.service_s > 0:
+        latency_s = {verdict.source: max(0.001, verdict.service_s)}
+        measured = Times(latency_s, float(spent.usage.completion_tokens) or None, "measured just now")
+    return [checked, Line("judged sample", "ok", said)], measured
+
+
+async def _checked(file: Path | None, sample: Sample) -> Line:
+    if file is None:
+        return Line("qreward check", "skipped", "the judges are in the trainer's configuration, not in a file")
+    row = {
+        "messages": [dict(message) for message in sample.messages],
+        "response": sample.response,
+        "ground_truth": sample.ground_truth,
+        "data_source": sample.data_source,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        rollouts = Path(folder) / "row.jsonl"
+        rollouts.write_text(json.dumps(row) + "\n")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "qreward_plugins.cli", "check", str(file), "--rollouts", str(rollouts)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            told, _ = await asyncio.wait_for(process.communicate(), _CHECK_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            process.kill()
+            await process.wait()
+            return Line("qreward check", "FAIL", f"did not end within {_CHECK_S:g} s", f"qreward check {file}")
+    if process.returncode == 0:
+        return Line("qreward check", "ok", f"{file}: every source answers and can judge")
+    tail = " ".join(told.decode(errors="replace").split())[-_TAIL_CHARS:]
+    return Line("qreward check", "FAIL", f"... {tail}", f"qreward check {file}")
+
+
+def _plan(config: Config, step: Step, times: Times) -> Line:
+    names = {url.removeprefix(FRAMEWORK).partition("/")[0]
+             for source in config.sources.values() for url in source_urls(source) if _is_inside(url)}  # fmt: skip
+
+    def planned() -> str | Line:
+        # A plan opens the sources, and sends nothing.
+        known = with_framework(config, dict.fromkeys(names, "http://127.0.0.1:9"), framework="the training")
+        samples = min(step.samples, _PLANNED_MOST)
+        mean = max(1, step.most_response_tokens // 2)
+        found = plan(
+            known,
+            samples=samples,
+            lengths=Lengths(mean, 0.6),
+            assumptions=Assumptions(
+                latency_s=dict(times.latency_s),
+                verdict_tokens=times.verdict_tokens,
+                prompt_tokens=step.prompt_tokens or Assumptions.prompt_tokens,
+            ),
+            seeds=1,
+            advise=False,
+        )
+        scale = step.samples / samples
+        said = [f"{step.samples:,} samples of a step need about {found.step_s.p50 * scale:.0f} s of judging"]
+        said.append(f"waits for {found.bottleneck.describes}")
+        if found.cost_usd is not None:
+            usd = found.cost_usd.p50 * scale
+            whole = f", ${usd * step.steps:,.0f} for {step.steps:,} steps" if step.steps else ""
+            said.append(f"${usd:.2f} a step{whole}")
+        if found.late:
+            said.append(f"{found.late:.0%} of the samples come after the deadline")
+        said.append(f"responses of {mean:,} tokens assumed, latencies {times.origin}")
+        text = "; ".join(said)
+        if found.late > 0.01:
+            remedy = "add sources, or raise limits or engine.deadline_s; qreward plan says what helps"
+            return Line("plan", "FAIL", text, remedy)
+        return text
+
+    return check("plan", planned, "qreward plan --config FILE --samples N")

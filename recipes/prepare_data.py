@@ -1,0 +1,370 @@
+#!/usr/bin/env python3
+"""Makes the data set of a framework from questions and answers on this machine, and checks it. Downloads nothing.
+
+    python recipes/prepare_data.py verl --from gsm8k/train.jsonl --to data/train.parquet --name gsm8k
+    python recipes/prepare_data.py verl --check data/train.parquet --tokenizer /models/Qwen2.5-7B-Instruct --max-tokens 1024
+
+`--from` takes JSONL or parquet with a column of questions and one of answers. Of an answer with `####`, as in GSM8K, the
+reference is what comes after it. What is written is checked at once.
+
+Exit codes: 0 the data set can be used; 1 the check found rows that cannot; 2 a file or an option has mistakes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FRAMEWORKS = ("verl", "slime", "roll")
+INSTRUCTION = "Think step by step, and end with a line that states the final answer: The answer is ..."
+_MARK = "####"
+_SHOWN_CHARS = 600
+_SHOWN_PROBLEMS = 5
+
+
+class DataError(Exception):
+    """A file or an option has mistakes. The message says where, and what to do."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row: the prompt's messages, the reference answer, where it comes from, and the worked solution if known."""
+
+    messages: tuple[Mapping[str, str], ...]
+    reference: str
+    source: str
+    solution: str = ""
+
+    @property
+    def key(self) -> str:
+        """Equal prompts have equal keys."""
+        return json.dumps([dict(message) for message in self.messages], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found. `problems` are rows that the framework could not train on; `notes` are worth a look.
+
+    `lengths` are the prompts' lengths in tokens, sorted; empty without a tokenizer.
+    """
+
+    path: Path
+    tasks: tuple[Task, ...]
+    columns: tuple[str, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    lengths: tuple[int, ...] = ()
+    rendered: str = field(default="", repr=False)
+
+    @property
+    def mean_tokens(self) -> int | None:
+        """The mean length of a prompt in tokens, at least 1; None without a tokenizer."""
+        return max(1, round(sum(self.lengths) / len(self.lengths))) if self.lengths else None
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read all rows of a JSONL or parquet file. Raises `DataError`."""
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file")
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{path}: cannot be read as parquet: {str(error).splitlines()[0]}") from None
+        return rows
+    if path.suffix not in (".jsonl", ".json"):
+        raise DataError(f"{path}: must end in .jsonl or .parquet")
+    return list(_json_lines(path))
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise DataError(f"{path}, line {number}: must be an object")
+                    yield row
+    except ValueError as error:
+        raise DataError(f"{path}: cannot be read as JSON lines: {error}") from None
+
+
+def tasks_from(
+    rows: Sequence[Mapping[str, Any]], path: Path, *, question: str, answer: str, name: str, instruction: str
+) -> list[Task]:
+    """Read questions and answers. Raises `DataError` for a missing column or an empty text."""
+    found = []
+    for number, row in enumerate(rows, 1):
+        for column in (question, answer):
+            if column not in row:
+                raise DataError(
+                    f"{path}, row {number}: there is no column {column!r}, only {', '.join(row)}; "
+                    "name yours with --question and --answer"
+                )
+            if not str(row[column] if row[column] is not None else "").strip():
+                raise DataError(f"{path}, row {number}: {column} is empty")
+        text, told = str(row[question]).strip(), str(row[answer]).strip()
+        solution, mark, last = told.rpartition(_MARK)
+        reference = last.strip() if mark else told
+        if not reference:
+            raise DataError(f"{path}, row {number}: nothing comes after {_MARK} in {answer}")
+        prompt = f"{text}\n\n{instruction}" if instruction else text
+        found.append(Task(({"role": "user", "content": prompt},), reference, name, solution.strip()))
+    return found
+
+
+def _verl_row(task: Task, index: int, split: str) -> dict[str, Any]:
+    return {
+        "data_source": task.source,
+        "prompt": [dict(message) for message in task.messages],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": task.reference},
+        "extra_info": {"index": index, "split": split, "solution": task.solution},
+    }
+
+
+def _slime_row(task: Task, index: int, split: str) -> dict[str, Any]:
+    about = {"data_source": task.source, "index": index, "split": split, "solution": task.solution}
+    return {"prompt": [dict(message) for message in task.messages], "label": task.reference, "metadata": about}
+
+
+def _roll_row(task: Task, index: int, split: str) -> dict[str, Any]:
+    # The columns and types of ROLL's own training files, with which it may be mixed. `tag` chooses the domain.
+    return {
+        "id": str(index),
+        "source": task.source,
+        "difficulty": "0",
+        "prompt": task.messages[-1]["content"],
+        "messages": json.dumps([dict(message) for message in task.messages], ensure_ascii=False),
+        "ground_truth": task.reference,
+        "case_type": "",
+        "test_case_function": "",
+        "test_cases": "",
+        "tag": task.source,
+    }
+
+
+_ROW: Mapping[str, Callable[[Task, int, str], dict[str, Any]]] = {
+    "verl": _verl_row,
+    "slime": _slime_row,
+    "roll": _roll_row,
+}
+
+
+def write(framework: str, tasks: Sequence[Task], path: Path, split: str) -> None:
+    """Write the data set of a framework: parquet for verl, JSONL for slime and ROLL. Raises `DataError`."""
+    wanted = ".parquet" if framework == "verl" else ".jsonl"
+    if path.suffix != wanted:
+        raise DataError(f"{path}: the file for {framework} must end in {wanted}")
+    rows = [_ROW[framework](task, index, split) for index, task in enumerate(tasks)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if framework == "verl":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return
+    with path.open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _verl_task(row: Mapping[str, Any]) -> Task:
+    graded = row["reward_model"]
+    if not isinstance(graded, Mapping) or "ground_truth" not in graded:
+        raise ValueError("reward_model has no ground_truth")
+    about = row.get("extra_info") or {}
+    solution = about.get("solution") or about.get("answer") or ""
+    return Task(_messages(row["prompt"]), _text(graded["ground_truth"]), _text(row["data_source"]), str(solution))
+
+
+def _slime_task(row: Mapping[str, Any]) -> Task:
+    about = row.get("metadata") or {}
+    if not isinstance(about, Mapping):
+        raise ValueError("metadata is no object")
+    prompt = row["prompt"]
+    # With --apply-chat-template slime makes one message of a plain text.
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else _messages(prompt)
+    source = about.get("data_source") or about.get("source_name") or ""
+    return Task(messages, _text(row["label"]), str(source), str(about.get("solution") or ""))
+
+
+def _roll_task(row: Mapping[str, Any]) -> Task:
+    told = row["messages"]
+    return Task(_messages(json.loads(told) if isinstance(told, str) else told), _text(row["ground_truth"]), _text(row["tag"]))
+
+
+_TASK: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Task]]] = {
+    # RLHFDataset reads `prompt`; the reward loop reads `data_source` and `reward_model`.
+    "verl": (("data_source", "prompt", "reward_model"), _verl_task),
+    # slime.utils.data.Dataset with --input-key prompt --label-key label.
+    "slime": (("prompt", "label"), _slime_task),
+    # get_encode_function reads `messages`, update_dataset_domain reads `tag`, reward workers `id` and `ground_truth`.
+    "roll": (("id", "messages", "ground_truth", "tag"), _roll_task),
+}
+"""For each framework the columns that it reads, and what turns a row into a `Task`."""
+
+
+def _messages(told: Any) -> tuple[Mapping[str, str], ...]:
+    if not isinstance(told, (list, tuple)) or not told:
+        raise ValueError("the prompt is no list of messages")
+    for message in told:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError("a message of the prompt has no role")
+        if not isinstance(message.get("content"), str):
+            raise ValueError("the content of a message is no text")
+    return tuple({"role": message["role"], "content": message["content"]} for message in told)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
+        raise ValueError("the reference answer or the data source is no text, or empty")
+    return str(value)
+
+
+def check(
+    framework: str,
+    path: Path,
+    *,
+    tokenizer: Any = None,
+    max_tokens: int | None = None,
+    tags: frozenset[str] | None = None,
+) -> Report:
+    """Check a data set as `framework` will read it.
+
+    `tokenizer` is one of transformers; without it the prompts are not measured. `max_tokens` is the longest prompt that
+    the framework keeps. `tags` are those that ROLL's domains include. Raises `DataError` if the file cannot be read.
+    """
+    rows = read_rows(path)
+    if not rows:
+        raise DataError(f"{path}: has no rows")
+    columns, to_task = _TASK[framework]
+    tasks, problems, notes = [], [], []
+    for number, row in enumerate(rows, 1):
+        missing = [column for column in columns if row.get(column) is None]
+        try:
+            if missing:
+                raise ValueError(f"there is no {' and no '.join(missing)}")
+            tasks.append(to_task(row))
+        except (ValueError, TypeError, AttributeError) as error:
+            problems.append(f"row {number}: {error}")
+    lengths, rendered = _measured(tasks, tokenizer)
+    if max_tokens is not None and lengths:
+        over = sum(length > max_tokens for length in lengths)
+        if over == len(lengths):
+            problems.append(f"all prompts are longer than {max_tokens} tokens, so {framework} would keep none")
+        elif over:
+            notes.append(f"{over} prompts are longer than {max_tokens} tokens, and {framework} leaves them out")
+    notes.extend(_repeated(tasks))
+    if tags is not None:
+        other = sorted({task.source for task in tasks} - tags)
+        if other:
+            problems.append(f"no domain includes the tag {', '.join(other)}; add it to tag_included")
+    return Report(path, tuple(tasks), tuple(rows[0]), tuple(problems), tuple(notes), tuple(sorted(lengths)), rendered)
+
+
+def _measured(tasks: Sequence[Task], tokenizer: Any) -> tuple[list[int], str]:
+    """The lengths of the prompts in tokens, and the first prompt as text."""
+    chats = [[dict(message) for message in task.messages] for task in tasks]
+    if not chats:
+        return [], ""
+    if tokenizer is None:
+        return [], "\n".join(f"[{message['role']}] {message['content']}" for message in chats[0])
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    # The template has written the special tokens.
+    return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]], texts[0]
+
+
+def _repeated(tasks: Sequence[Task]) -> list[str]:
+    references: dict[str, set[str]] = {}
+    for task in tasks:
+        references.setdefault(task.key, set()).add(task.reference)
+    notes = []
+    if len(references) < len(tasks):
+        notes.append(f"{len(tasks) - len(references)} prompts repeat an earlier one")
+    torn = sum(len(told) > 1 for told in references.values())
+    if torn:
+        notes.append(f"{torn} prompts have several reference answers that differ")
+    return notes
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load a tokenizer from a folder, or from the local cache of the hub. Raises `DataError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        told = str(error).splitlines()[0]
+        raise DataError(f"{path}: there is no tokenizer on this machine ({told}); download the model first") from None
+
+
+def describe(report: Report) -> str:
+    """The report as text."""
+    lines = [f"{report.path}: {len(report.tasks):,} usable rows; columns: {', '.join(report.columns)}"]
+    if report.lengths:
+        low, middle, high = report.lengths[0], report.lengths[len(report.lengths) // 2], report.lengths[-1]
+        p95 = report.lengths[min(len(report.lengths) - 1, round(0.95 * len(report.lengths)))]
+        lines.append(f"prompts: {low} to {high} tokens, median {middle}, 95% up to {p95}")
+    else:
+        lines.append("prompts: not measured in tokens; name the model's folder with --tokenizer")
+    lines.extend(f"note: {note}" for note in report.notes)
+    lines.extend(f"problem: {problem}" for problem in report.problems[:_SHOWN_PROBLEMS])
+    if len(report.problems) > _SHOWN_PROBLEMS:
+        lines.append(f"problem: {len(report.problems) - _SHOWN_PROBLEMS} more rows")
+    if report.tasks:
+        first = report.tasks[0]
+        shown = report.rendered if len(report.rendered) <= _SHOWN_CHARS else report.rendered[:_SHOWN_CHARS] + " ..."
+        lines += ["first prompt:", *(f"  {line}" for line in shown.splitlines())]
+        lines += [f"its reference: {first.reference[:_SHOWN_CHARS]}", f"its data source: {first.source or 'none'}"]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("framework", choices=FRAMEWORKS)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--from", dest="made_from", type=Path, metavar="FILE", help="questions and answers")
+    what.add_argument("--check", type=Path, metavar="FILE", help="check a data set, and write nothing")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="what to write: .parquet for verl, otherwise .jsonl")
+    parser.add_argument("--question", default="question", help="column of the questions (default: question)")
+    parser.add_argument("--answer", default="answer", help="column of the answers (default: answer)")
+    parser.add_argument("--name", default="", help="data source, or ROLL's tag (default: the name of the file's folder)")
+    parser.add_argument("--split", default="train", help="train (default), test ...; recorded in the row")
+    parser.add_argument("--instruction", default=INSTRUCTION, help="text after every question; empty for none")
+    parser.add_argument("--limit", type=int, metavar="N", help="take the first N rows only")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's folder, to measure prompts in tokens")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest prompt that the framework keeps")
+    asked = parser.parse_args(arguments)
+    try:
+        path = asked.check
+        if path is None:
+            if asked.to is None:
+                raise DataError("--from needs --to")
+            source = asked.made_from
+            rows = read_rows(source)[: asked.limit]
+            name = asked.name or source.resolve().parent.name
+            tasks = tasks_from(
+                rows, source, question=asked.question, answer=asked.answer, name=name, instruction=asked.instruction
+            )
+            write(asked.framework, tasks, asked.to, asked.split)
+            path = asked.to
+        tokenizer = load_tokenizer(asked.tokenizer) if asked.tokenizer else None
+        report = check(asked.framework, path, tokenizer=tokenizer, max_tokens=asked.max_tokens)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(describe(report))
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

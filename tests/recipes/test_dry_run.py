@@ -1,0 +1,225 @@
+"""The dry run of the recipes, without a framework: machines, data, judges and the table.
+
+`test_verl_recipes.py` runs it on verl; on slime and ROLL it runs in tests/conformance.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from qreward_plugins import load_config
+from qreward_plugins.testing import JudgeServer
+
+JUDGES = Path(__file__).parents[2] / "recipes" / "judges"
+KEY = "sk-never-shown-4711"
+VARIABLES = {
+    "HOSTED_BASE_URL": "https://hosted.example/v1",
+    "HOSTED_MODEL": "judge-large",
+    "HOSTED_API_KEY": KEY,
+    "JUDGE_BASE_URL": "http://judge.example/v1",
+    "QREWARD_RULES": str(JUDGES / "rules.py"),
+}
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    for name in ("JUDGE_MODEL", "RAY_API_SERVER_ADDRESS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def by_name(lines):
+    return {line.what: line for line in lines}
+
+
+def step(recipe_tools, **more):
+    return recipe_tools.judging.Step(**{"samples": 16, "steps": 100, "most_response_tokens": 512, **more})
+
+
+def task(recipe_tools):
+    return recipe_tools.prepare_data.Task(({"role": "user", "content": "What is 40+2?"},), "42", "gsm8k", "40+2 = 42")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in JUDGES.glob("*.yaml")))
+def test_every_judges_file_is_valid_and_can_be_planned(recipe_tools, variables, name):
+    config = load_config(JUDGES / f"{name}.yaml")
+    lines = recipe_tools.judging.judge_lines(config, JUDGES / f"{name}.yaml", None, step(recipe_tools), ask=False)
+    found = by_name(lines)
+    assert [line for line in lines if line.status in ("FAIL", "note")] == []
+    assert found["judged sample"].status == "skipped"
+    assert "16 samples of a step need about" in found["plan"].found
+    assert ("$" in found["plan"].found) is (name == "hosted")
+    assert KEY not in repr(lines)
+    assert ("thinking" in found) is (name == "thinking")
+
+
+def test_a_thinking_judge_has_tokens_and_time_for_its_thoughts(recipe_tools, variables):
+    config = load_config(JUDGES / "thinking.yaml")
+    (line,) = recipe_tools.judging._thought_lines(config)
+    assert line.found == "quality: 16,384 tokens within 600 s need 27 tokens/s of thinker"
+    tree = {
+        "sources": {"a": {"kind": "openai", "base_url": "http://a/v1", "model": "m",
+                          "parameters": {"reasoning_effort": "high"}, "timeouts": {"total_s": 400}}},
+        "judges": {"j": {"kind": "llm", "max_tokens": 1024}},
+    }  # fmt: skip
+    found = by_name(recipe_tools.judging.judge_lines(load_config(tree), None, None, step(recipe_tools), ask=False))
+    assert found["thinking"].status == "FAIL"
+    assert found["time limits"].status == "FAIL"
+    assert "a 400 s" in found["time limits"].found
+    assert found["journal"].status == "note"
+
+
+def test_keys_that_are_missing_fail_it(recipe_tools, variables):
+    variables.delenv("HOSTED_API_KEY")
+    config = load_config(JUDGES / "hosted.yaml")
+    found = by_name(recipe_tools.judging.judge_lines(config, None, None, step(recipe_tools), ask=False))
+    assert (found["keys"].status, found["keys"].found) == ("FAIL", "not set: HOSTED_API_KEY")
+
+
+def test_a_journal_without_a_folder_fails_it(recipe_tools, variables, tmp_path):
+    variables.setenv("QREWARD_JOURNAL", str(tmp_path / "no" / "journal.sqlite"))
+    config = load_config(JUDGES / "hosted.yaml")
+    assert recipe_tools.judging._journal(config).status == "FAIL"
+
+
+def test_a_row_is_judged_and_the_plan_takes_the_time_that_it_took(recipe_tools, variables):
+    file = JUDGES / "thinking.yaml"
+    with JudgeServer(lambda call: 10.0 if "42" in call.blocks["response"] else 0.0) as server:
+        variables.setenv("JUDGE_BASE_URL", server.base_url)
+        variables.setenv("JUDGE_MODEL", "judge")
+        lines = recipe_tools.judging.judge_lines(
+            load_config(file), file, task(recipe_tools), step(recipe_tools), ask=True
+        )
+        requests = server.report().requests
+    found = by_name(lines)
+    assert found["qreward check"].status == "ok", found["qreward check"]
+    assert found["judged sample"].status == "ok", found["judged sample"]
+    assert found["judged sample"].found.startswith("a right answer got 1, in ")
+    assert found["plan"].found.endswith("latencies measured just now")
+    # One for the sample; the check asks one for its row, and six for its pairs.
+    assert requests == 8
+
+
+def test_a_judge_that_does_not_answer_fails_it(recipe_tools, variables):
+    Line = recipe_tools.lines.Line
+
+    async def silent(file, sample):
+        return Line("qreward check", "FAIL", "no answer", "qreward check judges.yaml")
+
+    variables.setattr(recipe_tools.judging, "_checked", silent)
+    config = load_config(JUDGES / "thinking.yaml")
+    found = by_name(recipe_tools.judging.judge_lines(config, None, task(recipe_tools), step(recipe_tools), ask=True))
+    assert found["qreward check"].status == "FAIL"
+    assert found["judged sample"].status == "skipped", "it would be tried until its deadline"
+    assert found["plan"].found.endswith("latencies assumed")
+
+
+@pytest.mark.parametrize(
+    ("have", "asked", "judges", "variable", "status"),
+    [
+        (8, (1, 8), (), None, "ok"),
+        (4, (1, 8), (), None, "FAIL"),
+        (8, (1, 4), (4, 5), "0,1,2,3", "ok"),
+        (8, (1, 4), (4, 5), None, "FAIL"),
+        (8, (1, 8), (6, 7), None, "FAIL"),
+        (4, (1, 4), (3,), "0,1,2,3", "FAIL"),
+        (8, (2, 8), (), None, "FAIL"),
+    ],
+)
+def test_gpus_that_a_training_asks_for_exist_and_are_its_own(recipe_tools, have, asked, judges, variable, status):
+    environment = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
+    line = recipe_tools.machine.gpu_line(
+        *asked, judge_devices=judges, environment=environment, count=lambda: min(have, 4 if variable else 8)
+    )
+    assert line.status == status, line
+    assert bool(line.remedy) is (status == "FAIL")
+
+
+def test_gpus_of_a_cluster_are_counted_by_node(recipe_tools):
+    def line(nodes, found):
+        environment = {"RAY_API_SERVER_ADDRESS": "http://head:8265"}
+        return recipe_tools.machine.gpu_line(nodes, 8, environment=environment, of_cluster=found)
+
+    def down(address):
+        raise ConnectionError("refused")
+
+    assert line(2, lambda address: [8, 0, 8]).status == "ok"
+    assert line(2, lambda address: [8, 4]).status == "FAIL"
+    assert line(1, down).found == "asks for 1 x 8; the cluster at http://head:8265 does not answer: ConnectionError"
+
+
+def test_paths_packages_and_models(recipe_tools, tmp_path):
+    machine = recipe_tools.machine
+    assert machine.path_line("x", tmp_path, "make it").status == "ok"
+    assert machine.path_line("x", tmp_path / "no", "make it").remedy == "make it"
+    assert machine.folder_line("x", tmp_path / "a" / "b").found.endswith("(will be made)")
+    (tmp_path / "file").touch()
+    assert machine.folder_line("x", tmp_path / "file" / "b").status == "FAIL"
+    assert machine.packages_line("x", ["json", "no_such_package"], "pip").found == "not installed: no_such_package"
+    assert machine.model_line("model", str(tmp_path)).status == "ok"
+    assert machine.model_line("model", "/nowhere").status == "FAIL"
+    assert machine.model_line("model", "example/not-downloaded").status == "note"
+
+
+def test_data_that_is_missing_or_shared_is_told(recipe_tools, tmp_path):
+    row = {"prompt": "What is 2+3?", "label": "5", "metadata": {"data_source": "s"}}
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    train, val = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
+    lines, reports = recipe_tools.data_lines.data_lines("slime", [train], [val, tmp_path / "no.jsonl"])
+    assert [line.status for line in lines] == ["ok", "ok", "FAIL", "note"]
+    assert "prepare_data.py slime" in lines[2].remedy
+    assert lines[3].found.startswith("1 prompts of the validation")
+    assert len(reports) == 1
+
+
+def test_the_table_has_a_line_for_each_check_and_the_remedies(recipe_tools):
+    def broken():
+        raise SystemExit("2 mistakes")
+
+    Line, check = recipe_tools.lines.Line, recipe_tools.lines.check
+    lines = [Line("data", "ok", "12 rows"), check("flags", broken, "correct them"), check("plan", lambda: "3 s", "")]
+    assert [line.status for line in lines] == ["ok", "FAIL", "ok"]
+    assert recipe_tools.lines.failed(lines) == 1
+    out = io.StringIO()
+    recipe_tools.lines.show("dry run", lines, Console(file=out, width=100))
+    for text in ("data", "12 rows", "SystemExit: 2 mistakes", "-> correct them", "3 s"):
+        assert text in out.getvalue()
+
+
+def test_the_script_ends_with_a_verdict_and_an_exit_code(recipe_tools, monkeypatch, capsys):
+    script = recipe_tools.dry_run
+    monkeypatch.setattr(script, "_lines", lambda asked: [script.Line("judges", "ok", "fine")])
+    assert script.main(["slime", "judges.yaml", "--", "--lr", "1e-6"]) == 0
+    assert "all 1 checks passed; nothing was started" in capsys.readouterr().out
+    assert script.main(["--missing", "SAVE: not set", "slime", "judges.yaml", "--"]) == 1
+    said = capsys.readouterr().out
+    assert "SAVE: not set" in said
+    assert "1 of 2 checks failed" in said
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "reward"),
+    [
+        ("40+2 = 42. The answer is 42.", "42", 1.0),
+        ("The answer is 1,042.0", "1042", 1.0),
+        ("42 or 43", "42", 0.0),
+        ("no number", "42", 0.0),
+        ("It is blotting.\nThe answer is Western blot.", "western blot", 1.0),
+        ("Western blot, or not", "western blot", 0.0),
+        ("", "42", 0.0),
+        ("The answer is 5", 5, 1.0),
+    ],
+)
+def test_the_rule_compares_the_final_answer(recipe_tools, response, reference, reward):
+    space = SimpleNamespace()
+    exec((JUDGES / "rules.py").read_text(), space.__dict__)
+    assert space.right_answer("gsm8k", response, reference) == reward

@@ -3,8 +3,8 @@
 
 It composes the configuration with the framework's own code, and checks that every key is known to the framework, that
 paths exist, that the GPUs that are asked for exist, that the data set has the rows that the framework reads, and that
-the judges are valid and answer: one row of the training data is judged. `qreward plan` says what a step of judging takes
-and costs. It trains nothing and writes nothing.
+the judges are valid and answer: one row of the training data is judged. `qreward plan` says what a step of judging
+takes and costs. It trains nothing and writes nothing.
 
 Exit codes: 0 no check failed; 1 some did, and the table has the remedies; 2 the command line has mistakes.
 """
@@ -17,9 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from dryrun.lines import Line, failed, show
+from rich.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

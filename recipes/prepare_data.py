@@ -2,10 +2,10 @@
 """Makes the data set of a framework from questions and answers on this machine, and checks it. Downloads nothing.
 
     python recipes/prepare_data.py verl --from gsm8k/train.jsonl --to data/train.parquet --name gsm8k
-    python recipes/prepare_data.py verl --check data/train.parquet --tokenizer /models/Qwen2.5-7B-Instruct --max-tokens 1024
+    python recipes/prepare_data.py verl --check data/train.parquet --tokenizer /models/Qwen2.5-7B --max-tokens 1024
 
-`--from` takes JSONL or parquet with a column of questions and one of answers. Of an answer with `####`, as in GSM8K, the
-reference is what comes after it. What is written is checked at once.
+`--from` takes JSONL or parquet with a column of questions and one of answers. Of an answer with `####`, as in GSM8K,
+the reference is what comes after it. What is written is checked at once.
 
 Exit codes: 0 the data set can be used; 1 the check found rows that cannot; 2 a file or an option has mistakes.
 """
@@ -199,7 +199,9 @@ def _slime_task(row: Mapping[str, Any]) -> Task:
 
 def _roll_task(row: Mapping[str, Any]) -> Task:
     told = row["messages"]
-    return Task(_messages(json.loads(told) if isinstance(told, str) else told), _text(row["ground_truth"]), _text(row["tag"]))
+    return Task(
+        _messages(json.loads(told) if isinstance(told, str) else told), _text(row["ground_truth"]), _text(row["tag"])
+    )
 
 
 _TASK: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Task]]] = {
@@ -337,7 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, metavar="FILE", help="what to write: .parquet for verl, otherwise .jsonl")
     parser.add_argument("--question", default="question", help="column of the questions (default: question)")
     parser.add_argument("--answer", default="answer", help="column of the answers (default: answer)")
-    parser.add_argument("--name", default="", help="data source, or ROLL's tag (default: the name of the file's folder)")
+    parser.add_argument(
+        "--name", default="", help="data source, or ROLL's tag (default: the name of the file's folder)"
+    )
     parser.add_argument("--split", default="train", help="train (default), test ...; recorded in the row")
     parser.add_argument("--instruction", default=INSTRUCTION, help="text after every question; empty for none")
     parser.add_argument("--limit", type=int, metavar="N", help="take the first N rows only")

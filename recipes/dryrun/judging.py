@@ -39,7 +39,7 @@ _TOKENS_A_SECOND = 30.0
 
 @dataclass(frozen=True)
 class Times:
-    """What a plan takes for granted: seconds of a request by source, and tokens of a verdict. None: the planner's own."""
+    """What a plan assumes: seconds of a request by source, and tokens of a verdict. None: the planner's default."""
 
     latency_s: Mapping[str, float]
     verdict_tokens: float | None
@@ -84,7 +84,9 @@ def judge_lines(config: Config, file: Path | None, task: Task | None, step: Step
 
 def sample_of(task: Task) -> Sample:
     """A sample whose response is right: the worked solution, or the reference answer."""
-    response = f"{task.solution}\nThe answer is {task.reference}." if task.solution else f"The answer is {task.reference}."
+    response = (
+        f"{task.solution}\nThe answer is {task.reference}." if task.solution else f"The answer is {task.reference}."
+    )
     return Sample(
         messages=[dict(message) for message in task.messages],
         response=response,

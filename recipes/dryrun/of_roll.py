@@ -1,4 +1,4 @@
-"""The dry run of a ROLL recipe: Hydra composes it as ROLL's start script does, and ROLL's dataclasses read it strictly."""
+"""The dry run of a ROLL recipe: Hydra composes it as ROLL's start script does; ROLL's dataclasses read it strictly."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def roll_lines(folder: Path, name: str, roll: Path, *, ask: bool) -> list[Line]:
     lines.append(model_line("model", str(config.pretrain)))
     lines.append(folder_line("results", roll / str(tree["output_dir"])))
     engine = str(config.actor_infer.strategy_args.strategy_name)
-    lines.append(packages_line("rollout engine", [_ENGINES[engine]] if engine in _ENGINES else [], "see ROLL's install"))
+    lines.append(
+        packages_line("rollout engine", [_ENGINES[engine]] if engine in _ENGINES else [], "see ROLL's install")
+    )
     lines.append(packages_line("logger", ["tensorboard"] if config.track_with == "tensorboard" else [],
                                "pip install tensorboard"))  # fmt: skip
     data, reports = data_lines(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -78,12 +79,16 @@ def slime_lines(judges: Path, flags: Sequence[str], *, ask: bool) -> list[Line]:
 
 
 def _parsed(flags: Sequence[str], into: list[argparse.Namespace]) -> str:
-    """Read the flags with the parsers of slime, SGLang and Megatron. Raises `SystemExit` for a value, `ValueError` for a
-    flag that none of them has."""
+    """Read the flags with the parsers of slime, SGLang and Megatron.
+
+    Raises `SystemExit` for a value that does not fit, and `ValueError` for a flag that none of them has.
+    """
     from slime.backends.sglang_utils.arguments import add_sglang_arguments
     from slime.utils.arguments import get_slime_extra_args_provider
 
-    args, left = get_slime_extra_args_provider(None)(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args(flags)
+    args, left = get_slime_extra_args_provider(None)(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args(
+        flags
+    )
     engine = argparse.ArgumentParser(allow_abbrev=False)
     add_sglang_arguments(engine)
     served, left = engine.parse_known_args(left)
@@ -129,7 +134,7 @@ def _servers(args: argparse.Namespace) -> str:
 
 
 def _values(flags: Sequence[str], name: str) -> Iterable[str]:
-    yield from (value for flag, value in zip(flags, flags[1:], strict=False) if flag == name)
+    yield from (value for flag, value in itertools.pairwise(flags) if flag == name)
 
 
 def _file(path: str) -> str:

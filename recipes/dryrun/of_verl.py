@@ -93,9 +93,12 @@ def compose(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
     command = ["main_ppo", "--config-dir", str(folder.resolve()), "--config-name", name, *overrides]
     printed = io.StringIO()
     # `--cfg` prints what the run would get, and ends.
-    with mock.patch.object(sys, "argv", [*command, "--cfg", "job", "--resolve"]), redirect_stdout(printed):
-        with mock.patch.dict(os.environ, {"HYDRA_FULL_ERROR": "1"}):
-            main_ppo.main()
+    with (
+        mock.patch.object(sys, "argv", [*command, "--cfg", "job", "--resolve"]),
+        mock.patch.dict(os.environ, {"HYDRA_FULL_ERROR": "1"}),
+        redirect_stdout(printed),
+    ):
+        main_ppo.main()
     made = OmegaConf.create(printed.getvalue())
     if not isinstance(made, DictConfig):
         raise ValueError("Hydra printed no configuration")

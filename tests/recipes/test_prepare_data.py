@@ -108,9 +108,7 @@ def test_repeated_prompts_and_long_ones_are_noted(recipe_tools, questions):
         ("roll", {"messages": [{"role": "user", "content": "q"}], "ground_truth": "5", "tag": "t"}, "there is no id"),
     ],
 )
-def test_a_row_that_the_framework_cannot_train_on_is_a_problem(
-    recipe_tools, tmp_path, capsys, framework, row, problem
-):
+def test_a_row_that_the_framework_cannot_train_on_is_a_problem(recipe_tools, tmp_path, capsys, framework, row, problem):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert recipe_tools.prepare_data.main([framework, "--check", str(path)]) == 1

@@ -176,7 +176,7 @@ def test_a_judge_on_the_trainer_s_gpus_is_verls_own(compose, monkeypatch):
 
 @pytest.fixture
 def programs(tmp_path):
-    """`run(*arguments, **variables)` runs the script with stand-ins for its programs, and returns what they were given."""
+    """`run(*arguments, **variables)` runs the script with stand-ins for its programs; returns what they were given."""
     log, folder = tmp_path / "log", tmp_path / "bin"
     folder.mkdir()
     for name in ("python3", "ray", "qreward"):

@@ -146,13 +146,18 @@ class Player:
 
         texts: list[str] = []
 
-        def tokens(batch: list[str]) -> dict[str, Any]:
-            texts.extend(batch)
-            return {"input_ids": [[0]] * len(batch)}
+        class Words:
+            def apply_chat_template(self, messages: list[Any], *_: Any, **__: Any) -> str:
+                return " | ".join(f"{message['role']}: {message['content']}" for message in messages)
 
-        arguments = DataArguments(template=template, file_name=[path], preprocessing_num_workers=1)
+            def __call__(self, batch: list[str]) -> dict[str, Any]:
+                texts.extend(batch)
+                return {"input_ids": [[0]] * len(batch)}
+
+        # As in the recipes: ROLL has no default for the column of the messages.
+        arguments = DataArguments(template=template, file_name=[path], messages="messages", preprocessing_num_workers=1)
         rows = get_dataset(arguments).to_list()
-        encode = get_encode_function(template, tokens, arguments)
+        encode = get_encode_function(template, Words(), arguments)
         encode({name: [row[name] for row in rows] for name in rows[0]})
         made = [update_dataset_domain(tags, row) for row in rows]
         kept = ("domain", "ground_truth", "id")

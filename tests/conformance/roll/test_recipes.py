@@ -55,7 +55,7 @@ def test_roll_reads_the_data_set_that_the_script_makes(player, data):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_dry_run_finds_nothing_missing_but_what_a_cpu_lacks(roll_source, tmp_path, name):
     (tmp_path / "model").mkdir()
-    keys = {name: "http://127.0.0.1:1/v1" for name in ("JUDGE_BASE_URL", "HOSTED_BASE_URL", "HOSTED_MODEL")}
+    keys = dict.fromkeys(("JUDGE_BASE_URL", "HOSTED_BASE_URL", "HOSTED_MODEL"), "http://127.0.0.1:1/v1")
     done = subprocess.run(
         ["bash", str(RECIPES / "run.sh"), name, "--dry-run", "--offline"],
         env={

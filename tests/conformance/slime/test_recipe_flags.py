@@ -129,7 +129,7 @@ def test_a_dry_run_finds_nothing_but_the_gpus_missing(slime_source, data, tmp_pa
             EVAL_DATA=str(data),
             QREWARD_CONFIG=str(judges),
             CUDA_VISIBLE_DEVICES="",
-            **{name: "http://127.0.0.1:1/v1" for name in ("JUDGE_BASE_URL", "HOSTED_BASE_URL", "HOSTED_MODEL")},
+            **dict.fromkeys(("JUDGE_BASE_URL", "HOSTED_BASE_URL", "HOSTED_MODEL"), "http://127.0.0.1:1/v1"),
             HOSTED_API_KEY="sk-never-shown",
         ),
         cwd=tmp_path,

@@ -19,30 +19,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config import EngineConfig, Limits, Price, load_config
+from ..config import EngineConfig, Price, load_config
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..named_actors import missing_ray, ray_is_up
 from ..observers import Observers, Statistics, with_names
 from ..quotas import Quota, SharedQuota
 from ..scheduling import FAILED, Batch, Breaker, Call, ErrorShare, Upstream
 from ..sharing import OpenedChannel, open_channel, source_keys
-from ..sources.function import processors
 from .debug_log import DebugLog
 from .invocation import Invocation, size_of
 from .items import Items
-from .keyed import Keyed, shared_name
-from .options import MOST_THREADS, Options
+from .keyed_calls import KeyedCalls, shared_name
+from .limits import ANY_NUMBER, MOST_LEARNED, FunctionLimits
+from .options import Options
 from .pending import END_WITHIN_S, Pending, Raised
 from .source import CallableSource, Kind
 from .statistics import FunctionStatistics, Retries
 from .worker_functions import loader_of
 
-THREADS = 32
-"""Most threads of a sync function, by default."""
-MOST_LEARNED = 1024
-"""Most calls at once of an adaptive function without `concurrency`."""
-ANY_NUMBER = 1_000_000
-"""Calls at once of a function without a limit: more than any process can hold."""
 KEYS_KEPT = 1024
 """Keys up to which one is kept for `idle_s`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
 _LOOKED_AT = 4
@@ -57,14 +51,14 @@ class FunctionCalls:
         self.options = options
         self.name: str = options.name or getattr(function, "__qualname__", None) or type(function).__qualname__
         loader = loader_of(function) if options.mode == "process" else None
-        self._source_limits = _limits_of_source(options)
+        self._limits = FunctionLimits(kind, options)
         self._channel_key = _channel_key(options, function)
-        self.source = CallableSource(self.name, function, kind, loader=loader, slots=self._places(options))
+        self.source = CallableSource(self.name, function, kind, loader=loader, slots=self._limits.places(options))
         self._statistics, self._retries = Statistics(), Retries()
         debug = [("debug log", DebugLog())] if options.debug else []
         self._observers = Observers((self._statistics, self._retries), [*with_names(options.observers), *debug])
         self._rng = random.Random(options.seed)
-        self._keys: OrderedDict[object, Keyed] = OrderedDict()
+        self._keys: OrderedDict[object, KeyedCalls] = OrderedDict()
         self._ends: Counter[str] = Counter()
         self._calls = 0
         self._sequence = itertools.count()
@@ -84,7 +78,7 @@ class FunctionCalls:
         options: Options,
         *,
         skip: int = 0,
-        batches: dict[Keyed, Batch] | None = None,
+        batches: dict[KeyedCalls, Batch] | None = None,
         items: Callable[[Pending], Items] | None = None,
     ) -> Pending:
         """Submit a call. `skip`: arguments that `key` and `size` do not get (`self`). `batches`: those that it joins,
@@ -145,7 +139,7 @@ class FunctionCalls:
         """Make many calls as one batch; return the values, or `Raised`, in order. With `stop_at_error`, the others are
         cancelled when one has failed, and the list has only this `Raised`.
         """
-        batches: dict[Keyed, Batch] = {}
+        batches: dict[KeyedCalls, Batch] = {}
         pending: list[Pending | Raised] = []
         left = 0
         over: asyncio.Future[Raised | None] = self.bind().create_future()
@@ -226,12 +220,12 @@ class FunctionCalls:
     def retune(self, options: Options) -> None:
         """Take over new options of the function as a whole. Calls that have started still count."""
         self.options = options
-        limits = self._declared(options) if self._channel is not None else self._limits(options)
+        limits = self._limits.declared(options) if self._channel is not None else self._limits.here(options)
         now = self._loop.time() if self._loop is not None else 0.0
         for keyed in self._keys.values():
             upstream = keyed.upstream
             if options.error_share is not None:
-                upstream.quota.learn_up_to(min(self._places(options), MOST_LEARNED))
+                upstream.quota.learn_up_to(min(self._limits.places(options), MOST_LEARNED))
             upstream.quota.retune(limits, now)
             upstream.breaker.retune(options.failures_to_open, options.recovery_s)
             upstream.error_share = None if options.error_share is None else ErrorShare(options.error_share)
@@ -253,8 +247,7 @@ class FunctionCalls:
 
     def window(self, options: Options) -> int:
         """Calls of a stream that are under way at once: enough to keep the function busy."""
-        places = self._places(options)
-        return max(2, min(4 * places, 1024)) if places < ANY_NUMBER else 256
+        return self._limits.window(options)
 
     async def aclose(self) -> None:
         """Fail all calls, end their attempts and the worker processes. Idempotent."""
@@ -279,7 +272,7 @@ class FunctionCalls:
     def _ended(self, reason: str) -> None:
         self._ends[reason] += 1
 
-    def _keyed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: float) -> Keyed:
+    def _keyed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: float) -> KeyedCalls:
         key = None if self.options.key is None else self.options.key(*args, **kwargs)
         keys = self._keys
         try:
@@ -294,9 +287,11 @@ class FunctionCalls:
         keyed.used_at = now
         return keyed
 
-    def _forget_idle(self, now: float, used: Keyed) -> None:
+    def _forget_idle(self, now: float, used: KeyedCalls) -> None:
         """Forget keys that are idle. A few of them, in turn, are looked at in each call."""
-        idle_s = max(self._refilled_s, self.options.idle_s if len(self._keys) <= KEYS_KEPT else 0.0)
+        idle_s = max(
+            self._limits.refilled_s(self.options), self.options.idle_s if len(self._keys) <= KEYS_KEPT else 0.0
+        )
         for _ in range(_LOOKED_AT):
             key, oldest = next(iter(self._keys.items()))
             if oldest is used:
@@ -311,27 +306,17 @@ class FunctionCalls:
                 self._forgetting.add(closing)
                 closing.add_done_callback(self._forgetting.discard)
 
-    @property
-    def _refilled_s(self) -> float:
-        """Seconds after which a limit allows a whole burst again."""
-        limits = self._declared(self.options)
-        if limits.requests_per_minute is None:
-            return 0.0
-        if limits.window == "bucket":
-            return 60.0 * limits.burst / limits.requests_per_minute
-        return 2 * max(limits.window_s, 60.0 / limits.requests_per_minute)
-
-    def _open(self, key: object) -> Keyed:
+    def _open(self, key: object) -> KeyedCalls:
         options = self.options
         quota: Quota
         if self._channel is not None:
             # The number of threads is each process's own; only what the user declared is shared.
-            places = ANY_NUMBER if options.concurrency is not None else self._places(options)
-            quota = SharedQuota(self._declared(options), source=self.name, slots=places, jitter_s=0.0)
+            places = ANY_NUMBER if options.concurrency is not None else self._limits.places(options)
+            quota = SharedQuota(self._limits.declared(options), source=self.name, slots=places, jitter_s=0.0)
         else:
-            most = None if options.error_share is None else min(self._places(options), MOST_LEARNED)
+            most = None if options.error_share is None else min(self._limits.places(options), MOST_LEARNED)
             slots = ANY_NUMBER if most is None else None
-            quota = Quota(self._limits(options), source=self.name, slots=slots, jitter_s=0.0, most_learned=most)
+            quota = Quota(self._limits.here(options), source=self.name, slots=slots, jitter_s=0.0, most_learned=most)
         breaker = Breaker(failures_to_open=options.failures_to_open, recovery_s=options.recovery_s)
         upstream = Upstream(self.source, quota, timeout_s=math.inf, price=Price(), breaker=breaker)
         if options.error_share is not None:
@@ -339,29 +324,9 @@ class FunctionCalls:
         channel_key = self._channel_key
         if key is not None and self._channel is not None:
             channel_key += hashlib.sha256(shared_name(key).encode("utf-8", "replace")).hexdigest()[:16]
-        keyed = Keyed(self.name, upstream, channel_key)
+        keyed = KeyedCalls(self.name, upstream, channel_key)
         keyed.bind(self._rng, self._observers, self._channel, self._sequence)
         return keyed
-
-    def _declared(self, options: Options) -> Limits:
-        limits = options.limits if self._source_limits is None else self._source_limits
-        return limits if options.concurrency is None else limits.model_copy(update={"concurrency": options.concurrency})
-
-    def _limits(self, options: Options) -> Limits:
-        """The declared limits, with the number of threads or processes as concurrency."""
-        limits, places = self._declared(options), self._places(options)
-        if limits.concurrency is not None:
-            places = min(places, limits.concurrency)
-        return limits if places == ANY_NUMBER else limits.model_copy(update={"concurrency": places})
-
-    def _places(self, options: Options) -> int:
-        """Most calls at once: as the options say, or as many as there are threads or processes."""
-        if options.concurrency is not None:
-            most = MOST_THREADS if self.kind in ("sync", "generator") and options.mode != "process" else ANY_NUMBER
-            return min(options.concurrency, most)
-        if options.mode == "process":
-            return processors()
-        return THREADS if self.kind in ("sync", "generator") else ANY_NUMBER
 
     def _open_channel(self) -> OpenedChannel | None:
         shared = self.options.shared
@@ -380,19 +345,6 @@ def _size(value: Any) -> int:
         raise ValueError(f"size must return a number, at least 0, not {value!r}")
     # The scheduler counts in whole bytes; a size of 0.5 s must not become 0.
     return 1 + int(value if isinstance(value, int) else 1000 * value)
-
-
-def _limits_of_source(options: Options) -> Limits | None:
-    """The limits that the configuration declares for `source`. Raises `ConfigurationError`."""
-    if options.source is None or options.config is None:
-        return None
-    config = load_config(options.config)
-    if options.source not in config.sources:
-        problem = f"{options.source!r} is not a source of the configuration."
-        raise ConfigurationError(
-            [Mistake("source", problem, f"It has {', '.join(config.sources)}.")], origin="accelerate"
-        )
-    return config.sources[options.source].limits
 
 
 def _channel_key(options: Options, function: Any) -> str:

@@ -12,7 +12,7 @@ from .invocation import Invocation
 from .notes import add_note, note_attempts
 
 if TYPE_CHECKING:
-    from .keyed import Keyed
+    from .keyed_calls import KeyedCalls
 
 END_WITHIN_S = 2.0
 """Most seconds for which a cancelled call waits for its attempts."""
@@ -21,7 +21,7 @@ END_WITHIN_S = 2.0
 class Pending:
     """A call that waits for its end. `future` gets the value, or the exception of the function."""
 
-    def __init__(self, keyed: Keyed, invocation: Invocation, member: Member, done: Callable[[str], None]) -> None:
+    def __init__(self, keyed: KeyedCalls, invocation: Invocation, member: Member, done: Callable[[str], None]) -> None:
         self._keyed = keyed
         self.member = member
         self._done = done

@@ -13,7 +13,7 @@ from ..config.source_models import ModelName, ServiceURL
 from ..errors import ConfigurationError
 from ..judges.prompt import Prompt
 from ..registry import judges
-from ..sources.function import arguments_taken
+from ..sources.function_arguments import arguments_taken
 from ..sources.loading import PathLoader, load
 from .api_keys import is_local, without_key
 from .init_answers import Function

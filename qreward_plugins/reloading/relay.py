@@ -33,7 +33,7 @@ class Relay:
         self._before: tuple[str, ...] = ()
         self._change = 0
         self._confirmed = 0
-        self._told = ""
+        self._received = ""
         self._keepers_version = 0
         self._taken_at = -math.inf
         self._text: str | None = None
@@ -48,7 +48,7 @@ class Relay:
         if not (self._digest and self._may_be_sent and (self._is_on or is_open)):
             return None
         text = self._text if is_open or self._keepers_version < self._version else None
-        return Revision(self._digest, self._version, self._before, self._change if is_open else 0, text, self._told)
+        return Revision(self._digest, self._version, self._before, self._change if is_open else 0, text, self._received)
 
     def answered(self, newest: Revision | None) -> Revision | None:
         """Take the keeper's answer; return the state to apply, if it is news."""
@@ -62,9 +62,9 @@ class Relay:
         if self._change > self._confirmed or not self._is_on:
             # What has changed here meanwhile is newer.
             return None
-        if newest.text is None or newest.digest in (self._digest, self._told):
+        if newest.text is None or newest.digest in (self._digest, self._received):
             return None
-        self._told = newest.digest
+        self._received = newest.digest
         return newest
 
     def is_same(self, config: Config) -> bool:

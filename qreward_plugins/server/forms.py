@@ -31,7 +31,7 @@ _BODY = "the body"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ScoreRequest:
     """What a request asks for. `single`: one sample that is not in a list, so that the reply is none, either."""
 
     samples: Sequence[Sample]
@@ -51,21 +51,21 @@ class Form(ABC):
     """JSON schemas, for the API description."""
 
     @abstractmethod
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
         """Return the samples of a body."""
 
     @abstractmethod
-    def answer(self, asked: Asked, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
+    def answer(self, score_request: ScoreRequest, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
         """Return the reply and its status. Raises `Refused` if the form cannot express the outcomes."""
 
 
 class RewardsForm(Form):
     """A form that cannot express a missing reward. Its reply is then an error that tells of the first missing one."""
 
-    def answer(self, asked: Asked, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
+    def answer(self, score_request: ScoreRequest, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
         scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
         if len(scored) == len(outcomes):
-            return self.write(scored, single=asked.single), 200
+            return self.write(scored, single=score_request.single), 200
         missing = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
         failed = missing[0]
         several = f" ({len(missing)} of {len(outcomes)} samples have no reward)" if len(outcomes) > 1 else ""
@@ -153,7 +153,7 @@ class ScoreForm(Form):
     }
     """Columns of a row that set fields of the sample as they are."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
         rest = dict(body)
         deadline_s, priority = rest.pop("deadline_s", None), rest.pop("priority", None)
         if deadline_s is not None and not (_is_number(deadline_s) and deadline_s > 0):
@@ -161,22 +161,22 @@ class ScoreForm(Form):
         if priority is not None:
             priority = read_priority(priority, "priority")
         if "samples" not in rest:
-            return Asked([self.sample(rest, _BODY, "0")], True, deadline_s, priority)
+            return ScoreRequest([self.sample(rest, _BODY, "0")], True, deadline_s, priority)
         rows = rest.pop("samples")
         if rest:
             raise InputError(f"{_BODY} has samples and also {', '.join(sorted(rest))}; write these into each sample")
         if not isinstance(rows, list):
             raise InputError(f"samples must be a list of objects, not {_kind(rows)}")
-        return Asked(
+        return ScoreRequest(
             [self.sample(row, f"samples[{number}]", str(number)) for number, row in enumerate(rows)],
             False,
             deadline_s,
             priority,
         )
 
-    def answer(self, asked: Asked, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
-        rows = [result_of(sample, outcome) for sample, outcome in zip(asked.samples, outcomes, strict=True)]
-        if asked.single:
+    def answer(self, score_request: ScoreRequest, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
+        rows = [result_of(sample, outcome) for sample, outcome in zip(score_request.samples, outcomes, strict=True)]
+        if score_request.single:
             return rows[0], rows[0]["status"]
         missing = sum(row["reward"] is None for row in rows)
         # Some samples may have rewards, so the reply is no error, but says that it is not whole.
@@ -213,9 +213,9 @@ class SlimeForm(RewardsForm):
     }
     reply: ClassVar[Mapping[str, Any]] = {"type": "number"}
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
         row = {"prompt": body.get("prompt"), "response": body.get("response"), "ground_truth": body.get("label")}
-        return Asked([sample_of(row, name="0", where=_BODY)], True)
+        return ScoreRequest([sample_of(row, name="0", where=_BODY)], True)
 
     def write(self, outcomes: Sequence[Scored], *, single: bool) -> Any:
         return outcomes[0].reward
@@ -247,7 +247,7 @@ class OpenRLHFForm(RewardsForm):
         },
     }
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
         queries, prompts = _texts(body, "query"), _texts(body, "prompts")
         labels = body.get("labels")
         if labels is None:
@@ -259,7 +259,7 @@ class OpenRLHFForm(RewardsForm):
                 f"query, prompts and labels must have one length; they have {len(queries)}, {len(prompts)} and "
                 f"{len(labels)}"
             )
-        return Asked(
+        return ScoreRequest(
             [
                 Sample(
                     messages=message_list(prompt, f"prompts[{number}]"),
@@ -309,7 +309,7 @@ class GetRewardForm(RewardsForm):
         },
     }
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
         for key in ("metadata", "query"):
             if body.get(key) is None:
                 raise InputError(f"{key} is missing")
@@ -322,7 +322,7 @@ class GetRewardForm(RewardsForm):
                 f"metadata, query and prompts must have one length; they have {len(metadata)}, {len(queries)} and "
                 f"{len(prompts)}"
             )
-        return Asked(
+        return ScoreRequest(
             [self._sample(*row, number) for number, row in enumerate(zip(metadata, queries, prompts, strict=True))],
             single,
         )

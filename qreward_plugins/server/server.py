@@ -31,7 +31,7 @@ from ..sharing.wire import Unreadable
 from .admission import Admission
 from .description import describe
 from .engines import Engines
-from .forms import FORMS, Asked, Form
+from .forms import FORMS, Form, ScoreRequest
 from .limits import LimitsDoor, NotShared
 from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths
 from .replies import Refused, json_reply
@@ -154,21 +154,23 @@ class RewardServer:
 
     def _handler(self, form: Form) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
-            asked = form.read(await _json(request))
-            deadline_s, priority = self._terms(request, asked)
-            value, status = form.answer(asked, await self._score(asked, deadline_s, priority))
+            score_request = form.read(await _json(request))
+            deadline_s, priority = self._terms(request, score_request)
+            value, status = form.answer(score_request, await self._score(score_request, deadline_s, priority))
             return json_reply(value, status)
 
         return handle
 
-    async def _score(self, asked: Asked, deadline_s: float | None, priority: int | None) -> Sequence[Outcome]:
-        if not asked.samples:
+    async def _score(
+        self, score_request: ScoreRequest, deadline_s: float | None, priority: int | None
+    ) -> Sequence[Outcome]:
+        if not score_request.samples:
             return []
-        with self._admitted(len(asked.samples), deadline_s):
-            if asked.single:
-                sample = asked.samples[0]
+        with self._admitted(len(score_request.samples), deadline_s):
+            if score_request.single:
+                sample = score_request.samples[0]
                 return [await self._engine.score(sample, deadline_s=deadline_s, priority=priority)]
-            return await self._engine.score_all(asked.samples, deadline_s=deadline_s, priority=priority)
+            return await self._engine.score_all(score_request.samples, deadline_s=deadline_s, priority=priority)
 
     def _client_call(self, request: web.Request) -> AbstractContextManager[None]:
         """Admit a call of the proxy."""
@@ -189,12 +191,12 @@ class RewardServer:
                 self._admission.left(count)
 
     @staticmethod
-    def _terms(request: web.Request, asked: Asked) -> tuple[float | None, int | None]:
+    def _terms(request: web.Request, score_request: ScoreRequest) -> tuple[float | None, int | None]:
         """Return deadline and priority: those of the headers, or else those of the body."""
         deadline_s, priority = read_terms(request.headers)
         return (
-            asked.deadline_s if deadline_s is None else deadline_s,
-            asked.priority if priority is None else priority,
+            score_request.deadline_s if deadline_s is None else deadline_s,
+            score_request.priority if priority is None else priority,
         )
 
     # Limits
@@ -278,7 +280,7 @@ class RewardServer:
             raise Refused(401, "token", "send the server's token as `Authorization: Bearer TOKEN`")
 
 
-_CLIENT_CALL = Asked((), single=True)
+_CLIENT_CALL = ScoreRequest((), single=True)
 _HTTP_DETAIL = {
     404: "unknown path; /openapi.json lists them",
     405: "rewards are asked for with POST",

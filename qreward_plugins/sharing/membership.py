@@ -93,7 +93,7 @@ class _Known:
     def own(self, upstream: Upstream, now: float) -> tuple[float, ...]:
         """Return the times that this process observed itself; minus infinity if none."""
         ends = zip(_ends(upstream, now), self.from_others, strict=True)
-        return tuple(end if end > max(now, told) + _ROUNDING_S else -math.inf for end, told in ends)
+        return tuple(end if end > max(now, known) + _ROUNDING_S else -math.inf for end, known in ends)
 
 
 class Membership:
@@ -268,14 +268,15 @@ class Membership:
             _log.info("the quota keeper answers again")
         self._looked_at, self._silent_s, self._overdue, self._lost = now, 0.0, False, False
         self._end_at(self.member.valid_until)
-        for key, said in answer.sources.items():
+        for key, source in answer.sources.items():
             if key in self._upstreams:
                 upstream, known = self._upstreams[key], self._known[key]
                 before = _ends(upstream, now)
-                upstream.learned_elsewhere(now, **said.news._asdict())
+                upstream.learned_elsewhere(now, **source.news._asdict())
                 after = _ends(upstream, now)
                 known.from_others = tuple(
-                    new if new > old else told for old, new, told in zip(before, after, known.from_others, strict=True)
+                    new if new > old else earlier
+                    for old, new, earlier in zip(before, after, known.from_others, strict=True)
                 )
                 known.recovered = False
         if self.reloads is not None:
@@ -350,7 +351,9 @@ class Membership:
         known = self._known[key]
         if (known.rested and upstream.breaker.closed) or (known.waited and not demand.requests):
             return True
-        return any(end > said + _ROUNDING_S for end, said in zip(known.own(upstream, now), known.reported, strict=True))
+        return any(
+            end > reported + _ROUNDING_S for end, reported in zip(known.own(upstream, now), known.reported, strict=True)
+        )
 
     def _news(self, key: str, upstream: Upstream, now: float) -> SourceNews:
         known = self._known[key]

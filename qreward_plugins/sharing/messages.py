@@ -62,7 +62,7 @@ class Revision(NamedTuple):
     answer: number of the last one that it has ordered."""
     text: str | None = None
     """The plain values of the file as JSON, with interpolations as they are written; None if it is not needed."""
-    told: str = ""
+    received: str = ""
     """In a report: digest of the last state that came from another worker, applied or refused."""
 
 

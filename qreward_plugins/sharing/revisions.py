@@ -1,12 +1,12 @@
 """Orders the changes of configuration files, so that every worker gets the newest one. The keeper's part of a reload.
 
 A state of a file is known by its digest, which covers the path. States that followed each other are one lineage. A
-worker is told the newest state only if it goes by an earlier one of the same lineage. So processes with other files are
+worker gets the newest state only if it goes by an earlier one of the same lineage. So processes with other files are
 left alone, and so is a file that differs between two nodes on purpose.
 
 The order is that in which changes arrive. A worker's change is numbered, so that a report that is sent twice counts
 once. A worker may see an older state of its file later than another worker sees the newer one, as on a network file
-system. Its change is then ignored, and it is told the newest state.
+system. Its change is then ignored, and it gets the newest state.
 
 A new keeper knows nothing. Workers that go by a higher version than it knows send their text again.
 """
@@ -45,8 +45,8 @@ class _Lineage:
         self.add_before([*revision.before, *before])
 
     def is_behind(self, revision: Revision) -> bool:
-        """Whether a worker must be told the newest state."""
-        return revision.digest in self.before and revision.told != self.newest.digest
+        """Whether a worker must get the newest state."""
+        return revision.digest in self.before and revision.received != self.newest.digest
 
 
 class Revisions:
@@ -84,9 +84,9 @@ class Revisions:
         elif revision.digest not in (lineage.newest.digest, *lineage.before):
             # Two keepers have ordered two changes of the same state. This one knows of the other change.
             lineage.add_before([revision.digest])
-        # Without a change, the others were told already, or are told with their next report.
-        told = [worker] if lineage.newest is newest else list(self._of)
-        wait = [other for other in told if lineage.is_behind(self._of[other])]
+        # Without a change, the others have it already, or get it with their next report.
+        receivers = [worker] if lineage.newest is newest else list(self._of)
+        wait = [other for other in receivers if lineage.is_behind(self._of[other])]
         return [*wait, worker] if is_new or revision.version > known else wait
 
     def answer(self, worker: str) -> Revision | None:

@@ -198,13 +198,13 @@ def _with_revision(revision: Revision | None) -> dict[str, Any]:
 def _read_revision(value: Any) -> Revision | None:
     if value is None:
         return None
-    digest, version, before, change, text, told = _items(value, 6)
+    digest, version, before, change, text, received = _items(value, 6)
     if not isinstance(before, list) or len(before) > MOST_BEFORE:
         raise Unreadable("the earlier states are no list, or too many")
     if text is not None and not (isinstance(text, str) and len(text) <= MOST_TEXT_BYTES):
         raise Unreadable("a configuration is no text, or too long")
     earlier = tuple(map(_name, before))
-    return Revision(_name(digest), _whole(version), earlier, _whole(change), text, _name(told) if told else "")
+    return Revision(_name(digest), _whole(version), earlier, _whole(change), text, _name(received) if received else "")
 
 
 def _held(value: Any) -> tuple[float, float]:

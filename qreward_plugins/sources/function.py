@@ -10,7 +10,6 @@ the sample's fault. It is the source's fault only if no worker process starts, o
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -34,9 +33,9 @@ from ..errors import (
     TransientError,
 )
 from ..redaction import secrets_in, without_secrets
-from ..samples import Sample
 from . import worker_program as program
 from .base import Reply, Request
+from .function_arguments import FunctionArguments, unpicklable
 from .kind import VALUE, SourceKind
 from .loading import Function, Loader, PathLoader, load, origin_of
 from .provider import Provider
@@ -48,9 +47,6 @@ from .worker_pool import CannotStart, PoolClosed, WorkerPool
 
 SPARE_WORKERS = 8
 """Additional worker processes for the last tries of samples that hung. More would overload a small machine."""
-
-
-_FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class FunctionSource(SourceKind):
@@ -115,7 +111,6 @@ class FunctionSource(SourceKind):
     def __init__(self, name: str, config: Config, *, loader: Loader | None = None, secrets: Iterable[str] = ()) -> None:
         super().__init__(name, config)
         self._config = config
-        self._kwargs: dict[str, Any] = without_secrets(config.kwargs)
         self._redactor = Redactor([*secrets_in(config.kwargs), *secrets])
         self._excerpt = self._redactor.of
         key = f"sources.{name}.function"
@@ -124,7 +119,9 @@ class FunctionSource(SourceKind):
         if config.batch is not None and config.batch.max_tokens is not None:
             problem = "the tokens of a function are not counted."
             raise ConfigurationError([Mistake(f"sources.{name}.batch.max_tokens", problem, "Leave it out.")])
-        self._plural = config.batch is not None and _has_parameter(self._function, "solution_strs")
+        self._arguments = FunctionArguments(
+            self._function, config.arguments, without_secrets(config.kwargs), batched=config.batch is not None
+        )
         self._closed = False
         self._slots: int | None = None
         self._threads: ThreadSlots | None = None
@@ -168,7 +165,13 @@ class FunctionSource(SourceKind):
         """
         if not self.reusable(self._config):
             return None
-        return ("function", self._config.version, self._config.function, self._origin, self._arguments(request.sample))
+        return (
+            "function",
+            self._config.version,
+            self._config.function,
+            self._origin,
+            self._arguments.of(request.sample),
+        )
 
     @classmethod
     def reusable(cls, config: Any) -> bool:
@@ -197,14 +200,14 @@ class FunctionSource(SourceKind):
         """
         if self._config.batch is not None:
             return (await self.send_batch([request], on_sent=on_sent))[0]
-        return self._reply(await self._call(*self._arguments(request.sample), on_sent))
+        return self._reply(await self._call(*self._arguments.of(request.sample), on_sent))
 
     async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> Sequence[Reply]:
         """Call the function with the samples of several requests; see `Source`.
 
         Raises what `send` raises for all of them, and `InvalidReply` if it does not return a value for each sample.
         """
-        args, kwargs = self._lists_of_arguments([request.sample for request in requests])
+        args, kwargs = self._arguments.of_batch([request.sample for request in requests])
         values = _as_list(await self._call(args, kwargs, on_sent))
         if not isinstance(values, (list, tuple)):
             kind = type(values).__name__
@@ -257,7 +260,7 @@ class FunctionSource(SourceKind):
         try:
             message = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            field, problem = _unpicklable(args, kwargs), self._excerpt(describe(error))
+            field, problem = unpicklable(args, kwargs), self._excerpt(describe(error))
             raise SampleRefused(f"{self._where}: {field} cannot be pickled for a worker process: {problem}") from None
         try:
             kind, payload = await pool.call(message, limit_s, on_start=on_sent)
@@ -305,25 +308,8 @@ class FunctionSource(SourceKind):
     def _raised(self, description: str, *, transient: bool) -> SourceError:
         problem = f"{self._where} raised {self._excerpt(description)}"
         if description.startswith(TypeError.__name__):
-            problem += self._arguments_hint
+            problem += self._arguments.hint
         return TransientError(problem) if transient else SampleRefused(problem, reason="raised")
-
-    @functools.cached_property
-    def _arguments_hint(self) -> str:
-        """The arguments of a call, as a hint for a function that does not accept them; "" if it does."""
-        sample = Sample(messages=[{"role": "user", "content": "?"}], response="")
-        batched = self._config.batch is not None
-        args, kwargs = self._lists_of_arguments([sample]) if batched else self._arguments(sample)
-        try:
-            inspect.signature(self._function).bind(*args, **kwargs)
-        except TypeError:
-            if args:
-                what = "a list of Samples" if batched else "one Sample"
-                return f"; with `arguments: sample` it is called with {what}"
-            return f"; it is called with {', '.join(kwargs)} by name (or with one Sample, by `arguments: sample`)"
-        except ValueError:  # its signature cannot be read
-            pass
-        return ""
 
     def _ours(self, error: Exception) -> Exception:
         """Redact the message of an error of this package that the function raised."""
@@ -337,40 +323,8 @@ class FunctionSource(SourceKind):
     def _where(self) -> str:
         return f"source {self._name!r}: {self._config.function}"
 
-    def _arguments(self, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._config.arguments == "sample":
-            return (sample,), dict(self._kwargs)
-        return (), {
-            **self._kwargs,
-            "data_source": sample.data_source,
-            "solution_str": sample.response,
-            "ground_truth": sample.ground_truth,
-            "extra_info": dict(sample.extras),
-        }
-
-    def _lists_of_arguments(self, samples: Sequence[Sample]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._config.arguments == "sample":
-            return (list(samples),), dict(self._kwargs)
-        suffix = "s" if self._plural else ""
-        each = [self._arguments(sample)[1] for sample in samples]
-        lists = {f"{name}{suffix}": [fields[name] for fields in each] for name in _FIELDS}
-        return (), {**self._kwargs, **lists}
-
     def __repr__(self) -> str:
         return f"FunctionSource({self._name!r}, {self._config.function!r})"
-
-
-def _unpicklable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the name of the sample's field that does not pickle, for messages."""
-    parts = dict(kwargs)
-    for sample in args:
-        parts |= {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-    for name, value in parts.items():
-        try:
-            pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        except Exception:
-            return {"solution_str": "response", "extra_info": "extras"}.get(name, name)
-    return "the sample"
 
 
 def _is_async(function: Function) -> bool:
@@ -406,38 +360,7 @@ def _as_list(values: Any) -> Any:
     return tolist() if callable(tolist) else values
 
 
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # its signature cannot be read
-        return False
-
-
 def processors() -> int:
     """Return the number of processors that this process may use."""
     # A container or a job scheduler may give this process fewer processors than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def arguments_taken(function: Callable[..., Any]) -> Literal["fields", "sample"]:
-    """Return the value of `arguments` with which a function can be called. Raises ValueError, which says why neither
-    can.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # its signature cannot be read
-        return "fields"
-    try:
-        signature.bind(**dict.fromkeys(_FIELDS))
-    except TypeError:
-        pass
-    else:
-        return "fields"
-    try:
-        signature.bind(None)
-    except TypeError:
-        fields = f"{', '.join(_FIELDS[:-1])} and {_FIELDS[-1]}"
-        names = ", ".join(map(str, signature.parameters))
-        problem = f"it takes ({names}), and is called with {fields} by name, or with one Sample"
-        raise ValueError(f"{problem}; let it take these, or add **_ to its parameters") from None
-    return "sample"

@@ -1,13 +1,10 @@
 """Posts requests with httpx: HTTP/2, SOCKS proxies, client certificates, and any `httpx.Auth`.
 
-It behaves as the client over aiohttp. Four things need care:
+It behaves as the client over aiohttp. Two things need care; `httpx_reply` has those of replies:
 
 - httpx reports that a request is sent through the extension `trace` of httpcore.
 - If requests wait in httpx's pool and are cancelled, their slots stay taken for ever (httpx 0.28, httpcore 1.0.9). So
   the pool has no limit, and `slots` of the source keeps the scheduler below `max_connections`.
-- If a server sends two replies to one request, httpcore takes the second one for the reply to the next request. Such a
-  connection is closed.
-- httpx decompresses whole chunks, so a bomb of 64 KiB would take 64 MB. This module decompresses in bounded pieces.
 """
 
 from __future__ import annotations
@@ -16,9 +13,7 @@ import asyncio
 import logging
 import socket
 import ssl
-import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeAlias
 
@@ -27,16 +22,14 @@ import httpx
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
-from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, HTTPReply, Incoming, Reading, Timer, os_reason
+from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, HTTPReply, Reading, os_reason
+from .httpx_reply import HttpxIncoming, Undecodable
 from .redactor import Redactor
 
-_PIECE_BYTES = 65_536
 _LIMIT = "qreward_max_reply_bytes"
 _TOKEN_REPLY_BYTES = 1_048_576
 """Largest reply to a request of an `httpx.Auth`, such as for a token, in bytes."""
 _KNOWN_HEADERS = NO_SECRETS | {"host", "connection", "content-length", "transfer-encoding"}
-_MOST_WRAPPERS = 8
-"""Streams around that of httpcore: those of httpx and of its authentication."""
 _MOST_CREDENTIALS = 16
 """Credentials of an `httpx.Auth` that are kept for redaction. They are renewed from time to time."""
 
@@ -120,7 +113,7 @@ class HttpxClient(HTTPClient[_Clients]):
         self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str]
     ) -> HTTPReply | SourceError:
         proxy = self._connecting.proxies.get(url)
-        incoming: _Incoming | None = None
+        incoming: HttpxIncoming | None = None
         connecting = anyio.CancelScope()
         watch = _Watch(connecting, self._connecting.connect_s, on_sent, reading)
         try:
@@ -134,7 +127,7 @@ class HttpxClient(HTTPClient[_Clients]):
                     extensions={"trace": watch.trace, _LIMIT: reading.limit},
                 )
                 response = await client.send(request, stream=True)
-                incoming = _Incoming(response)
+                incoming = HttpxIncoming(response)
             if incoming is None:
                 return TransientError(f"{reading.where}: could not connect within {self._connecting.connect_s:g} s")
             try:
@@ -162,7 +155,7 @@ class HttpxClient(HTTPClient[_Clients]):
             if handshake is not None:
                 return self._no_handshake(where, handshake)
             return TransientError(f"{where}: could not connect{' to the proxy' if proxy else ''}{os_reason(failed)}")
-        if isinstance(error, _Undecodable) or (answered and isinstance(error, httpx.RemoteProtocolError)):
+        if isinstance(error, Undecodable) or (answered and isinstance(error, httpx.RemoteProtocolError)):
             return TransientError(f"{where}: the body of the reply broke off or could not be decoded")
         if isinstance(error, httpx.RemoteProtocolError):
             if "disconnected without" in str(error):
@@ -229,7 +222,7 @@ class _Capped(httpx.AsyncBaseTransport):
         response = await self._transport.handle_async_request(request)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             await response.aclose()
-            raise _Undecodable
+            raise Undecodable
         assert isinstance(response.stream, httpx.AsyncByteStream)
         response.stream = _CappedStream(response.stream, request.extensions.get(_LIMIT, _TOKEN_REPLY_BYTES))
         return response
@@ -291,113 +284,6 @@ class _Watch:
             self._scope.deadline = float("inf")
             self._reading.sent_at = asyncio.get_running_loop().time()
             on_sent()
-
-
-class _Incoming(Incoming):
-    def __init__(self, response: httpx.Response) -> None:
-        self.status = response.status_code
-        self.headers = response.headers
-        self._response = response
-        # One for all readers, so that the next one goes on where the last one stopped, and that it can be closed.
-        self._chunks = self._decoded()
-
-    def chunks(self) -> AsyncIterator[bytes]:
-        return self._chunks
-
-    async def aclose(self) -> None:
-        await self._chunks.aclose()
-        await self._response.aclose()
-
-    async def _decoded(self) -> AsyncGenerator[bytes, None]:
-        if self._response.is_closed:
-            # Its `httpx.Auth` has read it.
-            yield self._response.content
-            return
-        decoder = _decoder(self.headers.get("Content-Encoding", ""))
-        # `aiter_raw` would give the connection back to the pool before it is checked.
-        assert isinstance(self._response.stream, httpx.AsyncByteStream)
-        async for chunk in self._response.stream:
-            if decoder is None:
-                yield chunk
-                continue
-            for piece in decoder.feed(chunk):
-                yield piece
-        if _has_more(self._response.stream):
-            await self._response.extensions["network_stream"].aclose()
-        if decoder is not None:
-            decoder.end()
-
-    @contextmanager
-    def _within(self, seconds: float | None) -> Iterator[_Timer]:
-        with anyio.CancelScope() as scope:
-            timer = _Timer(scope)
-            timer.restart(seconds)
-            yield timer
-
-    def within(self, seconds: float | None) -> AbstractContextManager[Timer]:
-        return self._within(seconds)
-
-    def abort(self) -> None:
-        """Do nothing: a response that is closed before its end closes its connection."""
-
-
-def _has_more(stream: Any) -> bool:
-    """Whether a server has sent more than the reply that ends here, over HTTP/1.1. httpcore would take it for the reply
-    to the next request on this connection, which asks about another sample.
-    """
-    for _ in range(_MOST_WRAPPERS):
-        state = getattr(getattr(stream, "_connection", None), "_h11_state", None)
-        if state is not None:
-            return bool(state.trailing_data[0])
-        stream = getattr(stream, "_stream", None) or getattr(stream, "_httpcore_stream", None)
-    return False
-
-
-class _Timer:
-    def __init__(self, scope: anyio.CancelScope) -> None:
-        self._scope = scope
-
-    @property
-    def expired(self) -> bool:
-        return self._scope.cancelled_caught
-
-    def restart(self, seconds: float | None) -> None:
-        self._scope.deadline = float("inf") if seconds is None else anyio.current_time() + seconds
-
-
-class _Undecodable(Exception):
-    """A body whose compression is broken or unknown."""
-
-
-class _Decoder:
-    """Decompresses a body in pieces of at most `_PIECE_BYTES`."""
-
-    def __init__(self, wbits: int) -> None:
-        self._zlib = zlib.decompressobj(wbits)
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        while chunk and not self._zlib.eof:
-            try:
-                piece = self._zlib.decompress(chunk, _PIECE_BYTES)
-            except zlib.error:
-                raise _Undecodable from None
-            if piece:
-                yield piece
-            chunk = self._zlib.unconsumed_tail
-
-    def end(self) -> None:
-        if not self._zlib.eof:
-            raise _Undecodable
-
-
-def _decoder(encoding: str) -> _Decoder | None:
-    encoding = encoding.strip().lower()
-    if encoding in ("", "identity"):
-        return None
-    if encoding in ("gzip", "x-gzip", "deflate"):
-        # 47: gzip or zlib, whichever comes.
-        return _Decoder(47)
-    raise _Undecodable
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -17,7 +18,7 @@ T = TypeVar("T")
 DraftT = TypeVar("DraftT")
 
 
-class FakeTrainer(Generic[DraftT]):
+class FakeTrainer(ABC, Generic[DraftT]):
     """The base of the fake trainers. `loop` and `driver` name the threads of the event loop and of started steps.
     `timeout_s` bounds what `_run` runs.
 
@@ -70,6 +71,6 @@ class FakeTrainer(Generic[DraftT]):
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._loop.run(coroutine, self._timeout_s, self._waiting_for)
 
+    @abstractmethod
     def _waiting_for(self) -> str:
         """The message after `timeout_s` seconds: what the framework would wait for."""
-        raise NotImplementedError

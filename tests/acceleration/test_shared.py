@@ -10,7 +10,7 @@ import pytest
 
 from qreward_plugins import accelerate
 from qreward_plugins.acceleration import calls
-from qreward_plugins.acceleration.keyed import shared_name
+from qreward_plugins.acceleration.keyed_calls import shared_name
 from qreward_plugins.sharing import ray_keeper
 from qreward_plugins.simulation import run
 

@@ -390,8 +390,8 @@ def test_a_large_file_is_not_relayed(tmp_path, caplog):
 # The order of the keeper
 
 
-def state(digest, version=0, before=(), change=0, told="", *, text=True):
-    return Revision(digest, version, tuple(before), change, f"text of {digest}" if text else None, told)
+def state(digest, version=0, before=(), change=0, received="", *, text=True):
+    return Revision(digest, version, tuple(before), change, f"text of {digest}" if text else None, received)
 
 
 def test_a_report_that_is_sent_twice_counts_once():
@@ -414,7 +414,7 @@ def test_a_change_to_a_state_that_is_known_as_earlier_is_stale_unless_it_follows
     keeper.report("a", state("3", 1, before=["1", "2"], change=2))
     keeper.report("b", state("2", before=["1"], change=1))
     assert (keeper.answer("b").digest, keeper.answer("b").change) == ("3", 1)
-    keeper.report("b", state("3", 2, before=["1", "2"], told="3", text=False))
+    keeper.report("b", state("3", 2, before=["1", "2"], received="3", text=False))
     keeper.report("b", state("2", 2, before=["1", "3"], change=2))
     assert (keeper.answer("b").digest, keeper.answer("b").version) == ("2", 3)
 
@@ -444,7 +444,7 @@ def test_a_worker_that_refused_is_not_asked_again():
     keeper = Revisions()
     keeper.report("b", state("1", text=False))
     assert set(keeper.report("a", state("2", before=["1"], change=1))) == {"a", "b"}
-    assert keeper.report("b", state("1", told="2", text=False)) == []
+    assert keeper.report("b", state("1", received="2", text=False)) == []
     assert keeper.answer("b").text is None
 
 

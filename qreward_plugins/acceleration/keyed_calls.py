@@ -18,7 +18,7 @@ from ..scheduling import Dispatcher, Upstream
 from ..sharing import Channel, Membership
 
 
-class Keyed:
+class KeyedCalls:
     """The calls of one key: a dispatcher over one upstream, which has the limits of the key."""
 
     def __init__(self, name: str, upstream: Upstream, channel_key: str) -> None:

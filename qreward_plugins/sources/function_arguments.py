@@ -1,0 +1,111 @@
+"""What a reward function is called with: a sample as keywords, or as a `Sample`; one by one, or in lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from ..samples import Sample
+from .loading import Function
+
+_FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+Convention: TypeAlias = Literal["fields", "sample"]
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional arguments and the keyword arguments of a call."""
+
+
+class FunctionArguments:
+    """The arguments of one function's calls. `kwargs` are added to each; `batched`: a call gets several samples."""
+
+    def __init__(self, function: Function, convention: Convention, kwargs: Mapping[str, Any], *, batched: bool) -> None:
+        self._function = function
+        self._convention = convention
+        self._kwargs = dict(kwargs)
+        self._batched = batched
+        self._plural = batched and _has_parameter(function, "solution_strs")
+
+    def of(self, sample: Sample) -> Arguments:
+        """Return the arguments of a call for one sample."""
+        if self._convention == "sample":
+            return (sample,), dict(self._kwargs)
+        return (), {
+            **self._kwargs,
+            "data_source": sample.data_source,
+            "solution_str": sample.response,
+            "ground_truth": sample.ground_truth,
+            "extra_info": dict(sample.extras),
+        }
+
+    def of_batch(self, samples: Sequence[Sample]) -> Arguments:
+        """Return the arguments of a call for several samples: each is a list."""
+        if self._convention == "sample":
+            return (list(samples),), dict(self._kwargs)
+        suffix = "s" if self._plural else ""
+        each = [self.of(sample)[1] for sample in samples]
+        lists = {f"{name}{suffix}": [fields[name] for fields in each] for name in _FIELDS}
+        return (), {**self._kwargs, **lists}
+
+    @functools.cached_property
+    def hint(self) -> str:
+        """The arguments of a call, as a hint for a function that does not accept them; "" if it does."""
+        sample = Sample(messages=[{"role": "user", "content": "?"}], response="")
+        args, kwargs = self.of_batch([sample]) if self._batched else self.of(sample)
+        try:
+            inspect.signature(self._function).bind(*args, **kwargs)
+        except TypeError:
+            if args:
+                what = "a list of Samples" if self._batched else "one Sample"
+                return f"; with `arguments: sample` it is called with {what}"
+            return f"; it is called with {', '.join(kwargs)} by name (or with one Sample, by `arguments: sample`)"
+        except ValueError:  # its signature cannot be read
+            pass
+        return ""
+
+
+def arguments_taken(function: Callable[..., Any]) -> Convention:
+    """Return the value of `arguments` with which a function can be called. Raises ValueError, which says why neither
+    can.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # its signature cannot be read
+        return "fields"
+    try:
+        signature.bind(**dict.fromkeys(_FIELDS))
+    except TypeError:
+        pass
+    else:
+        return "fields"
+    try:
+        signature.bind(None)
+    except TypeError:
+        fields = f"{', '.join(_FIELDS[:-1])} and {_FIELDS[-1]}"
+        names = ", ".join(map(str, signature.parameters))
+        problem = f"it takes ({names}), and is called with {fields} by name, or with one Sample"
+        raise ValueError(f"{problem}; let it take these, or add **_ to its parameters") from None
+    return "sample"
+
+
+def unpicklable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return the name of the sample's field that does not pickle, for messages."""
+    parts = dict(kwargs)
+    for sample in args:
+        parts |= {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    for name, value in parts.items():
+        try:
+            pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        except Exception:
+            return {"solution_str": "response", "extra_info": "extras"}.get(name, name)
+    return "the sample"
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # its signature cannot be read
+        return False

@@ -22,7 +22,8 @@ install: $(INSTALLED) ## Set up .venv with everything pinned
 demo: $(INSTALLED) ## Train a tiny model with verl on the CPU, rewarded by two judge servers (about 3 minutes)
 	$(BIN)/python recipes/verl/cpu/demo.py
 
-JOBS ?= 2
+# More than the two processors of continuous integration, because a third of the time of the tests is waiting.
+JOBS ?= 3
 
 # Where the environment forbids it, each of the many subprocesses of the tests would compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=

@@ -35,8 +35,8 @@ class Checkpoint:
     """What is known of the files of a checkpoint.
 
     `files` is a hash by which the same files are found again: names, sizes, times, and the beginning and end of each.
-    `tensors` are dtype and shape by name, and `content` is a hash of a sample of each tensor; both are empty unless
-    the files are safetensors.
+    `tensors` are dtype and shape by name; empty unless the files are safetensors. `content` is a hash of samples of
+    the weights.
     """
 
     files: str
@@ -79,7 +79,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         safe = [file for file in weights if file.name.endswith(".safetensors")]
         _check_index(place, {file.name for file in safe})
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        samples: dict[str, bytes] = {}
+        samples = {} if safe else {file.name: _edges(file, with_time=False) for file in weights}
         for file in safe:
             _read_tensors(file, tensors, samples)
     except OSError as error:
@@ -87,17 +87,17 @@ def read_checkpoint(path: str) -> Checkpoint:
     content = hashlib.blake2b(digest_size=16)
     for name in sorted(samples):
         content.update(name.encode() + b"\0" + samples[name])
-    return Checkpoint(digest.hexdigest(), tensors, content.hexdigest() if samples else "")
+    return Checkpoint(digest.hexdigest(), tensors, content.hexdigest())
 
 
-def _edges(file: Path) -> bytes:
+def _edges(file: Path, *, with_time: bool = True) -> bytes:
     """Return what the hash of a checkpoint takes of a file."""
     about = file.stat()
     with file.open("rb") as stream:
         head = stream.read(_EDGE_BYTES)
         stream.seek(max(0, about.st_size - _EDGE_BYTES))
         tail = stream.read(_EDGE_BYTES)
-    return f"{file.name}\0{about.st_size}\0{about.st_mtime_ns}\0".encode() + head + tail
+    return f"{file.name}\0{about.st_size}\0{about.st_mtime_ns if with_time else ''}\0".encode() + head + tail
 
 
 def _check_index(place: Path, names: set[str]) -> None:

@@ -211,6 +211,8 @@ class Pool:
         for number in numbers:
             state = self._states[number]
             self.set(number, "draining", ticket=state.ticket + 1, abort=abort)
+        if not numbers:
+            return []
         waits = {asyncio.ensure_future(self._idle(self._states[number])): number for number in numbers}
         try:
             await asyncio.wait(waits, timeout=within_s)

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake
 from ..redaction import without_secrets
+from ..registry import sources
 from ..replicas.pool_use import LocalPoolUse, PoolUse
 from ..replicas.server_kinds import CHAT, SERVER_KINDS
 from ..replicas.spec import PoolSpec
 from ..replicas.topology import Platform, Topology, TopologyError, check_heads, found_devices, found_platform
 from .endpoint import Endpoint
-from .openai import OpenAISource
-from .reward_model import RewardModelSource
-
-if TYPE_CHECKING:
-    from .replica_set import ReplicaSet
+from .replica_set_config import ReplicaSetConfig
 
 _COMMAND = "command"
 _REPLACED = frozenset({"kind", "version", "api_keys", "api_key_env", "timeouts"})
 
 
-def pool_spec(name: str, config: ReplicaSet.Config) -> PoolSpec:
+def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
     """Return what the servers of a source are started with. Raises ConfigurationError."""
     where = f"sources.{name}"
     if config.server is None and config.command is None:
@@ -84,7 +81,7 @@ def pool_spec(name: str, config: ReplicaSet.Config) -> PoolSpec:
     )
 
 
-def _topology(config: ReplicaSet.Config) -> Topology:
+def _topology(config: ReplicaSetConfig) -> Topology:
     platform: Platform
     if config.platform != "auto":
         platform = config.platform
@@ -108,7 +105,7 @@ def _topology(config: ReplicaSet.Config) -> Topology:
     )
 
 
-def pool_use(name: str, config: ReplicaSet.Config, spec: PoolSpec) -> PoolUse:
+def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec) -> PoolUse:
     if config.placement == "local":
         return LocalPoolUse(spec)
     from ..named_actors import missing_ray, ray_is_up
@@ -121,7 +118,7 @@ def pool_use(name: str, config: ReplicaSet.Config, spec: PoolSpec) -> PoolUse:
     return RayPoolUse(spec)
 
 
-def inner_source(name: str, config: ReplicaSet.Config) -> Endpoint:
+def inner_source(name: str, config: ReplicaSetConfig) -> Endpoint:
     """Make the source that asks the servers. It has no address yet."""
     shared = {key: getattr(config, key) for key in EndpointConfig.model_fields if key not in _REPLACED}
     # What the servers answer depends on the model and its settings, not on where they run.
@@ -134,13 +131,19 @@ def inner_source(name: str, config: ReplicaSet.Config) -> Endpoint:
                 raise ConfigurationError(
                     [Mistake(f"sources.{name}.{key}", "only a reward model has it.", "Set task, or leave it out.")]
                 )
-        chat = OpenAISource.Config(kind="openai", base_url=("http://replicas",), model=config.model)
         shared.update(stream=config.stream, timeouts=config.timeouts)
-        return OpenAISource(name, chat.model_copy(update=shared))
+        return _opened("openai", name, config, shared)
     if config.stream:
         raise ConfigurationError(
             [Mistake(f"sources.{name}.stream", "a reward model does not stream.", "Leave it out.")]
         )
-    numbers = RewardModelSource.Config(kind="reward_model", base_url=("http://replicas",), model=config.model)
     shared.update(timeouts=config.timeouts, chat_template=config.chat_template, batch=config.batch)
-    return RewardModelSource(name, numbers.model_copy(update={**shared, "protocol": config.task}))
+    return _opened("reward_model", name, config, {**shared, "protocol": config.task})
+
+
+def _opened(kind: str, name: str, config: ReplicaSetConfig, settings: dict[str, Any]) -> Endpoint:
+    """Make a source of this kind that has no address yet."""
+    opened: Any = sources.load(kind)
+    usual = opened.Config(kind=kind, base_url=("http://replicas",), model=config.model)
+    source: Endpoint = opened(name, usual.model_copy(update=settings))
+    return source

@@ -9,21 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, WrapValidator, field_validator
-
-from ..config.nodes import Flag, PositiveFloat, PositiveInt, no_bool, takes
-from ..config.source_models import (
-    Batch,
-    EndpointConfig,
-    FreeMapping,
-    ModelName,
-    Routing,
-    RoutingChoice,
-    SourceConfig,
-    StreamTimeouts,
-)
+from ..config.source_models import Batch, SourceConfig
 from ..errors import (
     QRewardError,
     ReplicasNotChanged,
@@ -32,35 +20,26 @@ from ..errors import (
     SourceUnusable,
     TransientError,
 )
-from ..redaction import Secret, names_secret, secrets_in
+from ..redaction import names_secret, secrets_in
 from ..replicas.changes import ChangeFailed
 from ..replicas.pool import PoolFailed
 from ..replicas.replica_state import ReplicaState
-from ..replicas.server_kinds import CHAT, SERVER_KINDS, missing_places
-from ..replicas.spec import STOP_WITHIN_S, PoolSpec
-from ..replicas.topology import Device
+from ..replicas.server_kinds import CHAT, SERVER_KINDS
+from ..replicas.spec import PoolSpec
 from ..replicas.weights import Drain, Mode, Update, Weights
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, SourceKind
 from .provider import Provider
 from .replica import Mark, ReplicaChange
 from .replica_pools import inner_source, pool_spec, pool_use
-from .reward_protocols import PROTOCOLS
+from .replica_set_config import ReplicaSetConfig
 from .transfers import WeightTransfer
 
 _T = TypeVar("_T")
 _LOG_LINES = 20
 _MOST_CHANGES = 1000
 _LOG_CHARS = 300
-_Word = Annotated[str, WrapValidator(lambda value, read: value if isinstance(value, Secret) else read(value))]
-"""A word of a command line. One that comes from the environment is not shown."""
 _MARKS: Mapping[str, Mark] = {"up": "up", "draining": "draining"}
-
-
-def _task(value: str) -> str:
-    if value != CHAT and value not in PROTOCOLS:
-        raise ValueError(f"it is {CHAT}, or a protocol of reward models: {', '.join(PROTOCOLS)}")
-    return value
 
 
 class ReplicaSet(SourceKind):
@@ -70,142 +49,13 @@ class ReplicaSet(SourceKind):
     get from here, and as the sources do that ask them.
     """
 
-    class Config(EndpointConfig):
-        """Servers of one model that start with the engine and end with it. See docs/replicas.md."""
-
-        server: Literal["vllm", "sglang", "llama_cpp"] | None = None
-        """The program that serves the model. It must be installed, in this environment or in that of `program`.
-        Default: `command`."""
-
-        command: (
-            Annotated[tuple[_Word, ...], Field(min_length=1), takes("a list with the words of a command")] | None
-        ) = None
-        """Another program: the words of its command line, in which `{port}` and `{name}` must occur (and `{host}` with
-        `placement: ray`); `{host}`, `{model}` and `{tensor_parallel}` are replaced, too. It must listen on this port,
-        list this name at `/v1/models` once it is ready, and end at SIGTERM. Default: none."""
-
-        program: (
-            Annotated[tuple[_Word, ...], Field(min_length=1), takes("a list with the words of a command")] | None
-        ) = None
-        """The beginning of the command line of `server`, for a program of another environment: `[/opt/vllm/bin/python,
-        -m, vllm.entrypoints.openai.api_server]`. Default: the module in this Python, or `llama-server`."""
-
-        model: ModelName
-        """The model: a folder, or a name of the Hugging Face hub; for llama.cpp a file. Requests give this name."""
-
-        task: Annotated[str, AfterValidator(_task)] = CHAT
-        """What the model does. `chat` (default): it writes texts. Otherwise it is a reward model, and this is the
-        protocol by which it is asked, as in the kind `reward_model`: `vllm_classify`, `sglang_classify`, ..."""
-
-        data_parallel: PositiveInt = 1
-        """Number of replicas. Each is an independent server. Default: 1."""
-
-        tensor_parallel: PositiveInt = 1
-        """Devices of each replica; on a CPU, its processes. Default: 1."""
-
-        pipeline_parallel: PositiveInt = 1
-        """Only 1 (default): a replica spreads over devices by `tensor_parallel`."""
-
-        expert_parallel: PositiveInt = 1
-        """Only 1 (default): a replica spreads over devices by `tensor_parallel`."""
-
-        platform: Literal["auto", "cuda", "rocm", "xpu", "cpu"] = "auto"
-        """The devices of the servers. `auto` (default): what this machine has; with `placement: ray`, `cuda` if the
-        cluster has GPUs."""
-
-        devices: (
-            Annotated[tuple[Annotated[Device, Field(union_mode="left_to_right")], ...], Field(min_length=1)] | None
-        ) = None
-        """The devices, by index or name; `data_parallel` x `tensor_parallel` of them. The first `tensor_parallel` are
-        those of the first replica, and so on. Not with `placement: ray`, where Ray chooses them. Default: those that
-        this process may use (`CUDA_VISIBLE_DEVICES` ...), or all of the machine; there must be as many as needed."""
-
-        placement: Literal["local", "ray"] = "local"
-        """Where the servers run. `local` (default): on this machine. `ray`: on the Ray cluster of this process, each on
-        a placement group of its own with all of its devices on one node."""
-
-        arguments: FreeMapping = Field(default_factory=dict)
-        """Further arguments of the server: `max_model_len: 16384` becomes `--max-model-len 16384`, `true` a flag
-        without a value, a mapping JSON. `false` becomes `--no-...` for vLLM; for the others it is left out."""
-
-        environment: dict[str, SecretStr] = Field(default_factory=dict)
-        """Further variables of the environment of the servers (`HF_TOKEN`, `PYTHONPATH` ...); their values are treated
-        as secrets. Default: none; they have the environment of the process that starts them."""
-
-        start_within_s: PositiveFloat = 600.0
-        """Seconds within which all replicas must be ready. Default: 600."""
-
-        stop_within_s: PositiveFloat = STOP_WITHIN_S
-        """Seconds that a replica has to end after SIGTERM, before it is killed. Closing an engine takes 10 s at most;
-        servers that have longer end behind it. Default: 5."""
-
-        restarts: Annotated[int, Field(ge=0), BeforeValidator(no_bool), takes("a number from 0 on")] = 3
-        """How often in a row a replica that dies is started again, after 1, 2, 4 ... s. After 10 minutes without a
-        death the count begins anew. Default: 3."""
-
-        weight_updates: Literal["restart", "in_place"] = "restart"
-        """How `update_weights` gives other weights to a server. `restart` (default): the server is started again with
-        them, which works for every server and checkpoint with a complete folder. `in_place`: it loads them while it
-        runs, which takes seconds and needs vLLM or SGLang; vLLM is then started in its development mode, so that
-        whoever reaches its port can change its weights."""
-
-        sleep_mode: Flag = False
-        """Whether `sleep` uses the sleep of vLLM or SGLang, which keeps their processes. Otherwise their servers are
-        stopped, and `wake_up` starts them. vLLM is then started in its development mode. Default: false."""
-
-        affinity: Literal["group", "none"] = "none"
-        """`group`: while replicas serve two versions of the weights, the siblings of a group go to replicas with the
-        version that has begun to judge the group, as long as there is one. Default: `none`."""
-
-        log_folder: Annotated[str, Field(min_length=1)] | None = None
-        """Folder of the servers' logs: `NAME-0.log`, `NAME-1.log` ..., of 32 MB each at most. Default: a private one,
-        which is removed when the servers stop."""
-
-        vision: Flag = False
-        """Whether the model reads images; as in the kinds `openai` and `reward_model`. Default: false."""
-
-        stream: Literal["auto"] | Flag = False
-        """Read replies as server-sent events, for `task: chat`; as in the kind `openai`. Default: false."""
-
-        chat_template: Annotated[str, Field(min_length=1)] | None = None
-        """The chat template of a reward model; as in the kind `reward_model`. Default: the server renders."""
-
-        batch: Batch | None = None
-        """Send several responses in one request, for reward models; as in the kind `reward_model`. Default: one."""
-
-        routing: RoutingChoice = Routing()
-        """Which replica a request goes to, as in the kind `openai`. Default: `[prefix_aware, least_pending_tokens]`."""
-
-        timeouts: StreamTimeouts = StreamTimeouts()
-
-        @property
-        def urls(self) -> tuple[str, ...]:
-            """None: the addresses are known when the servers run."""
-            return ()
-
-        @field_validator("command")
-        @classmethod
-        def _one_of_both(cls, value: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
-            if value is not None:
-                if info.data.get("server") is not None:
-                    raise ValueError("set server or command, not both")
-                missing = missing_places(value)
-                if missing:
-                    raise ValueError(f"a word must hold {' and '.join(missing)}")
-            return value
-
-        @field_validator("api_keys", "api_key_env")
-        @classmethod
-        def _one_key(cls, value: Any) -> Any:
-            if isinstance(value, tuple):
-                raise ValueError("servers of one's own have one key; set api_key or api_key_env")
-            return value
+    Config: ClassVar[type[ReplicaSetConfig]] = ReplicaSetConfig
 
     answers = (TEXT, LOGITS)
     has_servers = True
     usual_latency_s = 2.0
 
-    def __init__(self, name: str, config: Config) -> None:
+    def __init__(self, name: str, config: ReplicaSetConfig) -> None:
         super().__init__(name, config)
         self._spec = spec = pool_spec(name, config)
         self._kind = SERVER_KINDS[spec.server]

@@ -10,7 +10,7 @@ weights at its begin, at its end, and those of the cached prefix; more than one 
 delay=S         seconds that a reply takes
 fault=FILE      a word in this file is done at the next load, and the file is removed: `fail`, `die`, `hang`, `lie` (it
                 says that it has loaded), `unsaid` (it does not take the version), `stuck` (the cache is not reset); or
-                at the next pause: `no-pause`. `always-...` leaves the file
+                at the next pause: `no-pause`
 notes=FILE      what it was told, one line each
 
 ready_after=S   seconds until it listens        exit=CODE   ends at once with this code, after a line of log
@@ -42,7 +42,7 @@ def main() -> None:
         flags = dict(zip(words[at:-1], words[at + 1 :], strict=True))
         port, name, model = int(flags["--port"]), words[named + 2], words[named + 1]
         options = dict(word.partition("=")[::2] for word in words[:at])
-        options["weights"] = flags["--model"]
+        options |= {"weights": flags["--model"], "host": flags["--host"]}
     else:
         port, name, model = int(sys.argv[1]), sys.argv[2], sys.argv[3]
         options = dict(word.partition("=")[::2] for word in sys.argv[4:])
@@ -118,13 +118,12 @@ class Weights:
         try:
             with open(path) as file:
                 word = file.read().strip()
+            if word in faults:
+                os.rename(path, f"{path}-{os.getpid()}")  # of several stand-ins, only one succeeds
+                return word
         except OSError:
-            return ""
-        if word.removeprefix("always-") not in faults:
-            return ""
-        if not word.startswith("always-"):
-            os.unlink(path)
-        return word.removeprefix("always-")
+            pass
+        return ""
 
     def load(self, new: str) -> tuple[int, object]:
         fault = self.fault("fail", "die", "hang", "lie", "unsaid")

@@ -42,7 +42,7 @@ def tree(command, **more):
         "kind": "replicas",
         "model": "judge",
         "placement": "ray",
-        "command": list(command),
+        **command,
         "start_within_s": 60.0,
         **more,
     }
@@ -59,7 +59,9 @@ def groups():
 
 
 async def test_a_pool_on_ray(cluster, stand_ins, private):
-    own = tree(stand_ins.command(), data_parallel=2)
+    first_weights, second = stand_ins.weights("first"), stand_ins.weights("second")
+    servers = {"server": "vllm", "program": stand_ins.program(), "model": str(first_weights)}
+    own = tree({**servers, "weight_updates": "in_place"}, data_parallel=2)
     async with RewardEngine(own) as first, RewardEngine(own) as other:
         assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=30)] == [0.7] * 10
         assert [outcome.reward for outcome in await other.score_all(samples(10), deadline_s=30)] == [0.7] * 10
@@ -75,11 +77,23 @@ async def test_a_pool_on_ray(cluster, stand_ins, private):
         await comes(lambda: any(state.restarts and state.url for state in source.replicas))
         assert len(stand_ins.living()) == 2
         assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=30)] == [0.7] * 10
+
+        # All engines of the job see an update.
+        await other.update_weights("own", path=second, version="step-1")
+        outcomes = await first.score_all(samples(10), deadline_s=30)
+        assert {outcome.verdict.rationale for outcome in outcomes} == {"second"}
+        assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-1"}
+        await first.sleep("own")
+        assert stand_ins.living() == []
+        await comes(lambda: {state.state for state in other.upstreams["own"].source.replicas} == {"asleep"})
+        await other.wake_up("own")
+        outcomes = await first.score_all(samples(10), deadline_s=30)
+        assert {outcome.verdict.rationale for outcome in outcomes} == {"second"}
     await comes(lambda: not stand_ins.living() and not groups() and not list(private.glob("*-logs")))
 
 
 async def test_a_pool_that_the_cluster_cannot_place(cluster, stand_ins):
-    own = tree(stand_ins.command(), tensor_parallel=3, start_within_s=4.0)
+    own = tree({"command": stand_ins.command()}, tensor_parallel=3, start_within_s=4.0)
     async with RewardEngine(own) as engine:
         with pytest.raises(ReplicasNotStarted, match=r"it asks for 3 CPU on one node; free: .*: 2 CPU"):
             await engine.score_all(samples(1))

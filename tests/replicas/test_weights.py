@@ -6,11 +6,19 @@ A stand-in names in each reply all weights that took part in it, so that a mixed
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from dataclasses import replace
 
+import aiohttp
 import pytest
-from pools import comes
+from pools import comes, parent_of
 
-from qreward_plugins import RewardEngine, Sample
+from qreward_plugins import EngineError, ReplicaChanged, ReplicasNotChanged, RewardEngine, Sample, WeightTransfer
+from qreward_plugins.replicas import Pool
+from qreward_plugins.replicas.changes import ChangeFailed, Changes
+from qreward_plugins.replicas.launch import LocalServer
+from qreward_plugins.replicas.weights import Update
 
 pytestmark = pytest.mark.anyio
 
@@ -90,3 +98,221 @@ async def test_weights_are_updated_in_place_under_load(stand_ins, mode):
         for earlier, later in [("/pause?mode=wait", "/collective_rpc"), ("/collective_rpc", "/reset_prefix_cache")]:
             assert orders.index(earlier) < orders.index(later) < orders.index("/resume")
     assert stand_ins.living() == []
+
+
+async def test_servers_that_are_started_again_with_other_weights(stand_ins):
+    """The general way, which needs no route of the server."""
+    async with RewardEngine(tree(stand_ins, weight_updates="restart")) as engine:
+        update = engine.update_weights("own", path=stand_ins.weights("second"))
+        outcomes, weights = await under_load(engine, update)
+        assert set(said(outcomes)) == {"first", "second"}
+        assert weights.version == weights.files[:12]
+        assert set(said(await engine.score_all(samples(8)))) == {"second"}
+        # Requests go on naming the model of the configuration.
+        assert engine.upstreams["own"].source.model.endswith("weights-first")
+    assert stand_ins.notes() == []
+
+
+@pytest.mark.parametrize("mode", ["rolling", "together"])
+async def test_an_update_that_fails_leaves_no_replica_half_new(stand_ins, mode):
+    arguments = {"program": tuple(stand_ins.program()), "model": str(stand_ins.weights("first"))}
+    spec = replace(stand_ins.spec(replicas=2, restarts=9, in_place=True), server="vllm", command=(), **arguments)
+    pool = Pool(spec, lambda number: LocalServer(spec, number, folder=stand_ins.folder))
+    changes = Changes(pool)
+    await pool.start()
+    now = "first"
+    for fault in ("fail", "die", "lie", "unsaid", "stuck", "no-pause"):
+        stand_ins.fault(fault)
+        before = [state.restarts for state in pool.states]
+        with pytest.raises(ChangeFailed) as caught:
+            await changes.update(Update(fault, str(stand_ins.weights(fault)), mode=mode))
+        (number,) = caught.value.replicas
+        assert str(caught.value).startswith(f"replica {number}: ")
+        # The first failure ends a rolling update. Of those that are updated together, the other one has it.
+        now = now if mode == "rolling" else fault
+        assert {await weights_of(state.url) for state in pool.states if state.state == "up"} == {now}
+        await comes(lambda: [state.state for state in pool.states] == ["up", "up"])
+        assert {await weights_of(state.url) for state in pool.states} == {now}
+        # Weights that nobody has touched need no restart, unless the others have new ones.
+        untouched = fault == "no-pause" and mode == "rolling"
+        assert pool.states[number].restarts == before[number] + (not untouched)
+    await changes.update(Update("last", str(stand_ins.weights("last"))))
+    assert {await weights_of(state.url) for state in pool.states} == {"last"}
+    await pool.stop()
+
+
+async def weights_of(url):
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/weight_checker", json={}) as reply:
+        return (await reply.json())["checksums"]["all"]
+
+
+async def test_what_is_wrong_with_a_checkpoint_is_found_before_a_replica_is_touched(stand_ins):
+    empty = stand_ins.folder / "empty"
+    empty.mkdir()
+    async with RewardEngine(tree(stand_ins)) as engine:
+        for path, why in [(empty, "holds no weights"), (stand_ins.folder / "none", "does not exist")]:
+            with pytest.raises(ReplicasNotChanged, match=f"{why}.*nothing was changed"):
+                await engine.update_weights("own", path=path)
+        assert stand_ins.notes() == []
+        assert states(engine) == ["up", "up"]
+        for wrong in ({}, {"path": empty, "mode": "all"}, {"path": empty, "within_s": 0}, {"path": empty, "drain": 1}):
+            with pytest.raises(ValueError, match=r"update_weights|mode|within_s|drain"):
+                await engine.update_weights("own", **wrong)
+        with pytest.raises(EngineError, match="'other' is no source of kind replicas; such sources: own"):
+            await engine.update_weights("other", path=empty)
+
+
+async def test_a_replica_that_is_started_again_has_the_weights_of_the_pool(stand_ins):
+    second = stand_ins.weights("second")
+    async with RewardEngine(tree(stand_ins, restarts=1)) as engine:
+        await engine.update_weights("own", path=second, version="step-1")
+        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        source = engine.upstreams["own"].source
+        await comes(lambda: sum(state.restarts for state in source.replicas) == 1 and states(engine) == ["up", "up"])
+        assert set(said(await engine.score_all(samples(16)))) == {"second"}
+        # The pool itself is lost; its successor learns from its users what it had.
+        os.kill(parent_of(stand_ins.living()[0], 3), signal.SIGKILL)
+        await comes(lambda: states(engine) != ["up", "up"])
+        await comes(lambda: states(engine) == ["up", "up"])
+        outcomes = await engine.score_all(samples(16))
+        assert set(said(outcomes)) == {"second"}
+        assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-1"}
+        # The trainer writes the next checkpoint to the same place, and a replica dies before it is announced.
+        (second / "weights.bin").write_text("third")
+        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        await comes(lambda: "failed" in states(engine))
+        assert set(said(await engine.score_all(samples(16)))) == {"second"}
+        await engine.update_weights("own", path=second, version="step-2")
+        await comes(lambda: states(engine) == ["up", "up"])
+        assert set(said(await engine.score_all(samples(16)))) == {"third"}
+
+
+async def test_two_updates_at_once_come_one_after_the_other(stand_ins):
+    second, third = stand_ins.weights("second"), stand_ins.weights("third")
+    async with RewardEngine(tree(stand_ins)) as engine, RewardEngine(tree(stand_ins)) as other:
+        # The first one begins while the servers start.
+        updates = [engine.update_weights("own", path=second), other.update_weights("own", path=third)]
+        results = await asyncio.gather(*updates)
+        assert sorted(weights.revision for weights in results) == [1, 2]
+        last = max(results, key=lambda weights: weights.revision)
+        for one in (engine, other):
+            outcomes = await one.score_all(samples(8))
+            assert set(said(outcomes)) == {"third" if last.path == str(third) else "second"}
+            assert {outcome.verdict.weight_version for outcome in outcomes} == {last.version}
+        # Calls of every process are drained.
+        outcomes, _ = await under_load(other, engine.update_weights("own", path=second, mode="together"))
+        assert not any("+" in one for one in said(outcomes))
+
+
+@pytest.mark.parametrize("sleep_mode", [True, False])
+async def test_servers_sleep_and_wake_under_load(stand_ins, sleep_mode):
+    second = stand_ins.weights("second")
+    async with RewardEngine(tree(stand_ins, "delay=0.01", sleep_mode=sleep_mode)) as engine:
+        await engine.score_all(samples(2))
+        scoring = asyncio.ensure_future(engine.score_all(samples(40), deadline_s=30))
+        await comes(lambda: engine.upstreams["own"].requests > 4)
+        await engine.sleep("own", drain="abort" if sleep_mode else "wait")
+        await engine.sleep("own")
+        assert states(engine) == ["asleep", "asleep"]
+        assert len(stand_ins.living()) == (2 if sleep_mode else 0)
+        assert engine.upstreams["own"].state(0.0) == "held"
+        # Deadlines are kept meanwhile.
+        (late,) = await engine.score_all(samples(1), deadline_s=0.05)
+        assert (late.reason, late.detail) == (
+            "deadline",
+            "no answer within 0.1 s: no source could take it in time; own: it sleeps",
+        )
+        # Weights that are updated meanwhile are loaded when it wakes.
+        await engine.update_weights("own", path=second, version="step-1")
+        assert states(engine) == ["asleep", "asleep"]
+        assert not scoring.done()
+        await engine.wake_up("own")
+        await engine.wake_up("own")
+        assert states(engine) == ["up", "up"]
+        assert set(said(await scoring)) == {"first", "second"}
+        assert set(said(await engine.score_all(samples(16)))) == {"second"}
+        assert engine.upstreams["own"].breaker.closed
+        assert sum(replica.failures for replica in engine.statistics().sources["own"].replicas) == 0
+    assert stand_ins.living() == []
+
+
+async def test_a_server_that_dies_asleep_is_started_when_it_wakes(stand_ins):
+    async with RewardEngine(tree(stand_ins, sleep_mode=True)) as engine:
+        await engine.update_weights("own", path=stand_ins.weights("second"))
+        await engine.sleep("own", level=2)
+        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        assert len(stand_ins.living()) == 1  # its device belongs to somebody else
+        await engine.wake_up("own")
+        assert states(engine) == ["up", "up"]
+        # The other one had discarded its weights.
+        assert set(said(await engine.score_all(samples(16)))) == {"second"}
+
+
+async def test_weights_come_from_memory(stand_ins):
+    received, failing = [], False
+
+    async def send(numbers):
+        received.append(numbers)
+        if failing:
+            raise RuntimeError("the trainer is out of memory")
+
+    def transfer(name):
+        joins = [{"rank_offset": number} for number in range(2)]
+        return WeightTransfer([{"weights": name}], begin=joins, send=send)
+
+    async with RewardEngine(tree(stand_ins, sleep_mode=True)) as engine:
+        weights = await engine.update_weights("own", transfer=transfer("second"), version="step-1", mode="together")
+        assert received == [[0, 1]]
+        assert weights.identity
+        assert set(said(await engine.score_all(samples(16)))) == {"second"}
+        await engine.sleep("own", level=2)
+        await engine.update_weights("own", transfer=transfer("third"), version="step-2")
+        await engine.wake_up("own")
+        assert set(said(await engine.score_all(samples(16)))) == {"third"}
+        # One that is started again cannot have them.
+        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        await comes(lambda: sorted(states(engine)) == ["stale", "up"])
+        assert set(said(await engine.score_all(samples(16)))) == {"third"}
+        failing = True
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await engine.update_weights("own", transfer=transfer("fourth"), version="step-3", mode="together")
+        failing = False
+        await comes(lambda: not {"updating", "draining"} & set(states(engine)))
+        await comes(lambda: set(states(engine)) <= {"stale", "up"})
+        await engine.update_weights("own", transfer=transfer("fifth"), version="step-4")
+        assert states(engine) == ["up", "up"]
+        assert set(said(await engine.score_all(samples(16)))) == {"fifth"}
+
+
+async def test_the_journal_tells_weights_apart(stand_ins, tmp_path):
+    journal = {"journal": {"path": str(tmp_path / "journal.db")}}
+    second = stand_ins.weights("second")
+    async with RewardEngine(tree(stand_ins, engine=journal)) as engine:
+        upstream = engine.upstreams["own"]
+        await engine.score_all(samples(4))
+        await engine.update_weights("own", path=second, version="step-1")
+        outcomes = await engine.score_all(samples(4))
+        assert set(said(outcomes)) == {"second"}
+        assert upstream.requests == 8
+        outcomes = await engine.score_all(samples(4))
+        assert upstream.requests == 8
+        assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-1"}
+        # Equal weights are equal, whatever they are called.
+        await engine.update_weights("own", path=second, version="step-2")
+        outcomes = await engine.score_all(samples(4))
+        assert upstream.requests == 8
+        assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-2"}
+
+
+async def test_every_change_is_an_event(stand_ins):
+    seen = []
+    async with RewardEngine(tree(stand_ins, data_parallel=1), observers=[seen.append]) as engine:
+        await engine.score_all(samples(2))
+        update = engine.update_weights("own", path=stand_ins.weights("second"), version="v")
+        # With one replica, calls wait for its end.
+        outcomes, _ = await under_load(engine, update)
+        assert set(said(outcomes)) == {"first", "second"}
+        changes = [(event.state, event.version) for event in seen if isinstance(event, ReplicaChanged)]
+        assert changes[-1] == ("up", "v")
+        assert {"draining", "updating"} & {state for state, _ in changes}

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from ..engine import RewardEngine
 from ..scheduling import Dispatcher, Job
+from ..scheduling.attempts import Attempt
 from .clock import VirtualTimeLoop
 from .order import Order
 from .record import Record, WatchedServer
@@ -44,6 +45,17 @@ class Inspector:
         self._engine, self._servers = engine, servers
         self._dispatcher = engine.dispatcher()
         self.order.watch(self._dispatcher)
+        running = self._dispatcher._running
+        running._on_settled = self._noting(running._on_settled)
+
+    def _noting(self, settled: Callable[[Attempt, asyncio.Task[None]], None]) -> Callable[..., None]:
+        def note_and_settle(attempt: Attempt, task: asyncio.Task[None]) -> None:
+            if attempt.result == "cancelled" and attempt.together > 1:
+                sample, now = attempt.request.sample.id or "", asyncio.get_running_loop().time()
+                self._record.withdrawn.append((sample, attempt.upstream.name, now))
+            settled(attempt, task)
+
+        return note_and_settle
 
     def close(self) -> None:
         """Look no longer whether there is progress."""

@@ -19,7 +19,7 @@ from .answers import score_of
 from .budgets import bounded
 from .declared import declared_limits, sent_as_configured, sources_since
 from .poison import poison_of
-from .record import CallRecord, Given, Record
+from .record import CallRecord, Given, Record, Sent
 from .strict_limits import RequestBucket
 from .trial import EMPTY, Trial, judge_of
 
@@ -261,11 +261,24 @@ def _final(trial: Trial, record: Record) -> Iterator[str]:
                 f"{sent.sample} was over at {ended_at:.6f} s, and its request to {sent.source} was under way until"
                 f" {sent.ended_at:.6f} s"
             )
-        elif sent.sample in complete and sent.ending == "valid" and sent.ended_at < ended_at - _ROUNDING_S:
+        elif (
+            sent.sample in complete
+            and sent.ending == "valid"
+            and sent.ended_at < ended_at - _ROUNDING_S
+            and not (shared and _was_withdrawn(sent, record))
+        ):
             yield (
                 f"{sent.source} gave {sent.sample} a valid answer at {sent.ended_at:.6f} s, its outcome is of"
                 f" {ended_at:.6f} s"
             )
+
+
+def _was_withdrawn(sent: Sent, record: Record) -> bool:
+    """Whether a call was given up, while its request went on for others, so that its answer came for nobody."""
+    return any(
+        (sample, source) == (sent.sample, sent.source) and sent.started_at <= at < sent.ended_at - _ROUNDING_S
+        for sample, source, at in record.withdrawn
+    )
 
 
 def _unharmed(trial: Trial, record: Record) -> Iterator[str]:

@@ -101,6 +101,8 @@ class Record:
     """Calls that should have progressed and did not."""
     overtaken: list[str] = field(default_factory=list)
     """Attempts that started in front of samples of higher priority."""
+    withdrawn: list[tuple[str, str, float]] = field(default_factory=list)
+    """Calls that left a request which went on for others: sample, source, and when."""
     left: list[str] = field(default_factory=list)
     """Objects left when nothing was in flight, or after closing."""
     alarms: list[str] = field(default_factory=list)

@@ -20,6 +20,17 @@ from .control import Control, SGLangControl, VLLMControl
 CHAT = "chat"
 """The task of a language model. Every other task is a protocol of reward models."""
 
+_SET_BY_US: Mapping[str, str] = {
+    "model": "model",
+    "host": "placement",
+    "port": "",
+    "served_model_name": "model",
+    "tensor_parallel_size": "tensor_parallel",
+    "tp": "tensor_parallel",
+}
+"""What vLLM and SGLang have in common of `ServerKind.SET_BY_US`."""
+_ALONE = ("data_parallel_size", "dp", "pipeline_parallel_size", "pp", "nnodes")
+"""What they have in common of `ServerKind.ALONE`."""
 _PLACES = ("{host}", "{port}", "{model}", "{name}", "{tensor_parallel}")
 
 
@@ -27,9 +38,9 @@ _PLACES = ("{host}", "{port}", "{model}", "{name}", "{tensor_parallel}")
 class Launch:
     """What one server is started with.
 
-    `model` is the name that requests give. `weights` is what is loaded: a folder or a name of the hub. `name` is listed
-    at `/v1/models` by this process and no other. `host` and `port` are where it listens. `in_place`: it loads other
-    weights while it runs. `sleep_mode`: it frees its devices when it is told to.
+    `model` is the name that requests give. `weights` is what is loaded, a folder or a name of the hub; "": `model`.
+    `name` is listed at `/v1/models` by this process and no other. `host` and `port` are where it listens. `in_place`:
+    it loads other weights while it runs. `sleep_mode`: it frees its devices when it is told to.
     """
 
     model: str
@@ -45,6 +56,11 @@ class Launch:
     weights: str = ""
     in_place: bool = False
     sleep_mode: bool = False
+
+    @property
+    def loaded(self) -> str:
+        """What the server loads."""
+        return self.weights or self.model
 
 
 @dataclass(frozen=True)
@@ -141,25 +157,21 @@ class VLLM(ServerKind):
     PROGRAM = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     MODULE = "vllm"
     SET_BY_US: ClassVar[Mapping[str, str]] = {
-        "model": "model",
-        "host": "placement",
-        "port": "",
-        "served_model_name": "model",
-        "tensor_parallel_size": "tensor_parallel",
-        "tp": "tensor_parallel",
+        **_SET_BY_US,
         "runner": "task",
         "task": "task",
     }
     ALONE = (
-        *("data_parallel_size", "dp", "data_parallel_size_local", "dpl", "data_parallel_rank", "data_parallel_address"),
-        *("pipeline_parallel_size", "pp", "enable_expert_parallel", "api_server_count", "nnodes"),
+        *_ALONE,
+        *("data_parallel_size_local", "dpl", "data_parallel_rank", "data_parallel_address"),
+        *("enable_expert_parallel", "api_server_count"),
     )
     TASKS = ("vllm_",)
     control = VLLMControl()
     divides_heads = True
 
     def command(self, launch: Launch) -> list[str]:
-        words = [*(launch.program or self.PROGRAM), "--model", launch.weights]
+        words = [*(launch.program or self.PROGRAM), "--model", launch.loaded]
         words += ["--host", launch.host, "--port", str(launch.port)]
         # Requests carry the first name, which is the same at all replicas. The second tells whose process this is.
         words += ["--served-model-name", launch.model, launch.name]
@@ -190,26 +202,21 @@ class SGLang(ServerKind):
     PROGRAM = (sys.executable, "-m", "sglang.launch_server")
     MODULE = "sglang"
     SET_BY_US: ClassVar[Mapping[str, str]] = {
+        **_SET_BY_US,
         "model_path": "model",
-        "model": "model",
-        "host": "placement",
-        "port": "",
-        "served_model_name": "model",
-        "tensor_parallel_size": "tensor_parallel",
         "tp_size": "tensor_parallel",
-        "tp": "tensor_parallel",
         "is_embedding": "task",
     }
     ALONE = (
-        *("data_parallel_size", "dp_size", "dp", "pipeline_parallel_size", "pp_size", "pp"),
-        *("expert_parallel_size", "ep_size", "ep", "nnodes", "enable_dp_attention"),
+        *_ALONE,
+        *("dp_size", "pp_size", "expert_parallel_size", "ep_size", "ep", "enable_dp_attention"),
     )
     TASKS = ("sglang_",)
     control = SGLangControl()
     divides_heads = True
 
     def command(self, launch: Launch) -> list[str]:
-        words = [*(launch.program or self.PROGRAM), "--model-path", launch.weights]
+        words = [*(launch.program or self.PROGRAM), "--model-path", launch.loaded]
         words += ["--host", launch.host, "--port", str(launch.port), "--served-model-name", launch.name]
         words += ["--tp-size", str(launch.tensor_parallel)]
         if launch.task != CHAT:
@@ -234,7 +241,7 @@ class LlamaCpp(ServerKind):
     }
 
     def command(self, launch: Launch) -> list[str]:
-        words = [*(launch.program or self.PROGRAM), "--model", launch.weights]
+        words = [*(launch.program or self.PROGRAM), "--model", launch.loaded]
         words += ["--host", launch.host, "--port", str(launch.port), "--alias", launch.name]
         return words + self.flags(launch.arguments)
 
@@ -252,7 +259,7 @@ class Command(ServerKind):
             "{host}": launch.host,
             "{port}": str(launch.port),
             "{name}": launch.name,
-            "{model}": launch.weights,
+            "{model}": launch.loaded,
             "{tensor_parallel}": str(launch.tensor_parallel),
         }
         words = []

@@ -61,7 +61,7 @@ class PoolSpec:
         instead = "" if weights is None or weights.in_place else weights.path
         return Launch(
             model=self.model,
-            weights=instead or self.model,
+            weights=instead,
             name=name,
             host=host,
             port=port,

@@ -84,3 +84,15 @@ def test_only_a_server_on_a_processor_gets_the_settings_for_it():
     assert "VLLM_TARGET_DEVICE" not in SERVER_KINDS["vllm"].environment(LAUNCH)
     on_cpu = Launch(**{**vars(LAUNCH), "platform": "cpu"})
     assert SERVER_KINDS["vllm"].environment(on_cpu)["VLLM_TARGET_DEVICE"] == "cpu"
+
+
+def test_servers_that_are_controlled_while_they_run():
+    """Only they have the routes of vLLM's development mode, by which everybody at the port can change them."""
+    assert "VLLM_SERVER_DEV_MODE" not in SERVER_KINDS["vllm"].environment(Launch("m", "n", "h", 1))
+    for changes in ({"in_place": True}, {"sleep_mode": True}):
+        launch = Launch("m", "n", "h", 1, platform="cuda", weights="/step-1", **changes)
+        assert SERVER_KINDS["vllm"].environment(launch)["VLLM_SERVER_DEV_MODE"] == "1"
+        words = SERVER_KINDS["vllm"].command(launch)
+        assert (words[words.index("--model") + 1], words[words.index("--served-model-name") + 1]) == ("/step-1", "m")
+        assert ("--enable-sleep-mode" in words) == launch.sleep_mode
+        assert ("--enable-memory-saver" in SERVER_KINDS["sglang"].command(launch)) == launch.sleep_mode

@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from qreward_plugins.config.source_models import Routing, RoutingStrategy
 from qreward_plugins.errors import TransientError
+from qreward_plugins.sources.base import ServedWeights
 from qreward_plugins.sources.prefixes import Prefix
 from qreward_plugins.sources.replica import DRAINING_BACKOFF_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
@@ -37,6 +38,36 @@ def fail(replicas: Replicas, now: float = 0.0, *, draining: bool = False) -> str
 def test_ties_go_round() -> None:
     replicas = of("a", "b", "c")
     assert [used(replicas) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_siblings_go_to_replicas_with_the_version_that_began_their_group() -> None:
+    replicas = of("a", "b", "c")
+    old, new = ServedWeights(), ServedWeights("step-1", "1f")
+    for url in ("a", "b", "c"):
+        replicas.serves(url, new if url == "c" else old)
+    hints = {group: RoutingHints(group=group) for group in ("g", "h", "i")}
+
+    def sent(group: str) -> str:
+        with replicas.acquire(0.0, hints[group]) as lease:
+            assert lease.weights == (new if lease.base_url == "c" else old)
+            return lease.base_url
+
+    assert [sent("g") for _ in range(4)] == ["a", "b", "a", "b"]
+    assert [sent("h") for _ in range(3)] == ["c", "c", "c"]
+    replicas.mark("a", "draining")
+    replicas.mark("b", "draining")
+    assert sent("g") == "c"  # nobody else is left, and the update must come to an end
+    replicas.mark("b", "up")
+    assert (sent("g"), sent("h")) == ("b", "c")
+
+
+def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known() -> None:
+    replicas = of("a")
+    replicas.serves("a", ServedWeights())
+    lease = replicas.acquire(0.0)
+    replicas.serves("a", ServedWeights("step-1", "1f"))
+    lease.release()
+    assert lease.mixed
 
 
 def test_the_fewest_in_flight_is_next() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     # Read when transformers is imported: a dry run downloads nothing.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    lines = [*(Line("start", "FAIL", text) for text in asked.missing), *_lines(asked)]
+    lines = [Line("start", "FAIL", text) for text in asked.missing]
+    try:
+        lines += _lines(asked)
+    except Exception as error:
+        # Frameworks take values of the wrong type without a word; reading them here is where that shows.
+        told = f"{type(error).__name__}: {error}"
+        remedy = "a value of the recipe has a type that its key does not take; the last line of the traceback names it"
+        traceback.print_exc()
+        lines.append(Line("dry run", "FAIL", told, remedy))
     out = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     name = getattr(asked, "name", "")
     show(f"dry run: {asked.framework}{' ' + name if name else ''}", lines, out)

@@ -206,6 +206,13 @@ def test_the_script_ends_with_a_verdict_and_an_exit_code(recipe_tools, monkeypat
     assert "1 of 2 checks failed" in said
 
 
+def test_a_value_of_the_wrong_type_fails_it(recipe_tools, monkeypatch, capsys):
+    script = recipe_tools.dry_run
+    monkeypatch.setattr(script, "_lines", lambda asked: int("x"))
+    assert script.main(["slime", "judges.yaml", "--"]) == 1
+    assert "ValueError: invalid literal for int()" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("response", "reference", "reward"),
     [

@@ -8,8 +8,8 @@ from .jobs import Job
 from .queue import ReadyQueue
 from .rules import FAILED, OPEN, ErrorShare, Rules
 from .speed import Speed
-from .upstream import Upstream, open_upstreams
-from .upstreams import Moves, Upstreams
+from .upstream import Upstream
+from .upstreams import Moves, Upstreams, open_upstreams
 
 __all__ = [
     "Answer",

@@ -28,7 +28,7 @@ from .jobs import Job
 from .upstream import Upstream
 
 if TYPE_CHECKING:
-    from .request_batches import RequestBatch
+    from .request_batch import RequestBatch
     from .timers import TimeLimit, TimeLimits
 
 _log = logging.getLogger("qreward_plugins.scheduling")

@@ -33,7 +33,7 @@ from .jobs import Job
 from .placing import Placing
 from .planner import Planner
 from .reasons import why_no_source, why_not_in_time
-from .request_batches import RequestBatches
+from .request_batches import close_all, open_all, send_all_ready
 from .retry_policy import RetryPolicy
 from .rules import OPEN
 from .running import Running
@@ -184,15 +184,8 @@ class Dispatcher:
         self._upstreams.settle(call)
 
     def _open_request_batches(self) -> None:
-        for upstream in self._upstreams.values():
-            if upstream.batch is not None and upstream.request_batches is None:
-                upstream.request_batches = RequestBatches(
-                    upstream,
-                    upstream.batch,
-                    self._planner.queue,
-                    on_change=self._pump.ask,
-                    observers=self._observers,
-                )
+        queue = self._planner.queue
+        open_all(self._upstreams.values(), queue, on_change=self._pump.ask, observers=self._observers)
 
     def _listen(self) -> None:
         """Hear of sources that take no calls for a while."""
@@ -293,9 +286,7 @@ class Dispatcher:
         """Fail every job, and wait until every attempt has released its quota (`Running.aclose`). May be repeated."""
         self.close()
         await self._running.aclose()
-        for upstream in with_draining(self._upstreams):
-            if upstream.request_batches is not None:
-                await upstream.request_batches.aclose()
+        await close_all(with_draining(self._upstreams))
         self._planner.close()
 
     # Placing jobs
@@ -315,9 +306,7 @@ class Dispatcher:
             # A bug here must not make all jobs wait for their deadlines.
             self._bugs.add("planning failed; samples go in the order in which they came", error)
             due_at = self._placing.place_plainly(now)
-        for upstream in with_draining(self._upstreams):
-            if upstream.request_batches is not None:
-                due_at = min(due_at, upstream.request_batches.send_ready(now))
+        due_at = min(due_at, send_all_ready(with_draining(self._upstreams), now))
         for upstream in self._upstreams.take_drained():
             if self.on_drained is not None:
                 self.on_drained(upstream)

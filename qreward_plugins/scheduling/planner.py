@@ -25,7 +25,7 @@ from .attempts import Attempt
 from .forecast import Forecast
 from .hedging import Hedges
 from .jobs import Job
-from .order import windows_order
+from .order import per_window_of, windows_order
 from .probing import Probing
 from .queue import ReadyQueue
 from .strategies import strategy
@@ -38,13 +38,6 @@ SAFETY = 1.3
 """Factor on the expected latency of a job that must end before the others."""
 FAILED_HERE = 1.5
 """Factor on the expected latency at the source that has just failed the job."""
-SLOW = 2.0
-"""A source is slow, for the order of a batch, if it takes more than this multiple of the fastest one's latency."""
-SLOW_SHARE = 0.1
-"""Largest share of the requests of a window that slow sources may have, for an order by windows."""
-OVERDECLARED = 1.25
-"""Largest factor by which the declared requests of a window may exceed those that tokens and concurrency leave
-possible, for an order by windows: otherwise these set the pace, and not the windows."""
 LONGEST_IDLE_S = 0.25
 """Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
@@ -103,7 +96,7 @@ class Planner:
         """Order the jobs that were submitted together: set `Job.precedence`."""
         for job in jobs:
             job.precedence = float(job.size)
-        per_window = self._per_window(jobs, now) if jobs[0].batch.together else None
+        per_window = per_window_of(jobs, self._upstreams, self.forecast, now) if jobs[0].batch.together else None
         order = windows_order(jobs, per_window) if per_window is not None else None
         if order is not None:
             for precedence, job in zip(range(len(order), 0, -1), order, strict=True):
@@ -405,38 +398,3 @@ class Planner:
                 self.queue.discard(job)
                 yield Placement(job, upstream, False)
                 return
-
-    def _per_window(self, jobs: Sequence[Job], now: float) -> float | None:
-        """How many of `jobs` all sources together can send in one window. None if the jobs have different sources, or
-        the sources have different windows or are not limited by them.
-        """
-        first = jobs[0].call.sources
-        names = set(first)
-        if len(jobs) < 2 or any(job.call.sources != first and set(job.call.sources) != names for job in jobs):
-            return None
-        upstreams = [self._upstreams[name] for name in sorted(names) if self._upstreams[name].up(now)]
-        if not upstreams:
-            return None
-        mean_size = sum(job.size for job in jobs) / len(jobs)
-        calls = [upstream.calls_per_request(len(jobs), mean_size) for upstream in upstreams]
-        each_s = [
-            self.forecast.expected_s(upstream, many * mean_size)
-            for upstream, many in zip(upstreams, calls, strict=True)
-        ]
-        declared, possible, slow = 0.0, 0.0, 0.0
-        for upstream, takes_s, many in zip(upstreams, each_s, calls, strict=True):
-            requests, window_s = upstream.quota.per_window()
-            requests *= many
-            if math.isinf(requests) or window_s != upstreams[0].quota.per_window()[1]:
-                return None
-            tokens = upstream.tokens_of(mean_size)
-            declared += requests
-            possible += min(
-                requests,
-                upstream.quota.tokens_per_window() / tokens if tokens else math.inf,
-                many * upstream.quota.concurrency * window_s / takes_s,
-            )
-            slow += requests if takes_s > SLOW * min(each_s) else 0.0
-        if slow > SLOW_SHARE * declared or declared > OVERDECLARED * possible:
-            return None
-        return possible

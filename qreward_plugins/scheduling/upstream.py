@@ -8,17 +8,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..config import Batch, Config, Price
-from ..errors import ConfigurationError, Mistake
+from ..config import Batch, Price
 from ..observers import SourceGauges
-from ..quotas import Quota, QuotaUse, Reservation, RetryBudget, SharedQuota
-from ..sources import Source, open_source
+from ..quotas import Quota, QuotaUse, Reservation, RetryBudget
+from ..sources import Source
 from ..sources.base import Reply, Request
-from ..sources.opening import same_keys
 from ..sources.replica import ReplicaStatistics
 from .breaker import Breaker
 from .health import Health
@@ -394,43 +391,6 @@ class Upstream:
             learned=_learned(use),
             replicas=() if of_replicas is None else tuple(of_replicas(now)),
         )
-
-
-def open_upstreams(
-    config: Config, opened: Mapping[str, Source], *, processes: int, shared: bool = False
-) -> dict[str, Upstream]:
-    """Return the upstreams of `config` by name. Sources in `opened` are used as they are, the others are opened here.
-
-    `processes` share the limits equally. With `shared`, a keeper sets this process's share instead.
-
-    Raises `ConfigurationError` with every limit that cannot be shared, and whatever opening a source raises.
-    """
-    upstreams: dict[str, Upstream] = {}
-    mistakes: list[Mistake] = same_keys(config.sources, os.environ)
-    for name, node in config.sources.items():
-        source = opened.get(name) or open_source(name, node)
-        mistakes += batch_mistakes(source)
-        try:
-            quota = (
-                SharedQuota(node.limits, source=name, slots=source.slots)
-                if shared
-                else Quota(node.limits, source=name, processes=processes, slots=source.slots)
-            )
-        except ConfigurationError as error:
-            mistakes.extend(error.mistakes)
-            continue
-        upstreams[name] = Upstream(source, quota, timeout_s=node.timeouts.total_s, price=node.price, weight=node.weight)
-    if mistakes:
-        raise ConfigurationError(mistakes)
-    return upstreams
-
-
-def batch_mistakes(source: Source) -> list[Mistake]:
-    """Return the mistake of a source that is configured to carry several calls, and cannot."""
-    if getattr(source, "batch", None) is None or callable(getattr(source, "send_batch", None)):
-        return []
-    problem = f"{type(source).__name__} has no `send_batch`, so a request cannot carry several calls."
-    return [Mistake(f"sources.{source.name}.batch", problem, "Define it, or leave batch out.")]
 
 
 def _counted(number: float, noun: str) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from ..config import Config
+from ..errors import ConfigurationError, Mistake
+from ..quotas import Quota, SharedQuota
+from ..sources import Source, open_source
+from ..sources.opening import same_keys
 from .calls import Call
 from .upstream import Upstream
 
@@ -62,3 +68,40 @@ def with_draining(upstreams: Mapping[str, Upstream]) -> Iterable[Upstream]:
     if isinstance(upstreams, Upstreams) and upstreams.draining:
         return [*upstreams.values(), *upstreams.draining]
     return upstreams.values()
+
+
+def open_upstreams(
+    config: Config, opened: Mapping[str, Source], *, processes: int, shared: bool = False
+) -> dict[str, Upstream]:
+    """Return the upstreams of `config` by name. Sources in `opened` are used as they are, the others are opened here.
+
+    `processes` share the limits equally. With `shared`, a keeper sets this process's share instead.
+
+    Raises `ConfigurationError` with every limit that cannot be shared, and whatever opening a source raises.
+    """
+    upstreams: dict[str, Upstream] = {}
+    mistakes: list[Mistake] = same_keys(config.sources, os.environ)
+    for name, node in config.sources.items():
+        source = opened.get(name) or open_source(name, node)
+        mistakes += batch_mistakes(source)
+        try:
+            quota = (
+                SharedQuota(node.limits, source=name, slots=source.slots)
+                if shared
+                else Quota(node.limits, source=name, processes=processes, slots=source.slots)
+            )
+        except ConfigurationError as error:
+            mistakes.extend(error.mistakes)
+            continue
+        upstreams[name] = Upstream(source, quota, timeout_s=node.timeouts.total_s, price=node.price, weight=node.weight)
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    return upstreams
+
+
+def batch_mistakes(source: Source) -> list[Mistake]:
+    """Return the mistake of a source that is configured to carry several calls, and cannot."""
+    if getattr(source, "batch", None) is None or callable(getattr(source, "send_batch", None)):
+        return []
+    problem = f"{type(source).__name__} has no `send_batch`, so a request cannot carry several calls."
+    return [Mistake(f"sources.{source.name}.batch", problem, "Define it, or leave batch out.")]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..config.source_models import BaseURLs, EndpointConfig, FreeMapping, ModelName, SourceConfig, URLs
     from .endpoint import Endpoint
     from .function import FunctionSource
-    from .http import HTTPReply
+    from .http_reading import HTTPReply
     from .kind import LOGITS, TEXT, VALUE, SourceKind
     from .openai import OpenAISource
     from .opening import kind_of, open_source
@@ -58,7 +58,7 @@ __all__ = [
 _NAMES = {
     ".endpoint": "Endpoint",
     ".function": "FunctionSource",
-    ".http": "HTTPReply",
+    ".http_reading": "HTTPReply",
     ".kind": "LOGITS TEXT VALUE SourceKind",
     ".openai": "OpenAISource",
     ".opening": "kind_of open_source",

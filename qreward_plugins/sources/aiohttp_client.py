@@ -19,7 +19,8 @@ from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
-from .http import KEEP_ALIVE_S, HTTPClient, HTTPReply, Incoming, Reading, Timer, os_reason
+from .http import KEEP_ALIVE_S, HTTPClient, os_reason
+from .http_reading import HTTPReply, Incoming, Reading, Timer
 
 _DNS_CACHE_S = 30
 _LARGE_BODY_BYTES = 2**20
@@ -56,17 +57,19 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             await connector.close()
 
     async def _exchange(
-        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str]
+        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str] | None
     ) -> HTTPReply | SourceError:
+        loop = asyncio.get_running_loop()
+
         def sent() -> None:
-            reading.sent_at = asyncio.get_running_loop().time()
+            reading.sent_at = loop.time()
             on_sent()
 
         try:
-            session = await self._session()
+            session = self._open(loop) or await self._session()
             async with session.post(
                 url,
-                data=_payload(body, sent),
+                data=_payload(body, sent if reading.streams else on_sent),
                 headers=headers,
                 proxy=self._connecting.proxies.get(url),
                 allow_redirects=False,
@@ -127,6 +130,16 @@ class _Incoming(Incoming):
 
     def chunks(self) -> AsyncIterator[bytes]:
         return self._response.content.iter_any()
+
+    async def body(self, limit: int) -> bytes | None:
+        content = self._response.content
+        first = await content.readany()
+        if content.at_eof():  # mostly the whole body has come with the headers
+            return first if len(first) <= limit else None
+        body = bytearray(first)
+        while len(body) <= limit and not content.at_eof():
+            body += await content.readany()
+        return bytes(body) if len(body) <= limit else None
 
     def within(self, seconds: float | None) -> AbstractContextManager[Timer]:
         return _within(self._response, seconds)

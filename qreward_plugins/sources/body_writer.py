@@ -71,8 +71,10 @@ class BodyWriter:
             reason = f"the body cannot be written: {type(error).__name__}"
         raise SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
 
-    async def to_send(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
-        """Return the body as bytes, with the keys that ask for a stream. A body with images is written in a thread."""
+    def text_only(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes | None:
+        """Return the body as bytes, with the keys that ask for a stream; None if it has images. Raises
+        `SampleRefused`.
+        """
         images: list[EncodedImage] = []
 
         def left_out(image: EncodedImage) -> str:
@@ -80,14 +82,18 @@ class BodyWriter:
             return ""
 
         body = self.encode(request, image=left_out, asks=asks)
-        if images:
-            body = await self._threads.run(partial(self._encode_or_error, request, asks), on_start=_nothing)
-            if isinstance(body, SampleRefused):
-                try:
-                    raise body
-                finally:
-                    # Breaks the reference cycle of error, traceback and frame.
-                    del body
+        return None if images else body
+
+    async def with_images(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
+        """Return a body with images as bytes, written in a thread. Raises `SampleRefused`."""
+        body: bytes | SampleRefused
+        body = await self._threads.run(partial(self._encode_or_error, request, asks), on_start=_nothing)
+        if isinstance(body, SampleRefused):
+            try:
+                raise body
+            finally:
+                # Breaks the reference cycle of error, traceback and frame.
+                del body
         return body
 
     async def each(self, requests: Sequence[Request]) -> list[dict[str, Any] | SampleRefused]:

@@ -10,7 +10,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from yarl import URL
 
@@ -22,34 +22,27 @@ from ..errors import (
     SampleRefused,
     SourceError,
     SourceHeld,
-    SourceUnusable,
-    TransientError,
 )
-from ..images import EncodedImage
 from ..redaction import names_secret, secrets_in
 from ..spent import Usage
 from .base import Reply, Request, apart, identity_of
-from .bodies import encoded, with_parameters
 from .body_writer import BodyWriter
 from .cache_use import CacheUse
 from .clients import open_client, slots_of
 from .demand import Demand, Texture, completion_bound, of_messages
-from .endpoint_settings import has_header, read_headers, read_parameters, read_urls
-from .http import HTTPReply, Streaming
+from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
+from .http_reading import HTTPReply, Streaming
 from .kind import SourceKind, class_path
 from .lists import Lists
+from .parameter_demands import ParameterDemands
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
-from .provider import Provider, address
+from .provider import Provider, provider_of
 from .redactor import Redactor
 from .replica import ReplicaStatistics
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints
 from .replies import Answer
 from .stream_passing import StreamPassing
 
-T = TypeVar("T")
-
-_LONGEST_KEPT_BYTES = 8192
-_MOST_KEPT = 64
 _SHUTS_DOWN = b"cannot schedule new futures after shutdown"
 """How vLLM answers new requests while it finishes the others; its `/health` still says 200."""
 
@@ -99,7 +92,8 @@ class Endpoint(SourceKind):
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
         parameters = read_parameters(f"sources.{name}.parameters", config, found)
-        self._check_bound(f"sources.{name}.parameters", config, found)
+        path_of_parameters = f"sources.{name}.parameters"
+        found += bound_mistakes(path_of_parameters, config, self.bound_key, self.containers, self.completion_bound)
         headers = read_headers(f"sources.{name}", config, self.key_header(config), found)
         self._urls = read_urls(
             f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found
@@ -112,7 +106,7 @@ class Endpoint(SourceKind):
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(config.urls, config.routing, name=name)
         self._cache_use = CacheUse(verify_tls=config.verify_tls) if "kv_cache" in config.routing.strategies else None
-        self._demands: dict[bytes, tuple[Texture, int | None]] = {}
+        self._parameter_demands = ParameterDemands(self.completion_bound)
         plain = {key: value for key, value in self.plain_headers(config).items() if not has_header(headers, key)}
         self._identity = (
             class_path(self),
@@ -173,22 +167,26 @@ class Endpoint(SourceKind):
         streaming = self.streaming(request)
         if streaming is not None:
             return await self._send_streamed(request, streaming, on_sent)
-        url, http, lease = await self._post([request], await self._bodies.to_send(request), on_sent)
-        reply = self._read(lease, self.answer(url, http).reply)
+        # No coroutine for the usual body: this runs for every request.
+        body = self._bodies.text_only(request) or await self._bodies.with_images(request)
+        url, http, lease = await self._post([request], body, on_sent)
+        reply = lease.read(asyncio.get_running_loop().time(), self.answer(url, http).reply)
         self._replicas.used(lease.replica, reply.usage)
         return self._without_secrets(reply, lease)
 
     async def _send_streamed(self, request: Request, streaming: Streaming, on_sent: Callable[[], None]) -> Reply:
         http: HTTPReply | None = None
         try:
-            body = await self._bodies.to_send(request, streaming.reader.ASKS)
+            asks = streaming.reader.ASKS
+            body = self._bodies.text_only(request, asks) or await self._bodies.with_images(request, asks)
             url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
         finally:
             refused = self.streamed(http)
         if refused is not None:
             lease.answered(asyncio.get_running_loop().time())
             raise refused
-        reply = self._without_secrets(self._read(lease, self.answer(url, http).reply), lease)
+        now = asyncio.get_running_loop().time()
+        reply = self._without_secrets(lease.read(now, self.answer(url, http).reply), lease)
         self._replicas.used(lease.replica, reply.usage)
         facts = http.stream
         if facts is None:
@@ -232,7 +230,7 @@ class Endpoint(SourceKind):
             sent = [requests[number] for number in bodies]
             url, http, lease = await self._post(sent, joined, on_sent)
             answer, lists = self.answer(url, http), self.lists
-            replies = self._read(lease, lambda: answer.replies(lists, sent, self))
+            replies = lease.read(asyncio.get_running_loop().time(), lambda: answer.replies(lists, sent, self))
             for number, reply in zip(bodies, replies, strict=True):
                 if isinstance(reply, Reply):
                     self._replicas.used(lease.replica, reply.usage)
@@ -249,7 +247,7 @@ class Endpoint(SourceKind):
         headers: Mapping[str, str] | None = None,
     ) -> tuple[URL, HTTPReply, Lease]:
         """Post the body of these requests to a replica; return the URL, the reply, and the lease, which is released.
-        Whoever reads the reply tells the lease what it was (`_read`). `headers` are sent beside those of the source.
+        The reply is read by `Lease.read`, which learns what it was. `headers` are sent beside those of the source.
         """
         loop = asyncio.get_running_loop()
         most = len(requests) * self._max_reply_bytes
@@ -274,32 +272,6 @@ class Endpoint(SourceKind):
             # Its server got other weights while it answered.
             raise SourceHeld(f"source {self._name!r}: the weights were changed during the call")
         return url, http, lease
-
-    def _read(self, lease: Lease, read: Callable[[], T]) -> T:
-        """Return what `read` reads of a reply, and note whether its replica answered.
-
-        A refusal that may concern all requests (a key, a URL) is that of one replica while another one answers. The
-        call then goes there. Raises what `read` raises, and TransientError for such a refusal.
-        """
-        now = asyncio.get_running_loop().time()
-        refusal: SourceUnusable | None = None
-        try:
-            found = read()
-        except SourceUnusable as error:
-            lease.failed(now)
-            if error.certain or not self._replicas.others_answer(lease.replica):
-                raise
-            refusal = error
-        except TransientError:
-            lease.failed(now)
-            raise
-        except QRewardError:
-            lease.answered(now)
-            raise
-        else:
-            lease.answered(now)
-            return found
-        raise TransientError(str(refusal), status=refusal.status)
 
     def _hints(self, requests: Sequence[Request]) -> RoutingHints:
         """Return what the choice of a replica depends on. It is not computed for a source with one URL."""
@@ -361,25 +333,7 @@ class Endpoint(SourceKind):
     @classmethod
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
         """Return what the provider counts requests by: the URLs, the model, the key and the headers."""
-        headers = {name.lower(): value.get_secret_value().strip() for name, value in sorted(config.headers.items())}
-        key: str | None = ""
-        if config.api_key is not None:
-            key = config.api_key.get_secret_value().strip()
-        elif isinstance(config.api_key_env, str):
-            key = environment.get(config.api_key_env, "").strip() or None
-        carrier, before = cls.key_header(config)
-        credentials: str | None = headers.pop(carrier.lower(), "")
-        if config.httpx is not None and config.httpx.auth is not None:
-            key, before = config.httpx.auth, "auth "
-        if key != "":
-            credentials = None if key is None else f"{before}{key}"
-        return Provider(
-            config.kind,
-            tuple(sorted(set(map(address, config.urls)))),
-            getattr(config, "model", None) or "",
-            tuple(f"{name}: {value}" for name, value in sorted(headers.items())),
-            credentials,
-        )
+        return provider_of(config, environment, cls.key_header(config))
 
     @classmethod
     def key_header(cls, config: Any) -> tuple[str, str]:
@@ -445,52 +399,11 @@ class Endpoint(SourceKind):
 
     def _demand(self, request: Request, body: dict[str, Any]) -> Demand:
         texts, images, overhead = self.prompt(body)
-        parameters, completion = self._demand_of_parameters(body)
+        parameters, completion = self._parameter_demands.of(body)
         return Demand(
             Texture.of(texts, images=images, beside=parameters),
             overhead,
             request.max_completion_tokens if completion is None else completion,
-        )
-
-    def _demand_of_parameters(self, body: Mapping[str, Any]) -> tuple[Texture, int | None]:
-        """Return the texture of a body without its messages, and its bound on a completion.
-
-        The requests of a judge have the same parameters, so results are kept, by all that is sent.
-        """
-        sent = encoded(body, image=lambda image: str(image.tokens))
-        found = self._demands.get(sent)
-        if found is None:
-            # Some servers put schemas, tools and documents into the prompt, and scoring services get texts under any
-            # key.
-            rest = {key: value for key, value in body.items() if not isinstance(value, (int, float)) and key != "model"}
-            images: list[int] = []
-
-            def counted(image: EncodedImage) -> str:
-                images.append(image.tokens)
-                return ""
-
-            texts = [encoded(rest, image=counted)] if rest else []
-            found = Texture.of(texts, images=sum(images)), self.completion_bound(body)
-            if len(sent) <= _LONGEST_KEPT_BYTES:
-                if len(self._demands) >= _MOST_KEPT:
-                    self._demands.clear()
-                self._demands[sent] = found
-        return found
-
-    def _check_bound(self, path: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:
-        """Add a mistake if `tokens_per_minute` is set but the parameters remove the bound on a completion."""
-        bound: Any = 1
-        for key in reversed(self.bound_key):
-            bound = {key: bound}
-        body = with_parameters(bound, config.parameters, self.containers)
-        if config.limits.tokens_per_minute is None or self.completion_bound(body) is not None:
-            return
-        mistakes.append(
-            Mistake(
-                ".".join((path, *self.bound_key)),
-                "it removes the bound on a reply, and without a bound tokens_per_minute cannot be kept.",
-                "Set a number of tokens from 1 on, or leave it out: then the judge's max_tokens applies.",
-            )
         )
 
     def __repr__(self) -> str:

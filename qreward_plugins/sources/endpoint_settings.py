@@ -6,7 +6,7 @@ Each function adds what is wrong to `mistakes`, so that one error reports everyt
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from yarl import URL
@@ -16,7 +16,7 @@ from ..config.framework import OUTSIDE, is_framework_url
 from ..config.source_models import EndpointConfig
 from ..errors import InputError, Mistake
 from ..redaction import without_secrets
-from .bodies import as_json
+from .bodies import as_json, with_parameters
 from .http import proxy_for
 
 _SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
@@ -110,3 +110,30 @@ def _key(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> tuple[st
 
 def _can_be_sent(value: str) -> bool:
     return value.isprintable() and value.isascii()
+
+
+def bound_mistakes(
+    path: str,
+    config: EndpointConfig,
+    bound_key: Sequence[str],
+    containers: Sequence[str],
+    completion_bound: Callable[[Mapping[str, Any]], int | None],
+) -> list[Mistake]:
+    """Return the mistake of parameters that remove the bound on a completion although `tokens_per_minute` is set.
+
+    `bound_key` is the path of the key in the body that bounds a completion. `containers` are the keys of the body that
+    hold several settings.
+    """
+    bound: Any = 1
+    for key in reversed(bound_key):
+        bound = {key: bound}
+    body = with_parameters(bound, config.parameters, containers)
+    if config.limits.tokens_per_minute is None or completion_bound(body) is not None:
+        return []
+    return [
+        Mistake(
+            ".".join((path, *bound_key)),
+            "it removes the bound on a reply, and without a bound tokens_per_minute cannot be kept.",
+            "Set a number of tokens from 1 on, or leave it out: then the judge's max_tokens applies.",
+        )
+    ]

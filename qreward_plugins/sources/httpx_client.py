@@ -22,7 +22,8 @@ import httpx
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
-from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, HTTPReply, Reading, os_reason
+from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, os_reason
+from .http_reading import HTTPReply, Reading
 from .httpx_reply import HttpxIncoming, Undecodable
 from .redactor import Redactor
 
@@ -110,7 +111,7 @@ class HttpxClient(HTTPClient[_Clients]):
         return httpx.Proxy(str(url), ssl_context=self._context if url.scheme == "https" else None)
 
     async def _exchange(
-        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str]
+        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str] | None
     ) -> HTTPReply | SourceError:
         proxy = self._connecting.proxies.get(url)
         incoming: HttpxIncoming | None = None
@@ -123,7 +124,7 @@ class HttpxClient(HTTPClient[_Clients]):
                     "POST",
                     str(url),
                     content=body,
-                    headers={**headers, "Content-Type": "application/json"},
+                    headers={**(headers or {}), "Content-Type": "application/json"},
                     extensions={"trace": watch.trace, _LIMIT: reading.limit},
                 )
                 response = await client.send(request, stream=True)

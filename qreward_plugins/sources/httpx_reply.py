@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 import httpx
 
-from .http import Incoming, Timer
+from .http_reading import Incoming, Timer
 
 _PIECE_BYTES = 65_536
 _MOST_WRAPPERS = 8

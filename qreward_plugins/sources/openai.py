@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
@@ -28,7 +29,7 @@ from .demand import Demand, completion_bound
 from .dialects import DIALECTS, Dialect, Refusal
 from .dialects.detection import Server, Undetected, detect
 from .endpoint import Endpoint
-from .http import HTTPReply, Streaming
+from .http_reading import HTTPReply, Streaming
 from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
@@ -139,7 +140,8 @@ class OpenAISource(Endpoint):
             )
         headers = {name: value for name, value in passed.headers.items() if name not in self._own_headers}
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
-        reply = self._read(lease, lambda: self._passed_reply(passed, url, http, streamed=streaming is not None))
+        now = asyncio.get_running_loop().time()
+        reply = lease.read(now, lambda: self._passed_reply(passed, url, http, streamed=streaming is not None))
         self._replicas.used(lease.replica, reply.usage)
         return reply
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -36,6 +38,32 @@ class Provider:
             and not set(self.addresses).isdisjoint(other.addresses)
             and (unknown or self.credentials == other.credentials)
         )
+
+
+def provider_of(config: Any, environment: Mapping[str, str], key_header: tuple[str, str]) -> Provider:
+    """Return what the provider of an HTTP source counts requests by: the URLs, the model, the key and the headers.
+
+    `key_header` is the name of the header that carries the key, and the text before the key in its value.
+    """
+    headers = {name.lower(): value.get_secret_value().strip() for name, value in sorted(config.headers.items())}
+    key: str | None = ""
+    if config.api_key is not None:
+        key = config.api_key.get_secret_value().strip()
+    elif isinstance(config.api_key_env, str):
+        key = environment.get(config.api_key_env, "").strip() or None
+    carrier, before = key_header
+    credentials: str | None = headers.pop(carrier.lower(), "")
+    if config.httpx is not None and config.httpx.auth is not None:
+        key, before = config.httpx.auth, "auth "
+    if key != "":
+        credentials = None if key is None else f"{before}{key}"
+    return Provider(
+        config.kind,
+        tuple(sorted(set(map(address, config.urls)))),
+        getattr(config, "model", None) or "",
+        tuple(f"{name}: {value}" for name, value in sorted(headers.items())),
+        credentials,
+    )
 
 
 def address(url: str) -> str:

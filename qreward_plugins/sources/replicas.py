@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..config.source_models import Routing
-from ..errors import SourceHeld, TransientError
+from ..errors import QRewardError, SourceHeld, SourceUnusable, TransientError
 from ..spent import Usage
 from .base import ServedWeights
 from .prefixes import Prefix
 from .replica import Mark, Replica, ReplicaStatistics
 from .routing import STALE_S, chosen
+
+T = TypeVar("T")
 
 _KEPT_SHARE = 0.9
 """Weight of the past in the means of completion tokens and of seconds."""
@@ -139,6 +141,31 @@ class Lease:
                 same_prefix[self._key] -= 1
                 if not same_prefix[self._key]:
                     del same_prefix[self._key]
+
+    def read(self, now: float, read: Callable[[], T]) -> T:
+        """Return what `read` reads of the reply, and record whether the replica answered.
+
+        A refusal that may concern all requests (a key, a URL) is that of one replica while another one answers. The
+        call then goes there. Raises what `read` raises, and TransientError for such a refusal.
+        """
+        refusal: SourceUnusable | None = None
+        try:
+            found = read()
+        except SourceUnusable as error:
+            self.failed(now)
+            if error.certain or not self._of.others_answer(self.replica):
+                raise
+            refusal = error
+        except TransientError:
+            self.failed(now)
+            raise
+        except QRewardError:
+            self.answered(now)
+            raise
+        else:
+            self.answered(now)
+            return found
+        raise TransientError(str(refusal), status=refusal.status)
 
     def answered(self, now: float) -> None:
         """Record that the replica answered."""

@@ -18,7 +18,7 @@ from yarl import URL
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
 from ..spent import Usage
 from .base import Reply, Request, Source
-from .http import HTTPReply
+from .http_reading import HTTPReply
 from .lists import Lists, divided
 from .rate_limit_headers import pause_of, retry_after_s
 from .redactor import Redactor

@@ -20,7 +20,7 @@ from ..samples import Message
 from .base import Reply, Request
 from .chat_template import ChatTemplate
 from .endpoint import Endpoint
-from .http import HTTPReply
+from .http_reading import HTTPReply
 from .kind import LOGITS
 from .lists import Lists
 from .process_rewards import StepTokenizer, Tokens, step_logits

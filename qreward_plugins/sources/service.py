@@ -26,7 +26,7 @@ from ..samples import Sample
 from .base import Reply, Request
 from .bodies import as_json
 from .endpoint import Endpoint
-from .http import HTTPReply
+from .http_reading import HTTPReply
 from .image_parts import folder_mistakes, has_images, has_urls, shown_images, with_images
 from .kind import VALUE
 from .lists import Lists, in_order, one

@@ -20,7 +20,7 @@ from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources import FunctionSource, HTTPSource, bodies
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.sources.http import HTTPReply
+from qreward_plugins.sources.http_reading import HTTPReply
 
 TREE = {
     "sources": {

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from qreward_plugins import ConfigurationError, InvalidReply, RewardEngine, Sample, TransientError, load_config
 from qreward_plugins.redaction import Secret, names_secret
 from qreward_plugins.sources import FunctionSource
-from qreward_plugins.sources.http import HTTPClient, HTTPReply
+from qreward_plugins.sources.http import HTTPClient
+from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.testing import JudgeServer
 
 PLACES = ("api_key", "header", "parameter", "nested", "environment", "kwarg", "kwarg_list", "kwarg_environment")

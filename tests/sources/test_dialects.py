@@ -16,7 +16,7 @@ from qreward_plugins.judges.finish_reasons import why_no_verdict
 from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import OpenAISource, Reply, Request
-from qreward_plugins.sources.http import HTTPReply
+from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.spent import Usage
 
 SAMPLE = Sample([{"role": "user", "content": "6 * 7?"}], "42", ground_truth="42")

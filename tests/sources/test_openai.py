@@ -25,7 +25,7 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.sources import OpenAISource, aiohttp_client, http
+from qreward_plugins.sources import OpenAISource, aiohttp_client, http, http_reading
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 10.0
@@ -287,7 +287,7 @@ async def test_an_endless_body_is_cut_off_and_its_connection_closed(
 async def test_the_status_counts_even_if_the_body_of_the_error_never_ends(
     body: str, serve: Any, open_source: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "_ERROR_BODY_S", 0.05)
+    monkeypatch.setattr(http_reading, "_ERROR_BODY_S", 0.05)
 
     async def script(exchange: Any) -> None:
         exchange.write(b"HTTP/1.1 429 Slow Down\r\nRetry-After: 4\r\nContent-Length: 900000000\r\n\r\nslow down")

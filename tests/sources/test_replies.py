@@ -18,7 +18,7 @@ from qreward_plugins.errors import (
 )
 from qreward_plugins.sources import Reply
 from qreward_plugins.sources.completions import CompletionAnswer
-from qreward_plugins.sources.http import HTTPReply
+from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.sources.redactor import Redactor
 from qreward_plugins.spent import Usage
 

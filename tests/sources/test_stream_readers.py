@@ -13,7 +13,7 @@ from yarl import URL
 from qreward_plugins.errors import TransientError
 from qreward_plugins.sources import OpenAISource, Reply
 from qreward_plugins.sources.dialects import DIALECTS
-from qreward_plugins.sources.http import HTTPReply
+from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.sources.streams import Event, StreamBroken, StreamReader
 from qreward_plugins.spent import Usage
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from qreward_plugins.sources.completion_stream import CompletionStream
-from qreward_plugins.sources.http import HTTPReply, Incoming, Reading, Streaming, Timer
+from qreward_plugins.sources.http_reading import HTTPReply, Incoming, Reading, Streaming, Timer
 from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
 
 

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
+import anyio
+
 from .launch import ServerFailed
 from .replica_state import ReplicaState, State
 from .spec import PoolSpec
@@ -246,10 +248,12 @@ class Pool:
     async def try_to_start(self, number: int, weights: Weights | None = None) -> ServerFailed | None:
         """Start a replica as `start_one` does, within `start_within_s` seconds. Return why it did not start."""
         try:
-            await asyncio.wait_for(self.start_one(number, weights), self.spec.start_within_s)
+            # Not `asyncio.wait_for`: before Python 3.12 it loses a cancellation that comes just after the start.
+            with anyio.fail_after(self.spec.start_within_s):
+                await self.start_one(number, weights)
         except ServerFailed as error:
             return error
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return ServerFailed(f"it is not ready after {self.spec.start_within_s:g} s")
         except Exception as error:
             _log.warning("replica %d of %s", number, self.spec.name, exc_info=error)

@@ -251,6 +251,39 @@ def test_a_log_never_keeps_the_watcher_from_its_other_work(tmp_path):
     os.close(log._file)
 
 
+async def test_a_stop_just_when_a_restart_has_succeeded_ends(stand_ins, monkeypatch):
+    """`asyncio.wait_for` loses a cancellation that comes after its task has ended (before Python 3.12)."""
+    monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.0, 0.0))
+    starts, stops = [], []
+
+    class Fake:
+        url = ""
+
+        async def start(self, weights):
+            starts.append(self)
+            self.url = f"http://127.0.0.1:{len(starts)}"
+            return self.url
+
+        async def ended(self):
+            if len(starts) > 1:
+                await asyncio.Event().wait()
+            return ServerFailed("it ended")
+
+        async def stop(self):
+            pass
+
+    def on_change():
+        if pool.states[0].restarts == 1 and pool.states[0].url and not stops:
+            stops.append(asyncio.ensure_future(pool.stop()))
+
+    pool = Pool(stand_ins.spec(), lambda number: Fake(), on_change)
+    await pool.start()
+    await comes(lambda: stops)
+    done, _ = await asyncio.wait(stops, timeout=5)
+    assert done
+    assert pool.states[0].state == "stopped"
+
+
 async def test_a_restart_that_raises_is_tried_again(stand_ins, monkeypatch):
     """Such as one for which there is no free port."""
     monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.0, 0.0))

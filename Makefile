@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# The demo needs a part of it only.
+DEMO := $(if $(wildcard $(INSTALLED)),$(INSTALLED),.venv/.demo)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test conformance replicas soak clusters docs docs-serve lint types format clean
@@ -11,16 +13,25 @@ help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
 
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("qreward-plugins is developed on Python 3.11 or later; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo]'
-	touch $@
+	@$(PYTHON) scripts/environment.py .venv dev,demo
+	@touch $@
+
+.venv/.demo: pyproject.toml constraints.txt
+	@$(PYTHON) scripts/environment.py .venv demo
+	@touch $@
+
+.venv/.demo-llm: $(DEMO)
+	@$(PYTHON) scripts/environment.py .venv demo-llm
+	@touch $@
 
 install: $(INSTALLED) ## Set up .venv with everything pinned
 
-demo: $(INSTALLED) ## Train a tiny model with verl on the CPU, rewarded by two judge servers (about 3 minutes)
-	$(BIN)/python recipes/verl/cpu/demo.py
+JUDGE ?= rules
+
+# The package is not compiled when it is installed: only the modules that are used are, once.
+demo: export PYTHONDONTWRITEBYTECODE :=
+demo: $(if $(filter llm,$(JUDGE)),.venv/.demo-llm,$(DEMO)) ## Train a tiny model with verl on the CPU, rewarded by two judge servers; JUDGE=llm: by a language model
+	@$(BIN)/python recipes/verl/cpu/demo.py --judge $(JUDGE)
 
 # More than the two processors of continuous integration, because a third of the time of the tests is waiting.
 JOBS ?= 3

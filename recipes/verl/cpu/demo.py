@@ -1,6 +1,7 @@
 """`make demo`: GRPO with the real verl trainer on this machine's CPU, rewarded through qreward by two judge servers.
+`make demo JUDGE=llm`: by a language model in llama.cpp, beside them.
 
-Also: `python recipes/verl/cpu/demo.py [--algorithm grpo|ppo] [--steps N] [--seed N] [--out FOLDER]`.
+Also: `python recipes/verl/cpu/demo.py [--judge rules|llm] [--algorithm grpo|ppo] [--steps N] [--seed N] [--out DIR]`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import sqlite3
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from llm_judge import MODEL, served
 from omegaconf import OmegaConf
 from rich import box
 from rich.console import Console
@@ -22,6 +25,7 @@ from rich.table import Table
 from scorer import score
 from tasks import Assets, Sizes, prepare
 from training import Step, Training, TrainingFailed, train
+from verdicts import agreement
 
 from qreward_plugins.testing import Faults, JudgeServerProcess, Latency, Report, ServerLimits
 
@@ -34,6 +38,10 @@ LIMITS = {
     "slow": ServerLimits(requests_per_minute=1800, concurrency=32),
 }
 """What the judges enforce; judges.yaml declares the same."""
+
+
+CONFIGURATIONS = {"rules": "judges.yaml", "llm": "judges_llm.yaml"}
+STEPS = {"rules": 25, "llm": 12}
 
 
 def servers() -> dict[str, JudgeServerProcess]:
@@ -50,11 +58,18 @@ def main() -> int:
     """Run the demo; the exit code is 0 when it trained and no limit was broken."""
     parser = argparse.ArgumentParser(description="Train a tiny model on the CPU, rewarded by two judge servers.")
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
-    parser.add_argument("--steps", type=int, default=30, help="training steps (default: 30)")
+    parser.add_argument("--judge", choices=("rules", "llm"), default="rules", help="who judges (default: rules)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 25; with a language model 12)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the questions and the model (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for logs and the plot (default: demo)")
     options = parser.parse_args()
+    steps_wanted: int = options.steps or STEPS[options.judge]
     console = Console()
+    started = time.monotonic()
+
+    def phase(text: str) -> None:
+        console.print(f"[{time.monotonic() - started:4.0f} s] {text}", markup=False, highlight=False)
+
     # A default SIGTERM would leave the trainer and the judges running.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     out = options.out.resolve()
@@ -63,22 +78,33 @@ def main() -> int:
     for leftover in out.glob(f"{journal.name}*"):
         leftover.unlink()
 
-    started = time.monotonic()
-    with console.status("building a tiny model and its questions ..."):
-        assets = prepare(out / "assets", Sizes(seed=options.seed))
+    phase("1/4 making the questions, and a tiny model that can guess sums")
+    assets = prepare(out / "assets", Sizes(seed=options.seed))
+    phase("2/4 starting two judge servers" + (f" and {MODEL} in llama.cpp" if options.judge == "llm" else ""))
     judges = servers()
-    with judges["fast"], judges["slow"]:
+    with ExitStack() as stack:
+        for server in judges.values():
+            stack.enter_context(server)
         environment = {
-            "QREWARD_CONFIG": str(Path(__file__).resolve().with_name("judges.yaml")),
             "QREWARD_JOURNAL": str(journal),
             **{f"{name.upper()}_JUDGE_URL": server.base_url for name, server in judges.items()},
         }
+        if options.judge == "llm":
+            try:
+                environment["LLM_JUDGE_URL"] = stack.enter_context(served(out / "llama.log"))
+            except RuntimeError as error:
+                console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
+                return 1
+        config = _written(environment, Path(__file__).resolve().with_name(CONFIGURATIONS[options.judge]), out)
+        environment["QREWARD_CONFIG"] = str(config)
+        phase("3/4 starting Ray and verl, then one validation (the longest phase)")
         try:
-            training = _train(assets, out, options.algorithm, options.steps, environment, console)
+            training = _train(assets, out, options.algorithm, steps_wanted, environment, console)
         except TrainingFailed as error:
             console.print(f"[red]the training failed:[/red]\n{escape(str(error))}", highlight=False)
             return 1
         reports = {name: server.report() for name, server in judges.items()}
+    phase("4/4 done; the servers are stopped")
     verdicts, failed = _read_journal(journal)
     console.print(_source_table(reports, verdicts))
     steps = training.steps
@@ -91,11 +117,42 @@ def main() -> int:
     console.print(
         f"Mean reward {first:.2f} -> {last:.2f} (first and last three steps); right answers to held-out questions "
         f"{training.accuracy_before:.0%} -> {training.accuracy_after:.0%}. {sum(verdicts.values())} verdicts, {failed} "
-        f"samples without one, {violations} limit violations, {time.monotonic() - started:.0f} s. Plot: {plot}",
+        f"samples without one, {violations} limit violations, {time.monotonic() - started:.0f} s.",
         highlight=False,
         soft_wrap=True,
     )
+    if options.judge == "llm":
+        console.print(agreement(journal).text, highlight=False, soft_wrap=True)
+    console.print(_look_at(plot, journal, config), markup=False, highlight=False, soft_wrap=True)
     return 0 if violations == 0 else 1
+
+
+def _written(environment: Mapping[str, str], template: Path, out: Path) -> Path:
+    """Write the configuration of this run with its addresses, so that `qreward plan` can read it afterwards."""
+    text = template.read_text()
+    for name, value in environment.items():
+        text = text.replace(f"${{oc.env:{name}}}", value)
+    path = out / "judges.yaml"
+    path.write_text(text)
+    return path
+
+
+def _look_at(plot: Path, journal: Path, config: Path) -> str:
+    """Three things to look at after the run, as commands that work in this folder."""
+    here = Path.cwd()
+    plot, journal, config = (
+        path.relative_to(here) if path.is_relative_to(here) else path for path in (plot, journal, config)
+    )
+    query = "SELECT step, judge, source, score, attempts, rationale FROM outcomes ORDER BY random() LIMIT 8"
+    rows = f"import pandas, sqlite3; print(pandas.read_sql('{query}', sqlite3.connect('{journal}')).to_string())"
+    python = Path(sys.executable)
+    python = python.relative_to(here) if python.is_relative_to(here) else python
+    return (
+        "Three things to look at:\n"
+        f"1. the reward, step by step:      {plot}\n"
+        f'2. what the judges said:          {python} -c "{rows}"\n'
+        f"3. what a larger step would cost: {python.with_name('qreward')} plan --config {config} --samples 2048"
+    )
 
 
 def _train(

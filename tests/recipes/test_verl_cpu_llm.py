@@ -1,0 +1,85 @@
+"""The language model as judge of the CPU recipe: how its log probabilities are read, and what is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sqlite3
+
+import pytest
+from aiohttp import web
+
+
+def reply(true: float, false: float):
+    tokens = [{"token": "True", "logprob": math.log(true)}, {"token": " False", "logprob": math.log(false)}]
+    return {"completion_probabilities": [{"top_logprobs": [*tokens, {"token": "\n", "logprob": -9.0}]}]}
+
+
+def test_the_confidence_grows_with_the_odds_of_true(cpu_recipe):
+    confidence = cpu_recipe.llm_judge.confidence
+    levels = [confidence(reply(true, 1 - true)) for true in (0.5, 0.7, 0.72, 0.8, 0.9)]
+    assert levels == sorted(levels)
+    assert 0.0 <= levels[0] < 0.1
+    assert 0.9 < levels[-1] <= 1.0
+    with pytest.raises(ValueError, match="no chance|likely"):
+        confidence({"completion_probabilities": [{"top_logprobs": [{"token": "True", "logprob": 0.0}]}]})
+
+
+def test_the_judge_asks_for_one_token_and_not_about_a_response_without_an_answer(cpu_recipe):
+    asked = []
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response(reply(0.9, 0.1))
+
+    async def score(text: str) -> float:
+        app = web.Application()
+        app.router.add_post("/completion", complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = site._server.sockets[0].getsockname()
+        try:
+            return await cpu_recipe.llm_judge.same_number(text, "5", url=f"http://{host}:{port}", data_source="x")
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(score("I do not know.")) == 0.0
+    assert asked == []
+    assert asyncio.run(score("2 + 3 = 5. The answer is 5.")) > 0.9
+    assert asked[0]["n_predict"] == 1
+    assert asked[0]["prompt"].endswith(">>> 5 == 5\n")
+
+
+def test_the_agreement_of_two_judges(cpu_recipe, tmp_path):
+    journal = tmp_path / "journal"
+    connection = sqlite3.connect(journal)
+    connection.execute("CREATE TABLE outcomes (sample_id, judge, score, service_s)")
+    scores = {"a": (0.9, 1.0), "b": (0.2, 0.3), "c": (0.8, 0.0), "d": (None, 1.0)}
+    for sample, (llm, rule) in scores.items():
+        connection.execute("INSERT INTO outcomes VALUES (?, 'language_model', ?, 0.5)", (sample, llm))
+        connection.execute("INSERT INTO outcomes VALUES (?, 'rule', ?, 0.1)", (sample, rule))
+    connection.commit()
+    connection.close()
+    found = cpu_recipe.verdicts.agreement(journal)
+    assert (found.samples, found.right, found.wrong, found.call_s) == (3, 0.9, 0.5, 0.5)
+    assert found.same == pytest.approx(2 / 3)
+    assert "agreed with the rule on 67% of 3 samples" in found.text
+
+
+def test_pip_s_settings_are_handed_to_uv(tmp_path):
+    import runpy
+    from pathlib import Path
+
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "environment.py"))
+    listed = (
+        f":env:.cert='/c.pem'\nglobal.index-url='https://me:pw@index/simple'\nglobal.find-links='{tmp_path} /no/such'\n"
+        "global.extra-index-url='file:///no/such https://more/simple'\nbroken\nglobal.timeout='9'\n"
+    )
+    assert script["uv_settings"](listed) == {
+        "SSL_CERT_FILE": "/c.pem",
+        "UV_DEFAULT_INDEX": "https://me:pw@index/simple",
+        "UV_FIND_LINKS": str(tmp_path),
+        "UV_INDEX": "https://more/simple",
+    }

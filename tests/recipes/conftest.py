@@ -11,12 +11,12 @@ import pytest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CPU = RECIPES / "verl" / "cpu"
-_NAMES = ("scorer", "tasks", "training", "demo")
+_NAMES = ("scorer", "tasks", "training", "llm_judge", "verdicts", "demo")
 
 
 @pytest.fixture(scope="session")
 def cpu_recipe():
-    """`scorer`, `tasks`, `training` and `demo` as attributes."""
+    """The modules in `_NAMES` as attributes."""
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
     sys.path.insert(0, str(CPU))

@@ -30,6 +30,8 @@ JUDGE ?= rules
 
 # The package is not compiled when it is installed: only the modules that are used are, once.
 demo: export PYTHONDONTWRITEBYTECODE :=
+# A package of the questions warns while it is compiled.
+demo: export PYTHONWARNINGS := ignore::SyntaxWarning
 demo: $(if $(filter llm,$(JUDGE)),.venv/.demo-llm,$(DEMO)) ## Train a tiny model with verl on the CPU, rewarded by two judge servers; JUDGE=llm: by a language model
 	@$(BIN)/python recipes/verl/cpu/demo.py --judge $(JUDGE)
 

@@ -28,10 +28,11 @@ class ControlFailed(Exception):
 
 
 class Channel:
-    """Posts to the control routes of the server at `url`."""
+    """Posts to the control routes of the server at `url`. `headers` are sent with everything."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self._url = url
+        self._headers = {**(headers or {}), "Content-Type": "application/json"}
 
     async def post(
         self,
@@ -40,18 +41,27 @@ class Channel:
         *,
         within_s: float,
         query: Sequence[tuple[str, str]] = (),
+        answers_json: bool = True,
     ) -> Any:
-        """Post JSON, and return the JSON of the answer; None for an empty one. Raises `ControlFailed`."""
-        return await self._ask("POST", path, {} if body is None else body, within_s, query)
+        """Post JSON, and return the JSON of the answer; None for an empty one or a text. Raises `ControlFailed`."""
+        return await self._ask("POST", path, {} if body is None else body, within_s, query, answers_json)
 
     async def get(self, path: str) -> Any:
         """Return the JSON at `path`; None if there is none."""
         try:
-            return await self._ask("GET", path, None, _QUICK_S, ())
+            return await self._ask("GET", path, None, _QUICK_S)
         except ControlFailed:
             return None
 
-    async def _ask(self, method: str, path: str, body: Any, within_s: float, query: Sequence[tuple[str, str]]) -> Any:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        within_s: float,
+        query: Sequence[tuple[str, str]] = (),
+        answers_json: bool = True,
+    ) -> Any:
         problem = ""
         try:
             timeout = aiohttp.ClientTimeout(total=within_s)
@@ -62,7 +72,7 @@ class Channel:
                     self._url + path,
                     params=list(query),
                     data=None if body is None else orjson.dumps(body),
-                    headers={"Content-Type": "application/json"},
+                    headers=self._headers,
                     allow_redirects=False,
                 ) as reply,
             ):
@@ -72,7 +82,7 @@ class Channel:
                     if len(content) > _REPLY_BYTES:
                         raise ControlFailed(f"{path}: its answer is too long")
                 if reply.status == 200:
-                    return orjson.loads(content) if content.strip() else None
+                    return orjson.loads(content) if answers_json and content.strip() else None
                 problem = f"it answered {reply.status} ({content[:_DETAIL_CHARS].decode('utf-8', 'replace').strip()})"
         except asyncio.TimeoutError:
             problem = f"it gave no answer within {within_s:g} s"
@@ -213,10 +223,16 @@ class SGLangControl(Control):
             await self._done(channel, f"/update_weights_from_{route}", {**body, **more}, within_s)
 
     async def reset_cache(self, channel: Channel) -> None:
-        await channel.post("/flush_cache", within_s=_QUICK_S)
+        # It answers a text; 400 if requests hold the cache for longer than this. Older versions know no time limit.
+        patience = [("timeout", f"{_RESET_TRIES * _RESET_EVERY_S:g}")]
+        await channel.post("/flush_cache", query=patience, within_s=_QUICK_S, answers_json=False)
 
     async def version(self, channel: Channel) -> str | None:
-        return _text(await channel.get("/get_weight_version"), "weight_version")
+        for path in ("/model_info", "/get_weight_version"):  # the second one was removed
+            stated = _text(await channel.get(path), "weight_version")
+            if stated is not None:
+                return stated
+        return None
 
     async def sleep(self, channel: Channel, level: int, *, within_s: float) -> None:
         await channel.post("/release_memory_occupation", within_s=within_s)

@@ -203,7 +203,8 @@ class LocalServer:
         """Wait until `name` is listed; False if the process ends before."""
         pause_s, most_s = _ASK_EVERY_S
         timeout = aiohttp.ClientTimeout(total=_REPLY_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # vLLM lists its models only to who has its key.
+        async with aiohttp.ClientSession(timeout=timeout, headers=self._spec.headers) as session:
             while not exited.done():
                 # Another program may have the port, and answer every question but this one.
                 if name in await _listed(session, url) and not exited.done():

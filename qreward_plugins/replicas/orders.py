@@ -23,7 +23,7 @@ class Orders:
     def __init__(self, spec: PoolSpec, control: Control | None, url: str) -> None:
         self._spec = spec
         self._control = control
-        self._channel = Channel(url)
+        self._channel = Channel(url, spec.headers)
 
     @classmethod
     def named(cls, name: str) -> Callable[..., Any]:

@@ -24,8 +24,8 @@ class PoolSpec:
     `name` is that of the source. `restarts` is how often in a row a replica that dies is started again.
     `stop_within_s` is the time between SIGTERM and SIGKILL. `in_place`: servers load other weights while they run;
     otherwise they are started again with them. `sleep_mode`: servers free their devices by their own sleep; otherwise
-    they are stopped for it. The repr leaves out the values of `environment`, which may
-    be secrets, and the words of the command line, which may hold some.
+    they are stopped for it. `api_key` is the key that the servers demand. The repr leaves it out, and the values of
+    `environment` and the words of the command line, which may hold secrets, too.
     """
 
     name: str
@@ -42,6 +42,7 @@ class PoolSpec:
     restarts: int = 3
     in_place: bool = False
     sleep_mode: bool = False
+    api_key: str = field(default="", repr=False)
     log_folder: str | None = None
 
     @property
@@ -74,6 +75,11 @@ class PoolSpec:
             in_place=self.in_place,
             sleep_mode=self.sleep_mode,
         )
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers of requests to its servers: the key, if there is one."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def to_json(self) -> bytes:
         """Write it, secrets included; `from_json` reads it."""

@@ -77,8 +77,16 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
         restarts=config.restarts,
         in_place=config.weight_updates == "in_place",
         sleep_mode=config.sleep_mode,
+        api_key=_key(config),
         log_folder=None if config.log_folder is None else os.path.abspath(config.log_folder),
     )
+
+
+def _key(config: ReplicaSetConfig) -> str:
+    """Return the key of the servers, or "". What is wrong with it, the source says that asks them."""
+    if config.api_key is not None:
+        return config.api_key.get_secret_value().strip()
+    return os.environ.get(config.api_key_env, "").strip() if isinstance(config.api_key_env, str) else ""
 
 
 def _topology(config: ReplicaSetConfig) -> Topology:

@@ -18,6 +18,7 @@ never           it does not listen, ever        wrong       lists another model
 stubborn        ignores SIGTERM                 children=N  children that ignore SIGTERM and leave the session
 pids=FILE       file of its process ids         only=N      what is said here goes for the replica -N- alone
 host=H          listens there, not on 127.0.0.1
+key=K           answers below /v1 only with this key, as vLLM does
 die_after=N     dies after N chat requests, with exit code 0
 pieces          sends the list of its models in two pieces
 """
@@ -187,7 +188,15 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
             if self.path == "/weight_info":
                 self._say({"weight_version": server.version})
                 return
-            self._say({"data": [{"id": model} for model in models]})
+            if self._knows_key():
+                self._say({"data": [{"id": model} for model in models]})
+
+        def _knows_key(self) -> bool:
+            given = self.headers.get("Authorization")
+            if "key" not in options or not self.path.startswith("/v1") or given == f"Bearer {options['key']}":
+                return True
+            self._say({"error": "Unauthorized"}, 401)
+            return False
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
@@ -195,6 +204,8 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
             if order in Weights.ORDERS:
                 status, told = server.told(order, query, body)
                 self._say(told, status)
+                return
+            if not self._knows_key():
                 return
             asked[0] += 1
             if asked[0] > int(options.get("die_after", 1_000_000)):

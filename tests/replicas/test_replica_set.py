@@ -54,6 +54,15 @@ async def test_the_calls_of_a_replica_that_dies_go_to_the_others(stand_ins):
     assert stand_ins.living() == []
 
 
+async def test_servers_that_list_their_models_only_to_who_has_the_key(stand_ins, monkeypatch):
+    monkeypatch.setenv("OWN_KEY", "sk-own-0123456789")
+    own = {"command": stand_ins.command("key=sk-own-0123456789"), "api_key_env": "OWN_KEY"}
+    async with RewardEngine(tree(own)) as engine:
+        assert [outcome.reward for outcome in await engine.score_all(samples(2), deadline_s=30)] == [0.7] * 2
+        spec = engine.upstreams["own"].source.spec
+    assert (spec.api_key, "sk-own" in repr(spec)) == ("sk-own-0123456789", False)
+
+
 @pytest.mark.parametrize("victim", ["server", "pool"])
 async def test_a_killed_replica_comes_back_and_is_asked_again(stand_ins, victim):
     async with RewardEngine(tree({"command": stand_ins.command(), "data_parallel": 1})) as engine:

@@ -210,7 +210,8 @@ async def test_servers_sleep_and_wake_under_load(stand_ins, sleep_mode):
     async with RewardEngine(tree(stand_ins, "delay=0.01", sleep_mode=sleep_mode)) as engine:
         await engine.score_all(samples(2))
         scoring = asyncio.ensure_future(engine.score_all(samples(40), deadline_s=30))
-        await comes(lambda: engine.upstreams["own"].requests > 4)
+        # Some are answered, whatever becomes of those under way.
+        await comes(lambda: engine.statistics().scored > 0)
         await engine.sleep("own", drain="abort" if sleep_mode else "wait")
         await engine.sleep("own")
         assert states(engine) == ["asleep", "asleep"]

@@ -325,6 +325,8 @@ MUTATIONS = [
 TRIED_FIRST = {
     "endless_attempts": 170,
     "a_reload_forgets_what_was_spent": 117,
+    "priorities_do_not_matter_for_retries": 5,
+    "hedges_go_before_higher_priorities": 15,
     "a_slow_source_takes_what_is_small_whatever_its_priority": 98,
 }
 """Seeds that showed a mutation which few seeds show. They save time; another seed of the range will do as well."""

@@ -317,3 +317,13 @@ async def test_every_change_is_an_event(stand_ins):
         changes = [(event.state, event.version) for event in seen if isinstance(event, ReplicaChanged)]
         assert changes[-1] == ("up", "v")
         assert {"draining", "updating"} & {state for state, _ in changes}
+
+        # Cancelling ends only the wait.
+        waiting = asyncio.ensure_future(engine.update_weights("own", path=stand_ins.weights("third"), version="w"))
+        await comes(lambda: sum("/pause" in note for note in stand_ins.notes()) == 2)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        source = engine.upstreams["own"].source
+        await comes(lambda: [(state.state, state.version) for state in source.replicas] == [("up", "w")])
+        assert set(said(await engine.score_all(samples(4)))) == {"third"}

@@ -207,11 +207,11 @@ async def test_two_updates_at_once_come_one_after_the_other(stand_ins):
 @pytest.mark.parametrize("sleep_mode", [True, False])
 async def test_servers_sleep_and_wake_under_load(stand_ins, sleep_mode):
     second = stand_ins.weights("second")
-    async with RewardEngine(tree(stand_ins, "delay=0.01", sleep_mode=sleep_mode)) as engine:
+    async with RewardEngine(tree(stand_ins, "delay=0.01", sleep_mode=sleep_mode, limits={"concurrency": 4})) as engine:
         await engine.score_all(samples(2))
         scoring = asyncio.ensure_future(engine.score_all(samples(40), deadline_s=30))
-        # Some are answered, whatever becomes of those under way.
-        await comes(lambda: engine.statistics().scored > 0)
+        # Some are answered, and most not sent, whatever becomes of those under way.
+        await comes(lambda: engine.statistics().scored > 4)
         await engine.sleep("own", drain="abort" if sleep_mode else "wait")
         await engine.sleep("own")
         assert states(engine) == ["asleep", "asleep"]

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from ..errors import EngineError
@@ -120,7 +121,8 @@ async def _next(items: AsyncGenerator[T, None]) -> tuple[T, ...]:
 async def _close_all(served: list[FunctionCalls], generators: set[AsyncGenerator[Any, None]]) -> None:
     while generators:
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(generators.pop().aclose(), CLOSE_WITHIN_S)
+            with anyio.fail_after(CLOSE_WITHIN_S):
+                await generators.pop().aclose()
     closing = [asyncio.ensure_future(calls.aclose()) for calls in served]
     if closing:
         await asyncio.wait(closing, timeout=CLOSE_WITHIN_S)

@@ -21,6 +21,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
+
 from ..named_actors import in_thread
 from ..redaction import described_error
 from ._actor import Close, Link, Memory, Report, connect
@@ -234,7 +236,8 @@ class GroupBarrier:
             link = await self._connected()
             batch, self._unsent = self._unsent[:_BATCH], self._unsent[_BATCH:]
             try:
-                answers = await asyncio.wait_for(link.send([request.thing for request in batch]), self._answer_s)
+                with anyio.fail_after(self._answer_s):
+                    answers = await link.send([request.thing for request in batch])
             except Exception as error:
                 self._unsent[:0] = batch
                 self._lost(link, error)
@@ -292,7 +295,8 @@ class GroupBarrier:
             try:
                 link = await in_thread(self._connect)
                 self._drop_unwanted()
-                answers = await asyncio.wait_for(link.send(self._memories()), self._answer_s)
+                with anyio.fail_after(self._answer_s):
+                    answers = await link.send(self._memories())
             except Exception as error:
                 self._unreachable = True
                 if number == 0:

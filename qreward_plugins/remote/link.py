@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import aiohttp
+import anyio
 import orjson
 
 from ..errors import RewardServerError
@@ -130,16 +131,16 @@ class Link:
     async def _connection(self, session: aiohttp.ClientSession) -> bool:
         """Serve one connection until it breaks. Return whether the server took samples."""
         try:
-            connecting = session.ws_connect(
-                self._url + PATH,
-                headers=self._headers,
-                heartbeat=HEARTBEAT_S,
-                max_msg_size=MOST_FRAME_BYTES,
-                compress=0,
-                timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_WITHIN_S),
-            )
             # The system accepts connections for a process that hangs, and a machine may vanish before it answers.
-            socket = await asyncio.wait_for(connecting, self._connect_s + FACTS_WITHIN_S)
+            with anyio.fail_after(self._connect_s + FACTS_WITHIN_S):
+                socket = await session.ws_connect(
+                    self._url + PATH,
+                    headers=self._headers,
+                    heartbeat=HEARTBEAT_S,
+                    max_msg_size=MOST_FRAME_BYTES,
+                    compress=0,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_WITHIN_S),
+                )
         except aiohttp.WSServerHandshakeError as error:
             if error.status in _FINAL:
                 remedy = "; see engine.server.token_env" if error.status == 401 else ""

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
+
 from ..named_actors import get_or_start, in_thread, ray_is_up
 from .commands import Commands
 from .launch import LocalServer, ServerFailed
@@ -147,7 +149,8 @@ class RayServer:
         actor, self._actor = self._actor, None
         if actor is not None:
             with suppress(Exception):  # the actor may be lost
-                await asyncio.wait_for(_ended(actor.stop.remote()), self._spec.stop_within_s + _STOP_S)
+                with anyio.fail_after(self._spec.stop_within_s + _STOP_S):
+                    await _ended(actor.stop.remote())
         group, self._group = self._group, None
         await in_thread(functools.partial(_free, actor, group))
 
@@ -236,8 +239,8 @@ class RayPoolActor:
         joined, or has left.
         """
         if user in self._users and version == self._version:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _NEWS_WITHIN_S)
+            with anyio.move_on_after(_NEWS_WITHIN_S):
+                await self._changed.wait()
         if user not in self._users or self._pool is None:
             return None
         if self._failed is not None:

@@ -7,7 +7,6 @@ bodies, and it cancels a handler whose caller has gone, which frees the attempts
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -17,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import anyio
 import orjson
 from aiohttp import web
 
@@ -128,8 +128,9 @@ class RewardServer:
         """
         self._admission.draining = True
         try:
-            await asyncio.wait_for(self._admission.idle(), within_s)
-        except asyncio.TimeoutError:
+            with anyio.fail_after(within_s):
+                await self._admission.idle()
+        except TimeoutError:
             _log.warning("%d samples have no outcome after %g s", self._admission.under_way, within_s)
         return self._admission.under_way
 
@@ -293,8 +294,9 @@ async def _arrived(request: web.Request) -> None:
     if not request.can_read_body:
         return
     try:
-        await asyncio.wait_for(request.read(), BODY_WITHIN_S)
-    except asyncio.TimeoutError:
+        with anyio.fail_after(BODY_WITHIN_S):
+            await request.read()
+    except TimeoutError:
         raise Refused(408, "slow", f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
     except web.RequestPayloadError:
         raise Refused(400, "http", "the body was cut off, or is not encoded as its Content-Encoding says") from None

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+import anyio
+
 from .wire import MOST_BYTES, Unreadable, dump, load
 
 WHOLE_WITHIN_S = 10.0
@@ -20,21 +22,21 @@ async def receive(stream: socket.socket) -> dict[str, Any] | None:
     if not header:
         return None
 
-    async def rest() -> bytes:
+    with anyio.fail_after(WHOLE_WITHIN_S):
         head = header + await _exactly(stream, 4 - len(header))
         length = int.from_bytes(head, "big")
         if not 0 < length <= MOST_BYTES:
             raise Unreadable(f"a message of {length:,} bytes")
-        return await _exactly(stream, length)
-
-    return load(await asyncio.wait_for(rest(), WHOLE_WITHIN_S))
+        body = await _exactly(stream, length)
+    return load(body)
 
 
 async def send(stream: socket.socket, message: Mapping[str, Any]) -> None:
     """Send a message. Raises `OSError` and `TimeoutError`. After a cancellation the stream is of no use."""
     data = dump(message)
     whole = len(data).to_bytes(4, "big") + data
-    await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(stream, whole), WHOLE_WITHIN_S)
+    with anyio.fail_after(WHOLE_WITHIN_S):
+        await asyncio.get_running_loop().sock_sendall(stream, whole)
 
 
 async def _exactly(stream: socket.socket, count: int) -> bytes:

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
+
 from ..errors import ConfigurationError, KeeperSilent
 from ..named_actors import in_thread
 from .frames import receive, send
@@ -79,7 +81,7 @@ class _Connection:
                 answered = self.waiting.pop((worker, number), None)
                 if answered is not None and not answered.done():
                     answered.set_result(None if answer is None else read_answer(answer))
-        except (Unreadable, OSError, asyncio.TimeoutError):
+        except (Unreadable, OSError):
             pass
         finally:
             self._end()
@@ -88,7 +90,7 @@ class _Connection:
         try:
             while True:
                 await send(self._stream, await self._to_send.get())
-        except (OSError, asyncio.TimeoutError):
+        except OSError:
             pass
         finally:
             self._end()
@@ -149,8 +151,9 @@ class MachineChannel:
     async def describe(self) -> str:
         """Return who keeps the limits. Starts no keeper. Raises `KeeperSilent`."""
         try:
-            status = await asyncio.wait_for(_status(self._directory), CONNECT_WITHIN_S)
-        except asyncio.TimeoutError:
+            with anyio.fail_after(CONNECT_WITHIN_S):
+                status = await _status(self._directory)
+        except TimeoutError:
             raise KeeperSilent("the quota keeper of this machine does not answer") from None
         except (OSError, Unreadable) as error:
             raise KeeperSilent(f"the quota keeper of this machine cannot be asked ({error})") from None
@@ -245,14 +248,16 @@ class MachineChannel:
         stream.setblocking(False)
         try:
             path = os.fspath(socket_path(self._directory, number))
-            await asyncio.wait_for(loop.sock_connect(stream, path), within_s)
+            with anyio.fail_after(within_s):
+                await loop.sock_connect(stream, path)
             if not is_own_user(stream):
                 raise PermissionError(errno.EPERM, "the keeper is a process of another user")
-            hello = await asyncio.wait_for(receive(stream), within_s)
+            with anyio.fail_after(within_s):
+                hello = await receive(stream)
         except (FileNotFoundError, ConnectionError):
             stream.close()
             return None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             stream.close()
             raise OSError(errno.ETIMEDOUT, "it does not answer") from None
         except Unreadable as error:

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
+
 from .frames import receive, send
 from .keeper import Keeper
 from .keeper_lock import STAMP_EVERY_S, KeeperLock, socket_path
@@ -137,8 +139,8 @@ class MachineKeeper:
         accepting = loop.create_task(self._accept(listener))
         try:
             while not (stop.is_set() or self._stopping.is_set()):
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(stop.wait(), STAMP_EVERY_S)
+                with anyio.move_on_after(STAMP_EVERY_S):
+                    await stop.wait()
                 if not stop.is_set():
                     self._may_answer()
         finally:
@@ -207,7 +209,7 @@ class MachineKeeper:
                 await asyncio.sleep(0)  # reports reach the keeper in the order in which they were sent
         except Unreadable as error:
             _log.warning("the quota keeper closes a connection that sent something unreadable: %s", error)
-        except (OSError, asyncio.TimeoutError):
+        except OSError:
             pass  # the process at the other end is gone, or does not read
         finally:
             for task in answering:
@@ -224,7 +226,7 @@ class MachineKeeper:
         async with sending:
             try:
                 await send(stream, message)
-            except (OSError, asyncio.TimeoutError):
+            except OSError:
                 with suppress(OSError):
                     stream.shutdown(socket.SHUT_RDWR)
 

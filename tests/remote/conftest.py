@@ -23,7 +23,7 @@ class Words:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.held = threading.Event()
+        self.holding = threading.Event()
         self.release = threading.Event()
         self.cancelled = threading.Event()
 
@@ -32,7 +32,7 @@ class Words:
         self.samples.append(request.sample)
         word = request.sample.response.split()[-1]
         if word == "hold":
-            self.held.set()
+            self.holding.set()
             try:
                 while not self.release.is_set():  # noqa: ASYNC110 -- another thread sets it
                     await asyncio.sleep(0.005)

@@ -127,7 +127,7 @@ async def test_cancelling_one_of_several_cancels_it_there(serving, remote):
         async with RewardEngine(remote(there)) as engine:
             held = asyncio.ensure_future(engine.score(sample("hold")))
             other = asyncio.ensure_future(engine.score(sample(1)))
-            assert await asyncio.to_thread(there.source.held.wait, 5)
+            assert await asyncio.to_thread(there.source.holding.wait, 5)
             held.cancel()
             assert (await other).reward == 1.0
             assert await asyncio.to_thread(there.source.cancelled.wait, 5)
@@ -164,11 +164,11 @@ async def test_a_killed_server_is_asked_again(serving, remote):
         async with RewardEngine(remote(there)) as engine:
             asked = asyncio.ensure_future(engine.score_all([sample("hold"), sample(0.5), sample("hold")]))
             single = asyncio.ensure_future(engine.score(sample("hold")))
-            assert await asyncio.to_thread(there.source.held.wait, 5)
+            assert await asyncio.to_thread(there.source.holding.wait, 5)
             await asyncio.to_thread(there.stop)
-            there.source.held.clear()
+            there.source.holding.clear()
             await asyncio.to_thread(there.start)
-            assert await asyncio.to_thread(there.source.held.wait, 8)
+            assert await asyncio.to_thread(there.source.holding.wait, 8)
             there.source.release.set()
             assert [outcome.reward for outcome in await asked] == [1.0, 0.5, 1.0]
             assert (await single).reward == 1.0
@@ -179,15 +179,15 @@ async def test_a_server_that_drains_hands_the_rest_to_the_next(serving, remote):
     with serving() as there:
         async with RewardEngine(remote(there)) as engine:
             asked = asyncio.ensure_future(engine.score(sample("hold")))
-            assert await asyncio.to_thread(there.source.held.wait, 5)
+            assert await asyncio.to_thread(there.source.holding.wait, 5)
             assert await asyncio.to_thread(there.drain, 0.1) == 1
             refused = asyncio.ensure_future(engine.score(sample(0.5)))
             await asyncio.sleep(0.1)
             await asyncio.to_thread(there.stop, engine_first=True)
-            there.source.held.clear()
+            there.source.holding.clear()
             await asyncio.to_thread(there.start)
             assert (await refused).reward == 0.5
-            assert await asyncio.to_thread(there.source.held.wait, 8)
+            assert await asyncio.to_thread(there.source.holding.wait, 8)
             there.source.release.set()
             assert (await asked).reward == 1.0
 
@@ -226,7 +226,7 @@ async def test_closing_fails_what_waits(serving, remote):
     with serving() as there:
         engine = RewardEngine(remote(there))
         asked = asyncio.ensure_future(engine.score(sample("hold")))
-        assert await asyncio.to_thread(there.source.held.wait, 5)
+        assert await asyncio.to_thread(there.source.holding.wait, 5)
         await engine.aclose()
         assert (await asked).label == "infra/closed"
         assert await asyncio.to_thread(there.source.cancelled.wait, 5)

@@ -236,7 +236,7 @@ async def test_what_does_not_fit_waits_and_the_rest_is_scored(serving):
     with serving(max_samples=3) as there:
         async with connected_to(there) as (socket, ask):
             await ask([0], [asked("hold")])
-            assert await asyncio.to_thread(there.source.held.wait, 5)
+            assert await asyncio.to_thread(there.source.holding.wait, 5)
             await ask([1, 2, 3, 4], [asked(number / 8) for number in range(1, 5)])
             frame = await socket.receive_json(timeout=5)
             assert frame["put_off"]["ids"] == [3, 4]

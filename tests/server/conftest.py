@@ -26,7 +26,7 @@ class Obedient:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self.release = asyncio.Event()
-        self.held = asyncio.Event()
+        self.holding = asyncio.Event()
         self.cancelled = 0
 
     async def send(self, request: Request, *, on_sent: Any) -> Reply:
@@ -34,7 +34,7 @@ class Obedient:
         self.samples.append(request.sample)
         word = request.sample.response.split()[-1]
         if word == "hold":
-            self.held.set()
+            self.holding.set()
             try:
                 await self.release.wait()
             except asyncio.CancelledError:

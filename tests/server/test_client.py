@@ -71,7 +71,7 @@ async def test_many_samples_go_in_several_requests_and_keep_their_order(serve):
 async def test_cancelling_ends_the_attempts_at_the_server(serve):
     async with serve() as served, RewardClient(served.url) as client:
         asked = asyncio.ensure_future(client.score(sample("hold")))
-        await served.source.held.wait()
+        await served.source.holding.wait()
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked

@@ -179,7 +179,7 @@ async def test_a_higher_priority_goes_first(serve, row):
     async with serve() as served:
         served.engine.retune("obedient", type(served.engine.config.sources["obedient"].limits)(concurrency=1))
         first = asyncio.ensure_future(served.post("/score", row("hold")))
-        await served.source.held.wait()
+        await served.source.holding.wait()
         low = [asyncio.ensure_future(served.post("/score", row(f"low {number} 1"))) for number in range(3)]
         high = asyncio.ensure_future(served.post("/score", row("high 1"), **{"X-QReward-Priority": "5"}))
         await _until(lambda: served.engine.statistics().submitted == 5)
@@ -196,7 +196,7 @@ async def _until(condition):
 async def test_who_leaves_frees_the_attempt(serve, row):
     async with serve() as served:
         asked = asyncio.ensure_future(served.post("/score", row("hold")))
-        await served.source.held.wait()
+        await served.source.holding.wait()
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await _until(lambda: served.source.cancelled)
@@ -208,7 +208,7 @@ async def test_who_leaves_frees_the_attempt(serve, row):
 async def test_what_cannot_be_done_in_time_is_refused(serve, row):
     async with serve(max_samples=4) as served:
         held = asyncio.ensure_future(served.post("/score", {"samples": [row("hold")] * 3}))
-        await served.source.held.wait()
+        await served.source.holding.wait()
         status, reply, headers = await served.post("/score", {"samples": [row(1)] * 2})
         assert (status, reply["error"]["reason"]) == (429, "busy")
         assert int(headers["Retry-After"]) >= 1
@@ -247,7 +247,7 @@ def test_an_address_that_others_reach_needs_a_token(host):
 async def test_draining_lets_what_is_under_way_end(serve, row):
     async with serve() as served:
         held = asyncio.ensure_future(served.post("/score", row("hold")))
-        await served.source.held.wait()
+        await served.source.holding.wait()
         draining = asyncio.ensure_future(served.server.drain(20))
         await asyncio.sleep(0)
         status, reply, headers = await served.post("/score", row(1))
@@ -262,7 +262,7 @@ async def test_draining_lets_what_is_under_way_end(serve, row):
 async def test_who_is_left_after_draining_is_told(serve, row):
     async with serve() as served:
         held = asyncio.ensure_future(served.post("/score", row("hold")))
-        await served.source.held.wait()
+        await served.source.holding.wait()
         assert await served.server.drain(0.01) == 1
         await served.engine.aclose()
         status, reply, _ = await held

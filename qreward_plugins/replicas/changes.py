@@ -1,8 +1,8 @@
 """Defines `Changes`: updates the weights of a pool, and lets it sleep and wake.
 
 An update drains a replica, pauses it, loads the weights, resets the prefix cache, checks that the update took, and
-lets it take calls again. Until then its weights were those of before. If that fails, the replica is started again with
-the weights of the pool: the new ones as soon as one replica has them, otherwise those of before.
+lets it take calls again. If a step fails, the replica is started again with the weights of the pool. These are the new
+ones as soon as one replica has them, and the earlier ones before that.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _log = logging.getLogger("qreward_plugins.replicas")
 
 
 class ChangeFailed(Exception):
-    """A pool was not changed as it should be. `replicas` are the numbers of those at fault; `log` are the last lines
-    of the first one, not redacted.
+    """An update, a sleep or a wake-up of a pool failed. `replicas` are the numbers of the replicas at fault; `log` are
+    the last lines of the log of the first one, not redacted.
     """
 
     def __init__(self, problem: str, *, replicas: Sequence[int] = (), log: str = "") -> None:
@@ -36,9 +36,9 @@ class ChangeFailed(Exception):
 
 
 class Changes:
-    """Changes one pool, one change at a time: a second one waits for the first.
+    """Updates, puts to sleep and wakes one pool. A second change waits for the first.
 
-    `token` gives weights from memory an identity where the server has no checksum.
+    `token` makes the identity of weights from memory if the server has no checksum.
     """
 
     def __init__(self, pool: Pool, *, token: Callable[[], str] = lambda: secrets.token_hex(16)) -> None:
@@ -49,26 +49,26 @@ class Changes:
         self._discarded: set[int] = set()
         """Replicas whose sleep has discarded their weights."""
         self._half_awake: set[int] = set()
-        """Replicas that sleep, but have the memory of their weights again."""
+        """Replicas that sleep, but have allocated the memory of their weights."""
 
     # Weights
 
     async def update(self, update: Update, on_receiving: Callable[[list[int]], None] = lambda numbers: None) -> Weights:
-        """Update the weights of all replicas, and return what the pool serves then. `on_receiving` is called with the
-        replicas that begin to receive tensors.
+        """Update the weights of all replicas, and return the new weights. `on_receiving` is called with the numbers of
+        the replicas that begin to receive tensors. A pool that sleeps loads a checkpoint when it wakes.
 
-        Cancelling starts the replicas again that are being updated. Raises `ChangeFailed`.
+        If it is cancelled, replicas that were being loaded are started again. Raises `ChangeFailed`.
         """
         async with self._lock:
             new = await self._checked(update)
             if self._asleep and update.path:
-                # The devices belong to somebody else now. `wake` loads them.
+                # Another program uses the devices now. `wake` loads the weights.
                 self._pool.weights = new
                 return new
             return await _Updating(self, self._pool, update, new, on_receiving).run(half_awake=self._asleep)
 
     async def _checked(self, update: Update) -> Weights:
-        """Return the new weights, after all checks that touch no replica."""
+        """Return the new weights, after all checks that need no replica to stop."""
         pool, spec = self._pool, self._pool.spec
         revision = pool.weights.revision + 1
         if not update.path:
@@ -87,24 +87,25 @@ class Changes:
                 problem = f"replica {state.number}: {error.problem}; nothing was changed"
                 raise ChangeFailed(problem, replicas=[state.number]) from None
             found.setdefault(checked["files"], state.number)
-        if not found:  # no server runs that could look
+        if not found:  # no server runs
             try:
                 found[(await Orders(spec, None, "").check(update.path))["files"]] = 0
             except ControlFailed as error:
                 raise ChangeFailed(f"{error}; nothing was changed") from None
         if len(found) > 1:
-            apart = sorted(found.values())
-            problem = f"replicas {apart[0]} and {apart[1]} find different files at {update.path}; nothing was changed"
-            raise ChangeFailed(problem, replicas=apart)
+            first, second = sorted(found.values())[:2]
+            problem = f"replicas {first} and {second} find different files at {update.path}; nothing was changed"
+            raise ChangeFailed(problem, replicas=sorted(found.values()))
         (files,) = found
         return Weights(update.version or files[:12], files, update.path, files, spec.in_place, revision)
 
     # Sleep
 
     async def sleep(self, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
-        """Free the devices of all replicas, until `wake`. Idempotent. Raises `ChangeFailed`, and changes nothing then.
+        """Free the devices of all replicas, until `wake`. Idempotent. `level` is that of vLLM: 1 keeps the weights in
+        main memory, 2 discards them. A server that fails to sleep is stopped.
 
-        A server that does not fall asleep is stopped, which frees its devices, too.
+        Raises `ChangeFailed` if calls do not end within `within_s` seconds; the replicas take calls again then.
         """
         async with self._lock:
             if self._asleep:
@@ -124,7 +125,7 @@ class Changes:
             await asyncio.gather(*(self._to_sleep(state.number, level, state.number in up) for state in pool.states))
 
     async def _drained(self, numbers: Sequence[int], *, drain: Drain, within_s: float) -> list[int]:
-        """Drain replicas; return those that did not get idle. If it is cancelled, they take calls again."""
+        """Drain replicas; return those whose calls did not end in time. If it is cancelled, they take calls again."""
         try:
             return await self._pool.drain(numbers, abort=drain == "abort", within_s=within_s)
         except asyncio.CancelledError:
@@ -195,7 +196,7 @@ class Changes:
         pool.opened(number, weights, pool.states[number].url)
 
     async def wake_half(self, number: int) -> None:
-        """Give a sleeping replica the memory of its weights again. Raises `ServerFailed`."""
+        """Let a sleeping replica allocate the memory of its weights. Raises `ServerFailed`."""
         if number not in self._half_awake:
             await self._pool.servers[number].tell("wake", part="weights")
             self._half_awake.add(number)
@@ -317,12 +318,12 @@ class _Updating:
         pool, update = self._pool, self._update
         if update.path:
             before = pool.has.get(number, Weights()).path or pool.spec.model
-            told = await server.tell("load", path=update.path, version=self._new.version, before=before)
+            loaded = await server.tell("load", path=update.path, version=self._new.version, before=before)
         else:
             begin = dict(update.begin[number]) if update.begin else None
             bodies = [dict(body) for body in update.receive]
-            told = await server.tell("receive", begin=begin, bodies=bodies, version=self._new.version)
-        identity = told["identity"]
+            loaded = await server.tell("receive", begin=begin, bodies=bodies, version=self._new.version)
+        identity = loaded["identity"]
         if self._first is None:
             self._first = number
             self._new = replace(self._new, identity=identity or self._new.identity)
@@ -330,7 +331,7 @@ class _Updating:
             raise ServerFailed(f"its weights are not those of replica {self._first}, by the checksum of the server")
 
     async def _while_asleep(self) -> None:
-        """Receive weights from memory in servers that sleep, which go on sleeping."""
+        """Receive weights from memory in servers that sleep. They stay asleep."""
         pool = self._pool
         numbers = [state.number for state in pool.states if state.url]
         for number in numbers:
@@ -354,7 +355,7 @@ class _Updating:
             pool.set(number, "asleep", url="", problem=self._failed[number].problem)
 
     def _tidy(self) -> None:
-        """Let every replica go on that has not got the new weights, also after a cancellation."""
+        """Return the replicas that did not get the new weights to service, also after a cancellation."""
         pool = self._pool
         for state in pool.states:
             number = state.number
@@ -370,7 +371,7 @@ class _Updating:
             self._revive()
 
     def _revive(self) -> None:
-        """Start the replicas again that ended too often with the earlier weights."""
+        """Start again the replicas that ended too often with the earlier weights."""
         for state in self._pool.states:
             if state.state == "failed":
                 self._pool.supervise(state.number, ServerFailed("it is started again with other weights"))
@@ -385,9 +386,9 @@ class _Updating:
 
 
 def _failure(failed: dict[int, ServerFailed], then: str) -> ChangeFailed:
-    said = "; ".join(f"replica {number}: {error.problem}" for number, error in sorted(failed.items()))
+    problems = "; ".join(f"replica {number}: {error.problem}" for number, error in sorted(failed.items()))
     log = next((error.log for _, error in sorted(failed.items()) if error.log), "")
-    return ChangeFailed(f"{said}; {then}", replicas=sorted(failed), log=log)
+    return ChangeFailed(f"{problems}; {then}", replicas=sorted(failed), log=log)
 
 
 def _named(numbers: Sequence[int]) -> str:

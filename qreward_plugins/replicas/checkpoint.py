@@ -1,7 +1,7 @@
-"""Reads checkpoints before a server does: are they whole, do they fit the model, and which one is it.
+"""Checks that a checkpoint is complete and fits the model, and hashes its files.
 
-A server that loads a broken checkpoint in place may lose the weights that it had. So everything that can be known from
-the files is checked before a replica is touched. Only headers and samples of the tensors are read.
+A server that loads a broken checkpoint in place may lose the weights that it had. So the files are checked before
+a replica is touched. Only headers and samples of the tensors are read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BESIDE = ("config.json", "generation_config.json", "tokenizer", "vocab", "merges", "special_tokens", "chat_template")
+"""Beginnings of the names of other files that change what a server answers."""
 _INDEX = "model.safetensors.index.json"
 _HEADER_BYTES = 100 * 2**20
 _EDGE_BYTES = 65536
@@ -24,6 +25,7 @@ _SAMPLE_BYTES = 1024
 _TIED = "lm_head.weight"
 """A tensor that checkpoints of models with tied embeddings may hold or leave out."""
 _SHOWN = 3
+"""Most names that a message lists."""
 
 
 class CheckpointUnusable(Exception):
@@ -32,11 +34,11 @@ class CheckpointUnusable(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is known of the files of a checkpoint.
+    """The hashes and tensors of a checkpoint.
 
-    `files` is a hash by which the same files are found again: names, sizes, times, and the beginning and end of each.
-    `tensors` are dtype and shape by name; empty unless the files are safetensors. `content` is a hash of samples of
-    the weights.
+    `files` is equal for the same files: a hash of names, sizes, times, and the first and last 64 KiB of each. `tensors`
+    are dtype and shape by name; empty unless the files are safetensors. `content` is a hash of samples of the weights,
+    without the times of the files.
     """
 
     files: str
@@ -44,7 +46,7 @@ class Checkpoint:
     content: str = ""
 
     def lacks(self, model: Checkpoint) -> str:
-        """Say why these weights do not fit the server of `model`; "" if they do, as far as that can be told."""
+        """Return why a server of `model` cannot load these weights; "" if no reason is known."""
         if not (self.tensors and model.tensors):
             return ""
         missing = sorted(model.tensors.keys() - self.tensors.keys() - {_TIED})
@@ -57,14 +59,14 @@ class Checkpoint:
         return ""
 
     def surely_differs(self, model: Checkpoint) -> bool:
-        """Whether its weights are certainly others than those of `model`."""
+        """Whether its weights certainly differ from those of `model`."""
         return bool(self.content and model.content) and (
             self.tensors == model.tensors and self.content != model.content
         )
 
 
 def read_checkpoint(path: str) -> Checkpoint:
-    """Return what is known of a checkpoint: a folder, or one file. Raises `CheckpointUnusable`."""
+    """Read the checkpoint at `path`: a folder, or one file. Raises `CheckpointUnusable`."""
     place = Path(path)
     try:
         found = sorted(place.iterdir()) if place.is_dir() else [place]
@@ -91,7 +93,7 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def _edges(file: Path, *, with_time: bool = True) -> bytes:
-    """Return what the hash of a checkpoint takes of a file."""
+    """Return name, size, time of change, and the first and last `_EDGE_BYTES` of a file, for a hash."""
     about = file.stat()
     with file.open("rb") as stream:
         head = stream.read(_EDGE_BYTES)
@@ -137,7 +139,7 @@ def _read_tensors(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], s
 
 
 def model_checkpoint(model: str) -> Checkpoint | None:
-    """Return what is known of the configured model; None if its files are not on this machine."""
+    """Read the checkpoint of the configured model; None if its files are not on this machine, or cannot be read."""
     if not os.path.exists(model):
         return None
     try:

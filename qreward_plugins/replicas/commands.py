@@ -1,7 +1,7 @@
-"""Defines `Commands`: what the users of a pool ask of it, and what they say of their calls.
+"""Defines `Commands`: carries out the updates, sleeps and wake-ups that processes ask a pool for.
 
-A command that has begun goes on when its user stops waiting or ends, so that the pool is never left halfway. Only an
-update from the memory of a trainer ends with its user, because the rest of the tensors would never come.
+A user is a process that uses the pool. A command goes on when its user stops waiting or ends, so that no pool stays
+half changed. Only an update from the memory of a trainer ends with its user, because no further tensors would come.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Commands:
         self._pool: Pool | None = None
         self._starting: asyncio.Future[None] | None = None
         self._tickets: dict[Hashable, dict[int, int]] = {}
-        """The last ticket of each replica for which a user has said that it has no calls there."""
+        """By user and replica: the last ticket (`ReplicaState`) for which the user has reported no calls."""
         self._changed = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], tuple[Hashable, int, bool]] = {}
+        """The commands under way: user, number, and whether the command ends with its user."""
 
     def serve(self, pool: Pool, starting: asyncio.Future[None]) -> None:
-        """Begin to carry out commands, once `starting` is over."""
+        """Carry out commands at `pool` from now on, once `starting` is done."""
         self._pool, self._starting = pool, starting
         self._changes = Changes(pool)
 
@@ -43,7 +44,7 @@ class Commands:
             await self._changed.wait()
 
     def heard(self, user: Hashable, said: Mapping[str, Any], say: Say) -> None:
-        """Take in what a user says."""
+        """Handle a message of a user; see `pool_process.py`. `say` sends it the answers."""
         if "idle" in said:
             tickets = self._tickets.setdefault(user, {})
             tickets.update((number, ticket) for number, ticket in said["idle"])
@@ -59,7 +60,7 @@ class Commands:
             task.add_done_callback(lambda task: self._tasks.pop(task, None))
 
     def left(self, user: Hashable) -> None:
-        """Forget a user."""
+        """Forget a user that has ended its use, and cancel the commands that end with it."""
         self._tickets.pop(user, None)
         for task, (who, _, ends_with_user) in self._tasks.items():
             if who == user and ends_with_user:
@@ -67,7 +68,7 @@ class Commands:
         self._change()
 
     async def aclose(self) -> None:
-        """End all commands."""
+        """Cancel all commands, and wait until they have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -77,12 +78,8 @@ class Commands:
         try:
             assert self._starting is not None
             await asyncio.wait([self._starting])
-            say(
-                {
-                    "id": number,
-                    "done": await self._do(name, details, lambda some: say({"id": number, "receiving": some})),
-                }
-            )
+            done = await self._do(name, details, lambda some: say({"id": number, "receiving": some}))
+            say({"id": number, "done": done})
         except ChangeFailed as error:
             said = {"problem": error.problem, "replicas": list(error.replicas), "log": error.log}
             say({"id": number, "error": said})

@@ -24,11 +24,11 @@ _QUICK_S = 60.0
 
 
 class ControlFailed(Exception):
-    """A server did not do what it was told. The message says what it answered."""
+    """A request to a control route failed. The message has the route and what the server answered."""
 
 
 class Channel:
-    """Posts to the control routes of the server at `url`. `headers` are sent with everything."""
+    """Sends requests to the control routes of the server at `url`. `headers` are sent with each of them."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self._url = url
@@ -43,11 +43,14 @@ class Channel:
         query: Sequence[tuple[str, str]] = (),
         answers_json: bool = True,
     ) -> Any:
-        """Post JSON, and return the JSON of the answer; None for an empty one or a text. Raises `ControlFailed`."""
+        """Post JSON, and return the JSON of the reply; None for an empty reply, and without `answers_json`.
+
+        Raises `ControlFailed` for any status but 200, and if the reply takes longer than `within_s` seconds.
+        """
         return await self._ask("POST", path, {} if body is None else body, within_s, query, answers_json)
 
     async def get(self, path: str) -> Any:
-        """Return the JSON at `path`; None if there is none."""
+        """Return the JSON at `path`; None if the request fails."""
         try:
             return await self._ask("GET", path, None, _QUICK_S)
         except ControlFailed:
@@ -94,18 +97,19 @@ class Channel:
 
 
 class Control(ABC):
-    """What a server can be told while it runs. Every method raises `ControlFailed`.
+    """The requests that control one kind of server while it runs.
 
-    `within_s` is the longest time in seconds that the server may take.
+    `within_s` is the longest time in seconds that the server may take. Every method raises `ControlFailed`, except
+    `version` and `checksum`, which return None.
     """
 
     @abstractmethod
     async def pause(self, channel: Channel, *, within_s: float) -> None:
-        """End the requests under way, and start no further one, until `resume`."""
+        """Wait until the requests under way have ended, and start no other one until `resume`."""
 
     @abstractmethod
     async def resume(self, channel: Channel) -> None:
-        """Go on after `pause`."""
+        """Start requests again after `pause`."""
 
     @abstractmethod
     async def load(self, channel: Channel, path: str, version: str, *, within_s: float) -> None:
@@ -123,14 +127,14 @@ class Control(ABC):
 
     @abstractmethod
     async def reset_cache(self, channel: Channel) -> None:
-        """Forget the prefixes of earlier prompts: they belong to the earlier weights."""
+        """Empty the prefix cache, which was computed with the earlier weights."""
 
     async def version(self, channel: Channel) -> str | None:
         """Return the version of the weights that the server states; None if it states none."""
         return None
 
     async def checksum(self, channel: Channel) -> str | None:
-        """Return what identifies the weights in the memory of the server; None if it cannot tell."""
+        """Return a hash of the weights in the memory of the server; None if it has no checksum."""
         return None
 
     @abstractmethod
@@ -139,7 +143,7 @@ class Control(ABC):
 
     @abstractmethod
     async def wake(self, channel: Channel, part: str, *, within_s: float) -> None:
-        """Take the memory again: that of the `weights`, that of the `kv_cache`, or `all`."""
+        """Allocate the memory of the devices again. `part` is `weights`, `kv_cache` or `all`."""
 
 
 class VLLMControl(Control):
@@ -152,7 +156,7 @@ class VLLMControl(Control):
         await channel.post("/resume", within_s=_QUICK_S)
 
     async def load(self, channel: Channel, path: str, version: str, *, within_s: float) -> None:
-        # Its weight transfer has no backend for files. This call needs none, and keeps the weights on the devices.
+        # The weight transfer of vLLM has no backend for files. This call needs none, and loads on the devices.
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await channel.post("/collective_rpc", body, within_s=within_s)
         await channel.post("/update_weight_version", {"new_version": version}, within_s=_QUICK_S)
@@ -171,7 +175,7 @@ class VLLMControl(Control):
     async def reset_cache(self, channel: Channel) -> None:
         for _ in range(_RESET_TRIES):
             reply = await channel.post("/reset_prefix_cache", within_s=_QUICK_S)
-            # It is false while requests hold blocks of the cache.
+            # `success` is false while requests hold blocks of the cache.
             if not (isinstance(reply, Mapping) and reply.get("success") is False):
                 return
             await asyncio.sleep(_RESET_EVERY_S)
@@ -198,10 +202,10 @@ class SGLangControl(Control):
     """SGLang; for `sleep` it is started with `--enable-memory-saver`."""
 
     async def pause(self, channel: Channel, *, within_s: float) -> None:
-        """Nothing: it updates its weights between two steps, when the pool has drained it."""
+        """Do nothing: the pool has drained the server, and SGLang updates its weights between two steps."""
 
     async def resume(self, channel: Channel) -> None:
-        """Nothing."""
+        """Do nothing, as `pause` does nothing."""
 
     async def load(self, channel: Channel, path: str, version: str, *, within_s: float) -> None:
         body = {"model_path": path, "flush_cache": True, "weight_version": version}
@@ -223,7 +227,7 @@ class SGLangControl(Control):
             await self._done(channel, f"/update_weights_from_{route}", {**body, **more}, within_s)
 
     async def reset_cache(self, channel: Channel) -> None:
-        # It answers a text; 400 if requests hold the cache for longer than this. Older versions know no time limit.
+        # SGLang answers with a text; with 400 if requests hold the cache for longer. Older versions ignore `timeout`.
         patience = [("timeout", f"{_RESET_TRIES * _RESET_EVERY_S:g}")]
         await channel.post("/flush_cache", query=patience, within_s=_QUICK_S, answers_json=False)
 
@@ -243,7 +247,7 @@ class SGLangControl(Control):
 
     async def _done(self, channel: Channel, path: str, body: Mapping[str, Any], within_s: float) -> None:
         reply = await channel.post(path, body, within_s=within_s)
-        # It answers 200 to an update that it did not make.
+        # SGLang answers 200 also if an update failed.
         if isinstance(reply, Mapping) and reply.get("success") is False:
             raise ControlFailed(f"{path}: {str(reply.get('message', ''))[:_DETAIL_CHARS]}")
 

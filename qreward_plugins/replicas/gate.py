@@ -1,7 +1,7 @@
 """Defines `Gate`: counts the calls of this process at each replica, and closes a replica while it is drained.
 
-A thread follows the pool, and an event loop sends calls. So the count and the decision to send are taken under a lock:
-once a process has said that it has no calls at a replica, none begins there.
+A thread follows the pool, and an event loop sends calls. So a lock covers the count and the decision to send: after a
+process has reported that it has no calls at a replica, it sends none there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Gate:
         self._draining: dict[str, tuple[int, int]] = {}
 
     def enter(self, url: str) -> bool:
-        """Count a call at the replica at `url`, unless it takes none."""
+        """Count a call at the replica at `url`. Return False, and count nothing, if the replica takes no calls."""
         with self._lock:
             if url not in self._open:
                 return False
@@ -40,7 +40,9 @@ class Gate:
             return self._draining.get(url)
 
     def take(self, states: Iterable[ReplicaState]) -> list[tuple[int, int]]:
-        """Open and close replicas. Return number and ticket of those that are draining and have no calls."""
+        """Open the replicas that are up, and close all others. Return number and ticket of those that are draining and
+        have no calls.
+        """
         states = tuple(states)
         with self._lock:
             self._open = frozenset(state.url for state in states if state.state == "up")

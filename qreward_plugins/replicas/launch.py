@@ -34,7 +34,7 @@ _TAIL_BYTES = 8192
 _TAIL_LINES = 30
 _ASK_EVERY_S = (0.05, 0.5)
 _REPLY_S = 5.0
-_LAST_WORDS_S = 0.1
+_END_NOTICED_S = 0.1
 _REPLY_BYTES = 2**20
 _GUARD_S = 25.0
 """Seconds beyond the grace time in which a guard ends everything; processes that hang in the kernel take longest."""
@@ -122,26 +122,26 @@ class LocalServer:
         return ServerFailed(f"it ended ({_code(code)})", self.log_tail())
 
     async def tell(self, order: str, **details: Any) -> Any:
-        """Carry out an order of `Orders`, and return its result. Raises `ServerFailed` if it cannot be carried out, or
-        if the server ends meanwhile.
+        """Call the method `order` of `Orders`, and return its result. Raises `ServerFailed` if it fails, or if the
+        server ends meanwhile.
         """
         orders = Orders(self._spec, self._kind.control, self.url)
-        told = asyncio.ensure_future(Orders.named(order)(orders, **details))
+        call = asyncio.ensure_future(Orders.named(order)(orders, **details))
         # The files of a checkpoint can be read without a server.
         exited = None if order == "check" else self._exited
         try:
-            await asyncio.wait({told} if exited is None else {told, exited}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({call} if exited is None else {call, exited}, return_when=asyncio.FIRST_COMPLETED)
             # A server that ends fails its last request before its end is noticed.
-            if told.done() and told.exception() is not None and exited is not None:
-                await asyncio.wait([exited], timeout=_LAST_WORDS_S)
+            if call.done() and call.exception() is not None and exited is not None:
+                await asyncio.wait([exited], timeout=_END_NOTICED_S)
             if exited is not None and exited.done():
                 raise await self.ended()
-            return told.result()
+            return call.result()
         except ControlFailed as error:
             raise ServerFailed(str(error), self.log_tail()) from None
         finally:
-            told.cancel()
-            await asyncio.gather(told, return_exceptions=True)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
 
     async def stop(self) -> None:
         """Ask the server to end, and end it after `stop_within_s` seconds, with every process that it has started.
@@ -203,7 +203,7 @@ class LocalServer:
         """Wait until `name` is listed; False if the process ends before."""
         pause_s, most_s = _ASK_EVERY_S
         timeout = aiohttp.ClientTimeout(total=_REPLY_S)
-        # vLLM lists its models only to who has its key.
+        # vLLM with a key lists its models only for requests with this key.
         async with aiohttp.ClientSession(timeout=timeout, headers=self._spec.headers) as session:
             while not exited.done():
                 # Another program may have the port, and answer every question but this one.

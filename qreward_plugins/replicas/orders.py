@@ -1,6 +1,6 @@
-"""Defines `Orders`: what a pool tells one running server, with the checks that belong to it.
+"""Defines `Orders`: the control requests of a pool to one running server, with their checks.
 
-They run where the server runs, because the files of a checkpoint are read there.
+They run on the machine of the server, because the files of a checkpoint are read there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .control import Channel, Control, ControlFailed
 from .spec import PoolSpec
 
 _UNNAMED = "default"
-"""What servers call the weights that they were started with."""
+"""The version that servers state for the weights that they were started with."""
 
 
 class Orders:
@@ -27,7 +27,7 @@ class Orders:
 
     @classmethod
     def named(cls, name: str) -> Callable[..., Any]:
-        """Return the method of an order. Raises `KeyError` for an unknown one."""
+        """Return the method with this name. Raises `KeyError` for an unknown one."""
         known = (cls.check, cls.pause, cls.resume, cls.load, cls.receive, cls.sleep, cls.wake)
         return {method.__name__: method for method in known}[name]
 
@@ -46,21 +46,23 @@ class Orders:
 
     async def pause(self, within_s: float) -> None:
         """See `Control.pause`."""
-        await self._ready().pause(self._channel, within_s=within_s)
+        await self._required_control().pause(self._channel, within_s=within_s)
 
     async def resume(self) -> None:
         """See `Control.resume`."""
-        await self._ready().resume(self._channel)
+        await self._required_control().resume(self._channel)
 
     async def load(self, path: str, version: str, before: str) -> dict[str, Any]:
-        """Load a checkpoint, reset the prefix cache, and check that it took. `before` is the checkpoint of the weights
-        that the server has had; "" if it is not known. Return a checksum of the weights, or "" (`identity`).
+        """Load a checkpoint, reset the prefix cache, and check that the server has the new weights. Return their
+        checksum as `identity`; "" if the server has none.
+
+        `before` is the checkpoint of the earlier weights; "" if it is not known.
         """
-        control, channel, within_s = self._ready(), self._channel, self._spec.start_within_s
+        control, channel, within_s = self._required_control(), self._channel, self._spec.start_within_s
         old = await control.checksum(channel)
         version = version or _UNNAMED
         await control.load(channel, path, version, within_s=within_s)
-        new = await self._took(version)
+        new = await self._finish_update(version)
         if new and new == old and before:
             was, now = await in_thread(lambda: (model_checkpoint(before), model_checkpoint(path)))
             if was is not None and now is not None and now.surely_differs(was):
@@ -68,31 +70,31 @@ class Orders:
         return {"identity": new}
 
     async def receive(self, begin: Mapping[str, Any] | None, bodies: list[Any], version: str) -> dict[str, Any]:
-        """Receive tensors from the memory of a trainer; otherwise as `load`."""
-        control, channel, within_s = self._ready(), self._channel, self._spec.start_within_s
+        """Receive tensors from the memory of a trainer, then check and return as `load` does."""
+        control, channel, within_s = self._required_control(), self._channel, self._spec.start_within_s
         if begin is not None:
             await control.join(channel, begin, within_s=within_s)
         await control.receive(channel, bodies, version, within_s=within_s)
-        return {"identity": await self._took(version)}
+        return {"identity": await self._finish_update(version)}
 
     async def sleep(self, level: int) -> None:
         """See `Control.sleep`."""
-        await self._ready().sleep(self._channel, level, within_s=self._spec.start_within_s)
+        await self._required_control().sleep(self._channel, level, within_s=self._spec.start_within_s)
 
     async def wake(self, part: str) -> None:
         """See `Control.wake`."""
-        await self._ready().wake(self._channel, part, within_s=self._spec.start_within_s)
+        await self._required_control().wake(self._channel, part, within_s=self._spec.start_within_s)
 
-    async def _took(self, version: str) -> str:
+    async def _finish_update(self, version: str) -> str:
         """Reset the prefix cache, and check the version that the server states. Return its checksum, or ""."""
-        control, channel = self._ready(), self._channel
+        control, channel = self._required_control(), self._channel
         await control.reset_cache(channel)
         stated = await control.version(channel)
         if stated is not None and stated != version:
             raise ControlFailed(f"it states the version {stated!r} after the update, not {version!r}")
         return await control.checksum(channel) or ""
 
-    def _ready(self) -> Control:
+    def _required_control(self) -> Control:
         if self._control is None:
             raise ControlFailed(f"{self._spec.server} has no routes to control it")
         return self._control

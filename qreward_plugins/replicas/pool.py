@@ -1,6 +1,6 @@
-"""Defines `Pool`: starts all replicas together, starts those again that die, and stops all of them.
+"""Defines `Pool`: starts all replicas together, restarts those that die, and stops all of them.
 
-`changes.py` changes the weights of its replicas, and lets them sleep.
+`changes.py` updates the weights of its replicas, and lets them sleep and wake.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PoolFailed(Exception):
 
 
 async def _at_once(state: ReplicaState) -> None:
-    """For a pool whose users send nothing, or are not known."""
+    """Return at once: for a pool whose users are not known."""
 
 
 class Pool:
@@ -75,9 +75,9 @@ class Pool:
     ) -> None:
         self.spec = spec
         self.weights = weights or Weights()
-        """What replicas are started with from now on."""
+        """The weights that replicas are started with from now on."""
         self.has: dict[int, Weights] = {}
-        """The weights of each replica that took calls."""
+        """By replica: the weights with which it last took calls."""
         self.servers: dict[int, Server] = {}
         """The last start of each replica."""
         self.may_open = asyncio.Event()
@@ -172,7 +172,7 @@ class Pool:
             self.opened(number, wanted, url)
 
     def opened(self, number: int, weights: Weights, url: str) -> None:
-        """Note that a replica serves `weights`, and takes calls."""
+        """Record that a replica serves `weights` and takes calls."""
         self.has[number] = weights
         self.set(number, "up", url=url, problem="", version=weights.version, identity=weights.identity)
 
@@ -184,7 +184,7 @@ class Pool:
         self._tasks[number] = asyncio.ensure_future(self._supervise(number, failed))
 
     def resume(self, numbers: Iterable[int], *, paused: bool) -> None:
-        """Let replicas take calls again whose weights nothing has touched. `paused`: their servers are to be told."""
+        """Let replicas with unchanged weights take calls again. `paused`: resume their servers first."""
         for number in numbers:
             if paused:
                 self._tasks[number] = asyncio.ensure_future(self._resumed(number))
@@ -203,12 +203,12 @@ class Pool:
         await self._supervise(number, failed)
 
     async def leave_alone(self, numbers: Iterable[int]) -> None:
-        """Supervise these replicas no longer, until `supervise`."""
+        """Stop supervising these replicas, until `supervise`."""
         await _cancel([self._tasks.pop(number) for number in numbers if number in self._tasks])
 
     async def drain(self, numbers: Sequence[int], *, abort: bool, within_s: float) -> list[int]:
-        """Let replicas get no more calls, and wait until their calls have ended. Return those whose calls have not
-        ended within `within_s` seconds.
+        """Close replicas to new calls, and wait until their calls have ended. `abort` cancels these first. Return the
+        replicas whose calls have not ended within `within_s` seconds.
         """
         for number in numbers:
             state = self._states[number]
@@ -261,7 +261,7 @@ class Pool:
         return None
 
     def set(self, number: int, state: State, **changes: Any) -> None:
-        """Change what is said of a replica."""
+        """Change the reported state of a replica."""
         self._set(replace(self._states[number], state=state, **changes))
 
     def _set(self, state: ReplicaState) -> None:

@@ -46,13 +46,12 @@ _CONNECT_TRIES = 40
 _BETWEEN_TRIES_S = 0.05
 _LOST_TRIES = 3
 _SILENT_S = 120.0
-
-
 _HELD: Mapping[str, str] = {
     "asleep": "it sleeps",
     "updating": "its weights are updated",
     "draining": "its weights are updated, or it is about to sleep",
 }
+"""By state of a replica: why calls wait for it."""
 
 
 class _Command:
@@ -69,7 +68,7 @@ class _Command:
         self._on_receiving = on_receiving
 
     def heard(self, news: Mapping[str, Any]) -> None:
-        """Take in what the pool says of it. Any thread may call it."""
+        """Handle a message of the pool about it, in its event loop. Any thread may call this."""
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._take, news)
 
@@ -96,7 +95,7 @@ class PoolUse(ABC):
         self.version = 0
         """Number of changes of `states` so far."""
         self.weights = Weights()
-        """What the pool serves, as it said last."""
+        """The weights that the pool serves, as it last reported."""
         self.gate = Gate()
         self.on_news: Callable[[], None] = lambda: None
         """Called in the thread that follows the pool, after every change of `states`."""
@@ -135,11 +134,11 @@ class PoolUse(ABC):
             else:
                 self._waiting.append((loop, future))
         spec = self.spec
-        # An earlier pool may have to end first. Whatever lasts longer says nothing any more: a process that hangs.
+        # An earlier pool may have to end first. A process that takes longer than this hangs.
         longest_s = spec.start_within_s + spec.stop_within_s + _SILENT_S
         await asyncio.wait([future], timeout=longest_s)
         if not future.done():
-            raise PoolFailed(f"its process has said nothing for {longest_s:g} s")
+            raise PoolFailed(f"its process has reported nothing for {longest_s:g} s")
         if self._failure is not None:
             raise PoolFailed(self._failure.problem, self._failure.log)
 
@@ -167,9 +166,10 @@ class PoolUse(ABC):
     async def update_weights(
         self, update: Update, on_receiving: Callable[[list[int]], None] = lambda numbers: None
     ) -> Weights:
-        """Update the weights of the pool; return what it serves then. See `Changes.update`.
+        """Update the weights of the pool, and return the new ones. See `Changes.update`.
 
-        Cancelling ends only the wait, and an update from memory. Raises `ChangeFailed` and `PoolFailed`.
+        Cancelling ends only the wait, except for an update from memory, which ends. Raises `ChangeFailed` and
+        `PoolFailed`.
         """
         return Weights(**await self._command("update", update.as_mapping(), on_receiving))
 
@@ -219,10 +219,10 @@ class PoolUse(ABC):
         states = {state.state for state in self.states}
         if "up" in states:
             return ""
-        return next((said for state, said in _HELD.items() if state in states), "")
+        return next((reason for state, reason in _HELD.items() if state in states), "")
 
     def _heard(self, news: Mapping[str, Any]) -> None:
-        """Take in a message of the pool. Raises `PoolFailed` if it has failed."""
+        """Handle a message of the pool. Raises `PoolFailed` if it has failed."""
         if "failed" in news:
             raise PoolFailed(news["failed"], news["log"])
         if "id" in news:
@@ -236,7 +236,7 @@ class PoolUse(ABC):
             self._started()
 
     def _lost(self) -> None:
-        """Take note that the pool has ended."""
+        """Forget the replicas of a pool that has ended, and fail its commands."""
         self._learned(())
         for command in list(self._commands.values()):
             problem = "the process of the pool has ended; it is started again with the weights that it had"
@@ -315,8 +315,8 @@ class LocalPoolUse(PoolUse):
                     if self._left():
                         self.leave()
                     with channel.makefile("rb") as lines:
-                        heard = self._listen(lines)
-                    if heard or self._left():
+                        was_open = self._listen(lines)
+                    if was_open or self._left():
                         break
                 # That pool was about to end.
                 time.sleep(_BETWEEN_TRIES_S * min(attempt + 1, 10))
@@ -331,12 +331,12 @@ class LocalPoolUse(PoolUse):
                 _log.warning("the pool of %s has ended; it is started again", self.spec.name)
 
     def _listen(self, lines: Any) -> bool:
-        """Read what the pool says to its end. Return whether it has said anything."""
-        heard = False
+        """Handle the messages of the pool until its end. Return whether there was any."""
+        any_line = False
         for line in lines:
-            heard = True
+            any_line = True
             self._heard(orjson.loads(line))
-        return heard
+        return any_line
 
     def say(self, message: Mapping[str, Any]) -> None:
         channel = self._channel

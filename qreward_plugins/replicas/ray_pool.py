@@ -81,7 +81,7 @@ class ReplicaActor:
         return failed.problem, failed.log
 
     async def tell(self, order: str, details: Mapping[str, Any]) -> tuple[Any, str, str]:
-        """Carry out an order (`LocalServer.tell`). Return its result; or None, the problem and the end of the log."""
+        """See `LocalServer.tell`. Return the result, "" and ""; or None, the problem and the end of the log."""
         try:
             return await self._server.tell(order, **details), "", ""
         except ServerFailed as error:
@@ -131,7 +131,7 @@ class RayServer:
         return ServerFailed(problem, log)
 
     async def tell(self, order: str, **details: Any) -> Any:
-        """Carry out an order; see `LocalServer.tell`. Raises `ServerFailed`."""
+        """See `LocalServer.tell`. Raises `ServerFailed`."""
         from ray.exceptions import RayError
 
         if self._actor is None:
@@ -198,7 +198,7 @@ class RayPoolActor:
         self._pool: Pool | None = None
         self._commands = Commands(lambda: self._users)
         self._said: dict[str, list[dict[str, Any]]] = {}
-        """What is to be said to each user, beside the news."""
+        """By user: the answers to its commands that it has not fetched yet."""
         self._version = 0
         self._ready = False
         self._failed: PoolFailed | None = None
@@ -207,7 +207,7 @@ class RayPoolActor:
         self._changed = asyncio.Event()
 
     async def join(self, user: str, spec: bytes, weights: Mapping[str, Any]) -> None:
-        """Begin a use of the pool; the first one starts it, with the weights that its user knows."""
+        """Begin a use of the pool. The first one starts it, with the `weights` that an earlier pool of its user had."""
         while self._stopping is not None:
             await asyncio.wait([self._stopping])
         self._users.add(user)
@@ -226,7 +226,7 @@ class RayPoolActor:
             commands.serve(self._pool, self._starting)
 
     async def hear(self, user: str, message: Mapping[str, Any]) -> None:
-        """Take in what a user says; see `Commands`."""
+        """Handle a message of a user; see `Commands.heard`."""
         if user in self._users:
             self._commands.heard(user, message, functools.partial(self._say, user))
 

@@ -1,4 +1,4 @@
-"""Defines `ReplicaState`: what a pool says of one of its replicas."""
+"""Defines `ReplicaState`: the state of one replica, as its pool reports it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 State = Literal["starting", "up", "draining", "updating", "asleep", "stale", "down", "failed", "stopped"]
 """`draining`: it ends its calls and gets no more. `updating`: it gets other weights. `asleep`: its devices are free.
-`stale`: it runs, but the weights of the pool came from memory, and it does not have them. `down`: it ended, and is
-started again. `failed`: it ended too often."""
+`stale`: it runs without the weights of the pool, which came from memory. `down`: it ended, and is started again.
+`failed`: it ended too often."""
 
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """What is known of a replica. `url` is "" while its server does not run. `restarts` counts all restarts so far.
+    """The state of one replica. `url` is "" while its server does not run. `restarts` counts all restarts so far.
 
-    `version` and `identity` are those of its weights (`Weights`). `ticket` numbers the times that it was drained;
-    `abort`: its calls are to be asked again elsewhere, not to be awaited.
+    `version` and `identity` are those of its weights (`Weights`). `ticket` counts how often it was drained.
+    `abort`: its calls are cancelled and sent again to another replica.
     """
 
     number: int

@@ -28,9 +28,9 @@ _SET_BY_US: Mapping[str, str] = {
     "tensor_parallel_size": "tensor_parallel",
     "tp": "tensor_parallel",
 }
-"""What vLLM and SGLang have in common of `ServerKind.SET_BY_US`."""
+"""The part of `ServerKind.SET_BY_US` that vLLM and SGLang share."""
 _ALONE = ("data_parallel_size", "dp", "pipeline_parallel_size", "pp", "nnodes")
-"""What they have in common of `ServerKind.ALONE`."""
+"""The part of `ServerKind.ALONE` that they share."""
 _PLACES = ("{host}", "{port}", "{model}", "{name}", "{tensor_parallel}")
 
 
@@ -40,7 +40,7 @@ class Launch:
 
     `model` is the name that requests give. `weights` is what is loaded, a folder or a name of the hub; "": `model`.
     `name` is listed at `/v1/models` by this process and no other. `host` and `port` are where it listens. `in_place`:
-    it loads other weights while it runs. `sleep_mode`: it frees its devices when it is told to.
+    it can load other weights while it runs. `sleep_mode`: it can free its devices while it runs.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Launch:
 
     @property
     def loaded(self) -> str:
-        """What the server loads."""
+        """The model that the server loads: a folder, or a name of the hub."""
         return self.weights or self.model
 
 

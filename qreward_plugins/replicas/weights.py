@@ -9,17 +9,19 @@ from typing import Any, Literal
 Mode = Literal["rolling", "together"]
 """`rolling`: one replica after the other. `together`: all at once, so that there is one version at a time."""
 Drain = Literal["wait", "abort"]
-"""What happens to calls under way at a replica that is drained: they end first, or they are asked again elsewhere."""
+"""What happens to the calls under way at a replica that is drained. `wait`: they end first. `abort`: they are cancelled
+and sent again to another replica."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a pool serves: the model of the configuration (`revision` 0), or what an update brought.
+    """The weights that a pool serves: those of the configured model (`revision` 0), or of the last update.
 
-    `version` is the name that its user gave. `identity` tells equal weights from others: a checksum that the server
-    states, or a hash of the files; it is "" for the model of the configuration. `path` is the checkpoint, `files` the
-    hash of its files; both are "" for weights that came from the memory of a trainer. `in_place`: servers loaded them
-    while they ran; otherwise they are started with them. `revision` counts the updates of the pool.
+    `version` is the name that the caller of the update gave. `identity` is equal for equal weights: a checksum that the
+    server states, a hash of the files, or a random token for weights from memory without a checksum; it is "" for the
+    configured model. `path` is the checkpoint, `files` the hash of its files; both are "" for weights that came from
+    the memory of a trainer. `in_place`: servers load them while they run; otherwise they are started with them.
+    `revision` counts the updates of the pool.
     """
 
     version: str = ""
@@ -31,7 +33,7 @@ class Weights:
 
     @property
     def from_memory(self) -> bool:
-        """Whether no file has them, so that a server that is started again cannot load them."""
+        """Whether they came from the memory of a trainer, so that a server that is started again cannot load them."""
         return self.revision > 0 and not self.path
 
     def as_mapping(self) -> dict[str, Any]:
@@ -41,11 +43,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Update:
-    """An update of weights as it travels to the pool: from the checkpoint `path`, or from memory.
+    """An update of weights, as a process sends it to the pool: from the checkpoint `path`, or from memory.
 
-    From memory, `begin` has the body that joins each replica to the transfer (none: nothing is to be joined), and
-    `receive` the bodies of the calls by which a replica receives tensors, in order. `within_s` is the time in seconds
-    that calls under way have to end.
+    From memory, `begin` has one body for each replica, which joins it to the transfer (empty: no replica has to join),
+    and `receive` the bodies of the requests by which a replica receives tensors, in order. `within_s` is the time in
+    seconds that calls under way have to end.
     """
 
     version: str
@@ -62,6 +64,6 @@ class Update:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Update:
-        """Read what `as_mapping` returned, also after a way through JSON."""
+        """Make an update of what `as_mapping` returned, also of its copy in JSON."""
         lists = {key: tuple(values[key]) for key in ("begin", "receive")}
         return cls(**{**values, **lists})

@@ -22,14 +22,14 @@ PREFIXES_KEPT = 1024
 """Prefixes that are remembered for each replica, to estimate which prompts its cache holds."""
 
 Mark = Literal["up", "down", "draining"]
-"""What the owner of a replica says of it. Only one that is up gets calls."""
+"""The state of a replica as its pool reports it. Only one that is up gets calls."""
 Health = Literal["up", "half_open", "backing_off", "draining", "down"]
 """`up`: it answers. `backing_off`: it failed, and is avoided for a while. `half_open`: that time is over, and one call
 finds out. `draining`: it finishes its calls and gets no more. `down`: it is not there."""
 
 
 class ReplicaChange(NamedTuple):
-    """A replica is in another state, or has other weights; see `observers.ReplicaChanged`."""
+    """A change of the state or the weights of a replica; see `observers.ReplicaChanged`."""
 
     source: str
     replica: int

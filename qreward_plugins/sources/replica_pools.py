@@ -1,6 +1,6 @@
-"""What a source of kind `replicas` is made of: the spec of its pool, its use of the pool, and the source that asks.
+"""Makes the parts of a source of kind `replicas`: the spec of its pool, its use of the pool, and the inner source.
 
-All of it is derived from the configuration, before anything starts.
+The parts come from the configuration alone. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
 
 
 def _key(config: ReplicaSetConfig) -> str:
-    """Return the key of the servers, or "". What is wrong with it, the source says that asks them."""
+    """Return the key of the servers, or "". The inner source checks it."""
     if config.api_key is not None:
         return config.api_key.get_secret_value().strip()
     return os.environ.get(config.api_key_env, "").strip() if isinstance(config.api_key_env, str) else ""
@@ -114,6 +114,7 @@ def _topology(config: ReplicaSetConfig) -> Topology:
 
 
 def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec) -> PoolUse:
+    """Return the use of a pool on this machine, or on Ray. Raises ConfigurationError if Ray is not initialized."""
     if config.placement == "local":
         return LocalPoolUse(spec)
     from ..named_actors import missing_ray, ray_is_up
@@ -127,7 +128,10 @@ def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec) -> PoolUse:
 
 
 def inner_source(name: str, config: ReplicaSetConfig) -> Endpoint:
-    """Make the source that asks the servers. It has no address yet."""
+    """Make the source that sends the requests to the servers: an `openai` or a `reward_model`. It has no URL yet.
+
+    Raises ConfigurationError for a key that this kind does not have.
+    """
     shared = {key: getattr(config, key) for key in EndpointConfig.model_fields if key not in _REPLACED}
     # What the servers answer depends on the model and its settings, not on where they run.
     known = {"server": config.server or config.command, "model": config.model, "arguments": config.arguments}
@@ -150,7 +154,7 @@ def inner_source(name: str, config: ReplicaSetConfig) -> Endpoint:
 
 
 def _opened(kind: str, name: str, config: ReplicaSetConfig, settings: dict[str, Any]) -> Endpoint:
-    """Make a source of this kind that has no address yet."""
+    """Make a source of `kind` that has no URL yet."""
     opened: Any = sources.load(kind)
     usual = opened.Config(kind=kind, base_url=("http://replicas",), model=config.model)
     source: Endpoint = opened(name, usual.model_copy(update=settings))

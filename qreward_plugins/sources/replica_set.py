@@ -1,7 +1,7 @@
 """Defines `ReplicaSet`: equal servers of one model, which are started, supervised and stopped with the engine.
 
 The servers run in a pool (`qreward_plugins.replicas`), which all processes of a job share. Requests and replies are
-those of the kind `openai` or `reward_model`, whose source does the asking here.
+those of the kind `openai` or `reward_model`: an inner source of this kind sends them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ReplicaSet(SourceKind):
     """Equal servers of one model, started and supervised here: vLLM, SGLang, llama.cpp or a command.
 
     Raises ConfigurationError for a topology that the devices or the model do not allow, for arguments that the servers
-    get from here, and as the sources do that ask them.
+    get from here, and for what its inner source refuses.
     """
 
     Config: ClassVar[type[ReplicaSetConfig]] = ReplicaSetConfig
@@ -99,7 +99,7 @@ class ReplicaSet(SourceKind):
         return self._inner.batch
 
     def __getattr__(self, member: str) -> Any:
-        # The optional members of a source (`demand`, `unmet`, `sent` ...) are those of the source that asks.
+        # The optional members of a source (`demand`, `unmet`, `sent` ...) are those of the inner source.
         if member.startswith("_"):
             raise AttributeError(member)
         return getattr(self._inner, member)
@@ -156,7 +156,7 @@ class ReplicaSet(SourceKind):
 
     @property
     def weights(self) -> ServedWeights:
-        """The weights that all replicas serve, or, during an update, are going to serve."""
+        """The weights of the pool: the new ones as soon as one replica has them."""
         weights = self._use.weights
         return ServedWeights(weights.version, weights.identity)
 
@@ -217,20 +217,20 @@ class ReplicaSet(SourceKind):
             problem, log = error.problem, error.log
         finally:
             change.close()
-        said = self._redactor.of(problem, 4 * _LOG_CHARS)
-        raise ReplicasNotChanged(f"source {self._name!r}: {said}{self._shown(log)}", replicas=replicas)
+        shown = self._redactor.of(problem, 4 * _LOG_CHARS)
+        raise ReplicasNotChanged(f"source {self._name!r}: {shown}{self._shown(log)}", replicas=replicas)
 
     def held(self) -> str:
-        """See `Source`: why calls wait, although nothing is wrong."""
+        """Return why no replica takes calls for a while, although none has failed; "" if calls need not wait."""
         return self._use.held
 
     def listen(self, notify: Callable[[], None]) -> None:
-        """See `Source`."""
+        """Call `notify` after every change of a replica, in another thread."""
         self._use.on_news = notify
 
     def look(self) -> Sequence[ReplicaChange]:
-        """Take in which replicas are up, and with which weights. Call it in the event loop. Return the changes since
-        the last call.
+        """Update the states of the replicas from the pool, and return the changes since the last call. Call it in the
+        event loop.
         """
         self._look()
         changes, self._changes = self._changes, []
@@ -238,7 +238,7 @@ class ReplicaSet(SourceKind):
 
     async def aclose(self) -> None:
         """Close the connections, and stop the servers if no other process uses them. Idempotent."""
-        self._use.on_news = _nobody
+        self._use.on_news = _ignore
         try:
             await self._inner.aclose()
         finally:
@@ -272,7 +272,7 @@ class ReplicaSet(SourceKind):
         raise TransientError(f"source {self._name!r}: no replica is up ({shown})")
 
     def _look(self) -> None:
-        """Take in what the pool reports. It does so in another thread, and requests are sent in this one."""
+        """Update the inner source from the states of the pool, which another thread receives."""
         if self._seen == self._use.version:
             return
         self._seen = self._use.version
@@ -303,7 +303,7 @@ class ReplicaSet(SourceKind):
 
 
 class _Gate:
-    """Lets the calls of a source to its replicas; see `CallGate`."""
+    """The `CallGate` of a source: counts its calls, and admits them to replicas that are up."""
 
     def __init__(self, source: ReplicaSet) -> None:
         self._source = source
@@ -328,8 +328,8 @@ def _absolute(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.fspath(path))
 
 
-def _nobody() -> None:
-    """Nobody hears of changes."""
+def _ignore() -> None:
+    """Ignore a change, after the source was closed."""
 
 
 def _check(**given: tuple[object, Sequence[str]]) -> None:

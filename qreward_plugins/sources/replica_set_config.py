@@ -33,7 +33,7 @@ def _task(value: str) -> str:
 
 
 class ReplicaSetConfig(EndpointConfig):
-    """Servers of one model that start with the engine and end with it. See docs/replicas.md."""
+    """Servers of one model that are started and stopped with the engine. See docs/replicas.md."""
 
     server: Literal["vllm", "sglang", "llama_cpp"] | None = None
     """The program that serves the model. It must be installed, in this environment or in that of `program`.
@@ -108,16 +108,16 @@ class ReplicaSetConfig(EndpointConfig):
     weight_updates: Literal["restart", "in_place"] = "restart"
     """How `update_weights` gives other weights to a server. `restart` (default): the server is started again with
     them, which works for every server and checkpoint with a complete folder. `in_place`: it loads them while it
-    runs, which takes seconds and needs vLLM or SGLang; vLLM is then started in its development mode, so that
-    whoever reaches its port can change its weights."""
+    runs, which takes seconds and needs vLLM or SGLang; vLLM is then started in its development mode, in which
+    every program that reaches its port can change its weights."""
 
     sleep_mode: Flag = False
     """Whether `sleep` uses the sleep of vLLM or SGLang, which keeps their processes. Otherwise their servers are
     stopped, and `wake_up` starts them. vLLM is then started in its development mode. Default: false."""
 
     affinity: Literal["group", "none"] = "none"
-    """`group`: while replicas serve two versions of the weights, the siblings of a group go to replicas with the
-    version that has begun to judge the group, as long as there is one. Default: `none`."""
+    """`group`: while replicas serve two versions of the weights, the samples of a group go to replicas with the
+    version that judged the first of them, as long as a replica has it. Default: `none`."""
 
     log_folder: Annotated[str, Field(min_length=1)] | None = None
     """Folder of the servers' logs: `NAME-0.log`, `NAME-1.log` ..., of 32 MB each at most. Default: a private one,
@@ -160,5 +160,5 @@ class ReplicaSetConfig(EndpointConfig):
     @classmethod
     def _one_key(cls, value: Any) -> Any:
         if isinstance(value, tuple):
-            raise ValueError("servers of one's own have one key; set api_key or api_key_env")
+            raise ValueError("the replicas have one key; set api_key, or one name as api_key_env")
         return value

@@ -50,13 +50,15 @@ NO_HINTS = RoutingHints()
 
 
 class CallGate(Protocol):
-    """Lets calls to replicas whose owner changes them while they run. Base URLs are those of `Replicas`."""
+    """Admits calls to replicas that are drained and changed while calls are under way. Base URLs are those of
+    `Replicas`.
+    """
 
     def look(self) -> object:
-        """Take in which replicas are up, before one is chosen."""
+        """Update which replicas are up, before one is chosen."""
 
     def enter(self, base_url: str) -> bool:
-        """Count a call at a replica; False if it takes none any more, which `look` finds then."""
+        """Count a call at a replica. Return False, and count nothing, if it takes no calls; `look` finds its state."""
 
     def leave(self, base_url: str) -> None:
         """Count a call down."""
@@ -92,9 +94,9 @@ class Lease:
         self._open = True
         self._over = False
         self.weights = replica.weights
-        """The weights of the replica when it was sent."""
+        """The weights of the replica when the request was sent."""
         self.mixed = False
-        """Whether the replica had other weights at its end."""
+        """Whether the replica had other weights when the request ended."""
         self.aborted = False
         self._task: asyncio.Task[object] | None = None
         if of.gate is not None:
@@ -110,13 +112,13 @@ class Lease:
         return self.replica.base_url
 
     def abort(self) -> None:
-        """Cancel the call, which is to be asked again. Its task finds `aborted`."""
+        """Cancel the call, because it is sent again to another replica. Its task finds `aborted`."""
         if self._open and self._task is not None:
             self.aborted = True
             self._task.cancel()
 
     def end_abort(self) -> None:
-        """Let the task of a call that was aborted go on."""
+        """Take the cancellation of `abort` back, so that the task of the call goes on."""
         if self._task is not None and hasattr(self._task, "uncancel"):  # Python 3.11
             self._task.uncancel()
 
@@ -215,11 +217,11 @@ class Replicas:
         self.same_prefix: Counter[int] = Counter()
         """Requests under way by prefix."""
         self.gate: CallGate | None = None
-        """Lets calls to the replicas, if their owner changes them while they run."""
+        """Admits calls to the replicas; None if all calls are admitted."""
         self.leases: dict[Lease, None] = {}
         """The calls under way; only with a `gate`."""
         self._begun: OrderedDict[str, ServedWeights | None] = OrderedDict()
-        """The weights that have begun to judge a group."""
+        """By group: the weights that judged its first sample."""
 
     @property
     def several(self) -> bool:
@@ -260,11 +262,11 @@ class Replicas:
         replica.mark = mark
 
     def serves(self, base_url: str, weights: ServedWeights) -> None:
-        """Say which weights a replica has. Raises LookupError for an unknown one."""
+        """Set the weights of a replica. Raises LookupError for an unknown one."""
         self._found(base_url).weights = weights
 
     def abort(self, base_url: str) -> None:
-        """Cancel the calls at a replica; they are to be asked again."""
+        """Cancel the calls at a replica, because they are sent again to another one."""
         for lease in [lease for lease in self.leases if lease.base_url == base_url]:
             lease.abort()
 
@@ -308,7 +310,7 @@ class Replicas:
         return replica, tokens
 
     def _of_group(self, group: str, up: list[Replica]) -> list[Replica]:
-        """Return the replicas with the weights that have begun to judge a group; all if none has them any more."""
+        """Return the replicas with the weights that judged the first sample of a group; all if no replica has them."""
         if group not in self._begun:
             return up
         begun = self._begun[group]

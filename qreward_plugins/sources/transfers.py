@@ -1,4 +1,4 @@
-"""Defines `WeightTransfer`: weights that go from the memory of a trainer to the servers of a source."""
+"""Defines `WeightTransfer`: sends weights from the memory of a trainer to the servers of a source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..replicas.weights import Update, Weights
 class WeightTransfer:
     """Weights from the memory of a trainer, by the server's own protocol.
 
-    `receive` are the bodies of the calls by which a server receives tensors, in order: `update_info` of vLLM's
+    `receive` are the bodies of the requests by which a server receives tensors, in order: `update_info` of vLLM's
     `/update_weights`, the bodies of SGLang's `/update_weights_from_distributed` or `_from_tensor`. `begin` has one body
     for each replica: what lets it join the group of the trainer (`init_info` of vLLM's `/init_weight_transfer_engine`,
     the body of SGLang's `/init_weights_update_group`); empty if the servers have joined already.
 
     `send` is called with the numbers of the replicas that begin to receive, in the event loop of the caller, and sends
-    the tensors. If it raises, the update fails, and the replicas are started again. None: the bodies hold everything.
+    the tensors. If it raises, the update fails, and the replicas are started again. None: the bodies hold the tensors.
     All bodies together may take 16 MB.
     """
 

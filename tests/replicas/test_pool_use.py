@@ -165,7 +165,7 @@ async def test_a_pool_that_says_nothing_ends_the_wait(stand_ins, monkeypatch):
 
     monkeypatch.setattr("qreward_plugins.replicas.pool_use._SILENT_S", 0.0)
     use = Hanging(stand_ins.spec(start_within_s=0.05, stop_within_s=0.05))
-    with pytest.raises(PoolFailed, match=r"its process has said nothing for 0\.1 s"):
+    with pytest.raises(PoolFailed, match=r"its process has reported nothing for 0\.1 s"):
         await use.start()
     await use.aclose()
     assert use.ended

@@ -5,7 +5,8 @@
     python recipes/prepare_data.py verl --check data/train.parquet --tokenizer /models/Qwen2.5-7B --max-tokens 1024
 
 `--from` takes JSONL or parquet with a column of questions and one of answers. Of an answer with `####`, as in GSM8K,
-the reference is what comes after it. What is written is checked at once.
+the reference is what comes after it. What is written is checked at once. A file is written whole or not at all, and an
+existing one is replaced only with --overwrite.
 
 Exit codes: 0 the data set can be used; 1 the check found rows that cannot; 2 a file or an option has mistakes.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,57 +72,112 @@ class Report:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read all rows of a JSONL or parquet file. Raises `DataError`."""
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; name a file in it")
     if not path.is_file():
         raise DataError(f"{path}: there is no such file")
-    if path.suffix == ".parquet":
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        raise DataError(f"{path}: must be JSON lines (.jsonl) or parquet (.parquet); convert it first")
+    try:
+        return _parquet_rows(path) if path.suffix == ".parquet" else list(_json_lines(path))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _pyarrow() -> Any:
+    try:
         import pyarrow
         import pyarrow.parquet
+    except ImportError:
+        raise DataError("parquet needs pyarrow: pip install 'qreward-plugins[parquet]'") from None
+    return pyarrow
 
-        try:
-            rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowException as error:
-            raise DataError(f"{path}: cannot be read as parquet: {str(error).splitlines()[0]}") from None
-        return rows
-    if path.suffix not in (".jsonl", ".json"):
-        raise DataError(f"{path}: must end in .jsonl or .parquet")
-    return list(_json_lines(path))
+
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    pyarrow = _pyarrow()
+    try:
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: cannot be read as parquet: {str(error).splitlines()[0]}") from None
+    return rows
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise DataError(f"{path}, line {number}: must be an object")
-                    yield row
-    except ValueError as error:
-        raise DataError(f"{path}: cannot be read as JSON lines: {error}") from None
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            try:
+                # Files from Windows begin with a byte order mark.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():
+                    continue
+                row = json.loads(text)
+            except UnicodeDecodeError:
+                raise DataError(f"{where}: is not UTF-8 text; convert the file first (iconv -t UTF-8)") from None
+            except json.JSONDecodeError as error:
+                said = f"{error.msg}, at character {error.pos}"
+                raise DataError(f"{where}: every line must be one JSON object, and this is none ({said})") from None
+            except RecursionError:
+                raise DataError(f"{where}: is nested too deeply") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: every line must be one JSON object, and this is a {type(row).__name__}")
+            yield row
 
 
 def tasks_from(
-    rows: Sequence[Mapping[str, Any]], path: Path, *, question: str, answer: str, name: str, instruction: str
-) -> list[Task]:
-    """Read questions and answers. Raises `DataError` for a missing column or an empty text."""
-    found = []
+    rows: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    question: str,
+    answer: str,
+    name: str,
+    instruction: str,
+    skip_bad: bool = False,
+) -> tuple[list[Task], int]:
+    """Read questions and answers. Returns the tasks, and the number of rows that `skip_bad` left out.
+
+    Raises `DataError` that names the bad rows; with `skip_bad`, only if no row is left.
+    """
+    found, bad = [], []
     for number, row in enumerate(rows, 1):
-        for column in (question, answer):
-            if column not in row:
-                raise DataError(
-                    f"{path}, row {number}: there is no column {column!r}, only {', '.join(row)}; "
-                    "name yours with --question and --answer"
-                )
-            if not str(row[column] if row[column] is not None else "").strip():
-                raise DataError(f"{path}, row {number}: {column} is empty")
-        text, told = str(row[question]).strip(), str(row[answer]).strip()
-        solution, mark, last = told.rpartition(_MARK)
-        reference = last.strip() if mark else told
-        if not reference:
-            raise DataError(f"{path}, row {number}: nothing comes after {_MARK} in {answer}")
+        try:
+            text, told = (_column(row, column) for column in (question, answer))
+            solution, mark, last = told.rpartition(_MARK)
+            reference = last.strip() if mark else told
+            if not reference:
+                raise ValueError(f"nothing comes after {_MARK} in {answer}")
+        except ValueError as error:
+            bad.append(f"{path}, row {number}: {error}")
+            continue
         prompt = f"{text}\n\n{instruction}" if instruction else text
         found.append(Task(({"role": "user", "content": prompt},), reference, name, solution.strip()))
-    return found
+    if not rows:
+        raise DataError(f"{path}: has no rows")
+    if bad and not (skip_bad and found):
+        more = [f"{len(bad) - _SHOWN_PROBLEMS:,} more of {len(rows):,} rows"] if len(bad) > _SHOWN_PROBLEMS else []
+        remedy = "correct them, or leave such rows out with --skip-bad" if found else "no row can be used"
+        raise DataError("\n".join([*bad[:_SHOWN_PROBLEMS], *more, remedy]))
+    return found, len(bad)
+
+
+def _column(row: Mapping[str, Any], column: str) -> str:
+    """The text in a column of a row. Raises ValueError."""
+    if column not in row:
+        raise ValueError(
+            f"there is no column {column!r}, only {', '.join(map(str, row))}; name yours with --question and --answer"
+        )
+    value = row[column]
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ValueError(f"{column} is empty")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, str) and not number:
+        raise ValueError(f"{column} must be a text or a number, and is {value!r:.40} ({type(value).__name__})")
+    text = str(value).strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{column} has a broken character (half of a surrogate pair)") from None
+    return text
 
 
 def _verl_row(task: Task, index: int, split: str) -> dict[str, Any]:
@@ -160,21 +218,36 @@ _ROW: Mapping[str, Callable[[Task, int, str], dict[str, Any]]] = {
 }
 
 
-def write(framework: str, tasks: Sequence[Task], path: Path, split: str) -> None:
-    """Write the data set of a framework: parquet for verl, JSONL for slime and ROLL. Raises `DataError`."""
-    wanted = ".parquet" if framework == "verl" else ".jsonl"
-    if path.suffix != wanted:
-        raise DataError(f"{path}: the file for {framework} must end in {wanted}")
-    rows = [_ROW[framework](task, index, split) for index, task in enumerate(tasks)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if framework == "verl":
-        import pyarrow
-        import pyarrow.parquet
+def write(framework: str, tasks: Sequence[Task], path: Path, split: str, *, overwrite: bool = False) -> None:
+    """Write the data set of a framework: parquet for verl, JSONL for slime and ROLL; whole, or not at all.
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        return
-    with path.open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    Raises `DataError`.
+    """
+    rows = [_ROW[framework](task, index, split) for index, task in enumerate(tasks)]
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if framework == "verl":
+                pyarrow = _pyarrow()
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
+            else:
+                with partial.open("w", encoding="utf-8") as lines:
+                    lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            refuse_existing(path, overwrite=overwrite)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+def refuse_existing(path: Path, *, overwrite: bool) -> None:
+    """Raise `DataError` for a file that must not be replaced."""
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; name a file in it")
+    if not overwrite and os.path.lexists(path):
+        raise DataError(f"{path}: exists; add --overwrite, or name another file")
 
 
 def _verl_task(row: Mapping[str, Any]) -> Task:
@@ -280,7 +353,11 @@ def _measured(tasks: Sequence[Task], tokenizer: Any) -> tuple[list[int], str]:
         return [], ""
     if tokenizer is None:
         return [], "\n".join(f"[{message['role']}] {message['content']}" for message in chats[0])
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    try:
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    # transformers raises ValueError without a template; a template raises what it wants.
+    except Exception as error:
+        raise DataError(f"the tokenizer cannot render the prompts: {str(error).splitlines()[0][:200]}") from None
     # The template has written the special tokens.
     return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]], texts[0]
 
@@ -300,8 +377,10 @@ def _repeated(tasks: Sequence[Task]) -> list[str]:
 
 def load_tokenizer(path: str) -> Any:
     """Load a tokenizer from a folder, or from the local cache of the hub. Raises `DataError`."""
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise DataError("--tokenizer needs transformers: pip install transformers") from None
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -337,37 +416,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--from", dest="made_from", type=Path, metavar="FILE", help="questions and answers")
     what.add_argument("--check", type=Path, metavar="FILE", help="check a data set, and write nothing")
     parser.add_argument("--to", type=Path, metavar="FILE", help="what to write: .parquet for verl, otherwise .jsonl")
+    parser.add_argument("--overwrite", action="store_true", help="replace what --to names, if it exists")
     parser.add_argument("--question", default="question", help="column of the questions (default: question)")
     parser.add_argument("--answer", default="answer", help="column of the answers (default: answer)")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out rows without a question or an answer")
     parser.add_argument(
         "--name", default="", help="data source, or ROLL's tag (default: the name of the file's folder)"
     )
     parser.add_argument("--split", default="train", help="train (default), test ...; recorded in the row")
     parser.add_argument("--instruction", default=INSTRUCTION, help="text after every question; empty for none")
-    parser.add_argument("--limit", type=int, metavar="N", help="take the first N rows only")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="take the first N rows only")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's folder, to measure prompts in tokens")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest prompt that the framework keeps")
+    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="longest prompt that the framework keeps")
     asked = parser.parse_args(arguments)
     try:
+        if asked.max_tokens and not asked.tokenizer:
+            raise DataError("--max-tokens needs --tokenizer, which measures the prompts")
+        # Before anything is written.
+        tokenizer = load_tokenizer(asked.tokenizer) if asked.tokenizer else None
+        left_out = 0
         path = asked.check
         if path is None:
-            if asked.to is None:
-                raise DataError("--from needs --to")
-            source = asked.made_from
-            rows = read_rows(source)[: asked.limit]
-            name = asked.name or source.resolve().parent.name
-            tasks = tasks_from(
-                rows, source, question=asked.question, answer=asked.answer, name=name, instruction=asked.instruction
-            )
-            write(asked.framework, tasks, asked.to, asked.split)
-            path = asked.to
-        tokenizer = load_tokenizer(asked.tokenizer) if asked.tokenizer else None
+            path, left_out = asked.to, _make(asked)
         report = check(asked.framework, path, tokenizer=tokenizer, max_tokens=asked.max_tokens)
     except DataError as error:
         print(error, file=sys.stderr)
         return 2
-    print(describe(report))
+    if left_out:
+        report = replace(report, notes=(*report.notes, f"{left_out} rows of {asked.made_from} were left out"))
+    try:
+        print(describe(report), flush=True)
+    except OSError as error:
+        # Python would fail again when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"the report cannot be written ({error.strerror})", file=sys.stderr)
+            return 2
     return 1 if report.problems else 0
+
+
+def _make(asked: argparse.Namespace) -> int:
+    """Write the data set, and return the number of rows that were left out. Raises `DataError`."""
+    if asked.to is None:
+        raise DataError("--from needs --to")
+    wanted = ".parquet" if asked.framework == "verl" else ".jsonl"
+    if asked.to.suffix != wanted:
+        raise DataError(f"{asked.to}: the file for {asked.framework} must end in {wanted}")
+    refuse_existing(asked.to, overwrite=asked.overwrite)
+    rows = read_rows(asked.made_from)
+    if asked.to.exists() and asked.to.samefile(asked.made_from):
+        raise DataError(f"{asked.to}: --from and --to are the same file")
+    tasks, left_out = tasks_from(
+        rows[: asked.limit],
+        asked.made_from,
+        question=asked.question,
+        answer=asked.answer,
+        name=asked.name or asked.made_from.resolve().parent.name,
+        instruction=asked.instruction,
+        skip_bad=asked.skip_bad,
+    )
+    write(asked.framework, tasks, asked.to, asked.split, overwrite=asked.overwrite)
+    return left_out
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .running import one_message, run, say, until_written
+from .running import one_message, run, say, until_written, with_streams
 
 app = typer.Typer(
     name="qreward",
@@ -505,5 +505,6 @@ def main() -> None:
     Modules in the working directory can be imported, as with `python -m`, but installed packages come first.
     """
     sys.path.append(os.getcwd())
+    with_streams()
     with until_written():
         app(prog_name="qreward")

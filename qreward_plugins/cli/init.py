@@ -20,6 +20,7 @@ from rich.console import Console
 from ..config import Config, load_config
 from ..errors import InputError
 from ..sources.discovery import Discovered, discover, survey
+from ..sources.endpoint_settings import can_be_sent
 from . import init_parsing as parsing
 from .api_keys import is_local_url, is_variable, usual_variable, variable_for_key
 from .check import check_config
@@ -209,6 +210,8 @@ class _Collecting:
         usual = usual_variable(url)
 
         def parse(answer: str) -> str:
+            if not can_be_sent(os.environ.get(answer, "").strip() if is_variable(answer) else answer):
+                raise ValueError("the key holds characters that a header cannot carry")
             return answer
 
         default = usual or "none"

@@ -4,6 +4,7 @@ answer, which may be a secret.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,17 @@ def chat_template(answer: str) -> str:
 
 def out(answer: str) -> Path:
     """The file to write."""
+    if not answer.isprintable():
+        raise ValueError("the name has characters that cannot be printed")
     path = Path(without_key(answer)).expanduser()
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError("write the name of a file that ends in .yaml")
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ValueError(f"the file cannot be written ({error.strerror})") from None
     if path.is_dir():
         raise ValueError("that is a folder")
     if not path.absolute().parent.is_dir():

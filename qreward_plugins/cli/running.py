@@ -29,6 +29,16 @@ REWARDS_MISSING = 3
 BROKEN_PIPE = 141
 
 
+def with_streams() -> None:
+    """Open the null device for standard streams that the caller has closed. Python has None in their place, and a file
+    that is opened later would get their number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # It stays open as long as the process.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 @contextmanager
 def until_written() -> Iterator[None]:
     """Run a command and flush its output.

@@ -7,6 +7,7 @@ A kind of source (in `qreward_plugins.sources`) adds its own keys in a model tha
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 from yarl import URL
@@ -32,6 +33,10 @@ def _plain_url(url: str, *, remedy: str = "put a key into api_key or headers, an
     if "@" in authority or "?" in rest or "#" in rest:
         # URLs are shown in messages, metrics and the journal, and the query of a service often holds its key.
         raise ValueError(f"a URL must not have credentials, a query or a fragment; {remedy}")
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        raise ValueError("the port of a URL must be a number up to 65535") from None
     return url
 
 

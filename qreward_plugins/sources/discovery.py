@@ -23,6 +23,13 @@ _LISTING = (_COMPATIBLE, "anthropic", "gemini")
 """The dialects that have lists of models of their own."""
 
 
+_HINTS = {
+    200: ", but with no list of models; is this the URL of the API?",
+    401: ": it wants another key",
+    403: ": the key has no permission",
+}
+
+
 @dataclass(frozen=True)
 class Discovered:
     """What an endpoint serves.
@@ -67,8 +74,7 @@ async def discover(url: str, key: str = "") -> Discovered:
                 found = lister(body) if status == 200 else None
                 if found is not None:
                     return Discovered(candidate, _names(body), found.name, _owner(body))
-                hint = {401: ": it wants another key", 403: ": the key has no permission"}.get(status, "")
-                problems.append(f"{urlsplit(candidate).path}/models answered {status}{hint}")
+                problems.append(f"{urlsplit(candidate).path}/models answered {status}{_HINTS.get(status, '')}")
                 if name == _COMPATIBLE and status == 404 and not key:
                     break
         try:

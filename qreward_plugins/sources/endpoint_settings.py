@@ -59,7 +59,7 @@ def read_headers(
             mistakes.append(Mistake(where, "this is not a valid header name."))
         elif name.lower() in _SET_BY_CLIENT:
             mistakes.append(Mistake(where, "the HTTP client sets this header.", "Leave it out."))
-        elif not _can_be_sent(value):
+        elif not can_be_sent(value):
             mistakes.append(Mistake(where, "the value holds characters that a header cannot carry."))
         else:
             headers[name] = value
@@ -68,7 +68,7 @@ def read_headers(
     if key and has_header(headers, carrier):
         article = "an" if carrier[0] in "AEIOUaeiou" else "a"
         mistakes.append(Mistake(where, f"headers has {article} {carrier}, too.", "Keep one of the two."))
-    elif key and not _can_be_sent(key):
+    elif key and not can_be_sent(key):
         mistakes.append(Mistake(where, "the key holds characters that a header cannot carry."))
     elif key:
         headers[carrier] = f"{before}{key}"
@@ -108,7 +108,7 @@ def _key(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> tuple[st
     return key, where
 
 
-def _can_be_sent(value: str) -> bool:
+def can_be_sent(value: str) -> bool:
     return value.isprintable() and value.isascii()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,15 @@ def test_a_reward_model(init):
         (("--yes", "--url", NOWHERE, "--model", "m", "--rubric", "@gone.txt"), "--rubric: the file cannot be read"),
         (("--yes", "--url", NOWHERE, "--model", "m", "--out", "no/such/x.yaml"), "--out: its folder does not exist"),
         (("--yes", "--url", NOWHERE, "--model", "m", "--out", "x.txt"), "--out: write the name of a file that ends in"),
+        (
+            ("--yes", "--url", NOWHERE, "--model", "m", "--out", "a\nb.yaml"),
+            "--out: the name has characters that cannot",
+        ),
+        (
+            ("--yes", "--url", NOWHERE, "--model", "m", "--out", "a" * 300 + ".yaml"),
+            "--out: the file cannot be written",
+        ),
+        (("--yes", "--url", "http://x.y:99999/v1", "--model", "m"), "--url: the port of a URL must be a number up to"),
         (("--yes", "--function", "nowhere_at_all:f"), "--function: the function cannot be loaded: there is no module"),
         (("--yes", "--function", "math:pi"), "--function: the function cannot be loaded: pi of math is of type float"),
         (("--yes", "--function", "math:isclose"), "--function: it takes ("),
@@ -226,6 +236,36 @@ def test_a_variable_that_is_not_set_is_named(init):
     assert result.exit_code == 0, result.output
     assert "api_key_env: OPENAI_API_KEY" in written()
     assert "judge: OPENAI_API_KEY is not set" in result.stdout
+
+
+@pytest.mark.parametrize("key", ["abc\ndef", "schlüssel"])
+def test_a_key_that_no_header_can_carry_is_one_message(init, monkeypatch, key):
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+    result = init(*GIVEN, "--api-key-env", "JUDGE_API_KEY")
+    assert result.exit_code == 2, result.output
+    assert "--api-key-env: the key holds characters that a header cannot carry" in result.stderr
+    assert key not in result.output
+    assert files() == []
+
+
+def test_the_url_of_a_web_page_is_said_to_be_none_of_an_api(init):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"<hi>")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as site:
+        threading.Thread(target=site.serve_forever).start()
+        result = init("--yes", "--url", f"http://127.0.0.1:{site.server_port}/v1")
+        site.shutdown()
+    assert result.exit_code == 2
+    assert "--model is missing" in result.stderr
+    assert "/v1/models answered 200, but with no list of models; is this the URL of the API?" in result.stderr
 
 
 def test_an_answer_is_asked_again_until_it_can_be_used(answer):

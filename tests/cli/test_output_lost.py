@@ -42,6 +42,14 @@ def test_messages_that_cannot_be_written_end_it_quietly(tmp_path):
     assert done.returncode == 2
 
 
+def test_closed_streams_are_no_traceback(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    program = [sys.executable, "-m", "qreward_plugins.cli", "check", "config.yaml", "--offline"]
+    shell = ["sh", "-c", '"$@" <&- >&- 2>lost.txt', "sh", *program]
+    assert subprocess.run(shell, cwd=tmp_path, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "lost.txt").read_text() == ""
+
+
 def test_a_reader_that_has_gone_is_no_error_of_ours(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -35,7 +36,7 @@ def questions(tmp_path):
 
 def made(recipe_tools, questions, framework, *more):
     """The data set of a framework, and the exit code of the script that made it."""
-    path = questions.with_name("made.parquet" if framework == "verl" else "made.jsonl")
+    path = questions.with_name(f"{framework}.parquet" if framework == "verl" else f"{framework}.jsonl")
     arguments = [framework, "--from", str(questions), "--to", str(path), "--instruction", "", *more]
     return path, recipe_tools.prepare_data.main(arguments)
 
@@ -127,18 +128,78 @@ def test_a_tag_that_no_domain_includes_is_a_problem(recipe_tools, questions):
     ("text", "said"),
     [
         ("", "has no rows"),
-        ("[1]\n", "must be an object"),
-        ("{\n", "cannot be read as JSON lines"),
+        ("[1]\n", "line 1: every line must be one JSON object, and this is a list"),
+        ('{"question": "q", "answer": "5"}\n{\n', "line 2: every line must be one JSON object, and this is none"),
+        ("question,answer\nq,5\n", "line 1: every line must be one JSON object, and this is none"),
+        ("[" * 100_000, "nested too deeply"),
+        (b'{"question": "caf\xe9", "answer": "5"}', "line 1: is not UTF-8 text"),
+        ('{"question": "\\ud800", "answer": "5"}\n', "question has a broken character"),
+        ('{"question": [{"role": "user", "content": "q"}], "answer": "5"}\n', "question must be a text or a number"),
+        ('{"question": "q", "answer": NaN}\n', "answer must be a text or a number"),
+        ('{"question": "q", "answer": true}\n', "answer must be a text or a number"),
         ('{"text": "q", "answer": "5"}\n', "no column 'question', only text, answer"),
         ('{"question": " ", "answer": "5"}\n', "question is empty"),
         ('{"question": "q", "answer": "work ####"}\n', "nothing comes after ####"),
     ],
 )
 def test_a_mistake_is_one_message(recipe_tools, questions, capsys, text, said):
-    questions.write_text(text)
-    _, code = made(recipe_tools, questions, "slime")
+    questions.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path, code = made(recipe_tools, questions, "slime")
     assert code == 2
     assert said in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_bad_rows_are_named_or_left_out(recipe_tools, questions, capsys):
+    ugly = [ROWS[1], *({"question": "q", "answer": bad} for bad in [None, "", {}, [], "####", False, " "])]
+    # Files from Windows begin with a byte order mark.
+    questions.write_text("".join(json.dumps(row) + "\n" for row in ugly), encoding="utf-8-sig")
+    path, code = made(recipe_tools, questions, "slime")
+    said = capsys.readouterr().err
+    assert code == 2
+    assert f"{questions}, row 2: answer is empty" in said
+    assert "2 more of 8 rows\ncorrect them, or leave such rows out with --skip-bad" in said
+    assert not path.exists()
+    assert made(recipe_tools, questions, "slime", "--skip-bad")[1] == 0
+    assert f"note: 7 rows of {questions} were left out" in capsys.readouterr().out
+    assert len(recipe_tools.prepare_data.read_rows(path)) == 1
+
+
+@pytest.mark.parametrize("framework", ["verl", "slime"])
+def test_a_file_is_replaced_only_with_a_flag_and_never_by_half(recipe_tools, questions, capsys, monkeypatch, framework):
+    path, _ = made(recipe_tools, questions, framework)
+    before = path.read_bytes()
+    assert made(recipe_tools, questions, framework, "--name", "other")[1] == 2
+    assert f"{path}: exists; add --overwrite" in capsys.readouterr().err
+    questions.write_text("")
+    assert made(recipe_tools, questions, framework, "--overwrite")[1] == 2
+    assert path.read_bytes() == before
+    assert sorted(questions.parent.iterdir()) == sorted([questions, path])
+    script = recipe_tools.prepare_data.main
+    assert script(["slime", "--from", str(questions), "--to", str(questions), "--overwrite"]) == 2
+    assert "--from and --to are the same file" in capsys.readouterr().err
+    questions.write_text(json.dumps(ROWS[0]) + "\n")
+    assert made(recipe_tools, questions, framework, "--overwrite")[1] == 0
+    assert path.read_bytes() != before
+
+
+@pytest.mark.parametrize("place", ["{path}/x.jsonl", "{folder}/made.jsonl", "/proc/no_such/x.jsonl"])
+def test_a_place_that_cannot_be_written_is_one_message(recipe_tools, questions, capsys, place):
+    questions.with_name("made.jsonl").mkdir()
+    place = place.format(path=questions, folder=questions.parent)
+    assert recipe_tools.prepare_data.main(["slime", "--from", str(questions), "--to", place]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{place}: ")
+    assert "cannot be written" in said or "is a folder" in said
+
+
+@pytest.mark.parametrize(("missing", "flags"), [("pyarrow", ()), ("transformers", ("--tokenizer", "folder"))])
+def test_a_package_that_is_missing_is_one_message(recipe_tools, questions, capsys, monkeypatch, missing, flags):
+    monkeypatch.setitem(sys.modules, missing, None)
+    path, code = made(recipe_tools, questions, "verl", *flags)
+    assert code == 2
+    assert f"needs {missing}: pip install" in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_files_have_the_framework_s_ending(recipe_tools, questions, capsys):

@@ -107,21 +107,24 @@ def _is_plain(sample: Any) -> bool:
     """Whether every field has the type that nearly all samples have. This runs for every sample, and the checks of the
     single fields take ten times as long.
     """
-    return (
-        type(sample.messages) in (list, tuple)
-        and len(sample.messages) > 0
-        and all(map(_is_text_message, sample.messages))
-        and type(sample.response) is type(sample.data_source) is str
-        and (sample.group_id is None or type(sample.group_id) is str)
-        and (sample.id is None or type(sample.id) is str)
-        and (sample.step is None or (type(sample.step) is int and 0 <= sample.step < _LARGEST))
-        and (sample.split is None or (type(sample.split) is str and sample.split in ("train", "val")))
-        and type(sample.extras) is dict
-        and type(sample.response_images) is tuple
-        and not sample.response_images
-        and type(sample.ground_truth) is not Unreadable
-        and type(sample.prompt) is not Unreadable
-    )
+    try:
+        return (
+            type(sample.messages) in (list, tuple)
+            and len(sample.messages) > 0
+            and all(map(_is_text_message, sample.messages))
+            and type(sample.response) is type(sample.data_source) is str
+            and (sample.group_id is None or type(sample.group_id) is str)
+            and (sample.id is None or type(sample.id) is str)
+            and (sample.step is None or (type(sample.step) is int and 0 <= sample.step < _LARGEST))
+            and (sample.split is None or (type(sample.split) is str and sample.split in ("train", "val")))
+            and type(sample.extras) is dict
+            and type(sample.response_images) is tuple
+            and not sample.response_images
+            and type(sample.ground_truth) is not Unreadable
+            and type(sample.prompt) is not Unreadable
+        )
+    except Exception:  # a field that was never set, or a key that cannot be compared: the full check names it
+        return False
 
 
 def _is_text_message(message: Any) -> bool:

@@ -256,7 +256,7 @@ class Template:
                 f"unknown variable in the template: {', '.join(unknown)}.",
                 f"Available: {', '.join(allowed)}.",
             )
-        changing = self.variables.difference(constants)
+        changing = self.variables.difference((*constants, "range"))
         if not own & changing and all(map(_only_tests, tree.iter_child_nodes(), itertools.repeat(changing))):
             self.tests = tuple(sorted(changing))
 
@@ -373,3 +373,5 @@ _ENVIRONMENT = _Environment(
     lstrip_blocks=True,
 )
 _ENVIRONMENT.globals.clear()
+# With it, the same sample would get another prompt in each run.
+del _ENVIRONMENT.filters["random"]

@@ -135,7 +135,6 @@ def _parts(content: Any) -> list[Any]:
     return [content]
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
     """The weights that a server had: the version that their user gave, and what tells them from others ("" for those of
@@ -146,6 +145,7 @@ class ServedWeights:
     identity: str = ""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The answer of a source to one request.

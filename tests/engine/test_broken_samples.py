@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored
+from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored, sample_check
 from qreward_plugins.config import load_config
 from qreward_plugins.journal import encoding
+from qreward_plugins.sample_check import Rejected, Unreadable, read_sample
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources import FunctionSource, HTTPSource, bodies
@@ -380,3 +381,56 @@ def test_a_broken_sample_is_recorded_as_its_own_failure(tmp_path):
 
     outcomes = asyncio.run(main())
     assert [outcome.reward for outcome in outcomes] == [0.5, None, 0.5]
+
+
+class OddKey:
+    """A key of a message whose comparison with "role" raises."""
+
+    def __hash__(self) -> int:
+        return hash("role")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("never shown")
+
+
+def test_a_sample_that_was_never_filled_and_a_key_that_cannot_be_compared_are_rejected_by_field():
+    for sample in (Sample.__new__(Sample), Sample([{OddKey(): 1}], "r")):
+        rejected = read_sample(sample)
+        assert isinstance(rejected, Rejected)
+        assert rejected.problem.startswith("messages cannot be read")
+
+
+def test_the_check_of_plain_samples_agrees_with_that_of_the_single_fields(monkeypatch):
+    class Text(str):
+        pass
+
+    user = {"role": "user", "content": "q"}
+    odd = Unreadable("has no such column")
+    values = {
+        "messages": [
+            *([], (), (user,), [user, user], [{**user, "role": ""}], [{**user, "content": None}], [{"content": "q"}]),
+            *([{"role": "assistant", "content": None}], [{**user, "content": ["q"]}], [Text()], None, odd, "q", {}),
+            *([{**user, "role": Text("user")}], [{**user, "content": np.str_("q")}], [user, 5], [{5: 1, **user}]),
+        ],
+        "response": ["", Text("r"), np.str_("r"), None, b"r", 5, odd],
+        "ground_truth": [None, 5, math.nan, odd],
+        "data_source": ["", Text("d"), None, 5, odd],
+        "group_id": [None, "", 5, 2**63, -(2**63), True, np.int64(5), 5.0, odd],
+        "step": [None, 0, -1, 2**63 - 1, 2**63, -(2**63) - 1, True, np.int32(4), "5", 5.0, odd],
+        "split": [None, "val", "test", Text("val"), "", 5, odd],
+        "extras": [{"a": 1}, RaisingMapping(), None, [], odd],
+        "id": [None, 5, 2**63, True, Text("i"), odd],
+        "prompt": [None, "p", [1], odd],
+        "response_images": [[], None, (1,), "x", [{}], odd],
+    }
+    plain = Sample([user], "r", "g", "d", "g", 3, "train", {}, "i")
+    once = [dataclasses.replace(plain, **{name: value}) for name, odd_ones in values.items() for value in odd_ones]
+    no_step = [dataclasses.replace(sample, step=True) for sample in once]
+    samples = [plain, *once, *no_step]
+    shortly = [read_sample(sample) for sample in samples]
+    assert sum(map(sample_check._is_plain, samples)) > 15
+    monkeypatch.setattr(sample_check, "_is_plain", lambda sample: False)
+    for sample, checked in zip(samples, shortly, strict=True):
+        fully = read_sample(sample)
+        assert (checked is sample) == (fully is sample)
+        assert repr(checked) == repr(fully)

@@ -277,3 +277,22 @@ def test_a_block_that_a_branch_left_out_is_appended(llm: Build, sample: Sample) 
         text = prompt(judge, replace(sample, data_source=source))
         assert text.count("<<<response ") == 1
         assert text.startswith("Code: <<<response" if source == "code" else "Text.\n\nThe question:")
+
+
+def test_a_template_that_only_tests_its_variables_is_rendered_for_each_of_their_cases() -> None:
+    source = "{% if reference %}with{% else %}without{% endif %}{% if range %} a range{% endif %}"
+    template = Template("t", source, allowed=("reference", "response"), max_chars=100)
+
+    def rendered(reference: str | None) -> str:
+        page = Page("0" * 12)
+        shown = None if reference is None else page.text("reference", reference, max_chars=9)
+        return template.render(page, {"reference": shown, "response": page.text("response", "r", max_chars=9)})
+
+    for reference, expected in (("g", "with"), (None, "without"), ("", "without"), ("h", "with")):
+        assert rendered(reference) == f"{expected} a range"
+    assert template.tests == ("reference",)
+
+
+def test_a_template_has_no_randomness() -> None:
+    with pytest.raises(ConfigurationError, match="random"):
+        Template("t", "{{ [1, 2, 3] | random }}", allowed=(), max_chars=100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
-from qreward_plugins.judges import thinking
-from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, ParsedVerdict, Scale, excerpt, parse_verdict
+from qreward_plugins.judges import thinking, verdicts
+from qreward_plugins.judges.verdicts import (
+    MAX_EXCERPT_CHARS,
+    MAX_NESTING,
+    RATIONALE_FORM,
+    ParsedVerdict,
+    Scale,
+    excerpt,
+    parse_verdict,
+)
 
 NONCE = "0123456789ab"
 OTHER = "ba9876543210"
@@ -507,3 +516,79 @@ def test_no_mark_is_missed_because_a_text_was_not_searched(mark: str, change: Ca
     for before in ("", " ", "so ", "so\n"):
         text = f"{before}{change(mark)} We need"
         assert len(thinking.marks_in(text)) == len(list(thinking._MARK.finditer(text)))
+
+
+VALUES = [
+    *(
+        f'"{NONCE}"',
+        f'"{OTHER}"',
+        f'"{NONCE[:-1]}\\u0062"',
+        f'" {NONCE}"',
+        f'"\\"id\\": \\"{NONCE}\\""',
+        f'"{NONCE}{NONCE}"',
+    ),
+    *("7", "7.5", "-0", "1e400", "-1", "11", "01", "+1", ".5", "5.", "1" * 70, "1" * 5000, "true", "false", "null"),
+    *("NaN", "Infinity", "-Infinity", "'x'", "5 /* */", "{}", '{"help": 3}', '{"help": 3, "help": 4}', '{"help": NaN}'),
+    *(
+        f'{{"id": "{NONCE}", "score": 3}}',
+        "[]",
+        f'["{NONCE}"]',
+        "[" * 200,
+        '{"a":' * 200,
+        '"{{{{{"',
+        '"}{"',
+        '"\\ud800"',
+    ),
+    *('"</think>"', '"<think>"', '"\\u003c/think>"', '"&lt;/think"', '"\u25c1/think\u25b7"', '"tab\there"', '"good"'),
+    f'"{RATIONALE_FORM}"',
+]
+KEYS = ['"id"', '"score"', '"rationale"', '"components"', '"x"', '"x\\"id"', '"\\u0069d"', '"ID"', '""']
+COLONS = [":", ": ", " : ", ":\n", "\u00a0:", "="]
+BEFORE = [*[""] * 60, "\ufeff", "\ufeff ", " \ufeff", "Here: ", "```json\n", "[", '{"a":', "<think>x</think>", "\x1c"]
+AFTER = [
+    *[""] * 60,
+    "\n",
+    "\ufeff",
+    "```",
+    "]",
+    "}",
+    " done",
+    "</think>",
+    f' {{"id": "{NONCE}"}}',
+    "\x00",
+    "\u2028",
+    "{",
+]
+
+
+def hostile_reply(draw: random.Random) -> str:
+    name = '"id"' if draw.random() < 0.9 else draw.choice(KEYS)
+    parts = [f'{name}{draw.choice(COLONS[:4])}"{NONCE}"', f'"score": {draw.choice(["7", "10", "7.5", *VALUES])}']
+    parts += [f'"rationale": {draw.choice(VALUES)}'] * (draw.random() < 0.4)
+    parts += [f'"components": {draw.choice(VALUES)}'] * (draw.random() < 0.3)
+    while draw.random() < 0.3:
+        parts.append(draw.choice(KEYS) + draw.choice(COLONS) + draw.choice(VALUES))
+    draw.shuffle(parts)
+    text = f"{draw.choice(BEFORE)}{{{', '.join(parts)}}}{draw.choice(AFTER)}"
+    if draw.random() < 0.15:
+        place = draw.randrange(len(text))
+        text = text[:place] + draw.choice(["", *'{}[]",:\\ <>0eE-N']) + text[place + 1 :]
+    return text
+
+
+def test_the_short_way_of_a_flawless_reply_agrees_with_the_strict_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short way may only accept what the strict way accepts, with the same contents and the same messages."""
+
+    def outcome(text: str, criteria: tuple[str, ...]) -> object:
+        try:
+            return read(text, criteria=criteria)
+        except InvalidReply as error:
+            return str(error)
+
+    draw = random.Random(15)
+    replies = [(hostile_reply(draw), draw.choice([(), (), ("help",)])) for _ in range(3000)]
+    shortly = [outcome(*reply) for reply in replies]
+    assert sum(verdicts._alone(text.strip().lstrip("\ufeff"), NONCE) is not None for text, _ in replies) > 300
+    monkeypatch.setattr(verdicts, "_alone", lambda text, nonce: None)
+    for reply, read_shortly in zip(replies, shortly, strict=True):
+        assert read_shortly == outcome(*reply), reply

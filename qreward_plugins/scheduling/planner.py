@@ -16,6 +16,7 @@ can end in time goes behind the others.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from .hedging import Hedges
 from .jobs import Job
 from .order import per_window_of, windows_order
 from .probing import Probing
-from .queue import ReadyQueue
+from .queue import ReadyQueue, Waiting
 from .strategies import strategy
 from .timed_hedges import TimedHedges
 from .upstream import Upstream
@@ -42,6 +43,8 @@ LONGEST_IDLE_S = 0.25
 """Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
 """Longest time, in seconds, for which an expensive source is left out before the planner checks that again."""
+_MOST_ASKED = 16
+"""Most jobs of one rank that are asked, one by one, whether a slow source would finish them first."""
 
 
 class Placement(NamedTuple):
@@ -268,12 +271,34 @@ class Planner:
         """A job of higher priority than `job` that a slow source should take first although it is larger. `left_s`:
         seconds until everything that waits will be done.
         """
-        for first, least in self.queue.higher(upstream.name, job):
-            if SAFETY * self._expected_s(upstream, least) <= left_s:
-                return least
-            if self._finishes_first(upstream, first, now):
-                return first
+        for waiting in self.queue.higher(upstream.name, job):
+            if SAFETY * self._expected_s(upstream, waiting.least) <= left_s:
+                return waiting.least
+            urgent = self._one_that_finishes_first(upstream, waiting, now)
+            if urgent is not None:
+                return urgent
         return None
+
+    def _one_that_finishes_first(self, upstream: Upstream, waiting: Waiting, now: float) -> Job | None:
+        """One of the jobs of a rank that no other source would finish before `upstream` does.
+
+        Expected latencies are lines over the size, so the sizes of these jobs are an interval, which the first and the
+        least job tell. The wait for tokens grows with the size; the longest one makes the interval too wide at most, so
+        a few jobs in it are asked.
+        """
+        first, least = waiting.first, waiting.least
+        low, high = float(least.size), float(first.size)
+        at_least = {name: gain_s for name, _, gain_s in self._alternatives(upstream, least, now)}
+        for name, wait_s, gain_s in self._alternatives(upstream, first, now):
+            lead_first_s, lead_least_s = wait_s + gain_s, wait_s + at_least.get(name, gain_s)
+            if lead_first_s < 0 and lead_least_s < 0:
+                return None
+            if lead_first_s < 0 or lead_least_s < 0:
+                share = lead_least_s / (lead_least_s - lead_first_s)
+                equal = least.size + share * (first.size - least.size)
+                low, high = (low, min(high, equal)) if lead_first_s < 0 else (max(low, equal), high)
+        able = itertools.islice(waiting.between(low, high), _MOST_ASKED)
+        return next((job for job in able if self._finishes_first(upstream, job, now)), None)
 
     def _head(self, upstream: Upstream, now: float) -> Job | None:
         """The first job for `upstream`. If time is short, jobs that no source can end in time go behind the others."""
@@ -314,6 +339,13 @@ class Planner:
     def _finishes_first(self, upstream: Upstream, job: Job, now: float) -> bool:
         """Whether no other source would finish `job` before `upstream` does."""
 
+        return all(wait_s + gain_s >= 0 for _, wait_s, gain_s in self._alternatives(upstream, job, now))
+
+    def _alternatives(self, upstream: Upstream, job: Job, now: float) -> Iterator[tuple[str, float, float]]:
+        """Each other source that `job` may go to: its name, the seconds until it could take the job, and by how many
+        seconds its latency is longer than that of `upstream`.
+        """
+
         def takes_s(other: Upstream) -> float:
             factor = FAILED_HERE if job.failures and job.last_source == other.name else 1.0
             return factor * self._expected_s(other, job)
@@ -324,9 +356,7 @@ class Planner:
             if other is upstream or name in job.barred or self.forecast.unneeded(other, now):
                 continue
             wait_s = max(self.forecast.wait_s(other, job, now), job.backoff_until.get(name, now) - now)
-            if wait_s + takes_s(other) < here_s:
-                return False
-        return True
+            yield name, wait_s, takes_s(other) - here_s
 
     def _expected_s(self, upstream: Upstream, job: Job) -> float:
         """Latency to expect of the request that `job` would go in."""

@@ -14,7 +14,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .jobs import Job, Rank
@@ -31,6 +31,17 @@ class Level(NamedTuple):
     priority: int
     jobs: int
     due_at: float
+
+
+class Waiting(NamedTuple):
+    """Jobs of one rank that may go to the same sources."""
+
+    first: Job
+    """The first by precedence: the largest, unless the jobs were planned."""
+    least: Job
+    """The last by precedence."""
+    between: Callable[[float, float], Iterator[Job]]
+    """The jobs whose sizes are between two bounds, in bytes, both included."""
 
 
 class _Shelf:
@@ -131,6 +142,18 @@ class _Shelf:
             if items[index][3].entry == items[index][2]:
                 return items[index][3]
         return None
+
+    def between(self, low: float, high: float) -> Iterator[Job]:
+        """The jobs of at least `low` and at most `high` bytes, the first by precedence first."""
+        items = self._sorted()
+        planned = bool(items) and items[-1][3].batch.planned
+        start = len(items) if planned else bisect.bisect_right(items, (high, math.inf))
+        for index in range(start - 1, -1, -1):
+            job = items[index][3]
+            if job.entry == items[index][2] and low <= job.size <= high:
+                yield job
+            elif job.size < low and not planned:
+                return
 
     def tail(self) -> Job | None:
         """The job that is served last."""
@@ -274,13 +297,13 @@ class ReadyQueue:
                 return not shelf.rank.suspect and shelf.rank.priority < job.rank.priority
         return False
 
-    def higher(self, source: str, job: Job) -> Iterator[tuple[Job, Job]]:
-        """The first and the last job by precedence of each shelf of higher priority than `job` for `source`."""
+    def higher(self, source: str, job: Job) -> Iterator[Waiting]:
+        """The jobs of each rank of higher priority than `job` that wait for `source`."""
         for shelf in self._ranked:
             if shelf.rank[:2] >= job.rank[:2]:
                 return
             if source in shelf.eligible and (head := shelf.head()) and (tail := shelf.tail()):
-                yield head, tail
+                yield Waiting(head, tail, shelf.between)
 
     def heads(self, source: str) -> Iterator[Job]:
         """A job of each shelf that `source` may serve."""

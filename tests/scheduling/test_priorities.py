@@ -169,3 +169,41 @@ def test_a_call_does_not_join_a_request_with_tokens_that_a_higher_priority_waits
         first=as_if_it_had_failed_with_others,
     )
     assert carried == [[LOW], [LOW + 1], [large], [LOW + 2]]
+
+
+def busy_fast(stage, base_s=0.0):
+    """Source b is fast, and free at 10 s; source a is slow, free, and takes few requests a minute."""
+    for name, each_s in (("a", 0.4), ("b", 0.1)):
+        stage.add(
+            name,
+            behaviour=lambda number, request, now, each_s=each_s: each_s * request.size,
+            limits={"concurrency": 1, "requests_per_minute": 2 if name == "a" else 60},
+        )
+        stage.knows(name, each_s * 10)
+    return (0.0, 0, 100, replace(stage.judge, sources=("b",)))
+
+
+def test_a_slow_source_takes_the_least_of_the_higher_priority_if_no_other_would_end_that_one_earlier(stage):
+    """It would end late for the batch, and the largest one would end earlier at the other source."""
+    before = busy_fast(stage)
+    sent = played(stage, before, (0.5, 0, LOW), (0.5, 5, 40), (0.5, 5, 32))
+    assert [size for at, source, size in sent if source == "a"][0] == 32
+
+
+def test_a_slow_source_takes_one_of_middle_size_of_the_higher_priority_if_no_other_would_end_that_one_earlier(stage):
+    """Another source would end smaller ones earlier, and a third one larger ones."""
+    takes = {"a": lambda size: 20 + 0.2 * size, "b": lambda size: 0.1 * size, "c": lambda size: 0.5 * size}
+    for name, seconds in takes.items():
+        stage.add(
+            name,
+            behaviour=lambda number, request, now, seconds=seconds: seconds(request.size),
+            limits={"concurrency": 1 if name == "a" else 40, "requests_per_minute": {"a": 1, "b": 40, "c": 4}[name]},
+        )
+        for size in [1, 100] * 50:
+            stage.upstreams[name].speed.learn(size, seconds(size))
+    only = {name: replace(stage.judge, sources=(name,)) for name in takes}
+    # When the others come, c is free in 14 s, and b in 23.5 s. Two long ones keep their batches open until then.
+    used_up = [(0.0, 0, size, only["c"]) for size in (100, LOW, LOW, LOW)]
+    used_up += [(9.5, 5, 400, only["b"])] + [(9.5, 0, LOW, only["b"])] * 39
+    sent = played(stage, *used_up, (46.0, 0, 3), *[(46.0, 5, size) for size in (12, 25, 40)])
+    assert sent[44] == (46.0, "a", 25)

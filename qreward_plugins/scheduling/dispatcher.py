@@ -287,6 +287,7 @@ class Dispatcher:
         self.close()
         await self._running.aclose()
         await close_all(with_draining(self._upstreams))
+        self._let_drained_go()
         self._planner.close()
 
     # Placing jobs
@@ -307,9 +308,7 @@ class Dispatcher:
             self._bugs.add("planning failed; samples go in the order in which they came", error)
             due_at = self._placing.place_plainly(now)
         due_at = min(due_at, send_all_ready(with_draining(self._upstreams), now))
-        for upstream in self._upstreams.take_drained():
-            if self.on_drained is not None:
-                self.on_drained(upstream)
+        self._let_drained_go()
         if self._on_pumped is not None:
             try:
                 self._on_pumped()
@@ -319,6 +318,11 @@ class Dispatcher:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.problem(now))
         return due_at
+
+    def _let_drained_go(self) -> None:
+        for upstream in self._upstreams.take_drained():
+            if self.on_drained is not None:
+                self.on_drained(upstream)
 
     def _bug(self, job: Job, error: Exception) -> None:
         """End a job that the scheduler cannot handle, so that the others go on."""

@@ -108,6 +108,22 @@ def test_a_removed_source_closes_after_its_last_attempt(monkeypatch):
     assert closed == [("a", 20.0)]
 
 
+def test_a_removed_source_is_done_with_when_the_engine_closes_before_its_last_attempt_has_ended():
+    stage = Stage(a=20.0)
+
+    async def main(engine):
+        scoring = batch(engine, 1)
+        await asyncio.sleep(1.5)
+        await engine.reload(tree("b", engine=NO_HEDGE))
+        assert [upstream.name for upstream in engine._wiring.upstreams.draining] == ["a"]
+        await engine.aclose()
+        assert not engine._wiring.upstreams.draining
+        return await scoring
+
+    (outcome,) = stage.play(tree("a", engine=NO_HEDGE), main)
+    assert outcome.reason == "closed"
+
+
 def test_without_any_source_left_samples_fail_at_once_with_the_cause():
     stage = Stage(a=5.0)
 

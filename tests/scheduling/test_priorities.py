@@ -187,7 +187,7 @@ def test_a_slow_source_takes_the_least_of_the_higher_priority_if_no_other_would_
     """It would end late for the batch, and the largest one would end earlier at the other source."""
     before = busy_fast(stage)
     sent = played(stage, before, (0.5, 0, LOW), (0.5, 5, 40), (0.5, 5, 32))
-    assert [size for at, source, size in sent if source == "a"][0] == 32
+    assert next(size for _, source, size in sent if source == "a") == 32
 
 
 def test_a_slow_source_takes_one_of_middle_size_of_the_higher_priority_if_no_other_would_end_that_one_earlier(stage):

@@ -320,7 +320,7 @@ class RewardEngine:
             for name, upstream in self._wiring.upstreams.items()
             if getattr(type(upstream.source), "has_servers", False)
         }
-        if source not in found:
+        if not isinstance(source, str) or source not in found:
             raise EngineError(f"{source!r} is no source of kind replicas; such sources: {', '.join(found) or 'none'}")
         return found[source]
 

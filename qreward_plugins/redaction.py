@@ -8,6 +8,7 @@ foreign text before it is shown.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,6 +26,8 @@ _PLAIN_WORDS = frozenset(
     | {"stop", "think", "unk"}
 )
 """A key with one of these words holds no secret, because `key` or `token` means something else: `eos_token`."""
+_FOLDERS = frozenset({"PWD", "OLDPWD"})
+"""Shells set these to folders. Masking them would mask every path that a message names."""
 _LETTERS_ONLY = re.compile(r"[^a-z]")
 _GLUED = re.compile(r"(?:api|access|private|secret|auth|client)(?:key|token|secret)|password|passphrase|credential")
 
@@ -54,6 +57,11 @@ def names_secret(name: str) -> bool:
     if _GLUED.search(_LETTERS_ONLY.sub("", name.lower())):
         return True
     return not _SECRET_WORDS.isdisjoint(words) and _PLAIN_WORDS.isdisjoint(words)
+
+
+def environment_secrets() -> list[str]:
+    """Return the values of the environment variables whose names are those of secrets."""
+    return [value for name, value in os.environ.items() if value and names_secret(name) and name not in _FOLDERS]
 
 
 def with_secrets(value: Any, *, secret: bool = False, within: tuple[str, ...] = ()) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.redaction import names_secret, secrets_in, with_secrets
+from qreward_plugins.redaction import environment_secrets, secrets_in, with_secrets
 from qreward_plugins.sources import FunctionSource
 
 ComputeScore = Callable[..., Any]
@@ -67,9 +67,7 @@ def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | Non
         given.append(_container(None if trainer is None else OmegaConf.select(trainer, f"{key}.reward_kwargs")))
     url = None if trainer is None else OmegaConf.select(trainer, "reward.sandbox_fusion.url")
     found = [str(url)] if url else []
-    variables = [
-        value for name, value in os.environ.items() if names_secret(name) and len(value) >= _SHORTEST_SECRET_CHARS
-    ]
+    variables = [value for value in environment_secrets() if len(value) >= _SHORTEST_SECRET_CHARS]
     for tree in given:
         found += secrets_in(with_secrets(tree))
         found += [text for text in _texts(tree) if "://" in text]

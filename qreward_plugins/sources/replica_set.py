@@ -20,7 +20,7 @@ from ..errors import (
     SourceUnusable,
     TransientError,
 )
-from ..redaction import names_secret, secrets_in
+from ..redaction import environment_secrets, secrets_in
 from ..replicas.changes import ChangeFailed
 from ..replicas.pool import PoolFailed
 from ..replicas.replica_state import ReplicaState
@@ -38,6 +38,7 @@ from .transfers import WeightTransfer
 _T = TypeVar("_T")
 _LOG_LINES = 20
 _MOST_CHANGES = 1000
+_LONGEST_VERSION_CHARS = 200
 _LOG_CHARS = 300
 _MARKS: Mapping[str, Mark] = {"up": "up", "draining": "draining"}
 
@@ -68,9 +69,10 @@ class ReplicaSet(SourceKind):
         self._seen = -1
         self._states: tuple[ReplicaState, ...] = ()
         self._changes: list[ReplicaChange] = []
-        secrets = [value for key, value in os.environ.items() if names_secret(key)]
         given = [config.arguments, list(config.command or ()), list(config.program or ())]
-        self._redactor = self._inner.redactor.beside([*secrets, *spec.environment.values(), *secrets_in(given)])
+        self._redactor = self._inner.redactor.beside(
+            [*environment_secrets(), *spec.environment.values(), *secrets_in(given)]
+        )
 
     @classmethod
     def answered(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -177,9 +179,13 @@ class ReplicaSet(SourceKind):
             raise ValueError("update_weights takes either `path` or `transfer`")
         _check(mode=(mode, ("rolling", "together")), drain=(drain, ("wait", "abort")))
         _check_seconds(within_s)
+        _check_version(version)
         if transfer is None:
-            update = Update(version, _absolute(path or ""), mode=mode, drain=drain, within_s=within_s)
+            update = Update(version, _absolute(path), mode=mode, drain=drain, within_s=within_s)
             return await self._changed(self._use.update_weights(update))
+        if not isinstance(transfer, WeightTransfer):
+            raise ValueError(f"transfer is a WeightTransfer, not a {type(transfer).__name__}")
+        transfer.check()
         if not version:
             raise ValueError("weights from memory need a `version`")
         update = Update(
@@ -324,8 +330,11 @@ class _Gate:
         return base_url.removesuffix(self._source._path)
 
 
-def _absolute(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.fspath(path))
+def _absolute(path: object) -> str:
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(f"path is the path of a checkpoint, not {path!r:.80}")
+    return os.path.abspath(text)
 
 
 def _ignore() -> None:
@@ -336,6 +345,14 @@ def _check(**given: tuple[object, Sequence[str]]) -> None:
     for name, (value, known) in given.items():
         if value not in known:
             raise ValueError(f"{name} is {' or '.join(known)}, not {value!r}")
+
+
+def _check_version(version: object) -> None:
+    # Verdicts, logs and metrics carry it.
+    if not isinstance(version, str) or not version.isprintable() or len(version) > _LONGEST_VERSION_CHARS:
+        raise ValueError(
+            f"version is a printable text of at most {_LONGEST_VERSION_CHARS} characters, not {version!r:.80}"
+        )
 
 
 def _check_seconds(within_s: object) -> None:

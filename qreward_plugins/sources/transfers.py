@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from ..replicas.pool_use import PoolUse
 from ..replicas.weights import Update, Weights
 
@@ -28,6 +30,22 @@ class WeightTransfer:
     receive: Sequence[Mapping[str, Any]]
     begin: Sequence[Mapping[str, Any]] = ()
     send: Callable[[list[int]], Awaitable[None]] | None = None
+
+    def check(self) -> None:
+        """Raise `ValueError` for bodies that no server can be sent."""
+        given: dict[str, Any] = {"receive": self.receive, "begin": self.begin}
+        for name, bodies in given.items():
+            if isinstance(bodies, str) or not isinstance(bodies, Sequence):
+                raise ValueError(f"{name} of a WeightTransfer is a list of mappings, not a {type(bodies).__name__}")
+            for number, body in enumerate(bodies):
+                if not isinstance(body, Mapping):
+                    raise ValueError(f"{name}[{number}] of the WeightTransfer is a mapping, not {body!r:.80}")
+                try:
+                    orjson.dumps(dict(body))
+                except TypeError as error:
+                    raise ValueError(f"{name}[{number}] of the WeightTransfer is not JSON ({error})") from None
+        if not self.receive:
+            raise ValueError("receive of the WeightTransfer is empty, so the replicas would receive nothing")
 
     async def run(self, use: PoolUse, update: Update) -> Weights:
         """Carry out `update` while sending. Raises what `PoolUse.update_weights` or `send` raises."""

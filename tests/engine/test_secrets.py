@@ -21,7 +21,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins import ConfigurationError, InvalidReply, RewardEngine, Sample, TransientError, load_config
-from qreward_plugins.redaction import Secret, names_secret
+from qreward_plugins.redaction import Secret, environment_secrets, names_secret
 from qreward_plugins.sources import FunctionSource
 from qreward_plugins.sources.http import HTTPClient
 from qreward_plugins.sources.http_reading import HTTPReply
@@ -289,6 +289,14 @@ SETTING_NAMES = (
 @pytest.mark.parametrize("name", SECRET_NAMES.split())
 def test_names_of_secrets(name):
     assert names_secret(name)
+
+
+def test_the_folders_of_a_shell_are_no_secrets(monkeypatch):
+    for name, value in {"PWD": "/data/run", "OLDPWD": "/data", "JUDGE_PASSWORD": "hunter2!", "EMPTY_TOKEN": ""}.items():
+        monkeypatch.setenv(name, value)
+    found = environment_secrets()
+    assert "hunter2!" in found
+    assert not {"/data/run", "/data", ""} & set(found)
 
 
 @pytest.mark.parametrize("name", SETTING_NAMES.split())

@@ -146,18 +146,40 @@ async def weights_of(url):
         return (await reply.json())["checksums"]["all"]
 
 
-async def test_what_is_wrong_with_a_checkpoint_is_found_before_a_replica_is_touched(stand_ins):
+async def test_what_is_wrong_with_a_checkpoint_is_found_before_a_replica_is_touched(stand_ins, monkeypatch):
+    # A shell sets it. It is no password, so the messages have whole paths.
+    monkeypatch.setenv("PWD", str(stand_ins.folder))
     empty = stand_ins.folder / "empty"
     empty.mkdir()
     async with RewardEngine(tree(stand_ins)) as engine:
         for path, why in [(empty, "holds no weights"), (stand_ins.folder / "none", "does not exist")]:
-            with pytest.raises(ReplicasNotChanged, match=f"{why}.*nothing was changed"):
+            with pytest.raises(ReplicasNotChanged, match=f"{path} {why}.*nothing was changed"):
                 await engine.update_weights("own", path=path)
         assert stand_ins.notes() == []
         assert states(engine) == ["up", "up"]
         for wrong in ({}, {"path": empty, "mode": "all"}, {"path": empty, "within_s": 0}, {"path": empty, "drain": 1}):
             with pytest.raises(ValueError, match=r"update_weights|mode|within_s|drain"):
                 await engine.update_weights("own", **wrong)
+        sent = {"version": "v", "transfer": WeightTransfer([{}])}
+        for wrong, why in (
+            ({"path": ""}, "path is the path of a checkpoint, not ''"),
+            ({"path": 3}, "path is the path of a checkpoint, not 3"),
+            ({"path": b"w"}, "path is the path of a checkpoint"),
+            ({"path": "a\0b"}, "path is the path of a checkpoint"),
+            ({"path": empty, "version": 3}, "version is a printable text"),
+            ({"path": empty, "version": "a\nb"}, "version is a printable text"),
+            ({"path": empty, "version": "v" * 201}, "version is a printable text"),
+            (sent | {"transfer": {}}, "transfer is a WeightTransfer, not a dict"),
+            (sent | {"transfer": WeightTransfer([])}, "receive of the WeightTransfer is empty"),
+            (sent | {"transfer": WeightTransfer("ab")}, "receive of a WeightTransfer is a list of mappings, not a str"),
+            (sent | {"transfer": WeightTransfer([3])}, r"receive\[0\] of the WeightTransfer is a mapping, not 3"),
+            (sent | {"transfer": WeightTransfer([{}], begin=[{"a": object()}])}, r"begin\[0\] .* is not JSON"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                await engine.update_weights("own", **wrong)
+        assert states(engine) == ["up", "up"]
+        with pytest.raises(EngineError, match="such sources: own"):
+            await engine.sleep(["own"])
         with pytest.raises(EngineError, match="'other' is no source of kind replicas; such sources: own"):
             await engine.update_weights("other", path=empty)
 

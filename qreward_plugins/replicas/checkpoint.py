@@ -18,7 +18,7 @@ from typing import Any
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BESIDE = ("config.json", "generation_config.json", "tokenizer", "vocab", "merges", "special_tokens", "chat_template")
 """Beginnings of the names of other files that change what a server answers."""
-_INDEX = "model.safetensors.index.json"
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _HEADER_BYTES = 100 * 2**20
 _EDGE_BYTES = 65536
 _SAMPLE_BYTES = 1024
@@ -70,16 +70,20 @@ def read_checkpoint(path: str) -> Checkpoint:
     place = Path(path)
     try:
         found = sorted(place.iterdir()) if place.is_dir() else [place]
-        weights = [file for file in found if file.name.endswith(_WEIGHTS) and file.is_file()]
+        found = [file for file in found if file.is_file()]
+        weights = [file for file in found if file.name.endswith(_WEIGHTS)]
         if not place.exists():
             raise CheckpointUnusable(f"{path} does not exist")
         if not weights:
             raise CheckpointUnusable(f"{path} holds no weights ({', '.join('*' + suffix for suffix in _WEIGHTS)})")
+        for file in weights:
+            if file.stat().st_size == 0:
+                raise CheckpointUnusable(f"{file} is empty")
+        _check_indexes(place, {file.name for file in weights})
         digest = hashlib.blake2b(digest_size=16, person=b"qreward weights")
         for file in (file for file in found if file in weights or file.name.startswith(_BESIDE)):
             digest.update(_edges(file))
         safe = [file for file in weights if file.name.endswith(".safetensors")]
-        _check_index(place, {file.name for file in safe})
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         samples = {} if safe else {file.name: _edges(file, with_time=False) for file in weights}
         for file in safe:
@@ -102,17 +106,17 @@ def _edges(file: Path, *, with_time: bool = True) -> bytes:
     return f"{file.name}\0{about.st_size}\0{about.st_mtime_ns if with_time else ''}\0".encode() + head + tail
 
 
-def _check_index(place: Path, names: set[str]) -> None:
-    index = place / _INDEX
-    if not index.is_file():
-        return
-    try:
-        wanted = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointUnusable(f"{index} cannot be read") from None
-    missing = sorted(map(str, wanted - names))
-    if missing:
-        raise CheckpointUnusable(f"{place} lacks {_listed(missing)}, which its index names")
+def _check_indexes(place: Path, names: set[str]) -> None:
+    for index in (place / name for name in _INDEXES):
+        if not index.is_file():
+            continue
+        try:
+            wanted = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise CheckpointUnusable(f"{index} cannot be read") from None
+        missing = sorted(map(str, wanted - names))
+        if missing:
+            raise CheckpointUnusable(f"{place} lacks {_listed(missing)}, which its index names")
 
 
 def _read_tensors(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], samples: dict[str, bytes]) -> None:
@@ -127,7 +131,9 @@ def _read_tensors(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], s
             header.pop("__metadata__", None)
             spans = {name: (int(one["data_offsets"][0]), int(one["data_offsets"][1])) for name, one in header.items()}
             read = {name: (str(one["dtype"]), tuple(map(int, one["shape"]))) for name, one in header.items()}
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            if any(not 0 <= first <= last for first, last in spans.values()):
+                raise ValueError("an offset is before the one that it follows")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
             raise CheckpointUnusable(f"{file} is no safetensors file") from None
         end = 8 + length + max((last for _, last in spans.values()), default=0)
         if size != end:

@@ -57,6 +57,32 @@ def test_what_is_cut_off_or_missing_is_named(tmp_path):
             read_checkpoint(str(tmp_path / "short"))
     indexed = written(tmp_path / "indexed", a=(2, 2))
     for index, why in [({"weight_map": {"a": "model-2.safetensors"}}, "lacks model-2"), ([], "cannot be read")]:
-        (indexed / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(CheckpointUnusable, match=why):
-            read_checkpoint(str(indexed))
+        for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+            (indexed / name).write_text(json.dumps(index))
+            with pytest.raises(CheckpointUnusable, match=why):
+                read_checkpoint(str(indexed))
+            (indexed / name).unlink()
+    # A server would load it, and be left with nothing.
+    (indexed / "more.bin").touch()
+    with pytest.raises(CheckpointUnusable, match=r"more\.bin is empty"):
+        read_checkpoint(str(indexed))
+
+
+def test_a_header_that_lies_is_refused(tmp_path):
+    folder = tmp_path / "lies"
+    folder.mkdir()
+    whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    for lie in ({"data_offsets": [8, 0]}, {"data_offsets": [-4, 8]}, {"shape": [float("inf")]}, {"shape": 2}):
+        header = json.dumps({"a": whole, "b": {**whole, **lie}}).encode()
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+        with pytest.raises(CheckpointUnusable, match="is no safetensors file"):
+            read_checkpoint(str(folder))
+
+
+def test_folders_within_a_checkpoint_are_none_of_its_files(tmp_path):
+    folder = written(tmp_path / "model", a=(2, 3))
+    first = read_checkpoint(str(folder)).files
+    for name in ("tokenizer", "global_step_7.pt"):
+        (folder / name).mkdir()
+    (folder / "vocab.json").symlink_to("nowhere")
+    assert read_checkpoint(str(folder)).files == first

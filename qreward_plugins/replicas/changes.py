@@ -113,24 +113,31 @@ class Changes:
             pool = self._pool
             up = [state.number for state in pool.states if state.state in ("up", "stale")]
             serving = [number for number in up if pool.states[number].state == "up"]
-            late = await self._drained(serving, drain=drain, within_s=within_s)
+            # Those that are starting must not take calls meanwhile.
+            try:
+                await pool.leave_alone(range(len(pool.states)))
+                late = await pool.drain(serving, abort=drain == "abort", within_s=within_s)
+            except BaseException:
+                self._stay_awake(up)
+                raise
             if late:
-                pool.resume(serving, paused=False)
+                self._stay_awake(up)
                 problem = f"{_named(late)}: calls did not end within {within_s:g} s; the pool does not sleep"
                 raise ChangeFailed(f"{problem}. Wait longer (`within_s`), or use `drain: abort`", replicas=late)
             self._asleep = True
             self._discarded.clear()
             self._half_awake.clear()
-            await pool.leave_alone(range(len(pool.states)))
             await asyncio.gather(*(self._to_sleep(state.number, level, state.number in up) for state in pool.states))
 
-    async def _drained(self, numbers: Sequence[int], *, drain: Drain, within_s: float) -> list[int]:
-        """Drain replicas; return those whose calls did not end in time. If it is cancelled, they take calls again."""
-        try:
-            return await self._pool.drain(numbers, abort=drain == "abort", within_s=within_s)
-        except asyncio.CancelledError:
-            self._pool.resume(numbers, paused=False)
-            raise
+    def _stay_awake(self, up: Sequence[int]) -> None:
+        """Let all go on as before. `up`: those that ran when the sleep was to begin."""
+        pool = self._pool
+        for state in pool.states:
+            if state.number not in up and state.state in ("starting", "down"):
+                pool.supervise(state.number, ServerFailed(state.problem or "its start was interrupted"))
+            elif state.state in ("up", "stale"):
+                pool.keep(state.number)
+        pool.resume(up, paused=False)
 
     async def _to_sleep(self, number: int, level: int, runs: bool) -> None:
         pool = self._pool
@@ -265,13 +272,15 @@ class _Updating:
         pool, update = self._pool, self._update
         serving = [number for number in numbers if pool.states[number].state == "up"]
         numbers = [number for number in numbers if pool.states[number].state in ("up", "stale")]
+        # One that ends from now on is found by the next order. If it were started again meanwhile, nobody would say
+        # that its calls have ended.
+        await pool.leave_alone(numbers)
         late = await pool.drain(serving, abort=update.drain == "abort", within_s=update.within_s)
         for number in late:
             self._failed[number] = ServerFailed(f"its calls did not end within {update.within_s:g} s")
         if late and (update.mode == "together" or not update.path):
             return
         numbers = [number for number in numbers if number not in late]
-        await pool.leave_alone(numbers)
         for number in numbers:
             pool.set(number, "updating")
         if pool.spec.in_place:
@@ -359,6 +368,8 @@ class _Updating:
         pool = self._pool
         for state in pool.states:
             number = state.number
+            if state.state in ("up", "stale"):
+                pool.keep(number)
             if state.state not in ("draining", "updating"):
                 continue
             failed = self._failed.get(number) or ServerFailed("the update of its weights was cancelled")

@@ -74,8 +74,7 @@ class Pool:
         weights: Weights | None = None,
     ) -> None:
         self.spec = spec
-        self.weights = weights or Weights()
-        """The weights that replicas are started with from now on."""
+        self._weights = weights or Weights()
         self.has: dict[int, Weights] = {}
         """By replica: the weights with which it last took calls."""
         self.servers: dict[int, Server] = {}
@@ -97,6 +96,17 @@ class Pool:
     def states(self) -> tuple[ReplicaState, ...]:
         """The state of each replica."""
         return tuple(self._states)
+
+    @property
+    def weights(self) -> Weights:
+        """What replicas are started with from now on. Users hear of a change at once: the journal's keys have it."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        if weights != self._weights:
+            self._weights = weights
+            self._on_change()
 
     async def start(self) -> None:
         """Start all replicas at the same time, and wait until all are ready.
@@ -183,6 +193,11 @@ class Pool:
             earlier.cancel()
         self._tasks[number] = asyncio.ensure_future(self._supervise(number, failed))
 
+    def keep(self, number: int) -> None:
+        """Supervise a replica that runs, unless that is done already."""
+        if number not in self._tasks:
+            self.supervise(number)
+
     def resume(self, numbers: Iterable[int], *, paused: bool) -> None:
         """Let replicas with unchanged weights take calls again. `paused`: resume their servers first."""
         for number in numbers:
@@ -190,16 +205,19 @@ class Pool:
                 self._tasks[number] = asyncio.ensure_future(self._resumed(number))
             elif self._states[number].state in ("draining", "updating"):
                 self.opened(number, self.has[number], self._states[number].url)
-                if number not in self._tasks:
-                    self.supervise(number)
+                self.keep(number)
 
     async def _resumed(self, number: int) -> None:
         failed: ServerFailed | None = None
         try:
             await self.servers[number].tell("resume")
-            self.opened(number, self.has[number], self._states[number].url)
         except ServerFailed as error:
             failed = error
+        else:
+            if self.has[number].revision == self.weights.revision:
+                self.opened(number, self.has[number], self._states[number].url)
+            else:
+                failed = ServerFailed("the others got other weights meanwhile")
         await self._supervise(number, failed)
 
     async def leave_alone(self, numbers: Iterable[int]) -> None:

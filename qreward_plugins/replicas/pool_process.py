@@ -34,10 +34,10 @@ from ..named_actors import in_thread
 from .commands import Commands
 from .launch import LocalServer
 from .pool import Pool, PoolFailed
+from .pool_use import LINE_BYTES
 from .spec import PoolSpec
 from .weights import Weights
 
-_HELLO_BYTES = 2**24
 _FIRST_USER_S = 30.0
 """Seconds after which a pool ends that nobody has begun to use."""
 _LAST_WORD_S = 5.0
@@ -64,7 +64,7 @@ class PoolProcess:
     async def run(self) -> None:
         """Serve until the last user has left, or SIGTERM comes; then stop the servers."""
         loop = asyncio.get_running_loop()
-        server = self._server = await asyncio.start_unix_server(self._serve, sock=self._listening, limit=_HELLO_BYTES)
+        server = self._server = await asyncio.start_unix_server(self._serve, sock=self._listening, limit=LINE_BYTES)
         loop.add_signal_handler(signal.SIGTERM, self._unused.set)
         first = loop.call_later(_FIRST_USER_S, lambda: None if self._users else self._unused.set())
         await self._unused.wait()

@@ -42,10 +42,15 @@ _PROGRAM = (
     "import json; sys.path[:] = json.loads(sys.argv[4])\n"
     "from qreward_plugins.replicas.pool_process import main; main(int(sys.argv[1]), *sys.argv[2:4])"
 )
+LINE_BYTES = 2**24
+"""Most bytes of a message to a pool. It reads no longer one, and would take its user for gone."""
 _CONNECT_TRIES = 40
 _BETWEEN_TRIES_S = 0.05
 _LOST_TRIES = 3
 _SILENT_S = 120.0
+_LOST = "the process of the pool has ended; it is started again with the weights that it had"
+
+
 _HELD: Mapping[str, str] = {
     "asleep": "it sleeps",
     "updating": "its weights are updated",
@@ -191,14 +196,16 @@ class PoolUse(ABC):
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
         command = self._commands[number] = _Command(loop, loop.create_future(), on_receiving)
+        saying = asyncio.ensure_future(in_thread(lambda: self.say({"do": name, "id": number, "with": dict(details)})))
         try:
-            await in_thread(lambda: self.say({"do": name, "id": number, "with": dict(details)}))
-            if self.ended:
-                raise PoolFailed("it has ended")
+            if not await asyncio.shield(saying):
+                raise PoolFailed("it has ended") if self.ended else ChangeFailed(_LOST)
             return await command.result
         except asyncio.CancelledError:
+            # The command itself may still be on its way.
+            saying.add_done_callback(lambda saying: saying.cancelled() or saying.exception())
             if name == "update" and not details["path"]:
-                self.say({"cancel": number})
+                saying.add_done_callback(lambda _: self.say({"cancel": number}))
             raise
         finally:
             self._commands.pop(number, None)
@@ -210,8 +217,10 @@ class PoolUse(ABC):
             self.say({"idle": [drained]})
 
     @abstractmethod
-    def say(self, message: Mapping[str, Any]) -> None:
-        """Send a message to the pool; see `Commands.heard`. It may get lost if the pool ends."""
+    def say(self, message: Mapping[str, Any]) -> bool:
+        """Send a message to the pool; see `Commands.heard`. Return False if there is no pool now. A message may get
+        lost if the pool ends: then `_lost` is called afterwards. Raises `ValueError` if it is too long.
+        """
 
     @property
     def held(self) -> str:
@@ -238,9 +247,12 @@ class PoolUse(ABC):
     def _lost(self) -> None:
         """Forget the replicas of a pool that has ended, and fail its commands."""
         self._learned(())
+        self._lose_commands()
+
+    def _lose_commands(self) -> None:
+        """Fail the commands that were said to a pool that has ended. Nobody may say more to it by then."""
         for command in list(self._commands.values()):
-            problem = "the process of the pool has ended; it is started again with the weights that it had"
-            command.heard({"error": {"problem": problem, "replicas": [], "log": ""}})
+            command.heard({"error": {"problem": _LOST, "replicas": [], "log": ""}})
 
     def _left(self) -> bool:
         """Whether this use is to end."""
@@ -299,6 +311,8 @@ class LocalPoolUse(PoolUse):
     def __init__(self, spec: PoolSpec) -> None:
         super().__init__(spec)
         self._channel: socket.socket | None = None
+        self._greeted = False
+        """Whether the pool knows this user. What comes before, it would take for the spec."""
         self._sending = threading.Lock()
         # A forked child would keep the connection open, and with it the servers, after this process has ended.
         forget = weakref.WeakMethod(self._forget)
@@ -312,10 +326,15 @@ class LocalPoolUse(PoolUse):
                 with channel, suppress(OSError):
                     known = orjson.dumps({"weights": self.weights.as_mapping()})
                     channel.sendall(self.spec.to_json() + b"\n" + known + b"\n")
+                    self._greeted = True
                     if self._left():
                         self.leave()
-                    with channel.makefile("rb") as lines:
-                        was_open = self._listen(lines)
+                    try:
+                        with channel.makefile("rb") as lines:
+                            was_open = self._listen(lines)
+                    finally:
+                        self._greeted = False
+                        self._lose_commands()
                     if was_open or self._left():
                         break
                 # That pool was about to end.
@@ -338,11 +357,16 @@ class LocalPoolUse(PoolUse):
             self._heard(orjson.loads(line))
         return any_line
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        channel = self._channel
-        if channel is not None:
-            with suppress(OSError), self._sending:
-                channel.sendall(orjson.dumps(message) + b"\n")
+    def say(self, message: Mapping[str, Any]) -> bool:
+        line = orjson.dumps(message) + b"\n"
+        if len(line) > LINE_BYTES:
+            raise ValueError(f"all bodies together take {len(line):,} bytes; {LINE_BYTES:,} are possible")
+        with suppress(OSError), self._sending:
+            channel = self._channel
+            if channel is not None and self._greeted:
+                channel.sendall(line)
+                return True
+        return False
 
     def leave(self) -> None:
         channel = self._channel

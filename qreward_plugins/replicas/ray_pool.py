@@ -33,6 +33,8 @@ _PLACED_WITHIN_S = 120.0
 """Seconds that the cluster has to place a replica. An autoscaler takes a minute to add a node."""
 _LOOK_EVERY_S = 1.0
 _NEWS_WITHIN_S = 30.0
+_SILENT_S = 60.0
+"""Seconds without a question for news after which nobody waits for a user: Ray does not tell that a process ended."""
 _STOP_S = 60.0
 _LOST_TRIES = 3
 
@@ -195,8 +197,11 @@ class RayPoolActor:
 
     def __init__(self) -> None:
         self._users: set[str] = set()
+        self._silent: set[str] = set()
+        """Users that have asked for no news for a while."""
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._pool: Pool | None = None
-        self._commands = Commands(lambda: self._users)
+        self._commands = Commands(self._heard_of)
         self._said: dict[str, list[dict[str, Any]]] = {}
         """By user: the answers to its commands that it has not fetched yet."""
         self._version = 0
@@ -214,7 +219,7 @@ class RayPoolActor:
         if self._pool is None:
             known = PoolSpec.from_json(spec)
             self._ready, self._failed = False, None
-            commands = self._commands = Commands(lambda: self._users)
+            commands = self._commands = Commands(self._heard_of)
             self._pool = Pool(
                 known,
                 lambda number: RayServer(known, number),
@@ -234,13 +239,31 @@ class RayPoolActor:
         self._said.setdefault(user, []).append(message)
         self._change()
 
+    def _heard_of(self) -> set[str]:
+        return self._users - self._silent
+
+    def _listens(self, user: str) -> None:
+        """Note that a user is there."""
+        self._silent.discard(user)
+        if (timer := self._timers.pop(user, None)) is not None:
+            timer.cancel()
+
+    def _falls_silent(self, user: str) -> None:
+        self._timers.pop(user, None)
+        self._silent.add(user)
+        self._commands.left(user)
+
     async def news(self, user: str, version: int) -> dict[str, Any] | None:
         """Wait for a change after `version`, for a while; return what is known then. None for a user that has not
         joined, or has left.
         """
+        self._listens(user)
         if user in self._users and version == self._version:
             with anyio.move_on_after(_NEWS_WITHIN_S):
                 await self._changed.wait()
+        self._listens(user)
+        if user in self._users:
+            self._timers[user] = asyncio.get_running_loop().call_later(_SILENT_S, self._falls_silent, user)
         if user not in self._users or self._pool is None:
             return None
         if self._failed is not None:
@@ -253,6 +276,7 @@ class RayPoolActor:
     async def leave(self, user: str) -> None:
         """End a use. The last one stops the servers, and returns when they have ended."""
         self._users.discard(user)
+        self._listens(user)
         self._said.pop(user, None)
         self._commands.left(user)
         if not self._users and self._pool is not None and self._stopping is None:
@@ -293,6 +317,8 @@ class RayPoolUse(PoolUse):
         super().__init__(spec)
         self._user = secrets.token_hex(8)
         self._actor: Any = None
+        self._joined = False
+        """Whether the actor knows this user. It ignores what others say."""
 
     def follow(self) -> None:
         import ray
@@ -303,6 +329,7 @@ class RayPoolUse(PoolUse):
             try:
                 self._actor = get_or_start(f"qreward-replicas-{self.spec.key}", RayPoolActor)
                 ray.get(self._actor.join.remote(self._user, self.spec.to_json(), self.weights.as_mapping()))
+                self._joined = True
                 self._listen(ray)
             except RayActorError:
                 lost += 1
@@ -310,6 +337,9 @@ class RayPoolUse(PoolUse):
                 if lost > _LOST_TRIES:
                     raise PoolFailed("the actor of the pool has ended too often") from None
                 _log.warning("the pool of %s has ended; it is started again", self.spec.name)
+            finally:
+                self._joined = False
+                self._lose_commands()
         if self._actor is not None:
             with suppress(Exception):  # Ray may be shut down
                 ray.get(self._actor.leave.remote(self._user))
@@ -330,10 +360,12 @@ class RayPoolUse(PoolUse):
                 for message in news["said"]:
                     self._heard(message)
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        if self._actor is not None:
+    def say(self, message: Mapping[str, Any]) -> bool:
+        if self._joined:
             with suppress(Exception):  # Ray may be shut down
                 self._actor.hear.remote(self._user, dict(message))
+                return True
+        return False
 
     def leave(self) -> None:
         if self._actor is not None:

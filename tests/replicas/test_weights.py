@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from dataclasses import replace
 
 import aiohttp
@@ -18,6 +19,7 @@ from qreward_plugins import EngineError, ReplicaChanged, ReplicasNotChanged, Rew
 from qreward_plugins.replicas import Pool
 from qreward_plugins.replicas.changes import ChangeFailed, Changes
 from qreward_plugins.replicas.launch import LocalServer
+from qreward_plugins.replicas.pool_use import LocalPoolUse
 from qreward_plugins.replicas.weights import Update
 
 pytestmark = pytest.mark.anyio
@@ -121,8 +123,11 @@ async def test_an_update_that_fails_leaves_no_replica_half_new(stand_ins, mode):
     changes = Changes(pool)
     await pool.start()
     now = "first"
-    for fault in ("fail", "die", "lie", "unsaid", "stuck", "no-pause"):
+    for fault in ("fail", "die", "lie", "unsaid", "stuck", "no-pause", "hang"):
         stand_ins.fault(fault)
+        if fault == "hang":
+            for server in pool.servers.values():
+                server._spec = replace(spec, start_within_s=0.5)
         before = [state.restarts for state in pool.states]
         with pytest.raises(ChangeFailed) as caught:
             await changes.update(Update(fault, str(stand_ins.weights(fault)), mode=mode))
@@ -177,7 +182,11 @@ async def test_what_is_wrong_with_a_checkpoint_is_found_before_a_replica_is_touc
         ):
             with pytest.raises(ValueError, match=why):
                 await engine.update_weights("own", **wrong)
-        assert states(engine) == ["up", "up"]
+        # The process of the pool reads no such line, and would take this user, its last one, for gone.
+        living = stand_ins.living()
+        with pytest.raises(ValueError, match="16,777,216 are possible"):
+            await engine.update_weights("own", transfer=WeightTransfer([{"weights": "x" * 2**24}]), version="v")
+        assert (stand_ins.living(), states(engine)) == (living, ["up", "up"])
         with pytest.raises(EngineError, match="such sources: own"):
             await engine.sleep(["own"])
         with pytest.raises(EngineError, match="'other' is no source of kind replicas; such sources: own"):
@@ -311,7 +320,7 @@ async def test_weights_come_from_memory(stand_ins):
 async def test_the_journal_tells_weights_apart(stand_ins, tmp_path):
     journal = {"journal": {"path": str(tmp_path / "journal.db")}}
     second = stand_ins.weights("second")
-    async with RewardEngine(tree(stand_ins, engine=journal)) as engine:
+    async with RewardEngine(tree(stand_ins, engine=journal, data_parallel=1, sleep_mode=True)) as engine:
         upstream = engine.upstreams["own"]
         await engine.score_all(samples(4))
         await engine.update_weights("own", path=second, version="step-1")
@@ -326,6 +335,19 @@ async def test_the_journal_tells_weights_apart(stand_ins, tmp_path):
         outcomes = await engine.score_all(samples(4))
         assert upstream.requests == 8
         assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-2"}
+        # Also while they sleep, nothing is answered with the answers of earlier weights.
+        await engine.sleep("own")
+        await engine.update_weights("own", path=stand_ins.weights("third"), version="step-2")
+        outcomes = await engine.score_all(samples(4), deadline_s=0.05)
+        assert {outcome.reason for outcome in outcomes} == {"deadline"}
+
+
+async def test_a_command_that_finds_no_pool_fails_at_once(stand_ins):
+    """It has ended, and the process that replaces it does not listen yet."""
+    use = LocalPoolUse(stand_ins.spec())
+    use._thread, use._over = threading.current_thread(), True
+    with pytest.raises(ChangeFailed, match="the process of the pool has ended"):
+        await use.wake_up()
 
 
 async def test_every_change_is_an_event(stand_ins):

@@ -1,0 +1,227 @@
+"""Changes of a pool whose servers are stand-ins in this process: cancelled at every await, and one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from qreward_plugins.replicas import Pool, PoolSpec, Topology
+from qreward_plugins.replicas.changes import ChangeFailed, Changes
+from qreward_plugins.replicas.launch import ServerFailed
+from qreward_plugins.replicas.ray_pool import RayPoolActor
+from qreward_plugins.replicas.replica_state import ReplicaState
+from qreward_plugins.replicas.weights import Update, Weights
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.0, 0.0))
+
+
+class Server:
+    """A server that needs a few steps of the loop for everything. `fails` are orders that fail once, by replica."""
+
+    def __init__(self, number, fails):
+        self.number, self.fails = number, fails
+        self.url, self.has, self.paused, self.stopped = "", "", False, asyncio.Event()
+
+    async def start(self, weights=None):
+        await asyncio.sleep(0)
+        self.url, self.has = f"http://{self.number}/{id(self)}", weights.path
+        return self.url
+
+    async def ended(self):
+        await self.stopped.wait()
+        return ServerFailed("it ended")
+
+    async def stop(self):
+        await asyncio.sleep(0)
+        self.stopped.set()
+
+    async def tell(self, order, **details):
+        await asyncio.sleep(0)
+        if self.stopped.is_set() and order != "check":
+            raise ServerFailed("it ended")
+        if (self.number, order) in self.fails:
+            self.fails.remove((self.number, order))
+            raise ServerFailed(f"no {order}")
+        if order == "pause":
+            self.paused = True
+        elif order == "resume":
+            for _ in range(0 if self.number else 60):
+                await asyncio.sleep(0)
+            self.paused = False
+        elif order == "load":
+            self.has = "half"
+            await asyncio.sleep(0)
+            self.has = details["path"].removeprefix("first")  # the model of the configuration
+        elif order == "receive":
+            self.has = "half"
+            await asyncio.sleep(0)
+            self.has = details["version"]
+        elif order in ("sleep", "wake"):
+            self.paused = order == "sleep"
+        return {"files": details.get("path"), "identity": ""}
+
+
+async def started(**settings):
+    fails = settings.pop("fails", set())
+
+    async def idle(state):
+        await asyncio.sleep(0)
+
+    spec = PoolSpec("own", "vllm", "first", Topology(2), restarts=99, **settings)
+    pool = Pool(spec, lambda number: Server(number, fails), idle=idle)
+    await pool.start()
+    return pool, Changes(pool)
+
+
+async def settled(pool):
+    for _ in range(200):
+        if {state.state for state in pool.states} <= {"up", "stale", "asleep"}:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(pool.states)
+
+
+def loaded(path, **more):
+    return Update(path, path, **more)
+
+
+async def asleep_and_awake(changes):
+    await changes.sleep()
+    await changes.wake()
+
+
+CHANGES = {
+    "rolling": lambda changes: changes.update(loaded("a")),
+    "together": lambda changes: changes.update(loaded("a", mode="together")),
+    "sleep": lambda changes: changes.sleep(level=2),
+    "wake": asleep_and_awake,
+}
+FROM_MEMORY = {
+    "memory": lambda changes: changes.update(Update("a", receive=({},))),
+    "memory together": lambda changes: changes.update(Update("a", mode="together", receive=({},))),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "in_place"),
+    [
+        *(pytest.param(change, True, id=name) for name, change in {**CHANGES, **FROM_MEMORY}.items()),
+        *(pytest.param(change, False, id=f"{name} by restarts") for name, change in CHANGES.items()),
+    ],
+)
+async def test_a_change_that_is_cancelled_anywhere_leaves_a_pool_that_works(change, in_place):
+    at = 0
+    while True:
+        before = asyncio.all_tasks()
+        pool, changes = await started(in_place=in_place, sleep_mode=in_place)
+        task = asyncio.ensure_future(change(changes))
+        for _ in range(at):
+            await asyncio.sleep(0)
+        is_over = task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await changes.wake()
+        await settled(pool)
+        # No replica that takes calls has other weights than it says, is half new, paused, or without supervision.
+        for state in pool.states:
+            server = pool.servers[state.number]
+            if state.state == "up":
+                had = pool.has[state.number]
+                assert server.has == (had.path or had.version), at
+                assert not server.paused, at
+            server.stopped.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await settled(pool)
+        assert all(not pool.servers[state.number].stopped.is_set() for state in pool.states), at
+        await changes.update(loaded("last"))
+        assert [(state.state, state.version) for state in pool.states] == [("up", "last")] * 2, at
+        assert {server.has for server in pool.servers.values()} == {"last"}
+        await pool.stop()
+        assert asyncio.all_tasks() == before
+        if is_over:
+            break
+        at += 1
+    assert at > 5
+
+
+async def test_an_update_right_after_one_that_failed_reaches_every_replica():
+    """A replica that nobody has touched is told to go on, and the next update begins meanwhile."""
+    for steps in range(12):
+        pool, changes = await started(in_place=True, fails={(0, "pause")})
+        with pytest.raises(ChangeFailed, match="replica 0: no pause; the pool goes on with its earlier weights"):
+            await changes.update(loaded("a"))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await changes.update(loaded("b"))
+        await settled(pool)
+        assert [(state.state, state.version) for state in pool.states] == [("up", "b")] * 2, steps
+        await pool.stop()
+
+
+async def test_users_hear_of_other_weights_with_the_last_change_of_a_replica():
+    """The journal's key has the weights: otherwise an answer of the earlier ones would be used again."""
+    heard = []
+    spec = PoolSpec("own", "vllm", "first", Topology(1), in_place=True, sleep_mode=True)
+    pool = Pool(spec, lambda number: Server(number, set()), on_change=lambda: heard.append(pool.weights.version))
+    changes = Changes(pool)
+    await pool.start()
+    await changes.update(loaded("a"))
+    assert heard[-1] == "a"
+    await changes.sleep()
+    await changes.update(loaded("b"))
+    assert heard[-1] == "b"
+    await pool.stop()
+
+
+async def test_a_replica_that_ends_while_its_calls_end_is_no_reason_to_wait():
+    waiting = asyncio.Event()
+
+    async def idle(state):
+        await waiting.wait()
+
+    spec = PoolSpec("own", "vllm", "first", Topology(1), in_place=True, restarts=9)
+    pool = Pool(spec, lambda number: Server(number, set()), idle=idle)
+    changes = Changes(pool)
+    await pool.start()
+    updating = asyncio.ensure_future(changes.update(loaded("a")))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    pool.servers[0].stopped.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    # Its users are asked about the replica until they have answered.
+    assert pool.states[0].state == "draining"
+    waiting.set()
+    with pytest.raises(ChangeFailed, match="replica 0: it ended"):
+        await updating
+    await settled(pool)
+    await pool.stop()
+
+
+async def test_nobody_waits_for_a_user_on_ray_that_is_gone(monkeypatch):
+    monkeypatch.setattr("qreward_plugins.replicas.ray_pool._NEWS_WITHIN_S", 0.01)
+    monkeypatch.setattr("qreward_plugins.replicas.ray_pool._SILENT_S", 0.05)
+
+    class Serving:
+        states, weights = (), Weights()
+
+    actor = RayPoolActor()
+    actor._pool = Serving()
+    actor._users |= {"gone", "there"}
+    for user in ("gone", "there"):
+        await actor.news(user, 0)
+    idle = asyncio.ensure_future(actor._commands.idle(ReplicaState(0, "draining", ticket=1)))
+    while not idle.done():
+        await actor.news("there", 0)
+        await actor.hear("there", {"idle": [[0, 1]]})
+    assert await actor.news("gone", -1) is not None  # it was only busy
+    await actor.leave("gone")
+    assert actor._timers.keys() == {"there"}
+    actor._listens("there")

@@ -279,14 +279,14 @@ class RewardEngine:
         drain: Drain = "wait",
         within_s: float = 600.0,
     ) -> Weights:
-        """Update the weights of a source of kind `replicas`, for all processes that share its servers. Return what the
-        servers have then.
+        """Update the weights of a source of kind `replicas`, for all processes that share its servers. Return the new
+        weights.
 
         `path` is a checkpoint; `transfer` are weights from the memory of this process. `version` is the name that
         verdicts carry; weights of a `path` have one by default. `mode`: "rolling" updates one replica after the other,
         while the others answer; "together" updates all at once, and calls wait, so that there is one version at a time.
-        `drain`: calls under way at a replica end first ("wait"), for at most `within_s` seconds, or are asked again
-        ("abort"). Of two updates at the same time, the second waits for the first.
+        `drain`: calls under way at a replica end first ("wait"), for at most `within_s` seconds, or are sent again to
+        another replica ("abort"). Of two updates at the same time, the second waits for the first.
 
         Raises `ReplicasNotChanged` with the replicas at fault and the cause, `EngineError` for a source without servers
         of its own, `ReplicasNotStarted`, and `ValueError` for impossible arguments. A replica that failed takes no

@@ -21,7 +21,7 @@
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, 529, or 503 with Retry-After: the source asks for a pause
         ├── TransientError      time-outs, resets, 5xx, unreadable replies: another try may help
-        │   ├── SourceHeld      the source takes no calls for a while; the call waits, and nobody is to blame
+        │   ├── SourceHeld      the source takes no calls for a while; the call waits, and no failure is counted
         │   ├── NotStarted      a local function could not start the call; this is not the sample's fault
         │   └── SampleFault     this sample hung or crashed a local function
         └── PermanentError      the source will not answer this request
@@ -133,7 +133,7 @@ class ReplicasNotStarted(QRewardError):
 
 class ReplicasNotChanged(QRewardError):
     """An update of weights, a sleep or a wake-up of a source of kind `replicas` failed. The message names the replicas,
-    the cause and what follows. `replicas` are the numbers of those at fault; empty if none was touched.
+    the cause, and what happens to them now. `replicas` are the numbers of those at fault; empty if none is.
     """
 
     def __init__(self, message: str, *, replicas: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Names the environment variable of an API key, so that no key is ever written to a file."""
+"""Chooses the environment variable for an API key, and recognizes keys, so that no key is written to a file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_variable(answer: str) -> bool:
 
 
 def usual_variable(url: str) -> str:
-    """Return the variable in which users of this endpoint usually have their key; "" for a server of one's own."""
+    """Return the usual variable for a key of this endpoint; "" for a server in a private network."""
     host = _host(url)
     if host in _VARIABLES:
         return _VARIABLES[host]
@@ -50,6 +50,7 @@ def _host(url: str) -> str:
 
 
 def is_local(host: str) -> bool:
+    """Whether a host is one of this machine or of a private network."""
     try:
         return not ip_address(host).is_global
     except ValueError:
@@ -70,5 +71,5 @@ def without_key(text: str) -> str:
 
 
 def is_local_url(url: str) -> bool:
-    """Whether a URL is that of a server of the own network, or one that the trainer starts."""
+    """Whether a URL leads to a private network, or to a server that the trainer starts."""
     return url.startswith("framework://") or is_local(_host(url))

@@ -98,12 +98,12 @@ def init_command(
     model: Annotated[str | None, typer.Option(help="Model. Default: the only one that the endpoint lists.")] = None,
     api_key_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Environment variable that holds the API key. Default: by the URL."),
+        typer.Option(metavar="NAME", help="Environment variable that holds the API key. Default: chosen by the host."),
     ] = None,
     protocol: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Protocol of the server of a reward model. Default: by what it says of itself."
+            metavar="NAME", help="Protocol of the reward model's server. Default: the one of the server that answers."
         ),
     ] = None,
     chat_template: Annotated[

@@ -1,6 +1,6 @@
-"""`qreward init`: asks five questions, writes a configuration with comments, checks it, and says how to train with it.
+"""`qreward init`: asks five questions, writes a commented configuration, checks it, and prints the line to train with.
 
-Every question has a flag. The file is written whole or not at all, and never holds a key.
+Every question has a flag. The file is written in one step or not at all, and never holds a key.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ class InitOptions:
 
 
 def has_terminal() -> bool:
-    """Whether somebody can answer questions."""
+    """Whether standard input is a terminal, at which questions can be answered."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
 def init(options: InitOptions, out: Console, errors: Console) -> int:
     """Collect the answers, write the file, and check it. Returns the exit code of the check.
 
-    Raises `InputError` and `ConfigurationError`; nothing is written then, unless the check found it.
+    Raises `InputError` and `ConfigurationError`. Nothing is written then, unless the final check raised.
     """
     questions = Questions(out) if has_terminal() and not options.yes else None
     collecting = _Collecting(options, questions, out)
     if questions is None and not options.yes:
-        collecting.refuse_gaps()
+        collecting.require_flags()
     answers, path, overwrite = collecting.answers()
     text = answers.text()
-    asyncio.run(_refuse_what_cannot_open(load_config(yaml.safe_load(text), origin=str(path)), path))
+    asyncio.run(_check_opens(load_config(yaml.safe_load(text), origin=str(path)), path))
     _write(path, text, overwrite=overwrite)
     say(out, f"\nwrote {path}\n" if questions else f"wrote {path}")
     return run(check_config(path, None, out, errors, offline=collecting.offline, framework=answers.framework))
@@ -94,8 +94,8 @@ class _Collecting:
         self._out = out
         self.offline = options.offline
 
-    def refuse_gaps(self) -> None:
-        """Raise `InputError` with all flags that are missing where nobody can be asked."""
+    def require_flags(self) -> None:
+        """Raise `InputError` with all missing flags. Call it where there is no terminal."""
         given, score = self._options, self._implied_score() or "judge"
         missing = [] if given.framework else ["--framework"]
         if score != "function":
@@ -115,7 +115,7 @@ class _Collecting:
         default = here[0] if here else "verl"
         framework = cast(Framework, self._choice("framework", _FRAMEWORKS, default))
         name = "qreward.yaml" if framework == "slime" else "judges.yaml"
-        # Without a question it ends here, before anything is sent.
+        # A flag or default that cannot be used is refused here, before anything is sent.
         file = self._path(name) if self._questions is None or self._options.out is not None else None
         self._heading("2. What scores a response?")
         score = cast(Score, self._implied_score() or self._choice("score", SCORES, "judge"))
@@ -157,7 +157,7 @@ class _Collecting:
 
     def _answer(self, flag: str, label: str, parse: Callable[[str], T], *, default: str | None) -> T:
         """Return the answer of a flag, of the terminal, or the default. Raises `InputError` for a flag that cannot be
-        read, and without a default where nobody can be asked.
+        read, and for a missing one without a default where there is no terminal.
         """
         given = getattr(self._options, flag)
         name = f"--{flag.replace('_', '-')}"
@@ -184,8 +184,8 @@ class _Collecting:
         if not self.offline and not url.startswith("framework://"):
             found = asyncio.run(discover(url, key))
             if found.answers:
-                said = f"{len(found.models)} models" if len(found.models) != 1 else f"1 model ({found.models[0]})"
-                self._note(f"it answers, with {said}" if found.models else f"it answers: {found.problem}")
+                models = f"{len(found.models)} models" if len(found.models) != 1 else f"1 model ({found.models[0]})"
+                self._note(f"it answers, with {models}" if found.models else f"it answers: {found.problem}")
             else:
                 self._note(f"it does not answer yet ({found.problem}), so the file is checked without it")
         self.offline = self.offline or not found.answers or bool(variable and not key)
@@ -207,14 +207,12 @@ class _Collecting:
 
     def _key(self, url: str) -> tuple[str, str]:
         """Return the variable of the API key ("" for none), and the key, if it is known here."""
-        usual = usual_variable(url)
-
         def parse(answer: str) -> str:
             if not can_be_sent(os.environ.get(answer, "").strip() if is_variable(answer) else answer):
                 raise ValueError("the key holds characters that a header cannot carry")
             return answer
 
-        default = usual or "none"
+        default = usual_variable(url) or "none"
         if self._options.api_key_env is None and url.startswith("framework://"):
             return "", ""
         answer = self._answer("api_key_env", "environment variable with its API key", parse, default=default)
@@ -240,7 +238,7 @@ class _Collecting:
         default = found.models[0] if len(found.models) == 1 else None
         if self._options.model is None and default is None:
             why = f"it has {len(found.models)} models" if found.models else found.problem or "it names no model"
-            raise InputError(f"--model is missing, and the endpoint does not tell it: {why}")
+            raise InputError(f"--model is missing, and cannot be taken from the endpoint: {why}")
         return self._answer("model", "model", parsing.model, default=default)
 
     def _protocol(self, found: Discovered) -> tuple[str, str]:
@@ -258,9 +256,9 @@ class _Collecting:
     def _limits(self, url: str, announced: dict[str, float]) -> RateLimits:
         self._heading("4. What are its limits?")
         stated = {what: announced.get(f"{what}_per_window") for what in ("requests", "tokens")}
-        said = [f"{limit:,.0f} {what}" for what, limit in stated.items() if limit]
-        if said:
-            self._note(f"it announces {' and '.join(said)} in a window, usually a minute")
+        announces = [f"{limit:,.0f} {what}" for what, limit in stated.items() if limit]
+        if announces:
+            self._note(f"it announces {' and '.join(announces)} in a window, usually a minute")
         defaults = {what: f"{limit:.0f}" if limit else parsing.LEARNED for what, limit in stated.items()}
         places = _LOCAL_CONCURRENCY if is_local_url(url) else parsing.LEARNED
         return RateLimits(
@@ -280,13 +278,14 @@ class _Collecting:
                 raise InputError(f"{path} exists; add --overwrite, or another --out")
 
 
-async def _refuse_what_cannot_open(config: Config, path: Path) -> None:
+async def _check_opens(config: Config, path: Path) -> None:
+    """Open the engine once, with nothing sent. Raises `ConfigurationError`."""
     async with open_engine(without_servers(config)[0], path):
         pass
 
 
 def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write the file whole or not at all. Raises `InputError` if it cannot be written, or exists by now."""
+    """Write the file in one step or not at all. Raises `InputError` if it cannot be written, or exists by now."""
     target = Path(os.path.realpath(path)) if overwrite else path
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:

@@ -1,4 +1,4 @@
-"""The answers of `qreward init`, and the configuration that they make."""
+"""Turns the answers of `qreward init` into a configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCORES: Mapping[str, str] = {
     "function": "a Python function of yours",
     "mixture": "the weighted sum of a Python function and a language model",
 }
-"""What a sample can be scored by."""
+"""The choices for the question what scores a response, with their descriptions."""
 _DEADLINE_S = 300
 
 
@@ -44,7 +44,7 @@ class RateLimits:
 
 @dataclass(frozen=True)
 class Function:
-    """A reward function: its path, and what it is called with."""
+    """A reward function: its path, and the value of its key `arguments`."""
 
     path: str
     arguments: str
@@ -52,7 +52,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Answers:
-    """What is to be scored, by what, for which framework. `rubric` is "" for the default one."""
+    """All answers. `rubric` is "" for the default one. `endpoint` is None without a server, `function` without one."""
 
     framework: Framework
     score: Score
@@ -62,7 +62,7 @@ class Answers:
     function: Function | None = None
 
     def text(self) -> str:
-        """Return the file."""
+        """Return the text of the configuration file, with comments."""
         title = {"verl": "verl", "slime": "slime", "roll": "ROLL", "none": "files and Python"}[self.framework]
         heading = (
             f"Rewards for {title}, written by `qreward init`.\n"
@@ -71,7 +71,7 @@ class Answers:
         return commented_yaml(self.tree(), heading=heading, below="qreward" if self.framework == "slime" else "")
 
     def tree(self) -> dict[str, Any]:
-        """Return the configuration."""
+        """Return the configuration as a tree, with `Suggestion`s for keys that are written as comments."""
         sources: dict[str, Any] = {}
         judges: dict[str, Any] = {}
         if self.endpoint is not None:

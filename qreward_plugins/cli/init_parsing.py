@@ -1,4 +1,4 @@
-"""Reads single answers of `qreward init`. Every function raises ValueError with what is wrong, and never repeats the
+"""Parses single answers of `qreward init`. Every function raises ValueError with what is wrong, and never repeats the
 answer, which may be a secret.
 """
 
@@ -68,7 +68,7 @@ def places(answer: str) -> int | None:
 
 
 def rubric(answer: str) -> str:
-    """What a judge looks at, or `@FILE` with it. "default" is the default rubric, ""."""
+    """A rubric, or `@FILE` with one; "" for the answer "default"."""
     if answer == "default":
         return ""
     text = answer
@@ -95,7 +95,7 @@ def rubric(answer: str) -> str:
 
 
 def function(answer: str) -> Function:
-    """The path of a reward function, which is imported. A file's path becomes absolute, for workers elsewhere."""
+    """The path of a reward function, which is imported. A file's path becomes absolute, for workers in other folders."""
     where, _, name = without_key(answer).rpartition(":")
     if not where or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError("write package.module:function, or path/to/file.py:function")

@@ -14,10 +14,10 @@ _NOWHERE = "http://127.0.0.1:9"
 
 
 def without_servers(config: Config) -> tuple[Config, list[str]]:
-    """Return a configuration that can be opened here and must not be asked, and one line for each thing that a run
-    needs and that is missing here.
+    """Return a configuration that can be opened without servers, and one line for each thing that is missing here and
+    that a run needs. Send nothing to its sources.
 
-    Keys that are not set, addresses that a framework fills in, and dialects that a server would tell are replaced.
+    Placeholders replace keys that are not set, addresses from a framework, and dialects that a server would state.
     """
     notes: list[str] = []
     sources: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Asks questions at a terminal, for `qreward init`: one line each, asked again until the answer can be used."""
+"""Asks questions at a terminal, for `qreward init`: one line each, repeated until the answer can be used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Questions:
         say(self._out, f"  {text}")
 
     def ask(self, label: str, parse: Callable[[str], T], *, default: str | None = None) -> T:
-        """Return the parsed answer. An empty answer is `default`; None: there must be one.
+        """Return the parsed answer. An empty answer is `default`; with None, it is refused.
 
         `parse` raises ValueError with what is wrong, and the question is asked again. Raises `InputError` if the input
         ends, or if no answer can be used.

@@ -1,4 +1,4 @@
-"""What to add to a training so that it uses a configuration, for each framework; `check` and `init` end with it."""
+"""Prints what to add to a training so that it uses a configuration; `check` and `init` end with it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _is_installed(name: Framework) -> bool:
 
 
 def framework_of(path: Path, *, wrapped: bool) -> Framework | None:
-    """Return the framework that a configuration is for: slime's stands below the key `qreward` (`wrapped`); otherwise
-    the only one that is installed. None if that cannot be told.
+    """Return the framework that a configuration is for: slime if the tree is below the key `qreward` (`wrapped`),
+    otherwise the only one that is installed. None if several are possible.
     """
     here = installed()
     if wrapped and here in ([], ["slime"]):
@@ -71,7 +71,7 @@ _LEADS = {
 
 
 def training_line(framework: Framework, path: Path, *, wrapped: bool = False) -> str:
-    """Return what to add to a training to use the configuration at `path`. `wrapped`: it stands below `qreward`."""
+    """Return what to add to a training to use the configuration at `path`. `wrapped`: its tree is below `qreward`."""
     file = str(path.expanduser().absolute())
     if framework == "verl":
         value = file if _PLAIN.fullmatch(file) else '"' + file.replace("\\", "\\\\").replace('"', '\\"') + '"'

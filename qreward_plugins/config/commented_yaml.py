@@ -1,6 +1,6 @@
-"""Writes a configuration as YAML in which the documentation of its model stands above every key.
+"""Writes a configuration as YAML with the documentation of each key above it.
 
-The comments are the docstrings of the models, so they say what this version does.
+The comments are the docstrings of the models of this version.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Suggestion:
 def commented_yaml(tree: Mapping[str, Any], *, heading: str, below: str = "") -> str:
     """Write `tree`, which must be valid (`load_config`); a `Suggestion` may stand in place of any value.
 
-    `heading` is the comment at the top. `below` is the key under which the whole tree is written; "" for none. Texts
-    must have no `${` but for interpolations.
+    `heading` is the comment at the top. `below` is the key under which the whole tree is written; "" for none. In
+    texts, `${` must begin an interpolation.
     """
     lines = [f"# {line}" for line in heading.splitlines()]
     if below:

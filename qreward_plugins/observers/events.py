@@ -150,7 +150,7 @@ class SourceStateChanged(NamedTuple):
 
 
 class ReplicaChanged(NamedTuple):
-    """A replica of a source of kind `replicas` is in another state, or has other weights."""
+    """The state or the weights of a replica of a source of kind `replicas` have changed."""
 
     at: float
     source: str
@@ -162,7 +162,7 @@ class ReplicaChanged(NamedTuple):
     version: str
     """The version of its weights; "" for those of the configuration."""
     problem: str
-    """Why it takes no calls; "" if nothing is wrong."""
+    """Why it takes no calls; "" if it has not failed."""
 
 
 class LateVerdict(NamedTuple):

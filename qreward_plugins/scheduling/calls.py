@@ -85,7 +85,7 @@ class Answer(Generic[T]):
     answered_by: Any = field(default=None, repr=False, compare=False)
     """The `Source` that answered; its name may mean another one by now. None for a recorded answer."""
     weights: ServedWeights | None = None
-    """The weights that gave the answer, if its source knows them."""
+    """The weights that gave the answer; None if its source does not know them."""
 
 
 @dataclass(frozen=True, slots=True)

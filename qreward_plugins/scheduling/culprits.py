@@ -1,6 +1,6 @@
 """Counts how many different samples must be to blame for the failures of a source.
 
-A response can provoke a failure, so a failure says little about its source until several different samples met it. A
+A response can provoke a failure, so a failure says little about its source until several different samples had it. A
 request of several calls fails because of any of them: two failed requests with a common sample prove one culprit only.
 So the count is that of failed requests of which no two have a sample in common. It is never too high.
 """
@@ -26,10 +26,6 @@ class Culprits:
         """The least number of samples that can have caused all failures."""
         return self._least
 
-    def __contains__(self, sample: int) -> bool:
-        """Whether this sample may be to blame."""
-        return sample in self._alone or any(sample in request for request in self._shared)
-
     def add(self, samples: Set[int]) -> None:
         """Note a failed request, which carried these samples."""
         if len(samples) == 1:
@@ -37,7 +33,7 @@ class Culprits:
         elif not any(request <= samples for request in self._shared):
             self._shared = [request for request in self._shared if not samples <= request]
             self._shared.append(frozenset(samples))
-        # A request with a culprit that is known needs no other one.
+        # A sample that failed alone explains the failures of all requests that carried it.
         self._shared = [request for request in self._shared if self._alone.isdisjoint(request)][-_MOST_SHARED:]
         self._least = max(self._least, len(self._alone) + self._apart())
 
@@ -52,8 +48,8 @@ class Culprits:
         return samples <= self._alone
 
     def _apart(self) -> int:
-        """The number of shared requests of which no two have a sample in common. Small ones first, so that it is
-        large.
+        """Count shared requests of which no two have a sample in common. Small ones come first, which leaves room for
+        more.
         """
         seen: set[int] = set()
         count = 0

@@ -188,18 +188,18 @@ class Dispatcher:
         open_all(self._upstreams.values(), queue, on_change=self._pump.ask, observers=self._observers)
 
     def _listen(self) -> None:
-        """Hear of sources that take no calls for a while."""
+        """Pump again when a source with replicas changes, because it may take calls again or stop taking them."""
         for upstream in self._upstreams.values():
             listen = getattr(upstream.source, "listen", None)
             if listen is not None:
-                listen(functools.partial(self._heard, upstream))
+                listen(functools.partial(self._source_changed, upstream))
 
-    def _heard(self, upstream: Upstream) -> None:
-        """Take in a change of a source. Any thread may call it."""
+    def _source_changed(self, upstream: Upstream) -> None:
+        """Emit the changes of a source and pump again, in the event loop. Any thread may call it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._look_at, upstream)
+            self._loop.call_soon_threadsafe(self._emit_changes, upstream)
 
-    def _look_at(self, upstream: Upstream) -> None:
+    def _emit_changes(self, upstream: Upstream) -> None:
         source: Any = upstream.source
         for change in source.look():
             self._observers.emit(ReplicaChanged(self._loop.time(), *change))

@@ -209,7 +209,7 @@ class Job:
         )
 
     def back_off(self, source: str, until: float | None) -> None:
-        """Avoid a source until this time; None: no longer."""
+        """Avoid a source until this time, on the event loop's clock; None: use it again."""
         others = {name: at for name, at in self.backoff_until.items() if name != source}
         self.backoff_until = others if until is None else {**others, source: until}
 

@@ -50,7 +50,7 @@ def windows_order(jobs: Sequence[Job], per_window: float) -> list[Job] | None:
 
 
 def per_window_of(jobs: Sequence[Job], among: Mapping[str, Upstream], forecast: Forecast, now: float) -> float | None:
-    """How many of `jobs` all of their sources together can send in one window. None if the jobs have different
+    """Return how many of `jobs` all of their sources together can send in one window. None if the jobs have different
     sources, or the sources have different windows or are not limited by them.
     """
     first = jobs[0].call.sources

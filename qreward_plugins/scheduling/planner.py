@@ -268,8 +268,8 @@ class Planner:
         return None
 
     def _urgent(self, upstream: Upstream, job: Job, left_s: float, now: float) -> Job | None:
-        """A job of higher priority than `job` that a slow source should take first although it is larger. `left_s`:
-        seconds until everything that waits will be done.
+        """Return a job of higher priority than `job` that a slow source should take first although it is larger, or
+        None. `left_s`: seconds until everything that waits will be done.
         """
         for waiting in self.queue.higher(upstream.name, job):
             if SAFETY * self._expected_s(upstream, waiting.least) <= left_s:

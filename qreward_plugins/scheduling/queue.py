@@ -291,7 +291,7 @@ class ReadyQueue:
         return best
 
     def higher_waits(self, source: str, job: Job) -> bool:
-        """Whether a job of higher priority than `job` waits for `source`, and not after all others."""
+        """Whether a job of higher priority than `job` waits for `source`. Suspect jobs, which go last, do not count."""
         for shelf in self._ranked:
             if source in shelf.eligible:
                 return not shelf.rank.suspect and shelf.rank.priority < job.rank.priority

@@ -1,7 +1,7 @@
-"""Looks inside the engine of a trial: for calls that wait while nothing is in flight, for the order in which calls are
-sent (`order.py`), and for objects that are left when nothing should be.
+"""Inspects the private state of the engine of a trial: finds calls that wait while nothing is in flight, checks the
+order in which calls are sent (`order.py`), and finds objects that are left after the trial.
 
-Everything else is recorded from outside.
+The other checks use public results only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_WAIT_S = 300.0
 
 
 class Inspector:
-    """Looks inside one engine, and notes what is wrong in `record`."""
+    """Inspects one engine, and adds what is wrong to `record`."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -41,7 +41,7 @@ class Inspector:
         self._look: asyncio.TimerHandle | None = None
 
     def watch(self, engine: RewardEngine, servers: Mapping[str, WatchedServer]) -> None:
-        """Look inside `engine`, which serves the running event loop, from now on."""
+        """Inspect `engine`, which serves the running event loop, from now on."""
         self._engine, self._servers = engine, servers
         self._dispatcher = engine.dispatcher()
         self.order.watch(self._dispatcher)
@@ -58,21 +58,21 @@ class Inspector:
         return note_and_settle
 
     def close(self) -> None:
-        """Look no longer whether there is progress."""
+        """Stop checking for progress."""
         if self._look is not None:
             self._look.cancel()
 
     # Progress
 
     def changed(self, by: int) -> None:
-        """Note that `by` more requests are in flight."""
+        """Count `by` more requests in flight; fewer if it is negative."""
         self._in_flight += by
         self._changes += 1
         if not self._in_flight:
             self.arm()
 
     def arm(self) -> None:
-        """Look soon whether what waits makes progress."""
+        """Check soon whether the jobs that wait make progress."""
         self._looks = 0
         if self._look is None:
             self._look = asyncio.get_running_loop().call_later(IDLE_S, self._look_around)
@@ -102,7 +102,7 @@ class Inspector:
                     stalls.append(f"at {now:.6f} s {name} asks {job.request.sample.id} to wait for {wait_s:.3f} s")
         for job in dispatcher.stuck_jobs():
             stalls.append(
-                f"at {now:.6f} s {job.request.sample.id} is lost: it neither waits, nor rests, nor is in flight"
+                f"at {now:.6f} s {job.request.sample.id} is lost: not queued, not in a backoff, and not in flight"
             )
         before, able_before = self._seen
         stuck = able & able_before if before == self._changes else set()
@@ -116,7 +116,7 @@ class Inspector:
             self._look = loop.call_later(again_s, self._look_around)
 
     def _unneeded_rightly(self, job: Job, name: str, now: float) -> bool:
-        """Whether `job` is kept from a source because a cheaper one will take it long before its deadline."""
+        """Whether the planner keeps `job` from a source because a cheaper one will take it before its deadline."""
         upstreams = self._engine.upstreams
         # Read as it was last used, because asking would change it.
         unneeded = self._dispatcher._planner.forecast._unneeded
@@ -132,7 +132,7 @@ class Inspector:
     # Leftovers
 
     def look_for_leftovers(self, when: str, *, but: Set[asyncio.Task[None]]) -> None:
-        """Note the objects that are left while nothing is asked. `but`: tasks of the trial itself."""
+        """Record the objects that are left while no call is open, except the tasks in `but`: those of the trial."""
         left = self._record.left
         tasks = asyncio.all_tasks() - {asyncio.current_task()} - but
         if tasks:
@@ -158,7 +158,7 @@ class Inspector:
             left.append(f"{when} {len(dispatcher._jobs)} jobs were open, {len(dispatcher._planner.queue)} queued")
 
     def look_for_timers(self) -> None:
-        """Note the timers that are set after closing."""
+        """Record the timers that are set after closing."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         for timer in loop._scheduled:

@@ -7,7 +7,7 @@ A sample of higher priority may wait meanwhile for these reasons only, which `do
 - it goes after all others, because it is suspect or oversize;
 - the source has an open circuit, and any sample may probe it;
 - the source is slow, and another one would answer the larger sample earlier;
-- a call joins a request that is being made up, and the other one may not join it, and waits for a request of its own.
+- a call joins a request that is not sent yet, which the other one may not join: it waits for a request of its own.
 
 Tokens that do not fit yet are no reason: they would never fit if samples of lower priority took them.
 """
@@ -26,12 +26,12 @@ from ..scheduling.forecast import Forecast
 from .record import Record
 from .trial import Call
 
-_MOST_SAID = 20
+_MOST_RECORDED = 20
 _ROUNDING_S = 1e-9
 
 
 def priority_given(config: Config, sample: Sample, call: Call) -> int:
-    """The priority that a call or the configuration gives a sample."""
+    """Return the priority that a call or the configuration gives a sample."""
     if call.priority is not None:
         return call.priority
     route = next((route for pattern, route in routes_of(config) if fnmatchcase(sample.data_source, pattern)), None)
@@ -39,7 +39,7 @@ def priority_given(config: Config, sample: Sample, call: Call) -> int:
 
 
 class Order:
-    """Watches the attempts of a dispatcher, and notes in `record.overtaken` who was sent in front of a higher priority.
+    """Watches the attempts of a dispatcher, and records in `record.overtaken` each that goes before a higher priority.
 
     The priorities are those of the callers and of the configuration, not those that the scheduler works with.
     """
@@ -50,18 +50,18 @@ class Order:
         self._priorities: dict[str, int] = {}
 
     def watch(self, dispatcher: Dispatcher) -> None:
-        """Look at each attempt that `dispatcher` starts from now on."""
+        """Check each attempt that `dispatcher` starts from now on."""
         self._dispatcher = dispatcher
         placing = dispatcher._placing
         placing._start = self._looking(placing._start)
 
     def add(self, sample: Sample, priority: int) -> None:
-        """Note the priority of a sample that is submitted."""
+        """Record the priority of a sample that is submitted."""
         self._priorities[sample.id or ""] = priority
 
     def _looking(self, start: Callable[..., None]) -> Callable[..., None]:
         def look_and_start(job: Job, upstream: Upstream, now: float, *, hedge: bool) -> None:
-            if len(self._record.overtaken) < _MOST_SAID and not job.ended:
+            if len(self._record.overtaken) < _MOST_RECORDED and not job.ended:
                 self._record.overtaken += self._overtaken(job, upstream, now, hedge=hedge)
             start(job, upstream, now, hedge=hedge)
 
@@ -118,7 +118,7 @@ class Order:
 
 @contextmanager
 def _untouched(forecast: Forecast) -> Iterator[None]:
-    """Let a forecast be asked without making it anew for the engine."""
+    """Restore the state of a forecast afterwards, so that asking it changes nothing for the engine."""
     kept: dict[str, Any] = {name: getattr(forecast, name) for name in ("_made_at", "_made_for", "_ends")}
     unneeded = set(forecast._unneeded)
     try:

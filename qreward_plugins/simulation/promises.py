@@ -274,7 +274,7 @@ def _final(trial: Trial, record: Record) -> Iterator[str]:
 
 
 def _was_withdrawn(sent: Sent, record: Record) -> bool:
-    """Whether a call was given up, while its request went on for others, so that its answer came for nobody."""
+    """Whether a call left its request, which went on for other calls, so that its answer was not used."""
     return any(
         (sample, source) == (sent.sample, sent.source) and sent.started_at <= at < sent.ended_at - _ROUNDING_S
         for sample, source, at in record.withdrawn
@@ -295,7 +295,7 @@ def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
 
 
 def _by_priority(trial: Trial, record: Record) -> Iterator[str]:
-    """No sample is sent in front of one of higher priority that the source may be sent."""
+    """No sample is sent before one of higher priority that may go to the same source."""
     yield from record.overtaken
 
 

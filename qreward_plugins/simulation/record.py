@@ -100,7 +100,7 @@ class Record:
     stalls: list[str] = field(default_factory=list)
     """Calls that should have progressed and did not."""
     overtaken: list[str] = field(default_factory=list)
-    """Attempts that started in front of samples of higher priority."""
+    """Attempts that started before samples of higher priority."""
     withdrawn: list[tuple[str, str, float]] = field(default_factory=list)
     """Calls that left a request which went on for others: sample, source, and when."""
     left: list[str] = field(default_factory=list)

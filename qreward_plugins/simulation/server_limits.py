@@ -1,4 +1,4 @@
-"""The limits of a simulated server: what a request would break, and what the server announces of them."""
+"""Applies the limits of a simulated server to its requests, and announces them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from .strict_limits import RequestBucket, Window
 CONCURRENCY_RETRY_AFTER_S = 1.0
 """Retry-After of a full server, which cannot know when a place gets free."""
 SIZE = "window as a whole"
-"""The limit that a request breaks which is larger than a whole token window."""
+"""The name of the limit for a request that is larger than a whole token window."""
+_NOTHING: Mapping[str, float] = {}
 
 
 class ServerLimits:
-    """Counts what a server has admitted."""
+    """The limits of one server, with the requests and tokens that it has admitted. Times are seconds."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._requests = _request_book(server)
+        self._requests = _request_window(server)
         per_window = server.tokens_per_window
         self._tokens = None if per_window is None else Window(per_window, server.window_s)
 
     def broken(self, tokens: int, in_flight: int, now: float) -> tuple[str, float]:
-        """The limit that a request of `tokens` would break, and the seconds until it would not; "": none."""
+        """Return the limit that a request of `tokens` would break and the seconds until it fits; "" and 0 if none."""
         concurrency = self._server.concurrency
         if concurrency is not None and in_flight >= concurrency:
             return "concurrency", CONCURRENCY_RETRY_AFTER_S
@@ -45,29 +46,26 @@ class ServerLimits:
             self._tokens.enter(tokens, now)
 
     def announced(self, now: float) -> Mapping[str, float]:
-        """The limits that an answer announces, as in `Reply.announced`."""
+        """Return the limits that an answer announces, as in `Reply.announced`."""
         if self._server.announces is None:
             return _NOTHING
         factor = 1.0 if self._server.announces == "right" else self._server.wrong_by
-        said: dict[str, float] = {}
-        for what, book, limit in (
+        announced: dict[str, float] = {}
+        for what, window, limit in (
             ("requests", self._requests, self._server.requests_per_window),
             ("tokens", self._tokens, self._server.tokens_per_window),
         ):
-            if book is not None and limit is not None:
-                said[f"{what}_per_window"] = factor * limit
-                said[f"{what}_remaining"] = factor * max(0, book.limit - book.used(now))
-                said[f"{what}_reset_s"] = book.reset_s(now)
-        return said
+            if window is not None and limit is not None:
+                announced[f"{what}_per_window"] = factor * limit
+                announced[f"{what}_remaining"] = factor * max(0, window.limit - window.used(now))
+                announced[f"{what}_reset_s"] = window.reset_s(now)
+        return announced
 
 
-def _request_book(server: Server) -> Window | RequestBucket | None:
+def _request_window(server: Server) -> Window | RequestBucket | None:
     per_window = server.requests_per_window
     if per_window is None or server.requests_per_minute is None:
         return None
     if server.window == "bucket":
         return RequestBucket(server.requests_per_minute, server.burst)
     return Window(per_window, server.window_s)
-
-
-_NOTHING: Mapping[str, float] = {}

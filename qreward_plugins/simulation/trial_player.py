@@ -1,6 +1,6 @@
 """Plays a trial: calls the unmodified production engine as the trial says, in virtual time, and records it.
 
-Only `inspector.py` looks inside the engine.
+Only `inspector.py` reads private state of the engine.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def _parts(content: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """The weights that a server had: the version that their user gave, and what tells them from others ("" for those of
-    the configuration).
+    """The weights of a server: `version` is the name that the caller of the update gave, `identity` is equal for equal
+    weights. Both are "" for the configured model.
     """
 
     version: str = ""
@@ -178,7 +178,7 @@ class Reply:
     """Whether `usage` is an estimate, because a stream was ended before the server stated its usage. The quota keeps
     what the request has reserved."""
     weights: ServedWeights | None = None
-    """The weights that gave it, if the source knows them."""
+    """The weights that gave the reply; None if the source does not know them."""
 
     def cleaned(self, text: str) -> str:
         """Return `text`, which stands in this reply, with the source's secrets redacted."""
@@ -202,7 +202,7 @@ class Source(Protocol):
       Without this method, the journal assumes that everything in the request is sent.
     - `passes: tuple[str, ...]`: the dialects of `Request.passed` that it sends on; default: none.
     - `demand(request) -> Demand | None`: the most tokens that the body of the request may take.
-    - `held() -> str`: why it takes no calls for a while, although nothing is wrong; "" if it takes them. Calls wait
+    - `held() -> str`: why it takes no calls for a while, although it has not failed; "" if it takes them. Calls wait
       meanwhile. With it, the source has `listen(notify)`: it calls `notify`, from any thread, whenever that may have
       changed, and the scheduler then calls `look()` in the event loop, which returns what changed (`ReplicaChange`).
     - `question_of(request, weights) -> object | None`: `question`, for the `Reply.weights` that answered it.

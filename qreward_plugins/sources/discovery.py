@@ -20,7 +20,7 @@ _MOST_MODELS = 1000
 _LONGEST_NAME_CHARS = 200
 _COMPATIBLE = "openai"
 _LISTING = (_COMPATIBLE, "anthropic", "gemini")
-"""The dialects that have lists of models of their own."""
+"""The dialects that have a list of models of their own form."""
 
 
 _HINTS = {
@@ -36,7 +36,7 @@ class Discovered:
 
     `url` is the URL for the configuration: `/v1` is added if only there is a list of models. `models` are the names in
     that list. `dialect` is the one in whose form the list is. `server` is the program that serves, if it says so
-    ("vllm", "sglang", "tei" ...). `answers` is false if nothing listens there. `problem` says why `models` is empty.
+    ("vllm", "sglang", "tei" ...). `answers` is false if there is no HTTP answer. `problem` says why `models` is empty.
     """
 
     url: str
@@ -56,7 +56,7 @@ class Surveyed:
 
 
 async def discover(url: str, key: str = "") -> Discovered:
-    """Ask the endpoint at `url` for its models, with the API key `key` ("" for none). A bad endpoint raises nothing."""
+    """Ask the endpoint at `url` for its models, with the API key `key` ("" for none). Raises nothing."""
     server = Server((url,), "", key, {}, verify_tls=True, connect_s=CONNECT_S)
     problems: list[str] = []
     async with open_session(server) as session:
@@ -87,7 +87,7 @@ async def discover(url: str, key: str = "") -> Discovered:
 
 
 async def survey(url: str, model: str, key: str = "") -> Surveyed | None:
-    """Send up to one small request to `model`. Returns None if its dialect cannot be told."""
+    """Find the dialect of `model` with at most one small request. Returns None if it is not recognized."""
     server = Server((url,), model, key, {}, verify_tls=True, connect_s=CONNECT_S)
     try:
         found = await asyncio.to_thread(detect, "init", server)

@@ -1,4 +1,4 @@
-"""What a reward function is called with: a sample as keywords, or as a `Sample`; one by one, or in lists."""
+"""Builds the arguments of a reward function: keywords or a `Sample`, for one sample or a list of them."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class FunctionArguments:
 
 
 def arguments_taken(function: Callable[..., Any]) -> Convention:
-    """Return the value of `arguments` with which a function can be called. Raises ValueError, which says why neither
-    can.
+    """Return the value of `arguments` with which a function can be called. Raises ValueError if it can be called with
+    neither.
     """
     try:
         signature = inspect.signature(function)

@@ -35,8 +35,10 @@ _MOST_LOOKED_AT = 2**24
 
 @dataclass(frozen=True, slots=True)
 class StreamFacts:
-    """What only a stream tells. `first_token_s`: seconds from sending the request to the first token; None without any.
-    `tokens`: events with a part of the answer. `cut`: the client ended the stream, because the answer was complete.
+    """Facts that only a streamed reply has.
+
+    `first_token_s`: seconds from sending the request to the first token; None without any. `tokens`: number of events
+    with a part of the answer. `cut`: the client ended the stream, because the answer was complete.
     """
 
     first_token_s: float | None
@@ -144,11 +146,14 @@ class Reading:
 
     @property
     def streams(self) -> bool:
-        """Whether a stream was asked for, so that `sent_at` matters."""
+        """Whether the request asked for a stream. Only then is `sent_at` used."""
         return self._streaming is not None
 
     async def read(self, incoming: Incoming) -> HTTPReply | SourceError:
-        """Read the body. What the library raises passes through."""
+        """Return the reply; or an error for a body that is too large or a broken stream.
+
+        Raises what the library raises.
+        """
         if not 200 <= incoming.status < 300:
             return await self._error(incoming)
         if self._streaming is not None:
@@ -240,7 +245,7 @@ class Reading:
         return HTTPReply(incoming.status, incoming.headers, orjson.dumps(body), facts)
 
     async def _pass_on(self, incoming: Incoming, passing: StreamPassing) -> HTTPReply | SourceError:
-        """Hand on the events of a stream as they come."""
+        """Pass each event of a stream on at once."""
         size, first_at = 0, None
         try:
             with incoming.within(None) as timer:

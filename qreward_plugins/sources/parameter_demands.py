@@ -1,6 +1,6 @@
 """Computes what the parameters of a body add to the tokens of a request.
 
-The requests of a judge have the same parameters, so results are kept, by all that is sent.
+The requests of a judge have the same parameters, so results are kept by the encoded body.
 """
 
 from __future__ import annotations

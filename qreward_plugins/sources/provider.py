@@ -1,4 +1,4 @@
-"""Defines `Provider`: what a provider counts requests by (address, model, key, headers), under any source name."""
+"""Defines `Provider`: the address, model, key and headers by which a provider counts requests, for any source name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Provider:
 
 
 def provider_of(config: Any, environment: Mapping[str, str], key_header: tuple[str, str]) -> Provider:
-    """Return what the provider of an HTTP source counts requests by: the URLs, the model, the key and the headers.
+    """Return the `Provider` of an HTTP source.
 
     `key_header` is the name of the header that carries the key, and the text before the key in its value.
     """

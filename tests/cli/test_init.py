@@ -161,7 +161,7 @@ def test_a_reward_model(init):
     [
         ((), "there is no terminal to ask questions at; add --framework, --url, --model, or --yes for the defaults"),
         (("--score", "function", "--framework", "verl"), "add --function, or --yes"),
-        (("--yes", "--url", NOWHERE), "--model is missing, and the endpoint does not tell it: no answer"),
+        (("--yes", "--url", NOWHERE), "--model is missing, and cannot be taken from the endpoint: no answer"),
         (("--yes", "--url", "ftp://x.y/v1", "--model", "m"), "--url: a URL must start with http:// or https://"),
         (("--yes", "--url", "http://me:pw@x.y", "--model", "m"), "--url: a URL must not have credentials"),
         (("--yes", "--url", NOWHERE, "--model", KEY), "--model: that holds something that looks like an API key"),

@@ -17,7 +17,7 @@ _MARK = re.compile(r"<!-- options: ([a-z-]+) -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """MkDocs' hook."""
+    """Replace each mark by the table of its command (a hook of MkDocs)."""
     return _MARK.sub(lambda found: options_of(found[1]), markdown)
 
 

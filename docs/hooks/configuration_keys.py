@@ -98,7 +98,7 @@ class Section:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """MkDocs' hook."""
+    """Replace the mark by the tables (a hook of MkDocs)."""
     return markdown.replace(MARK, "\n".join(map(written, sections()))) if MARK in markdown else markdown
 
 
@@ -123,7 +123,7 @@ def sections() -> Iterator[Section]:
 
 
 def written(section: Section) -> str:
-    """A section as Markdown."""
+    """Return a section as Markdown."""
     lines = [f"{'#' * section.level} {section.title} {{#{section.anchor}}}", "", section.text, ""]
     if section.keys:
         lines += ['<div class="keys" markdown>', "", "| key | type and unit | default | meaning |", "|---|---|---|---|"]
@@ -180,12 +180,12 @@ def _inner(path: str, node: Shape) -> Iterator[tuple[str, Shape]]:
 
 def _key(path: str, name: str, node: Shape, required: bool) -> Key:
     meaning = _text(node)
-    said = _DEFAULT.search(meaning)
+    stated = _DEFAULT.search(meaning)
     if required:
         default = "required"
-    elif said:
-        default = said[1]
-        meaning = f"{meaning[: said.start()]}{meaning[said.end() :]}".strip()
+    elif stated:
+        default = stated[1]
+        meaning = f"{meaning[: stated.start()]}{meaning[stated.end() :]}".strip()
     elif isinstance(node.get("default"), dict) or "default" not in node:
         default = ""
     else:

@@ -1,8 +1,8 @@
-"""Makes links of a page work that lead out of `docs/`: to an example, a recipe, a bench or a module.
+"""Adds a page to the site for every file outside of `docs/` that a page links to: an example, a recipe, a module.
 
-On disk, and wherever the repository is browsed, such a link leads to the file. The site has no repository to lead to.
-So each linked file becomes a page of the site, below `repository/`: Markdown as it is, anything else as a listing. A
-linked folder is its README, or a list of its files.
+In the repository such a link opens the file, but the site holds no other files. So each linked file becomes a page
+below `repository/`: Markdown as it is, any other file as a listing. A linked folder becomes its README, or a list of its
+files.
 """
 
 from __future__ import annotations

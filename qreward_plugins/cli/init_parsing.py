@@ -95,7 +95,7 @@ def rubric(answer: str) -> str:
 
 
 def function(answer: str) -> Function:
-    """The path of a reward function, which is imported. A file's path becomes absolute, for workers in other folders."""
+    """The path of a reward function, which is imported. A file's path becomes absolute, for other processes."""
     where, _, name = without_key(answer).rpartition(":")
     if not where or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError("write package.module:function, or path/to/file.py:function")

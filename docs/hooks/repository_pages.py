@@ -1,8 +1,8 @@
 """Adds a page to the site for every file outside of `docs/` that a page links to: an example, a recipe, a module.
 
 In the repository such a link opens the file, but the site holds no other files. So each linked file becomes a page
-below `repository/`: Markdown as it is, any other file as a listing. A linked folder becomes its README, or a list of its
-files.
+below `repository/`: Markdown as it is, any other file as a listing. A linked folder becomes its README, or a list of
+its files.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ class Culprits:
         """The least number of samples that can have caused all failures."""
         return self._least
 
+    def __contains__(self, sample: int) -> bool:
+        """Whether this sample may be to blame."""
+        return sample in self._alone or any(sample in request for request in self._shared)
+
     def add(self, samples: Set[int]) -> None:
         """Note a failed request, which carried these samples."""
         if len(samples) == 1:

@@ -207,6 +207,7 @@ class _Collecting:
 
     def _key(self, url: str) -> tuple[str, str]:
         """Return the variable of the API key ("" for none), and the key, if it is known here."""
+
         def parse(answer: str) -> str:
             if not can_be_sent(os.environ.get(answer, "").strip() if is_variable(answer) else answer):
                 raise ValueError("the key holds characters that a header cannot carry")

@@ -76,11 +76,8 @@ def admits(source, job, now):
     server = source.server
     if any(fault.kind != "slow" and fault.start_s <= now < fault.end_s for fault in server.faults):
         return False
-    if server.concurrency is not None and source.in_flight >= server.concurrency:
-        return False
-    if source._requests is not None and source._requests.wait_s(1, now) > 0:
-        return False
-    return source._tokens is None or source._tokens.wait_s(int(job.tokens), now) == 0
+    limit, _ = source._limits.broken(int(job.tokens), source.in_flight, now)
+    return not limit
 
 
 def small_case(rng, *, faults):

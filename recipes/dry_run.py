@@ -21,6 +21,8 @@ from pathlib import Path
 from dryrun.lines import Line, failed, show
 from rich.console import Console
 
+HERE = Path(__file__).resolve().parent
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines += _lines(asked)
     except Exception as error:
         # Frameworks take values of the wrong type without a word; reading them here is where that shows.
-        told = f"{type(error).__name__}: {error}"
-        remedy = "a value of the recipe has a type that its key does not take; the last line of the traceback names it"
-        traceback.print_exc()
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if HERE in Path(frame.filename).parents]
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}; while reading: {frames[-1].line}"
+        remedy = "a value of the recipe or of an override has a type that its key does not take"
         lines.append(Line("dry run", "FAIL", told, remedy))
     out = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     name = getattr(asked, "name", "")

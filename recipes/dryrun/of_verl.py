@@ -32,7 +32,10 @@ def verl_lines(folder: Path, name: str, overrides: Sequence[str], *, ask: bool) 
     version = check("verl", _version, "pip install verl")
     if version.status == "FAIL":
         return [version]
-    lines = [version, check("known keys", lambda: _known(folder, name), "correct the key, or write it as verl does")]
+    lines = [
+        version,
+        check("known keys", lambda: _known(folder, name, overrides), "correct the key, or write it as verl does"),
+    ]
     composed: list[DictConfig] = []
 
     def compose_it() -> str:
@@ -43,7 +46,7 @@ def verl_lines(folder: Path, name: str, overrides: Sequence[str], *, ask: bool) 
     if not composed:
         return lines
     config = composed[0]
-    lines.append(check("verl's checks", lambda: _validated(config), "change the sizes as the message says"))
+    lines.append(check("verl's checks", lambda: _validated(config), "change what the message names"))
     lines += _machine_lines(config)
     model = str(config.actor_rollout_ref.model.path)
     data, reports = data_lines(
@@ -112,8 +115,11 @@ def _version() -> str | Line:
     return Line("verl", "note", f"{found}; the recipes are tested with {TESTED}")
 
 
-def _known(folder: Path, name: str) -> str:
-    """Every key of the recipe's files is one of verl's. Hydra itself lets a recipe add keys that nobody reads."""
+def _known(folder: Path, name: str, overrides: Sequence[str] = ()) -> str | Line:
+    """Every key of the recipe's files is one of verl's. Hydra itself lets a recipe add keys that nobody reads.
+
+    A key that an override adds may be one that verl hands on, so it is only noted.
+    """
     base = _verls_own()
     number = 0
     unknown = []
@@ -125,6 +131,13 @@ def _known(folder: Path, name: str) -> str:
                 unknown.append(f"{file.name}: {key}" + (f" (did you mean {near[0]}?)" if near else ""))
     if unknown:
         raise ValueError(f"verl does not know {'; '.join(unknown)}")
+    added = [text.lstrip("+").partition("=")[0] for text in overrides if text.startswith("+")]
+    new = [key for key in added if "/" not in key and key.split(".")[0] not in OURS and not _in(base, key)]
+    if new:
+        near = [get_close_matches(key, list(leaves(base)), 1) for key in new]
+        said = [key + (f" (did you mean {meant[0]}?)" if meant else "") for key, meant in zip(new, near, strict=True)]
+        return Line("known keys", "note", f"verl's own configuration has no {'; no '.join(said)}",
+                    "without the +, Hydra refuses a key that does not exist")  # fmt: skip
     return f"all {number} keys of the recipe are verl's or qreward's"
 
 
@@ -176,10 +189,15 @@ def _in(base: Any, key: str) -> bool:
 
 
 def _validated(config: DictConfig) -> str | Line:
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
     critic, reference = need_critic(config), need_reference_policy(config)
+    estimator = str(config.algorithm.adv_estimator)
+    if estimator not in ADV_ESTIMATOR_REGISTRY:
+        # verl looks for it after the first rollouts.
+        raise ValueError(f"algorithm.adv_estimator={estimator} is none of {', '.join(ADV_ESTIMATOR_REGISTRY)}")
     # verl reads the critic's model here, and would download it.
     local = local_model(str(config.critic.model.path)) is not None if critic else True
     with redirect_stdout(io.StringIO()):
@@ -187,7 +205,7 @@ def _validated(config: DictConfig) -> str | Line:
     if not local:
         said = "validate_config passed, but for the critic, whose model is not on this machine"
         return Line("verl's checks", "note", said)
-    return f"validate_config passed ({config.algorithm.adv_estimator}, critic: {critic}, reference: {reference})"
+    return f"validate_config passed ({estimator}, critic: {critic}, reference: {reference})"
 
 
 def _machine_lines(config: DictConfig) -> list[Line]:

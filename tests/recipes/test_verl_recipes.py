@@ -54,6 +54,21 @@ def test_a_key_that_verl_does_not_have_is_found_with_the_one_that_was_meant(of_v
         of_verl._known(tmp_path, "mine")
 
 
+def test_a_key_that_an_override_adds_is_noted(of_verl):
+    noted = of_verl._known(RECIPES, "grpo", ["+data.trainbatch_size=3", "+qreward.config=x", "trainer.nnodes=2"])
+    assert noted.status == "note"
+    assert noted.found == "verl's own configuration has no data.trainbatch_size (did you mean data.train_batch_size?)"
+    free = ["+actor_rollout_ref.model.override_config.x=1", "++trainer.nnodes=2"]
+    assert isinstance(of_verl._known(RECIPES, "grpo", free), str)
+
+
+def test_an_estimator_that_verl_does_not_have_is_found_before_the_first_rollout(of_verl, compose):
+    config = copy.deepcopy(compose("grpo"))
+    config.algorithm.adv_estimator = "grop"
+    with pytest.raises(ValueError, match=r"adv_estimator=grop is none of gae, grpo"):
+        of_verl._validated(config)
+
+
 @pytest.fixture
 def prepared(tmp_path, recipe_tools):
     """Data sets, a model's folder with a tokenizer, and the overrides that name them."""

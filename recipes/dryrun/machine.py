@@ -10,6 +10,16 @@ from pathlib import Path
 from .lines import Line
 
 
+def has_module(name: str) -> bool:
+    """Whether a module below a package can be imported. Folders of recipes have the names of frameworks, so looking for
+    the package alone would find them.
+    """
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def count_gpus() -> int:
     """The number of GPUs that this process may use, as torch counts them."""
     import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import os
 import tempfile
@@ -19,7 +18,7 @@ from omegaconf import OmegaConf
 from .data_lines import data_lines, tokenizer_of
 from .judging import Step, judge_devices, judge_lines
 from .lines import Line, check
-from .machine import folder_line, gpu_line, model_line, packages_line, path_line
+from .machine import folder_line, gpu_line, has_module, model_line, packages_line, path_line
 
 _ENGINES = {"vllm": "vllm", "sglang": "sglang"}
 
@@ -42,7 +41,7 @@ def roll_lines(folder: Path, name: str, roll: Path, *, ask: bool) -> list[Line]:
     if not trees:
         return lines
     tree = trees[0]
-    if importlib.util.find_spec("roll") is None:
+    if not has_module("roll.pipeline"):
         lines.append(Line("known keys", "FAIL", "the package roll is not importable here",
                           "run this in ROLL's environment, with ROLL_DIR on PYTHONPATH"))  # fmt: skip
         return lines

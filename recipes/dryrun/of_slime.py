@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import itertools
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any
 from .data_lines import data_lines, tokenizer_of
 from .judging import Step, judge_devices, judge_lines
 from .lines import Line, check
-from .machine import folder_line, gpu_line, model_line, packages_line, path_line
+from .machine import folder_line, gpu_line, has_module, model_line, packages_line, path_line
 
 _HOOKS = (
     "custom_rm_path",
@@ -29,7 +28,7 @@ _HOOKS = (
 
 def slime_lines(judges: Path, flags: Sequence[str], *, ask: bool) -> list[Line]:
     """Check the flags of slime's train.py, and the judges' file. slime must be importable."""
-    if importlib.util.find_spec("slime") is None:
+    if not has_module("slime.utils"):
         return [Line("slime", "FAIL", "the package slime is not importable here",
                      "run this in slime's image, with SLIME_DIR and MEGATRON_DIR on PYTHONPATH")]  # fmt: skip
     parsed: list[argparse.Namespace] = []

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,9 +210,30 @@ def test_the_script_ends_with_a_verdict_and_an_exit_code(recipe_tools, monkeypat
 
 def test_a_value_of_the_wrong_type_fails_it(recipe_tools, monkeypatch, capsys):
     script = recipe_tools.dry_run
-    monkeypatch.setattr(script, "_lines", lambda asked: int("x"))
+    monkeypatch.setattr(script, "_lines", lambda asked: recipe_tools.judging._assumed(None))
     assert script.main(["slime", "judges.yaml", "--"]) == 1
-    assert "ValueError: invalid literal for int()" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "AttributeError: 'NoneType' object has no attribute" in said.out
+    assert "while reading: for judge in config.judges" in said.out
+    assert "Traceback" not in said.out + said.err
+
+
+def test_the_recipes_own_folders_are_not_taken_for_the_frameworks(recipe_tools, monkeypatch, tmp_path):
+    for name in ("roll", "slime"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert not recipe_tools.machine.has_module("roll.pipeline")
+    assert not recipe_tools.machine.has_module("slime.utils")
+    assert recipe_tools.machine.has_module("json.decoder")
+    (line,) = importlib.import_module("dryrun.of_slime").slime_lines(tmp_path / "judges.yaml", [], ask=False)
+    assert (line.status, line.found) == ("FAIL", "the package slime is not importable here")
+
+
+def test_a_package_that_is_missing_is_not_a_mistake_of_the_recipe(recipe_tools):
+    line = recipe_tools.lines.check("flags", lambda: importlib.import_module("no_such_package"), "correct the flag")
+    assert line.found == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert line.remedy == "install it, or run this in the environment of the framework"
 
 
 @pytest.mark.parametrize(

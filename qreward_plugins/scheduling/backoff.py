@@ -81,9 +81,9 @@ class Backoff:
             job.back_off(upstream.name, now + pause_s + extra_s)
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
-        """Let other sources, if there are any, take `job` first after an invalid reply of `upstream`."""
-        others = set(job.call.sources) - job.barred - {upstream.name}
-        job.back_off(upstream.name, now + (_invalid_backoff_s(job, upstream) if others else 0.0))
+        """Let other sources, if one can take it soon, take `job` first after an invalid reply of `upstream`."""
+        away = self._worth_waiting(job, upstream, now)
+        job.back_off(upstream.name, now + (_invalid_backoff_s(job, upstream) if away else 0.0))
         self.renew(job, now)
 
     def after_timeout(self, job: Job, now: float) -> None:
@@ -108,14 +108,15 @@ class Backoff:
                     self._jobs.enqueue(job)
 
     def renew(self, job: Job, now: float) -> None:
-        """Prolong the backoff after invalid replies while another source may judge `job`. This lasts for the first half
-        of its time: it still gets an answer if the other source stays busy.
+        """Prolong the backoff after invalid replies while another source may judge `job` soon. This lasts for the first
+        half of its time: it still gets an answer if the other source stays busy.
         """
         if now > (job.submitted_at + job.deadline_at) / 2:
             return
         for name in job.invalid_at - job.barred:
             upstream = self._upstreams[name]
-            if job.backoff_until.get(name, -math.inf) <= now and self.alternative(job, upstream, untried=True):
+            over = job.backoff_until.get(name, -math.inf) <= now
+            if over and self._worth_waiting(job, upstream, now, untried=True):
                 job.back_off(name, now + _invalid_backoff_s(job, upstream))
 
     def reconsider(self, job: Job, now: float) -> None:
@@ -127,11 +128,31 @@ class Backoff:
         else:
             job.suspect, job.reconsider_at = False, None
 
-    def alternative(self, job: Job, upstream: Upstream, *, untried: bool = False) -> bool:
-        """Whether another source could serve `job` and is not degraded. `untried`: and gave it no invalid reply yet."""
+    def alternative(self, job: Job, upstream: Upstream) -> bool:
+        """Whether another source could serve `job` and is not degraded."""
+        return bool(self._alternatives(job, upstream, untried=False))
+
+    def _alternatives(self, job: Job, upstream: Upstream, *, untried: bool) -> list[Upstream]:
+        """The other sources that could serve `job` and are not degraded. `untried`: and gave it no invalid reply."""
         without = job.barred | {upstream.name} | (job.invalid_at if untried else set())
         others = (self._upstreams[name] for name in job.call.sources if name not in without)
-        return any(not other.health.unusable and other.breaker.closed and not other.health.degraded for other in others)
+        return [
+            other
+            for other in others
+            if not other.health.unusable and other.breaker.closed and not other.health.degraded
+        ]
+
+    def _worth_waiting(self, job: Job, upstream: Upstream, now: float, *, untried: bool = False) -> bool:
+        """Whether `job` should wait for another source after an invalid reply of `upstream`.
+
+        Another source is more likely to judge it. Where `upstream` judges most samples, that is worth as much time as
+        the backoff takes, but not a window that is free only in a minute.
+        """
+        others = [other for other in self._alternatives(job, upstream, untried=untried) if other.up(now)]
+        if not upstream.health.reliable:
+            return bool(others)
+        latest_s = _invalid_backoff_s(job, upstream) + upstream.speed.expected_s(job.size)
+        return any(_answers_in_s(other, job, now) <= latest_s for other in others)
 
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
@@ -168,3 +189,10 @@ class Backoff:
 def _invalid_backoff_s(job: Job, upstream: Upstream) -> float:
     # Not longer: the other sources may be out of quota for minutes.
     return max(SHORTEST_INVALID_BACKOFF_S, 2 * upstream.speed.expected_s(job.size))
+
+
+def _answers_in_s(upstream: Upstream, job: Job, now: float) -> float:
+    """Seconds until `upstream` may have answered `job`. A busy source is taken to be free after one more answer."""
+    takes_s = upstream.speed.expected_s(job.size)
+    wait_s = upstream.wait_for_s(job, now)
+    return takes_s + max(wait_s if wait_s < math.inf else takes_s, job.backoff_until.get(upstream.name, now) - now)

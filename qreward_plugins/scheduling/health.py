@@ -63,6 +63,11 @@ class Health:
         """Whether most of its last replies were invalid."""
         return self._validity.degraded
 
+    @property
+    def reliable(self) -> bool:
+        """Whether most of its last replies were valid; `False` while there are too few to tell."""
+        return self._validity.reliable
+
     def judges_since(self, at: float) -> bool:
         """Whether it gave a valid reply after `at`, and not only by chance."""
         return self._validity.judges_since(at)

@@ -1,7 +1,8 @@
 """Decides what the end of an attempt means for its job and its source.
 
     answer            the job ends, its other attempts are cancelled
-    invalid reply     another try elsewhere, `Call.invalid_retries` times. Then the job fails as invalid, or as garbage
+    invalid reply     another try, `Call.invalid_retries` times: elsewhere, or at the same source if that judges most
+                      samples and the others would answer much later. Then the job fails as invalid, or as garbage
                       if its sources give all other jobs invalid replies, too. With `Call.clear_blame` this is decided
                       once another job was answered, or none is left
     throttled         the source pauses; the job goes to the front of the queue and may go elsewhere at once. Not a

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from qreward_plugins.scheduling.backoff import (
     Backoff,
 )
 from qreward_plugins.simulation import run
+from qreward_plugins.sources.base import Reply
 
 RESET = TransientError("reset")
 
@@ -187,3 +189,49 @@ def test_a_job_that_was_throttled_often_waits_until_the_limits_had_room_for_othe
         assert throttled.backoff_until["a"] <= now + LONGEST_THROTTLED_BACKOFF_S
 
     run(main())
+
+
+def after_an_invalid_reply(stage, at, judged=20):
+    """A sample is submitted at `at`. Source slow, which judged `judged` others, judges it only at the second try; the
+    window of fast is used up for 60.15 s. Return its requests, and when it is scored.
+    """
+
+    def judges(request):
+        return Reply(text="1" if [sent.source for sent in stage.sent].count("slow") > 1 else "bad")
+
+    stage.add("slow", behaviour=lambda *_: 0.2, answer=judges)
+    stage.add("fast", behaviour=lambda *_: 0.05, limits={"requests_per_minute": 4}, requests_per_window=4)
+    stage.knows("slow", 0.2)
+    stage.knows("fast", 0.05)
+    for _ in range(judged):
+        stage.upstreams["slow"].health.judged(True, 0.0, probe=False, alternative=False)
+    only_fast = replace(stage.judge, sources=("fast",))
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        await asyncio.gather(*(dispatcher.score(stage.sample(10), only_fast, deadline_s=60) for _ in range(4)))
+        await asyncio.sleep(at - asyncio.get_running_loop().time())
+        outcome = await dispatcher.score(stage.sample(10), stage.judge, deadline_s=60)
+        ended_at = asyncio.get_running_loop().time()
+        await dispatcher.aclose()
+        assert isinstance(outcome, Scored)
+        return [sent.source for sent in stage.sent[4:]], ended_at
+
+    return run(main())
+
+
+def test_a_retry_after_an_invalid_reply_goes_back_to_its_source_if_another_one_answers_much_later(stage):
+    sources, ended_at = after_an_invalid_reply(stage, at=45.0)
+    assert sources == ["slow", "slow"]
+    assert ended_at == pytest.approx(45.4)
+
+
+def test_a_retry_after_an_invalid_reply_waits_a_little_for_another_source(stage):
+    sources, ended_at = after_an_invalid_reply(stage, at=59.6)
+    assert sources == ["slow", "fast"]
+    assert ended_at < 60.5
+
+
+def test_a_retry_after_an_invalid_reply_waits_longer_where_its_source_is_not_known_to_judge(stage):
+    sources, _ = after_an_invalid_reply(stage, at=45.0, judged=0)
+    assert sources == ["slow", "fast"]

@@ -200,7 +200,7 @@ class Judging(Pending):
         batch = self.member.batch
         batch.lookups += 1
         try:
-            return await self._scoring.recall(call, keys, self._due_at)
+            return await self._scoring.recall(call, self.sample, keys, self._due_at)
         except JournalError as error:
             self._raise_to_caller(error)
             raise

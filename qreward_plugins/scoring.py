@@ -55,10 +55,14 @@ class Scoring:
         self._judging: dict[Judging, None] = {}
         self.dispatcher: Dispatcher
         """Set after construction, because dispatcher and scoring call each other."""
+        self._keeping_groups = _keeping_groups(sources)
+        for source in self._keeping_groups:
+            source.restart()
 
     def change(self, router: JudgeRouter, *, sources: Mapping[str, Source], reuse: bool) -> None:
         """Go on with other judges and sources. Samples under way keep their judges."""
         self._router, self.sources, self._reuse = router, sources, reuse
+        self._keeping_groups = _keeping_groups(sources)
 
     @property
     def batches(self) -> Batches:
@@ -93,6 +97,9 @@ class Scoring:
         if route is None:
             Pending(self, sample, member, future).end(_no_route(sample))
             return future
+        for source in self._keeping_groups:
+            source.submitted(sample)
+            future.add_done_callback(lambda _, source=source: source.ended(sample))  # type: ignore[misc]
         judge = self._router.judges[route.judge]
         if isinstance(judge, Leaf) and self.journal is None:
             Calling(self, sample, member, future, judge).start(due_at)
@@ -142,8 +149,8 @@ class Scoring:
 
     # The journal
 
-    async def recall(self, call: Call[T], keys: Mapping[str, str], due_at: float) -> Answer[T] | None:
-        """The recorded answer to `call`; None if there is none, or if the judge no longer accepts it.
+    async def recall(self, call: Call[T], sample: Sample, keys: Mapping[str, str], due_at: float) -> Answer[T] | None:
+        """The recorded answer to `call` of a sample; None if there is none, or if the judge no longer accepts it.
 
         A slow disk gets half of the remaining time, so that there is time to ask.
         """
@@ -159,7 +166,10 @@ class Scoring:
         except (InvalidReply, ValueError, LookupError, TypeError, AttributeError):
             # Another range may map its number beyond float32, or somebody edited the row.
             return None
-        weights = getattr(self.sources.get(recorded.source), "weights", None)
+        weights = ServedWeights(recorded.weight_version) if recorded.weight_version else None
+        for source in self._keeping_groups:
+            if source.name == recorded.source:
+                source.recalled(sample)
         return Answer(value, recorded.source, recorded.model, recorded=True, weights=weights)
 
     def keys(self, call: Call[Any]) -> Mapping[str, str]:
@@ -228,6 +238,11 @@ def _weights_matter(answer: Answer[Any]) -> bool:
     if answer.weights is None or not hasattr(answer.answered_by, "question_of"):
         return False
     return bool(answer.weights.identity or answer.answered_by.weights.identity)
+
+
+def _keeping_groups(sources: Mapping[str, Source]) -> tuple[Any, ...]:
+    """The sources of which one version of the weights is to judge each group."""
+    return tuple(source for source in sources.values() if getattr(source, "keeps_groups", False))
 
 
 def _no_route(sample: Sample) -> Failed:

@@ -80,7 +80,10 @@ class ParquetRows:
 
 
 def _result_type(arrow: Any) -> Any:
-    texts = ("outcome", "cause", "reason", "detail", "components", "steps", "rationale", "judge", "source", "model")
+    texts = (
+        *("outcome", "cause", "reason", "detail", "components", "steps", "rationale", "judge", "source", "model"),
+        "weight_version",
+    )
     numbers = ("reward", "latency_s", "cost_usd")
     counts = ("attempts", "prompt_tokens", "completion_tokens")
     flags = ("correct", "cached", "cut")

@@ -32,6 +32,7 @@ def to_result(outcome: Outcome) -> dict[str, Any]:
         "judge": told.judge,
         "source": told.source,
         "model": _text(verdict.model) if verdict else None,
+        "weight_version": _text(verdict.weight_version) if verdict else None,
         "attempts": told.attempts,
         "prompt_tokens": told.usage.prompt_tokens,
         "completion_tokens": told.usage.completion_tokens,

@@ -15,11 +15,11 @@ import time
 from typing import Final
 
 from ..errors import JournalError
-from .entries import ADDED_IN_2, COLUMNS
+from .entries import ADDED_IN_2, ADDED_IN_3, COLUMNS
 
 _log = logging.getLogger("qreward_plugins.journal")
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
 BUSY_TIMEOUT_S: Final = 5.0
 """Longest wait for another process that writes, in seconds."""
@@ -118,6 +118,9 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
             connection.execute(statement)
     elif version == 1:
         _bring_up_to_2(connection, path)
+        _bring_up_to_3(connection)
+    elif version == 2:
+        _bring_up_to_3(connection)
     elif version != SCHEMA_VERSION:
         raise JournalError(
             f"the journal {path} has schema version {version}, this package supports version {SCHEMA_VERSION}; "
@@ -133,13 +136,20 @@ def _bring_up_to_2(connection: sqlite3.Connection, path: str) -> None:
     kinds = dict(COLUMNS)
     for name in ADDED_IN_2:
         connection.execute(f"ALTER TABLE outcomes ADD COLUMN {name} {kinds[name]}")
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     _log.warning(
         "the journal %s was upgraded from schema version 1 to %d: its verdicts are kept, but not used as answers, "
         "because the keys of version 1 did not cover everything that is sent to a judge",
         path,
         SCHEMA_VERSION,
     )
+
+
+def _bring_up_to_3(connection: sqlite3.Connection) -> None:
+    """Add the columns that version 2 lacks. Its verdicts are used as before."""
+    kinds = dict(COLUMNS)
+    for name in ADDED_IN_3:
+        connection.execute(f"ALTER TABLE outcomes ADD COLUMN {name} {kinds[name]}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _identity(connection: sqlite3.Connection) -> tuple[int, int, int]:

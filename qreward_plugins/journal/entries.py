@@ -57,13 +57,18 @@ COLUMNS = (
     ("raw_score", "REAL"),
     ("raw_components", "TEXT"),
     ("service_s", "REAL"),
+    # Added in schema version 3; NULL in older rows.
+    ("weight_version", "TEXT"),
 )
 """Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` is the
 time from the sample to its outcome, waiting included; `service_s` is the time of the answered attempt alone.
-`raw_score` and `raw_components` are the judge's numbers before they were mapped to the reward range."""
+`raw_score` and `raw_components` are the judge's numbers before they were mapped to the reward range. `weight_version`
+is the version of the weights that judged; "" for those of the configuration, and for sources without versions."""
 
 ADDED_IN_2 = ("raw_score", "raw_components", "service_s")
 """Columns that schema version 2 added."""
+ADDED_IN_3 = ("weight_version",)
+"""Columns that schema version 3 added."""
 
 VERDICT_COLUMNS = (
     "score",
@@ -76,6 +81,7 @@ VERDICT_COLUMNS = (
     "reason",
     "raw_score",
     "raw_components",
+    "weight_version",
 )
 """Columns that a verdict is read from."""
 
@@ -121,6 +127,7 @@ def _scored(verdict: Verdict) -> dict[str, Value]:
         "reason": CUT if verdict.cut else None,
         "cached": int(verdict.cached),
         "service_s": _real(verdict.service_s) or None,
+        "weight_version": _text(verdict.weight_version),
         **_raw(verdict.raw),
         **_spent(verdict.spent),
     }
@@ -161,7 +168,7 @@ def _spent(spent: Spent) -> dict[str, Value]:
 
 def verdict(values: tuple[Any, ...]) -> Verdict:
     """Build a verdict from the values of `VERDICT_COLUMNS`, as `as_cached` does. Raises ValueError or TypeError."""
-    score, components, rationale, correct, judge, source, model, reason, raw_score, raw_components = values
+    score, components, rationale, correct, judge, source, model, reason, raw_score, raw_components, version = values
     return Verdict(
         score=score,
         components=json.loads(components),
@@ -173,6 +180,7 @@ def verdict(values: tuple[Any, ...]) -> Verdict:
         cached=True,
         cut=reason == CUT,
         raw=None if raw_score is None else RawScore(raw_score, json.loads(raw_components)),
+        weight_version=version or "",
     )
 
 

@@ -177,6 +177,7 @@ def _outcome(row: Mapping[str, Any]) -> Outcome:
             correct=None if row["correct"] is None else _typed(row["correct"], "correct", bool),
             **texts,
             model=_typed(row["model"] or "", "model", str),
+            weight_version=_typed(row.get("weight_version") or "", "weight_version", str),
             basis="floor" if failed else "judged",
             failure=failed,
             spent=spent,

@@ -227,6 +227,8 @@ class _Updating:
         self._first: int | None = None
         """The first replica that has the new weights."""
         self._touched: set[int] = set()
+        self._kept: set[int] = set()
+        """Those that go on with the earlier weights, although others have the new ones."""
         self._failed: dict[int, ServerFailed] = {}
 
     async def run(self, *, half_awake: bool) -> Weights:
@@ -275,9 +277,15 @@ class _Updating:
         # One that ends from now on is found by the next order. If it were started again meanwhile, nobody would say
         # that its calls have ended.
         await pool.leave_alone(numbers)
-        late = await pool.drain(serving, abort=update.drain == "abort", within_s=update.within_s)
+        last = update.groups and self._are_last(numbers)
+        late = await pool.drain(serving, abort=update.drain == "abort", within_s=update.within_s, last=last)
+        what = "its calls, or the groups that its weights judge," if update.groups else "its calls"
         for number in late:
-            self._failed[number] = ServerFailed(f"its calls did not end within {update.within_s:g} s")
+            self._failed[number] = ServerFailed(f"{what} did not end within {update.within_s:g} s")
+        if update.groups:
+            # Another server would judge the rest of its groups by other weights.
+            pool.resume(late, paused=False)
+            self._kept.update(late)
         if late and (update.mode == "together" or not update.path):
             return
         numbers = [number for number in numbers if number not in late]
@@ -291,6 +299,14 @@ class _Updating:
             if not update.path:
                 self._on_receiving(numbers)
         await asyncio.gather(*map(self._exchange, numbers))
+
+    def _are_last(self, numbers: list[int]) -> bool:
+        """Whether no other replica takes calls with the weights of these."""
+        pool = self._pool
+        return not any(
+            state.state == "up" and state.number not in numbers and pool.has[state.number].revision < self._new.revision
+            for state in pool.states
+        )
 
     async def _pause(self, number: int) -> None:
         try:
@@ -368,7 +384,7 @@ class _Updating:
         pool = self._pool
         for state in pool.states:
             number = state.number
-            if state.state in ("up", "stale"):
+            if state.state in ("up", "stale", "down"):
                 pool.keep(number)
             if state.state not in ("draining", "updating"):
                 continue
@@ -393,7 +409,10 @@ class _Updating:
             return self._new
         if self._first is None:
             raise _failure(failed, "the pool goes on with its earlier weights")
-        raise _failure(failed, f"the others serve version {self._new.version}, and it is started again for it")
+        then = "is started again for it"
+        if failed.keys() <= self._kept:
+            then = "goes on with the earlier weights. Wait longer (`within_s`)"
+        raise _failure(failed, f"the others serve version {self._new.version}, and it {then}")
 
 
 def _failure(failed: dict[int, ServerFailed], then: str) -> ChangeFailed:

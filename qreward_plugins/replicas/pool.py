@@ -224,21 +224,33 @@ class Pool:
         """Stop supervising these replicas, until `supervise`."""
         await _cancel([self._tasks.pop(number) for number in numbers if number in self._tasks])
 
-    async def drain(self, numbers: Sequence[int], *, abort: bool, within_s: float) -> list[int]:
-        """Close replicas to new calls, and wait until their calls have ended. `abort` cancels these first. Return the
-        replicas whose calls have not ended within `within_s` seconds.
+    async def drain(self, numbers: Sequence[int], *, abort: bool, within_s: float, last: bool = False) -> list[int]:
+        """Let replicas get no more calls, and wait until their calls have ended. Return those whose calls have not
+        ended within `within_s` seconds. `last`: no replica will have their weights then (`ReplicaState.last`).
         """
         for number in numbers:
             state = self._states[number]
-            self.set(number, "draining", ticket=state.ticket + 1, abort=abort)
+            self.set(number, "draining", ticket=state.ticket + 1, abort=abort, last=last)
         if not numbers:
             return []
-        waits = {asyncio.ensure_future(self._idle(self._states[number])): number for number in numbers}
+        drained = self._idle_or_ended if last else lambda number: self._idle(self._states[number])
+        waits = {asyncio.ensure_future(drained(number)): number for number in numbers}
         try:
             await asyncio.wait(waits, timeout=within_s)
             return [number for wait, number in waits.items() if not wait.done()]
         finally:
             await _cancel(waits)
+
+    async def _idle_or_ended(self, number: int) -> None:
+        """Wait until no user has calls at a replica. If its server ends, its groups need not wait for it any more."""
+        idle = asyncio.ensure_future(self._idle(self._states[number]))
+        ended = asyncio.ensure_future(self.servers[number].ended())
+        try:
+            await asyncio.wait([idle, ended], return_when=asyncio.FIRST_COMPLETED)
+            if not idle.done():
+                self.set(number, "down", url="", problem=ended.result().problem)
+        finally:
+            await _cancel([idle, ended])
 
     async def _supervise(self, number: int, failed: ServerFailed | None) -> None:
         """Start a replica again whenever it ends, until it has ended too often in a row."""

@@ -28,6 +28,7 @@ import orjson
 from ..named_actors import in_thread
 from .changes import ChangeFailed
 from .gate import Gate
+from .group_weights import GroupWeights
 from .pool import PoolFailed
 from .replica_state import ReplicaState
 from .runtime_folder import NoRuntimeFolder, runtime_folder
@@ -94,14 +95,14 @@ class PoolUse(ABC):
     and the end of the start by `_started`.
     """
 
-    def __init__(self, spec: PoolSpec) -> None:
+    def __init__(self, spec: PoolSpec, groups: GroupWeights | None = None) -> None:
         self.spec = spec
         self.states: tuple[ReplicaState, ...] = ()
         self.version = 0
         """Number of changes of `states` so far."""
         self.weights = Weights()
-        """The weights that the pool serves, as it last reported."""
-        self.gate = Gate()
+        """What the pool serves, as it said last."""
+        self.gate = Gate(groups)
         self.on_news: Callable[[], None] = lambda: None
         """Called in the thread that follows the pool, after every change of `states`."""
         self._numbers = itertools.count(1)
@@ -212,9 +213,15 @@ class PoolUse(ABC):
 
     def leave_replica(self, url: str) -> None:
         """Count down a call that `gate` let in."""
-        drained = self.gate.leave(url)
-        if drained is not None:
-            self.say({"idle": [drained]})
+        self._drained(self.gate.leave(url))
+
+    def sample_ended(self, group: str) -> None:
+        """Note that a sample of a group has its outcome."""
+        self._drained(self.gate.ended(group))
+
+    def _drained(self, drained: list[tuple[int, int]]) -> None:
+        if drained:
+            self.say({"idle": drained})
 
     @abstractmethod
     def say(self, message: Mapping[str, Any]) -> bool:
@@ -287,9 +294,7 @@ class PoolUse(ABC):
         self.states = tuple(states)
         self.version += 1
         # In this order: a call that is refused finds the new states.
-        drained = self.gate.take(self.states)
-        if drained:
-            self.say({"idle": drained})
+        self._drained(self.gate.take(self.states))
         self.on_news()
 
     def _started(self, failure: PoolFailed | None = None) -> None:
@@ -308,8 +313,8 @@ class PoolUse(ABC):
 class LocalPoolUse(PoolUse):
     """The use of a pool on this machine, which ends with its last user."""
 
-    def __init__(self, spec: PoolSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: PoolSpec, groups: GroupWeights | None = None) -> None:
+        super().__init__(spec, groups)
         self._channel: socket.socket | None = None
         self._greeted = False
         """Whether the pool knows this user. What comes before, it would take for the spec."""

@@ -19,6 +19,7 @@ import anyio
 
 from ..named_actors import get_or_start, in_thread, ray_is_up
 from .commands import Commands
+from .group_weights import GroupWeights
 from .launch import LocalServer, ServerFailed
 from .pool import Pool, PoolFailed
 from .pool_use import PoolUse
@@ -313,8 +314,8 @@ class RayPoolActor:
 class RayPoolUse(PoolUse):
     """The use of the pool of a Ray job."""
 
-    def __init__(self, spec: PoolSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: PoolSpec, groups: GroupWeights | None = None) -> None:
+        super().__init__(spec, groups)
         self._user = secrets.token_hex(8)
         self._actor: Any = None
         self._joined = False

@@ -15,8 +15,9 @@ State = Literal["starting", "up", "draining", "updating", "asleep", "stale", "do
 class ReplicaState:
     """The state of one replica. `url` is "" while its server does not run. `restarts` counts all restarts so far.
 
-    `version` and `identity` are those of its weights (`Weights`). `ticket` counts how often it was drained.
-    `abort`: its calls are cancelled and sent again to another replica.
+    `version` and `identity` are those of its weights (`Weights`). `ticket` numbers the times that it was drained;
+    `abort`: its calls are to be asked again elsewhere, not to be awaited. `last`: no replica will have its weights when
+    it has drained, so groups that they have begun to judge end there first (`Gate`).
     """
 
     number: int
@@ -29,6 +30,7 @@ class ReplicaState:
     identity: str = ""
     ticket: int = 0
     abort: bool = False
+    last: bool = False
 
     def as_mapping(self) -> dict[str, Any]:
         """Its fields as plain values."""

@@ -45,9 +45,10 @@ class Weights:
 class Update:
     """An update of weights, as a process sends it to the pool: from the checkpoint `path`, or from memory.
 
-    From memory, `begin` has one body for each replica, which joins it to the transfer (empty: no replica has to join),
-    and `receive` the bodies of the requests by which a replica receives tensors, in order. `within_s` is the time in
-    seconds that calls under way have to end.
+    From memory, `begin` has the body that joins each replica to the transfer (none: nothing is to be joined), and
+    `receive` the bodies of the calls by which a replica receives tensors, in order. `within_s` is the time in seconds
+    that calls under way have to end. `groups`: the last replicas with their weights wait for the
+    groups that these have begun to judge, and keep them if the groups do not end by then.
     """
 
     version: str
@@ -57,6 +58,7 @@ class Update:
     mode: Mode = "rolling"
     drain: Drain = "wait"
     within_s: float = 600.0
+    groups: bool = False
 
     def as_mapping(self) -> dict[str, Any]:
         """Its fields as plain values."""

@@ -203,6 +203,11 @@ class Dispatcher:
         source: Any = upstream.source
         for change in source.look():
             self._observers.emit(ReplicaChanged(self._loop.time(), *change))
+        if upstream.holds is not None:
+            for job in [job for job in self._jobs if upstream.name in job.held_at]:
+                job.held_at -= {upstream.name}
+                if not (job.live or job.undecided):
+                    self.enqueue(job)
         self._pump.ask()
 
     def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
@@ -341,6 +346,10 @@ class Dispatcher:
 
     def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool, spare: bool = False) -> None:
         if job.ended:
+            return
+        if upstream.holds is not None and not hedge and upstream.holds(job.request):
+            job.held_at |= {upstream.name}
+            self.enqueue(job)
             return
         if job.attempts:
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from ..errors import (
     SourceHeld,
 )
 from ..redaction import names_secret, secrets_in
+from ..replicas.group_weights import group_of
 from ..spent import Usage
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter
@@ -220,8 +221,11 @@ class Endpoint(SourceKind):
         assert self.lists is not None
         results: list[Reply | QRewardError | None] = [None] * len(requests)
         bodies: dict[int, dict[str, Any]] = {}
+        apart = self._of_other_weights(requests) if self.keeps_groups else ()
         for number, body in enumerate(await self._bodies.each(requests)):
-            if isinstance(body, SampleRefused):
+            if number in apart:
+                results[number] = SourceHeld(f"source {self._name!r}: its group is judged by other weights")
+            elif isinstance(body, SampleRefused):
                 results[number] = body
             else:
                 bodies[number] = body
@@ -275,8 +279,9 @@ class Endpoint(SourceKind):
 
     def _hints(self, requests: Sequence[Request]) -> RoutingHints:
         """Return what the choice of a replica depends on. It is not computed for a source with one URL."""
+        group = group_of(requests[0].sample) if self.keeps_groups else ""
         if not self._replicas.several:
-            return NO_HINTS
+            return RoutingHints(group=group) if group else NO_HINTS
         if self._cache_use is not None:
             self._cache_use.refresh(self._replicas.all, asyncio.get_running_loop().time())
         demands = [request.demand(self) for request in requests]
@@ -287,8 +292,13 @@ class Endpoint(SourceKind):
             sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
             sum(demand.completion for demand in demands),
             shared_prefix(requests[0], routing.prefix_tokens) if by_prefix else None,
-            (requests[0].sample.group_id or "") if self.keeps_groups else "",
+            group,
         )
+
+    def _of_other_weights(self, requests: Sequence[Request]) -> Collection[int]:
+        """Return the requests whose groups were begun by other weights than that of the first one."""
+        begun = [self._replicas.groups.begun(group_of(request.sample)) for request in requests]
+        return {number for number, weights in enumerate(begun) if weights != begun[0]}
 
     def replica_statistics(self, now: float) -> tuple[ReplicaStatistics, ...]:
         """Return the statistics of each replica; empty for a source that never had several. `now` is the event loop's

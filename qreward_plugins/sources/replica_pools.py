@@ -13,6 +13,7 @@ from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake
 from ..redaction import without_secrets
 from ..registry import sources
+from ..replicas.group_weights import GroupWeights
 from ..replicas.pool_use import LocalPoolUse, PoolUse
 from ..replicas.server_kinds import CHAT, SERVER_KINDS
 from ..replicas.spec import PoolSpec
@@ -113,10 +114,10 @@ def _topology(config: ReplicaSetConfig) -> Topology:
     )
 
 
-def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec) -> PoolUse:
-    """Return the use of a pool on this machine, or on Ray. Raises ConfigurationError if Ray is not initialized."""
+def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec, groups: GroupWeights | None) -> PoolUse:
+    """Return the use of the pool. `groups`: None without `affinity: group`. Raises ConfigurationError."""
     if config.placement == "local":
-        return LocalPoolUse(spec)
+        return LocalPoolUse(spec, groups)
     from ..named_actors import missing_ray, ray_is_up
     from ..replicas.ray_pool import RayPoolUse
 
@@ -124,7 +125,7 @@ def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec) -> PoolUse:
         raise ConfigurationError(
             [Mistake(f"sources.{name}.placement", missing_ray(), "Call ray.init() before you create the engine.")]
         )
-    return RayPoolUse(spec)
+    return RayPoolUse(spec, groups)
 
 
 def inner_source(name: str, config: ReplicaSetConfig) -> Endpoint:

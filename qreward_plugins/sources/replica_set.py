@@ -22,11 +22,13 @@ from ..errors import (
 )
 from ..redaction import environment_secrets, secrets_in
 from ..replicas.changes import ChangeFailed
+from ..replicas.group_weights import GroupWeights, group_of
 from ..replicas.pool import PoolFailed
 from ..replicas.replica_state import ReplicaState
 from ..replicas.server_kinds import CHAT, SERVER_KINDS
 from ..replicas.spec import PoolSpec
 from ..replicas.weights import Drain, Mode, Update, Weights
+from ..samples import Sample
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, SourceKind
 from .provider import Provider
@@ -62,9 +64,12 @@ class ReplicaSet(SourceKind):
         self._kind = SERVER_KINDS[spec.server]
         self._config = config
         self._inner = inner_source(name, config)
-        self._inner.keeps_groups = config.affinity == "group"
+        self._groups = GroupWeights(name) if config.affinity == "group" else None
+        if self._groups is not None:
+            self._inner.keeps_groups = True
+            self._inner.replicas_asked.groups = self._groups
         self._inner.replicas_asked.gate = _Gate(self)
-        self._use = pool_use(name, config, spec)
+        self._use = pool_use(name, config, spec, self._groups)
         self._path = "/v1" if config.task == CHAT else ""
         self._seen = -1
         self._states: tuple[ReplicaState, ...] = ()
@@ -131,20 +136,30 @@ class ReplicaSet(SourceKind):
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """See `Source.send`. The first request starts the servers, if `start` has not."""
         await self._prepare()
-        return await self._inner.send(request, on_sent=on_sent)
+        reply = await self._inner.send(request, on_sent=on_sent)
+        self._replied(request, reply)
+        return reply
 
     async def send_batch(
         self, requests: Sequence[Request], *, on_sent: Callable[[], None]
     ) -> Sequence[Reply | QRewardError]:
         """Send several requests as one; see `Source`."""
         await self._prepare()
-        return await self._inner.send_batch(requests, on_sent=on_sent)
+        replies = await self._inner.send_batch(requests, on_sent=on_sent)
+        for request, reply in zip(requests, replies, strict=True):
+            if isinstance(reply, Reply):
+                self._replied(request, reply)
+        return replies
+
+    def _replied(self, request: Request, reply: Reply) -> None:
+        if self._groups is not None and reply.weights is not None and (group := group_of(request.sample)):
+            self._groups.answered(group, (reply.weights.version, reply.weights.identity))
 
     def question(self, request: Request) -> object:
         """See `Endpoint.question`. Addresses and topology change no answer, so they are not part of it; the weights
         are, as soon as they are not those of the configuration.
         """
-        return self.question_of(request, self.weights)
+        return self.question_of(request, self._weights_of(request.sample))
 
     def question_of(self, request: Request, weights: ServedWeights | None) -> object:
         """Return what `question` returns while the replicas have these weights."""
@@ -161,6 +176,47 @@ class ReplicaSet(SourceKind):
         """The weights of the pool: the new ones as soon as one replica has them."""
         weights = self._use.weights
         return ServedWeights(weights.version, weights.identity)
+
+    # Groups that one version judges
+
+    def submitted(self, sample: Sample) -> None:
+        """See `Source`."""
+        if group := group_of(sample):
+            self._use.gate.submitted(group)
+
+    def ended(self, sample: Sample) -> None:
+        """See `Source`."""
+        if group := group_of(sample):
+            self._use.sample_ended(group)
+
+    def restart(self) -> None:
+        """See `Source`."""
+        self._use.gate.restart()
+
+    def recalled(self, sample: Sample) -> None:
+        """See `Source`."""
+        group, weights = group_of(sample), self._weights_of(sample)
+        if self._groups is not None and group:
+            self._groups.begin(group, (weights.version, weights.identity))
+
+    def holds(self, request: Request) -> bool:
+        """See `Source`."""
+        if self._groups is None:
+            return False
+        gate = self._use.gate
+        return gate.awaits_groups() and not gate.may_begin(group_of(request.sample))
+
+    @property
+    def mixed_groups(self) -> int:
+        """Number of groups that several versions have judged, with `affinity: group`."""
+        return 0 if self._groups is None else self._groups.mixed
+
+    def _weights_of(self, sample: Sample) -> ServedWeights:
+        """The weights that are to judge a sample: those that have begun to judge its group, if a replica has them."""
+        begun = None if self._groups is None else self._groups.begun(group_of(sample))
+        if begun is None or not any((state.version, state.identity) == begun for state in self._states):
+            return self.weights
+        return ServedWeights(*begun)
 
     # Changes while they run
 
@@ -181,7 +237,8 @@ class ReplicaSet(SourceKind):
         _check_seconds(within_s)
         _check_version(version)
         if transfer is None:
-            update = Update(version, _absolute(path), mode=mode, drain=drain, within_s=within_s)
+            groups = self._groups is not None
+            update = Update(version, _absolute(path), mode=mode, drain=drain, within_s=within_s, groups=groups)
             return await self._changed(self._use.update_weights(update))
         if not isinstance(transfer, WeightTransfer):
             raise ValueError(f"transfer is a WeightTransfer, not a {type(transfer).__name__}")
@@ -195,6 +252,7 @@ class ReplicaSet(SourceKind):
             mode=mode,
             drain=drain,
             within_s=within_s,
+            groups=self._groups is not None,
         )
         return await self._changed(transfer.run(self._use, update))
 
@@ -227,8 +285,8 @@ class ReplicaSet(SourceKind):
         raise ReplicasNotChanged(f"source {self._name!r}: {shown}{self._shown(log)}", replicas=replicas)
 
     def held(self) -> str:
-        """Return why no replica takes calls for a while, although none has failed; "" if calls need not wait."""
-        return self._use.held
+        """See `Source`: why calls wait, although nothing is wrong. Before an update, some calls go on (`holds`)."""
+        return "" if self._use.gate.awaits_groups() else self._use.held
 
     def listen(self, notify: Callable[[], None]) -> None:
         """Call `notify` after every change of a replica, in another thread."""
@@ -267,10 +325,10 @@ class ReplicaSet(SourceKind):
             raise SourceUnusable(problem, certain=True)
         self._look()
         states = self._states
-        if any(state.state == "up" for state in states):
+        if any(state.state == "up" for state in states) or self._use.gate.awaits_groups():
             return
-        if self.held():
-            raise SourceHeld(f"source {self._name!r}: {self.held()}")
+        if self._use.held:
+            raise SourceHeld(f"source {self._name!r}: {self._use.held}")
         # Without states, the process of the pool has been lost, and is being replaced.
         shown = "; ".join(f"replica {state.number} is {state.state}" for state in states) or "its pool has ended"
         if self._use.ended or (states and all(state.state in ("failed", "stopped") for state in states)):
@@ -317,14 +375,17 @@ class _Gate:
     def look(self) -> None:
         self._source._look()
 
-    def enter(self, base_url: str) -> bool:
-        return self._source._use.gate.enter(self._url(base_url))
+    def enter(self, base_url: str, group: str) -> bool:
+        return self._source._use.gate.enter(self._url(base_url), group)
+
+    def ends(self, base_url: str, group: str) -> bool:
+        return self._source._use.gate.ends(self._url(base_url), group)
 
     def leave(self, base_url: str) -> None:
         self._source._use.leave_replica(self._url(base_url))
 
     def held(self) -> str:
-        return self._source.held()
+        return self._source._use.held
 
     def _url(self, base_url: str) -> str:
         return base_url.removesuffix(self._source._path)

@@ -116,8 +116,9 @@ class ReplicaSetConfig(EndpointConfig):
     stopped, and `wake_up` starts them. vLLM is then started in its development mode. Default: false."""
 
     affinity: Literal["group", "none"] = "none"
-    """`group`: while replicas serve two versions of the weights, the samples of a group go to replicas with the
-    version that judged the first of them, as long as a replica has it. Default: `none`."""
+    """`group`: one version of the weights judges a group. While they are updated, siblings go to replicas with the
+    version that has begun to judge the group, and the last of these is updated when no sample of such a group is under
+    way. Default: `none`."""
 
     log_folder: Annotated[str, Field(min_length=1)] | None = None
     """Folder of the servers' logs: `NAME-0.log`, `NAME-1.log` ..., of 32 MB each at most. Default: a private one,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ..config.source_models import Routing
 from ..errors import QRewardError, SourceHeld, SourceUnusable, TransientError
+from ..replicas.group_weights import GroupWeights, Named
 from ..spent import Usage
 from .base import ServedWeights
 from .prefixes import Prefix
@@ -25,8 +26,6 @@ T = TypeVar("T")
 
 _KEPT_SHARE = 0.9
 """Weight of the past in the means of completion tokens and of seconds."""
-_GROUPS_KEPT = 8192
-"""Groups whose version is remembered, with `affinity: group`."""
 _PATIENCE = 3.0
 """A call that is cancelled earlier than this many times the mean time of an answer does not count as a failure of its
 replica: it may have been hedged.
@@ -57,8 +56,13 @@ class CallGate(Protocol):
     def look(self) -> object:
         """Update which replicas are up, before one is chosen."""
 
-    def enter(self, base_url: str) -> bool:
-        """Count a call at a replica. Return False, and count nothing, if it takes no calls; `look` finds its state."""
+    def enter(self, base_url: str, group: str) -> bool:
+        """Count a call at a replica; False if it takes none any more, or none of this group, which `look` and `ends`
+        find then.
+        """
+
+    def ends(self, base_url: str, group: str) -> bool:
+        """Whether a replica is draining, and still takes calls of this group."""
 
     def leave(self, base_url: str) -> None:
         """Count a call down."""
@@ -81,6 +85,7 @@ class Lease:
         "_task",
         "_tokens",
         "aborted",
+        "group",
         "mixed",
         "replica",
         "weights",
@@ -89,6 +94,7 @@ class Lease:
     def __init__(self, of: Replicas, replica: Replica, hints: RoutingHints, tokens: int, now: float) -> None:
         self._of = of
         self.replica = replica
+        self.group = hints.group
         self._tokens = tokens
         self._began_at = now
         self._open = True
@@ -220,8 +226,8 @@ class Replicas:
         """Admits calls to the replicas; None if all calls are admitted."""
         self.leases: dict[Lease, None] = {}
         """The calls under way; only with a `gate`."""
-        self._begun: OrderedDict[str, ServedWeights | None] = OrderedDict()
-        """By group: the weights that judged its first sample."""
+        self.groups = GroupWeights(name)
+        """The weights that have begun to judge a group."""
 
     @property
     def several(self) -> bool:
@@ -266,9 +272,10 @@ class Replicas:
         self._found(base_url).weights = weights
 
     def abort(self, base_url: str) -> None:
-        """Cancel the calls at a replica, because they are sent again to another one."""
+        """Cancel the calls at a replica; they are to be asked again. Calls of groups that are to end there go on."""
         for lease in [lease for lease in self.leases if lease.base_url == base_url]:
-            lease.abort()
+            if self.gate is None or not self.gate.ends(base_url, lease.group):
+                lease.abort()
 
     def acquire(self, now: float, hints: RoutingHints = NO_HINTS) -> Lease:
         """Choose a replica, and count the request as under way there. `now` is the event loop's time in seconds.
@@ -280,7 +287,11 @@ class Replicas:
             if self.gate is not None:
                 self.gate.look()
             replica, tokens = self._chosen(now, hints)
-            if self.gate is None or self.gate.enter(replica.base_url):
+            if self.gate is None:
+                if hints.group:
+                    self.groups.begin(hints.group, _named(replica.weights))
+                break
+            if self.gate.enter(replica.base_url, hints.group):
                 break
         self._uses += 1
         replica.last_used = self._uses
@@ -293,29 +304,28 @@ class Replicas:
             replica = self._replicas[0]
         else:
             up = [replica for replica in self._replicas if replica.mark == "up"]
+            if hints.group:
+                up = self._of_group(hints.group, up)
             if not up:
                 held = "" if self.gate is None else self.gate.held()
                 if held:
                     raise SourceHeld(f"source {self._name!r}: {held}")
                 raise TransientError(f"source {self._name!r}: no replica is up")
-            if hints.group:
-                up = self._of_group(hints.group, up)
             candidates = [replica for replica in up if replica.takes_calls(now)] or up
             same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
             replica = chosen(candidates, self._routing, hints.prefix, tokens=tokens, same_prefix=same_prefix, now=now)
-        if hints.group and hints.group not in self._begun:
-            self._begun[hints.group] = replica.weights
-            if len(self._begun) > _GROUPS_KEPT:
-                self._begun.popitem(last=False)
         return replica, tokens
 
     def _of_group(self, group: str, up: list[Replica]) -> list[Replica]:
-        """Return the replicas with the weights that judged the first sample of a group; all if no replica has them."""
-        if group not in self._begun:
+        """Return the replicas with the weights that have begun to judge a group; all if none has them any more."""
+        begun = self.groups.begun(group)
+        if begun is None:
             return up
-        begun = self._begun[group]
-        self._begun.move_to_end(group)
-        return [replica for replica in up if replica.weights == begun] or up
+        able = up
+        if self.gate is not None and len(up) < len(self._replicas):
+            gate = self.gate
+            able = [*up, *(one for one in self._replicas if one.mark == "draining" and gate.ends(one.base_url, group))]
+        return [replica for replica in able if _named(replica.weights) == begun] or up
 
     def used(self, replica: Replica, usage: Usage | None) -> None:
         """Count the usage that a reply of `replica` states."""
@@ -344,6 +354,10 @@ class Replicas:
             if replica.base_url == base_url:
                 return replica
         raise LookupError(f"source {self._name!r} has no replica {base_url!r}")
+
+
+def _named(weights: ServedWeights | None) -> Named:
+    return ("", "") if weights is None else (weights.version, weights.identity)
 
 
 def _mean(mean: float | None, value: float) -> float:

@@ -44,9 +44,9 @@ class Facts:
         """The facts of an outcome.
 
         `failed`, `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the sample failed, or why its score is a
-        floor ("infra/deadline", "policy/empty"); "" for a judged sample. `latency_s` is in seconds, `cost_usd` in US
-        dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0, or None for a failed sample and for a
-        judge that does not define correctness.
+        floor ("infra/deadline", "policy/empty"); "" for a judged sample. `weight_version` is that of the verdict.
+        `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0,
+        or None for a failed sample and for a judge that does not define correctness.
         """
         verdict = outcome.verdict if isinstance(outcome, Scored) else None
         failure = outcome.failure
@@ -62,6 +62,7 @@ class Facts:
             "cause": failure.label if failure is not None else "",
             "source": result.source,
             "judge": result.judge,
+            "weight_version": verdict.weight_version if verdict is not None else "",
             "attempts": float(result.attempts),
             "latency_s": float(result.latency_s),
             "tokens": float(result.usage.total_tokens),

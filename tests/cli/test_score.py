@@ -12,6 +12,7 @@ from qreward_plugins.testing import JudgeServer
 KEYS = {
     "steps",
     "reward", "outcome", "cause", "reason", "detail", "components", "correct", "rationale", "judge", "source", "model",
+    "weight_version",
     "attempts", "prompt_tokens", "completion_tokens", "latency_s", "cost_usd", "cached", "cut",
 }  # fmt: skip
 

@@ -48,6 +48,7 @@ VERDICT = Verdict(
     model="m-1",
     spent=Spent(3, Usage(100, 20), 1.5, 0.01),
     service_s=0.75,
+    weight_version="step-1",
     raw=RawScore(2.5, {"style": 5.0, "form": 10.0}),
 )
 FAILED = Failed(Cause.INFRA, "deadline", "took too long", judge="quality", source="slow", spent=Spent(2, latency_s=9.0))
@@ -194,6 +195,7 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
         "raw_score": 2.5,
         "raw_components": '{"style": 5.0, "form": 10.0}',
         "service_s": 0.75,
+        "weight_version": "step-1",
     }
     assert failed == common | {
         "id": 2,
@@ -218,6 +220,7 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
         "raw_score": None,
         "raw_components": None,
         "service_s": None,
+        "weight_version": None,
     }
     assert b"the prompt" not in path.read_bytes()
     assert b"the response" not in path.read_bytes()
@@ -759,17 +762,17 @@ def test_a_damaged_journal(path: Path) -> None:
 def test_a_journal_of_a_newer_version(path: Path) -> None:
     written(path, 1)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 3")
-    assert "schema version 3, this package supports version 2; upgrade" in refusal(path)
+        connection.execute("PRAGMA user_version = 4")
+    assert "schema version 4, this package supports version 3; upgrade" in refusal(path)
 
 
 def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(path, 2)
     with closing(sqlite3.connect(path)) as connection:
-        for name in entries.ADDED_IN_2:
+        for name in (*entries.ADDED_IN_2, *entries.ADDED_IN_3):
             connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
         connection.execute("PRAGMA user_version = 1")
-        older = [name for name, _ in entries.COLUMNS if name not in entries.ADDED_IN_2]
+        older = [name for name, _ in entries.COLUMNS if name not in entries.ADDED_IN_2 + entries.ADDED_IN_3]
         connection.commit()
 
     async def main() -> None:
@@ -786,9 +789,28 @@ def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path, caplog
 
     asyncio.run(main())
     assert {(row["key"], row["raw_score"]) for row in rows(path)} == {("0", None), ("1", None), ("new", 2.5)}
-    assert "upgraded from schema version 1 to 2" in caplog.text
+    assert "upgraded from schema version 1 to 3" in caplog.text
     caplog.clear()
     Journal(path).close()
+    assert not caplog.records
+
+
+def test_a_journal_of_the_second_version_is_used_as_before(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(path, 2)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE outcomes DROP COLUMN weight_version")
+        connection.execute("PRAGMA user_version = 2")
+
+    async def main() -> None:
+        book = Journal(path)
+        await book.put("new", SAMPLE, Scored(VERDICT))
+        old, new = await book.get("0"), await book.get("new")
+        assert old is not None
+        assert new is not None
+        assert (old.weight_version, new.weight_version) == ("", "step-1")
+        await book.aclose()
+
+    asyncio.run(main())
     assert not caplog.records
 
 

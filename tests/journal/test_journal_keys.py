@@ -82,7 +82,7 @@ class Asked:
             body = self.source._bodies.encode(request).decode()
             return body.replace(request.nonce, "NONCE") if request.nonce else body
         assert isinstance(self.source, FunctionSource)
-        return repr(self.source._arguments(sample))
+        return repr(self.source._arguments.of(sample))
 
 
 ASKED = {

@@ -16,19 +16,19 @@ can end in time goes behind the others.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..config import Scheduling
 from .attempts import Attempt
+from .finishing import Finishing
 from .forecast import Forecast
 from .hedging import Hedges
 from .jobs import Job
 from .order import per_window_of, windows_order
 from .probing import Probing
-from .queue import ReadyQueue, Waiting
+from .queue import ReadyQueue
 from .strategies import strategy
 from .timed_hedges import TimedHedges
 from .upstream import Upstream
@@ -37,14 +37,10 @@ NEARLY_FASTEST = 1.5
 """A source within this factor of the fastest one's latency takes the head of the queue."""
 SAFETY = 1.3
 """Factor on the expected latency of a job that must end before the others."""
-FAILED_HERE = 1.5
-"""Factor on the expected latency at the source that has just failed the job."""
 LONGEST_IDLE_S = 0.25
 """Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
 """Longest time, in seconds, for which an expensive source is left out before the planner checks that again."""
-_MOST_ASKED = 16
-"""Most jobs of one rank that are asked, one by one, whether a slow source would finish them first."""
 
 
 class Placement(NamedTuple):
@@ -78,6 +74,7 @@ class Planner:
         self._probing = Probing(upstreams, self.queue, on_overdue=on_overdue)
         self._prefer_cost = settings.prefer == "cost"
         self.forecast = Forecast(upstreams, self.queue, prefer_cost=self._prefer_cost)
+        self.finishing = Finishing(upstreams, self.queue, self.forecast)
         budget = settings.hedge_budget if settings.hedge else 0.0
         self._hedges = Hedges(
             upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost, on_aged=on_aged
@@ -193,7 +190,7 @@ class Planner:
     # Earliest finish
 
     def _by_finish(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
-        mean_s = {upstream.name: self._mean_s(upstream) for upstream in self._upstreams.values()}
+        mean_s = {upstream.name: self.finishing.mean_s(upstream) for upstream in self._upstreams.values()}
         used = [
             upstream
             for upstream in self._upstreams.values()
@@ -251,7 +248,7 @@ class Planner:
         if near:
             return head
         by_deadline = (upstream.name, head.rank.priority) in self.queue.by_deadline
-        if by_deadline and now + SAFETY * self._expected_s(upstream, head) <= head.deadline_at:
+        if by_deadline and now + SAFETY * self.finishing.expected_s(upstream, head) <= head.deadline_at:
             return head
         left_s = self.forecast.end(upstream, now) - now
         size = min(upstream.speed.size_within(left_s / SAFETY), self._balanced_size(upstream, left_s, now))
@@ -260,9 +257,9 @@ class Planner:
         if job is not None:
             return self._urgent(upstream, job, left_s, now) or job
         least = self.queue.smallest(upstream.name)
-        if least is not None and SAFETY * self._expected_s(upstream, least) <= left_s:
+        if least is not None and SAFETY * self.finishing.expected_s(upstream, least) <= left_s:
             return least
-        if self._finishes_first(upstream, head, now):
+        if self.finishing.first(upstream, head, now):
             return head
         self.wake_at = min(self.wake_at, now + LONGEST_IDLE_S)
         return None
@@ -272,33 +269,12 @@ class Planner:
         None. `left_s`: seconds until everything that waits will be done.
         """
         for waiting in self.queue.higher(upstream.name, job):
-            if SAFETY * self._expected_s(upstream, waiting.least) <= left_s:
+            if SAFETY * self.finishing.expected_s(upstream, waiting.least) <= left_s:
                 return waiting.least
-            urgent = self._one_that_finishes_first(upstream, waiting, now)
+            urgent = self.finishing.one_of(upstream, waiting, now)
             if urgent is not None:
                 return urgent
         return None
-
-    def _one_that_finishes_first(self, upstream: Upstream, waiting: Waiting, now: float) -> Job | None:
-        """One of the jobs of a rank that no other source would finish before `upstream` does.
-
-        Expected latencies are lines over the size, so the sizes of these jobs are an interval, which the first and the
-        least job tell. The wait for tokens grows with the size; the longest one makes the interval too wide at most, so
-        a few jobs in it are asked.
-        """
-        first, least = waiting.first, waiting.least
-        low, high = float(least.size), float(first.size)
-        at_least = {name: gain_s for name, _, gain_s in self._alternatives(upstream, least, now)}
-        for name, wait_s, gain_s in self._alternatives(upstream, first, now):
-            lead_first_s, lead_least_s = wait_s + gain_s, wait_s + at_least.get(name, gain_s)
-            if lead_first_s < 0 and lead_least_s < 0:
-                return None
-            if lead_first_s < 0 or lead_least_s < 0:
-                share = lead_least_s / (lead_least_s - lead_first_s)
-                equal = least.size + share * (first.size - least.size)
-                low, high = (low, min(high, equal)) if lead_first_s < 0 else (max(low, equal), high)
-        able = itertools.islice(waiting.between(low, high), _MOST_ASKED)
-        return next((job for job in able if self._finishes_first(upstream, job, now)), None)
 
     def _head(self, upstream: Upstream, now: float) -> Job | None:
         """The first job for `upstream`. If time is short, jobs that no source can end in time go behind the others."""
@@ -335,38 +311,6 @@ class Planner:
         if head.batch.planned:
             return next((job for job in self.queue.jobs(upstream.name) if job.size <= size), None)
         return self.queue.largest_within(upstream.name, size)
-
-    def _finishes_first(self, upstream: Upstream, job: Job, now: float) -> bool:
-        """Whether no other source would finish `job` before `upstream` does."""
-
-        return all(wait_s + gain_s >= 0 for _, wait_s, gain_s in self._alternatives(upstream, job, now))
-
-    def _alternatives(self, upstream: Upstream, job: Job, now: float) -> Iterator[tuple[str, float, float]]:
-        """Each other source that `job` may go to: its name, the seconds until it could take the job, and by how many
-        seconds its latency is longer than that of `upstream`.
-        """
-
-        def takes_s(other: Upstream) -> float:
-            factor = FAILED_HERE if job.failures and job.last_source == other.name else 1.0
-            return factor * self._expected_s(other, job)
-
-        here_s = takes_s(upstream)
-        for name in job.call.sources:
-            other = self._upstreams[name]
-            if other is upstream or name in job.barred or self.forecast.unneeded(other, now):
-                continue
-            wait_s = max(self.forecast.wait_s(other, job, now), job.backoff_until.get(name, now) - now)
-            yield name, wait_s, takes_s(other) - here_s
-
-    def _expected_s(self, upstream: Upstream, job: Job) -> float:
-        """Latency to expect of the request that `job` would go in."""
-        return self.forecast.expected_s(upstream, upstream.joined_size(job) + job.size)
-
-    def _mean_s(self, upstream: Upstream) -> float:
-        """Latency to expect of a request of average size."""
-        waiting = len(self.queue)
-        mean_size = self.queue.total_size / max(1, waiting)
-        return self.forecast.expected_s(upstream, mean_size * upstream.calls_per_request(waiting, mean_size))
 
     def _joiner(self, upstream: Upstream, now: float) -> Job | None:
         """The first job that may join an open request of `upstream` although the first of all may not."""
@@ -421,7 +365,7 @@ class Planner:
 
     def _never_idle(self, now: float) -> Iterator[Placement]:
         """One job for the fastest source that can send it, however slow that is."""
-        for upstream in sorted(self._upstreams.values(), key=self._mean_s):
+        for upstream in sorted(self._upstreams.values(), key=self.finishing.mean_s):
             able = upstream.takes_calls(now) and not self.forecast.unneeded(upstream, now)
             job = self._head(upstream, now) if able else None
             if job is not None and self._fits(job, upstream, now):

@@ -110,7 +110,7 @@ class Order:
         if planner._choose is not None or len(self._dispatcher._upstreams) == 1:
             return False
         with _untouched(planner.forecast):
-            return not planner._finishes_first(upstream, job, now)
+            return not planner.finishing.first(upstream, job, now)
 
     def _priority(self, job: Job) -> int:
         return self._priorities[_name(job)]

@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lines += _lines(asked)
     except Exception as error:
-        # Frameworks take values of the wrong type without a word; reading them here is where that shows.
+        # Frameworks accept values of the wrong type, which fail only when they are used here.
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if HERE in Path(frame.filename).parents]
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}; while reading: {frames[-1].line}"
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}; while reading: {frames[-1].line}"
         remedy = "a value of the recipe or of an override has a type that its key does not take"
-        lines.append(Line("dry run", "FAIL", told, remedy))
+        lines.append(Line("dry run", "FAIL", problem, remedy))
     out = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     name = getattr(asked, "name", "")
     show(f"dry run: {asked.framework}{' ' + name if name else ''}", lines, out)
@@ -63,14 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _lines(asked: argparse.Namespace) -> list[Line]:
     ask = not asked.offline
     if asked.framework == "verl":
-        from dryrun.of_verl import verl_lines
+        from dryrun.verl_recipe import verl_lines
 
         return verl_lines(asked.folder, asked.name, asked.overrides, ask=ask)
     if asked.framework == "slime":
-        from dryrun.of_slime import slime_lines
+        from dryrun.slime_recipe import slime_lines
 
         return slime_lines(asked.judges, [flag for flag in asked.flags if flag != "--"], ask=ask)
-    from dryrun.of_roll import roll_lines
+    from dryrun.roll_recipe import roll_lines
 
     return roll_lines(asked.folder, asked.name, asked.roll, ask=ask)
 

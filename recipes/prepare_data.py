@@ -115,8 +115,8 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             except UnicodeDecodeError:
                 raise DataError(f"{where}: is not UTF-8 text; convert the file first (iconv -t UTF-8)") from None
             except json.JSONDecodeError as error:
-                said = f"{error.msg}, at character {error.pos}"
-                raise DataError(f"{where}: every line must be one JSON object, and this is none ({said})") from None
+                problem = f"{error.msg}, at character {error.pos}"
+                raise DataError(f"{where}: every line must be one JSON object, and this is none ({problem})") from None
             except RecursionError:
                 raise DataError(f"{where}: is nested too deeply") from None
             if not isinstance(row, dict):
@@ -141,9 +141,9 @@ def tasks_from(
     found, bad = [], []
     for number, row in enumerate(rows, 1):
         try:
-            text, told = (_column(row, column) for column in (question, answer))
-            solution, mark, last = told.rpartition(_MARK)
-            reference = last.strip() if mark else told
+            text, answered = (_column(row, column) for column in (question, answer))
+            solution, mark, last = answered.rpartition(_MARK)
+            reference = last.strip() if mark else answered
             if not reference:
                 raise ValueError(f"nothing comes after {_MARK} in {answer}")
         except ValueError as error:
@@ -271,9 +271,11 @@ def _slime_task(row: Mapping[str, Any]) -> Task:
 
 
 def _roll_task(row: Mapping[str, Any]) -> Task:
-    told = row["messages"]
+    messages = row["messages"]
     return Task(
-        _messages(json.loads(told) if isinstance(told, str) else told), _text(row["ground_truth"]), _text(row["tag"])
+        _messages(json.loads(messages) if isinstance(messages, str) else messages),
+        _text(row["ground_truth"]),
+        _text(row["tag"]),
     )
 
 
@@ -288,15 +290,15 @@ _TASK: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Task]]]
 """For each framework the columns that it reads, and what turns a row into a `Task`."""
 
 
-def _messages(told: Any) -> tuple[Mapping[str, str], ...]:
-    if not isinstance(told, (list, tuple)) or not told:
+def _messages(messages: Any) -> tuple[Mapping[str, str], ...]:
+    if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError("the prompt is no list of messages")
-    for message in told:
+    for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError("a message of the prompt has no role")
         if not isinstance(message.get("content"), str):
             raise ValueError("the content of a message is no text")
-    return tuple({"role": message["role"], "content": message["content"]} for message in told)
+    return tuple({"role": message["role"], "content": message["content"]} for message in messages)
 
 
 def _text(value: Any) -> str:
@@ -369,9 +371,9 @@ def _repeated(tasks: Sequence[Task]) -> list[str]:
     notes = []
     if len(references) < len(tasks):
         notes.append(f"{len(tasks) - len(references)} prompts repeat an earlier one")
-    torn = sum(len(told) > 1 for told in references.values())
-    if torn:
-        notes.append(f"{torn} prompts have several reference answers that differ")
+    differing = sum(len(answers) > 1 for answers in references.values())
+    if differing:
+        notes.append(f"{differing} prompts have several reference answers that differ")
     return notes
 
 
@@ -384,8 +386,10 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        told = str(error).splitlines()[0]
-        raise DataError(f"{path}: there is no tokenizer on this machine ({told}); download the model first") from None
+        problem = str(error).splitlines()[0]
+        raise DataError(
+            f"{path}: there is no tokenizer on this machine ({problem}); download the model first"
+        ) from None
 
 
 def describe(report: Report) -> str:

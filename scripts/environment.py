@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"
 _QUIET_S = 15.0
-_TELLING = re.compile(
+_SHOWN = re.compile(
     r"\s*(Resolved|Prepared|Installed|Downloading|Building|Collecting|Installing|Successfully|error)\b.*"
 )
 _SMALL = re.compile(r"Downloading .*\((\d+(?:\.\d+)?)(?:MiB| MB)\)")
@@ -68,7 +68,7 @@ def main(folder: Path, extras: str) -> int:
 
 
 def _uv(python: Path) -> str | None:
-    """Return the path of uv; None if it cannot be had."""
+    """Return the path of uv; None if it cannot be installed."""
     if found := shutil.which("uv"):
         return found
     inside = python.with_name("uv")
@@ -113,7 +113,9 @@ def _is_there(url: str) -> bool:
 
 
 def _relay(command: list[str], environment: Mapping[str, str]) -> int:
-    """Run a command and print its telling lines, and a sign of life every 15 s. Returns the exit code."""
+    """Run a command, and print its lines about progress, or "still running" after 15 s without output. Return the exit
+    code.
+    """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert process.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
@@ -131,13 +133,13 @@ def _relay(command: list[str], environment: Mapping[str, str]) -> int:
             try:
                 line = lines.get(timeout=_QUIET_S)
             except queue.Empty:
-                say(f"    ... still at it{last}")
+                say(f"    ... still running{last}")
                 continue
             if line is None:
                 break
             tail = [*tail[-20:], line]
             size = _SMALL.search(line)
-            if _TELLING.fullmatch(line) and not (size and float(size[1]) < _LARGE_MIB):
+            if _SHOWN.fullmatch(line) and not (size and float(size[1]) < _LARGE_MIB):
                 say(f"    {line.strip()[:_LONGEST_CHARS]}")
                 last = f" ({line.strip()[:_LONGEST_CHARS]})" if not line.startswith("error") else last
         code = process.wait()

@@ -47,8 +47,8 @@ def data_lines(
     trained = {task.key for report in reports["training"] for task in report.tasks}
     shared = sum(task.key in trained for report in reports["validation"] for task in report.tasks)
     if shared:
-        said = f"{shared} prompts of the validation are in the training data, too"
-        lines.append(Line("data", "note", said, "validate on prompts that are not trained on"))
+        problem = f"{shared} prompts of the validation are in the training data, too"
+        lines.append(Line("data", "note", problem, "validate on prompts that are not trained on"))
     return lines, reports["training"]
 
 

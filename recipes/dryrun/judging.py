@@ -68,8 +68,8 @@ def judge_lines(config: Config, file: Path | None, task: Task | None, step: Step
     inside = [name for name, source in config.sources.items() if any(map(_is_inside, source_urls(source)))]
     assumptions = _assumed(config)
     if inside:
-        said = f"the server of {', '.join(inside)} runs inside the training only"
-        lines.append(Line("judged sample", "skipped", said))
+        found = f"the server of {', '.join(inside)} runs inside the training only"
+        lines.append(Line("judged sample", "skipped", found))
     elif not ask:
         lines.append(Line("judged sample", "skipped", "--offline: nothing was sent"))
     elif task is None:
@@ -129,8 +129,8 @@ def _time_lines(config: Config) -> Iterator[Line]:
     slow = {name: source.timeouts.total_s for name, source in config.sources.items()
             if source.timeouts.total_s > deadline_s}  # fmt: skip
     if slow:
-        told = ", ".join(f"{name} {seconds:g} s" for name, seconds in slow.items())
-        yield Line("time limits", "FAIL", f"one try may take longer than the deadline of {deadline_s:g} s: {told}",
+        listed = ", ".join(f"{name} {seconds:g} s" for name, seconds in slow.items())
+        yield Line("time limits", "FAIL", f"one try may take longer than the deadline of {deadline_s:g} s: {listed}",
                    "raise engine.deadline_s, or lower timeouts.total_s")  # fmt: skip
     else:
         yield Line("time limits", "ok", f"a sample has {deadline_s:g} s, and no try may take longer")
@@ -142,8 +142,10 @@ def thinking(config: Config) -> Iterator[tuple[str, str, int | None]]:
         if config.judges[judge].kind != "llm":
             continue
         for source in sources_of(config, judge):
-            told = getattr(config.sources[source], "parameters", {})
-            if (told.get("chat_template_kwargs") or {}).get("enable_thinking") or told.get("reasoning_effort"):
+            parameters = getattr(config.sources[source], "parameters", {})
+            if (parameters.get("chat_template_kwargs") or {}).get("enable_thinking") or parameters.get(
+                "reasoning_effort"
+            ):
                 yield judge, source, getattr(config.judges[judge], "max_tokens", None)
 
 
@@ -155,8 +157,8 @@ def _thought_lines(config: Config) -> Iterator[Line]:
                        "write 8192 or more, and timeouts.total_s to match")  # fmt: skip
         else:
             tokens = most or 8192
-            said = f"{judge}: {tokens:,} tokens within {total_s:g} s need {tokens / total_s:.0f} tokens/s of {source}"
-            yield Line("thinking", "ok" if tokens / total_s <= _FASTEST else "note", said)
+            found = f"{judge}: {tokens:,} tokens within {total_s:g} s need {tokens / total_s:.0f} tokens/s of {source}"
+            yield Line("thinking", "ok" if tokens / total_s <= _FASTEST else "note", found)
 
 
 def _assumed(config: Config) -> Times:
@@ -194,17 +196,17 @@ async def _asked(config: Config, file: Path | None, sample: Sample) -> tuple[lis
     except QRewardError as error:
         return [checked, Line("judged sample", "FAIL", str(error), "run `qreward check` by hand")], None
     if not isinstance(outcome, Scored):
-        said = f"{outcome.cause.value}/{outcome.reason}: {outcome.detail}"
-        return [checked, Line("judged sample", "FAIL", said, "run `qreward check` by hand")], None
+        found = f"{outcome.cause.value}/{outcome.reason}: {outcome.detail}"
+        return [checked, Line("judged sample", "FAIL", found, "run `qreward check` by hand")], None
     verdict = outcome.verdict
     spent = verdict.spent
     tokens = spent.usage.prompt_tokens + spent.usage.completion_tokens
-    said = f"a right answer got {verdict.score:.3g}, in {spent.latency_s:.1f} s with {tokens:,} tokens"
+    found = f"a right answer got {verdict.score:.3g}, in {spent.latency_s:.1f} s with {tokens:,} tokens"
     measured = None
     if verdict.source in config.sources and verdict.service_s > 0:
         latency_s = {verdict.source: max(0.001, verdict.service_s)}
         measured = Times(latency_s, float(spent.usage.completion_tokens) or None, "measured just now")
-    return [checked, Line("judged sample", "ok", said)], measured
+    return [checked, Line("judged sample", "ok", found)], measured
 
 
 async def _checked(file: Path | None, sample: Sample) -> Line:
@@ -225,14 +227,14 @@ async def _checked(file: Path | None, sample: Sample) -> Line:
             stderr=asyncio.subprocess.STDOUT,
         )
         try:
-            told, _ = await asyncio.wait_for(process.communicate(), _CHECK_S)
+            output, _ = await asyncio.wait_for(process.communicate(), _CHECK_S)
         except (TimeoutError, asyncio.TimeoutError):
             process.kill()
             await process.wait()
             return Line("qreward check", "FAIL", f"did not end within {_CHECK_S:g} s", f"qreward check {file}")
     if process.returncode == 0:
         return Line("qreward check", "ok", f"{file}: every source answers and can judge")
-    tail = " ".join(told.decode(errors="replace").split())[-_TAIL_CHARS:]
+    tail = " ".join(output.decode(errors="replace").split())[-_TAIL_CHARS:]
     return Line("qreward check", "FAIL", f"... {tail}", f"qreward check {file}")
 
 
@@ -258,16 +260,16 @@ def _plan(config: Config, step: Step, times: Times) -> Line:
             advise=False,
         )
         scale = step.samples / samples
-        said = [f"{step.samples:,} samples of a step need about {found.step_s.p50 * scale:.0f} s of judging"]
-        said.append(f"waits for {found.bottleneck.describes}")
+        parts = [f"{step.samples:,} samples of a step need about {found.step_s.p50 * scale:.0f} s of judging"]
+        parts.append(f"waits for {found.bottleneck.describes}")
         if found.cost_usd is not None:
             usd = found.cost_usd.p50 * scale
             whole = f", ${usd * step.steps:,.0f} for {step.steps:,} steps" if step.steps else ""
-            said.append(f"${usd:.2f} a step{whole}")
+            parts.append(f"${usd:.2f} a step{whole}")
         if found.late:
-            said.append(f"{found.late:.0%} of the samples come after the deadline")
-        said.append(f"responses of {mean:,} tokens assumed, latencies {times.origin}")
-        text = "; ".join(said)
+            parts.append(f"{found.late:.0%} of the samples come after the deadline")
+        parts.append(f"responses of {mean:,} tokens assumed, latencies {times.origin}")
+        text = "; ".join(parts)
         if found.late > 0.01:
             remedy = "add sources, or raise limits or engine.deadline_s; qreward plan says what helps"
             return Line("plan", "FAIL", text, remedy)

@@ -32,10 +32,10 @@ def check(what: str, work: Callable[[], str | Line], remedy: str) -> Line:
         found = work()
     # Frameworks raise anything for a configuration that they do not take, SystemExit included.
     except (Exception, SystemExit) as error:
-        told = " ".join(str(error).split()) or "no message"
+        message = " ".join(str(error).split()) or "no message"
         if isinstance(error, ImportError):
             remedy = "install it, or run this in the environment of the framework"
-        return Line(what, "FAIL", f"{type(error).__name__}: {told[:_PROBLEM_CHARS]}", remedy)
+        return Line(what, "FAIL", f"{type(error).__name__}: {message[:_PROBLEM_CHARS]}", remedy)
     return found if isinstance(found, Line) else Line(what, "ok", found)
 
 

@@ -57,10 +57,12 @@ def gpu_line(
             return Line(what, "FAIL", f"{asked}; the cluster at {address} does not answer: {type(error).__name__}",
                         "start it (ray start --head), or unset RAY_API_SERVER_ADDRESS")  # fmt: skip
         enough = sum(number >= per_node for number in found)
-        said = f"{asked}; the cluster has {', '.join(map(str, sorted(found, reverse=True))) or 'no'} GPUs on its nodes"
+        found_text = (
+            f"{asked}; the cluster has {', '.join(map(str, sorted(found, reverse=True))) or 'no'} GPUs on its nodes"
+        )
         if enough >= nodes:
-            return Line(what, "ok", said)
-        return Line(what, "FAIL", said, "add nodes to the cluster (ray start --address ...), or ask for fewer")
+            return Line(what, "ok", found_text)
+        return Line(what, "FAIL", found_text, "add nodes to the cluster (ray start --address ...), or ask for fewer")
     have = count()
     if nodes > 1:
         return Line(what, "FAIL", f"{asked}; only this machine ({have}) was looked at",

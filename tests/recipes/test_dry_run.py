@@ -226,7 +226,7 @@ def test_the_recipes_own_folders_are_not_taken_for_the_frameworks(recipe_tools, 
     assert not recipe_tools.machine.has_module("roll.pipeline")
     assert not recipe_tools.machine.has_module("slime.utils")
     assert recipe_tools.machine.has_module("json.decoder")
-    (line,) = importlib.import_module("dryrun.of_slime").slime_lines(tmp_path / "judges.yaml", [], ask=False)
+    (line,) = importlib.import_module("dryrun.slime_recipe").slime_lines(tmp_path / "judges.yaml", [], ask=False)
     assert (line.status, line.found) == ("FAIL", "the package slime is not importable here")
 
 

@@ -23,12 +23,12 @@ NAMES = ("grpo", "grpo_colocated", "ppo")
 
 
 @pytest.fixture(scope="module")
-def of_verl(recipe_tools):
-    return importlib.import_module("dryrun.of_verl")
+def verl_recipe(recipe_tools):
+    return importlib.import_module("dryrun.verl_recipe")
 
 
 @pytest.fixture(scope="module")
-def compose(of_verl):
+def compose(verl_recipe):
     """The configuration that `recipes/verl/run.sh NAME` hands to verl, as verl's own entry point composes it."""
     composed = {}
 
@@ -37,36 +37,36 @@ def compose(of_verl):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("QREWARD_CONFIG", str(RECIPES / "judges.yaml"))
                 patch.setenv("QREWARD_RULES", str(JUDGES / "rules.py"))
-                composed[name] = of_verl.compose(RECIPES, name, [])
+                composed[name] = verl_recipe.compose(RECIPES, name, [])
         return composed[name]
 
     return make
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_key_is_one_of_verls(of_verl, name):
-    assert "keys of the recipe are verl's or qreward's" in of_verl._known(RECIPES, name)
+def test_every_key_is_one_of_verls(verl_recipe, name):
+    assert "keys of the recipe are verl's or qreward's" in verl_recipe._known(RECIPES, name)
 
 
-def test_a_key_that_verl_does_not_have_is_found_with_the_one_that_was_meant(of_verl, tmp_path):
+def test_a_key_that_verl_does_not_have_is_found_with_the_one_that_was_meant(verl_recipe, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_sise: 3}\n")
     with pytest.raises(ValueError, match=r"data\.train_batch_sise \(did you mean data\.train_batch_size\?\)"):
-        of_verl._known(tmp_path, "mine")
+        verl_recipe._known(tmp_path, "mine")
 
 
-def test_a_key_that_an_override_adds_is_noted(of_verl):
-    noted = of_verl._known(RECIPES, "grpo", ["+data.trainbatch_size=3", "+qreward.config=x", "trainer.nnodes=2"])
+def test_a_key_that_an_override_adds_is_noted(verl_recipe):
+    noted = verl_recipe._known(RECIPES, "grpo", ["+data.trainbatch_size=3", "+qreward.config=x", "trainer.nnodes=2"])
     assert noted.status == "note"
     assert noted.found == "verl's own configuration has no data.trainbatch_size (did you mean data.train_batch_size?)"
     free = ["+actor_rollout_ref.model.override_config.x=1", "++trainer.nnodes=2"]
-    assert isinstance(of_verl._known(RECIPES, "grpo", free), str)
+    assert isinstance(verl_recipe._known(RECIPES, "grpo", free), str)
 
 
-def test_an_estimator_that_verl_does_not_have_is_found_before_the_first_rollout(of_verl, compose):
+def test_an_estimator_that_verl_does_not_have_is_found_before_the_first_rollout(verl_recipe, compose):
     config = copy.deepcopy(compose("grpo"))
     config.algorithm.adv_estimator = "grop"
     with pytest.raises(ValueError, match=r"adv_estimator=grop is none of gae, grpo"):
-        of_verl._validated(config)
+        verl_recipe._validated(config)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def prepared(tmp_path, recipe_tools):
     return tmp_path
 
 
-def test_a_dry_run_checks_everything_on_verl(of_verl, compose, prepared, monkeypatch):
+def test_a_dry_run_checks_everything_on_verl(verl_recipe, compose, prepared, monkeypatch):
     monkeypatch.setenv("QREWARD_CONFIG", str(RECIPES / "judges.yaml"))
     monkeypatch.setenv("QREWARD_JOURNAL", str(prepared / "journal.sqlite"))
     for variable in ("BASE_URL", "MODEL", "API_KEY"):
@@ -104,9 +104,9 @@ def test_a_dry_run_checks_everything_on_verl(of_verl, compose, prepared, monkeyp
     config.actor_rollout_ref.model.path = str(prepared / "model")
     config.actor_rollout_ref.rollout.name = "hf"
     config.trainer.default_local_dir = str(prepared / "checkpoints")
-    monkeypatch.setattr(of_verl, "compose", lambda folder, name, overrides: config)
+    monkeypatch.setattr(verl_recipe, "compose", lambda folder, name, overrides: config)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    lines = of_verl.verl_lines(RECIPES, "grpo", [], ask=False)
+    lines = verl_recipe.verl_lines(RECIPES, "grpo", [], ask=False)
     assert [line for line in lines if line.status in ("FAIL", "note")] == []
     found = {line.what: line.found for line in lines}
     assert found["training data"].endswith("train.parquet: 6 rows, prompts 4 to 4 tokens")
@@ -121,7 +121,9 @@ def test_a_dry_run_checks_everything_on_verl(of_verl, compose, prepared, monkeyp
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 64
     config.reward.reward_manager.name = "naive"
     config.trainer.n_gpus_per_node = 8
-    failed = {line.what: line for line in of_verl.verl_lines(RECIPES, "grpo", [], ask=False) if line.status == "FAIL"}
+    failed = {
+        line.what: line for line in verl_recipe.verl_lines(RECIPES, "grpo", [], ask=False) if line.status == "FAIL"
+    }
     expected = {"training data", "GPUs", "batches", "reward manager"}
     if importlib.util.find_spec("vllm") is None:
         expected.add("rollout engine")

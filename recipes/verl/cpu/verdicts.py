@@ -33,12 +33,12 @@ class Agreement:
         """One line for people."""
         if not self.samples:
             return "No sample was scored by both the language model and the rule."
-        said = [f"{self.right:.2f} for right answers"] if self.right is not None else []
-        said += [f"{self.wrong:.2f} for wrong ones"] if self.wrong is not None else []
+        means = [f"{self.right:.2f} for right answers"] if self.right is not None else []
+        means += [f"{self.wrong:.2f} for wrong ones"] if self.wrong is not None else []
         seconds = "" if self.call_s is None else f"; {self.call_s:.2f} s a call (median)"
         return (
             f"The language model agreed with the rule on {self.same:.0%} of {self.samples} samples; its mean score: "
-            f"{', '.join(said)}{seconds}."
+            f"{', '.join(means)}{seconds}."
         )
 
 

@@ -127,9 +127,9 @@ def _servers(args: argparse.Namespace) -> str:
     wanted = int(args.actor_num_nodes) * int(args.actor_num_gpus_per_node)
     if args.colocate and total != wanted:
         raise ValueError(f"the groups take {total} GPUs, but the trainer, with which they share them, has {wanted}")
-    told = [f"{model.name} on {model.total_num_gpus} GPUs{'' if model.update_weights else ' (frozen)'}"
+    served = [f"{model.name} on {model.total_num_gpus} GPUs{'' if model.update_weights else ' (frozen)'}"
             for model in read.models]  # fmt: skip
-    return ", ".join(told)
+    return ", ".join(served)
 
 
 def _values(flags: Sequence[str], name: str) -> Iterable[str]:

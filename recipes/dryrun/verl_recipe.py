@@ -76,8 +76,8 @@ def verl_lines(folder: Path, name: str, overrides: Sequence[str], *, ask: bool) 
                           "lower it, or add data; verl drops the last, partial batch"))  # fmt: skip
     elif batch % mini:
         # verl checks this only where use_dynamic_bsz is off.
-        said = f"data.train_batch_size={batch} is no multiple of actor.ppo_mini_batch_size={mini}"
-        lines.append(Line("batches", "FAIL", said, "change one of them"))
+        problem = f"data.train_batch_size={batch} is no multiple of actor.ppo_mini_batch_size={mini}"
+        lines.append(Line("batches", "FAIL", problem, "change one of them"))
     task = next((report.tasks[0] for report in reports if report.tasks), None)
     step = Step(
         samples=batch * int(config.actor_rollout_ref.rollout.n),
@@ -203,8 +203,8 @@ def _validated(config: DictConfig) -> str | Line:
     with redirect_stdout(io.StringIO()):
         validate_config(config=config, use_reference_policy=reference, use_critic=critic and local)
     if not local:
-        said = "validate_config passed, but for the critic, whose model is not on this machine"
-        return Line("verl's checks", "note", said)
+        problem = "validate_config passed, but for the critic, whose model is not on this machine"
+        return Line("verl's checks", "note", problem)
     return f"validate_config passed ({estimator}, critic: {critic}, reference: {reference})"
 
 
@@ -247,5 +247,5 @@ def _manager(config: DictConfig, settings: Any) -> str:
     return f"registered with verl; {processes_of(config)} reward workers; failed samples: {policy}"
 
 
-def _paths(told: Any) -> list[str]:
-    return [str(path) for path in told] if isinstance(told, (list, ListConfig)) else [str(told)]
+def _paths(value: Any) -> list[str]:
+    return [str(path) for path in value] if isinstance(value, (list, ListConfig)) else [str(value)]

@@ -135,8 +135,8 @@ def _known(folder: Path, name: str, overrides: Sequence[str] = ()) -> str | Line
     new = [key for key in added if "/" not in key and key.split(".")[0] not in OURS and not _in(base, key)]
     if new:
         near = [get_close_matches(key, list(leaves(base)), 1) for key in new]
-        said = [key + (f" (did you mean {meant[0]}?)" if meant else "") for key, meant in zip(new, near, strict=True)]
-        return Line("known keys", "note", f"verl's own configuration has no {'; no '.join(said)}",
+        listed = [key + (f" (did you mean {meant[0]}?)" if meant else "") for key, meant in zip(new, near, strict=True)]
+        return Line("known keys", "note", f"verl's own configuration has no {'; no '.join(listed)}",
                     "without the +, Hydra refuses a key that does not exist")  # fmt: skip
     return f"all {number} keys of the recipe are verl's or qreward's"
 

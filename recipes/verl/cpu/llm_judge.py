@@ -1,6 +1,6 @@
 """A real language model as judge, on the CPU: Gemma 3 with 270 million parameters in llama.cpp (`make demo JUDGE=llm`).
 
-So small a model cannot follow a rubric, and cannot do sums. It can tell whether two numbers are the same: asked to
+A model of this size cannot follow a rubric and cannot add. It can tell whether two numbers are the same: asked to
 continue a Python session, it gives `True` more probability for equal numbers. The judge is that probability, read from
 the log probabilities of one token, relative to the model's own leaning towards `True`.
 
@@ -27,7 +27,9 @@ _SESSION = "".join(
 _LEANING = 0.95
 """Log odds of `True` between those of equal and of different numbers, measured on 60 pairs."""
 _STEEPNESS = 4.0
+"""Factor on the distance from `_LEANING`; a larger one moves confidences towards 0 and 1."""
 _TOKENS_SEEN = 40
+"""Most likely tokens that a reply states."""
 _TIMEOUT_S = 60.0
 
 

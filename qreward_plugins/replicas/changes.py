@@ -45,7 +45,7 @@ class Changes:
         self._pool = pool
         self._token = token
         self._lock = asyncio.Lock()
-        self._asleep = False
+        self._asleep = pool.starts_asleep
         self._discarded: set[int] = set()
         """Replicas whose sleep has discarded their weights."""
         self._half_awake: set[int] = set()
@@ -171,9 +171,10 @@ class Changes:
 
     async def _to_wake(self, number: int) -> ServerFailed | None:
         pool = self._pool
-        weights, server = pool.weights, pool.servers[number]
+        weights = pool.weights
         failed: ServerFailed | None = None
         if pool.states[number].url:
+            server = pool.servers[number]
             try:
                 await self._wake_server(number, server, weights)
             except ServerFailed as error:

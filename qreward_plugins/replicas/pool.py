@@ -61,7 +61,8 @@ class Pool:
 
     `server` makes the server of a replica, for each start anew. `on_change` is called after every change of `states`.
     `idle` waits until no user has calls at a replica that is draining. `weights` are those of an earlier pool that this
-    one replaces; default: those of the configuration.
+    one replaces; default: those of the configuration. `asleep`: that one slept, so this one starts its servers when it
+    wakes.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Pool:
         *,
         idle: Callable[[ReplicaState], Awaitable[None]] = _at_once,
         weights: Weights | None = None,
+        asleep: bool = False,
     ) -> None:
         self.spec = spec
+        self.starts_asleep = asleep
         self._weights = weights or Weights()
         self.has: dict[int, Weights] = {}
         """By replica: the weights with which it last took calls."""
@@ -108,12 +111,24 @@ class Pool:
             self._weights = weights
             self._on_change()
 
+    def learn(self, weights: Weights) -> None:
+        """Take in what another user knows of an earlier pool. The first user of this one may know of none.
+
+        It counts until a replica has taken calls.
+        """
+        if not self.has and weights.revision > self.weights.revision:
+            self.weights = weights
+
     async def start(self) -> None:
         """Start all replicas at the same time, and wait until all are ready.
 
         If one of them ends, or is not ready within `start_within_s`, all are stopped. Raises `PoolFailed` then.
-        Cancelling stops all, too.
+        Cancelling stops all, too. A pool that starts asleep starts none.
         """
+        if self.starts_asleep:
+            for state in self._states:
+                self.set(state.number, "asleep")
+            return
         starts = {asyncio.ensure_future(self.start_one(state.number)): state.number for state in self._states}
         try:
             await asyncio.wait(starts, timeout=self.spec.start_within_s, return_when=asyncio.FIRST_EXCEPTION)

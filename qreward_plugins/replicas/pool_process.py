@@ -8,10 +8,10 @@ A user sends its `PoolSpec` as one line of JSON. It is sent a line after each ch
 {...}, "ready": bool}`, or `{"failed": problem, "log": lines}`, after which the pool ends. A user that leaves shuts down
 its side, and the pool closes the connection; to the last user, once every server has ended.
 
-A user sends further lines: first `{"weights": {...}}`, what an earlier pool had; `{"idle": [[replica, ticket], ...]}`
-when it has no calls at replicas that are draining; `{"do": "update" | "sleep" | "wake", "id": n, "with": {...}}`, which
-is answered by `{"id": n, "done": {...}}` or `{"id": n, "error": {...}}`; and `{"cancel": n}`. `{"id": n, "receiving":
-[...]}` tells which replicas begin to receive tensors.
+A user sends further lines: first `{"weights": {...}, "asleep": bool}`, what an earlier pool had; `{"idle": [[replica,
+ticket], ...]}` when it has no calls at replicas that are draining; `{"do": "update" | "sleep" | "wake", "id": n,
+"with": {...}}`, which is answered by `{"id": n, "done": {...}}` or `{"id": n, "error": {...}}`; and `{"cancel": n}`.
+`{"id": n, "receiving": [...]}` tells which replicas begin to receive tensors.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class PoolProcess:
                 return
             self._users.add(writer)
             if self._pool is None:
-                self._begin(PoolSpec.from_json(hello), Weights(**orjson.loads(known)["weights"]))
+                self._begin(PoolSpec.from_json(hello), **_known(known))
+            else:
+                self._pool.learn(_known(known)["weights"])
             self._tell(writer)
             assert self._commands is not None
             while line := await reader.readline():
@@ -118,7 +120,7 @@ class PoolProcess:
             self._users.discard(writer)
             writer.close()
 
-    def _begin(self, spec: PoolSpec, weights: Weights) -> None:
+    def _begin(self, spec: PoolSpec, weights: Weights, asleep: bool) -> None:
         if spec.log_folder is None:
             folder = self._logs = self._folder / f"{self._key}-logs"
         else:
@@ -128,7 +130,9 @@ class PoolProcess:
             return LocalServer(spec, number, folder=folder, held=(self._lock,))
 
         commands = self._commands = Commands(lambda: self._users)
-        pool = self._pool = Pool(spec, server, on_change=self._tell_all, idle=commands.idle, weights=weights)
+        pool = self._pool = Pool(
+            spec, server, on_change=self._tell_all, idle=commands.idle, weights=weights, asleep=asleep
+        )
         self._starting = asyncio.ensure_future(self._start(pool, folder))
         commands.serve(pool, self._starting)
 
@@ -166,6 +170,11 @@ class PoolProcess:
         if self._failed is not None:
             news = {"failed": self._failed.problem, "log": self._failed.log}
         _say(writer, news)
+
+
+def _known(line: bytes) -> dict[str, Any]:
+    said = orjson.loads(line)
+    return {"weights": Weights(**said["weights"]), "asleep": said["asleep"]}
 
 
 def _say(writer: asyncio.StreamWriter, news: dict[str, Any]) -> None:

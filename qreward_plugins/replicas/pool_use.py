@@ -101,7 +101,9 @@ class PoolUse(ABC):
         self.version = 0
         """Number of changes of `states` so far."""
         self.weights = Weights()
-        """What the pool serves, as it said last."""
+        """The weights that the pool serves, as it last reported."""
+        self.asleep = False
+        """Whether the pool slept when it was last heard of."""
         self.gate = Gate(groups)
         self.on_news: Callable[[], None] = lambda: None
         """Called in the thread that follows the pool, after every change of `states`."""
@@ -247,6 +249,7 @@ class PoolUse(ABC):
                 command.heard(news)
             return
         self.weights = Weights(**news["weights"])
+        self.asleep = all(state["state"] == "asleep" for state in news["replicas"])
         self._learned([ReplicaState(**state) for state in news["replicas"]])
         if news["ready"]:
             self._started()
@@ -329,7 +332,7 @@ class LocalPoolUse(PoolUse):
             for attempt in range(_CONNECT_TRIES):
                 channel = self._channel = self._connect()
                 with channel, suppress(OSError):
-                    known = orjson.dumps({"weights": self.weights.as_mapping()})
+                    known = orjson.dumps({"weights": self.weights.as_mapping(), "asleep": self.asleep})
                     channel.sendall(self.spec.to_json() + b"\n" + known + b"\n")
                     self._greeted = True
                     if self._left():

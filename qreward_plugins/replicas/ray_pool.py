@@ -212,7 +212,7 @@ class RayPoolActor:
         self._stopping: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
-    async def join(self, user: str, spec: bytes, weights: Mapping[str, Any]) -> None:
+    async def join(self, user: str, spec: bytes, weights: Mapping[str, Any], asleep: bool) -> None:
         """Begin a use of the pool. The first one starts it, with the `weights` that an earlier pool of its user had."""
         while self._stopping is not None:
             await asyncio.wait([self._stopping])
@@ -227,9 +227,12 @@ class RayPoolActor:
                 on_change=self._change,
                 idle=commands.idle,
                 weights=Weights(**weights),
+                asleep=asleep,
             )
             self._starting = asyncio.ensure_future(self._start(self._pool))
             commands.serve(self._pool, self._starting)
+        else:
+            self._pool.learn(Weights(**weights))
 
     async def hear(self, user: str, message: Mapping[str, Any]) -> None:
         """Handle a message of a user; see `Commands.heard`."""
@@ -329,7 +332,9 @@ class RayPoolUse(PoolUse):
         while not self._left():
             try:
                 self._actor = get_or_start(f"qreward-replicas-{self.spec.key}", RayPoolActor)
-                ray.get(self._actor.join.remote(self._user, self.spec.to_json(), self.weights.as_mapping()))
+                ray.get(
+                    self._actor.join.remote(self._user, self.spec.to_json(), self.weights.as_mapping(), self.asleep)
+                )
                 self._joined = True
                 self._listen(ray)
             except RayActorError:

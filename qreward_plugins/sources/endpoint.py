@@ -265,8 +265,7 @@ class Endpoint(SourceKind):
                 lease.failed(loop.time())
                 raise
             except asyncio.CancelledError:
-                if lease.aborted:
-                    lease.end_abort()
+                if lease.aborted and lease.end_abort():
                     raise SourceHeld(f"source {self._name!r}: its weights are updated, or it is to sleep") from None
                 lease.cancelled(loop.time())
                 raise

@@ -78,6 +78,7 @@ class Lease:
 
     __slots__ = (
         "_began_at",
+        "_cancelling",
         "_key",
         "_of",
         "_open",
@@ -105,8 +106,12 @@ class Lease:
         """Whether the replica had other weights when the request ended."""
         self.aborted = False
         self._task: asyncio.Task[object] | None = None
+        self._cancelling = 0
+        """How often its task had been cancelled before."""
         if of.gate is not None:
             self._task = asyncio.current_task()
+            if self._task is not None and hasattr(self._task, "cancelling"):  # Python 3.11
+                self._cancelling = self._task.cancelling()
             of.leases[self] = None
         self._key = None if hints.prefix is None else hints.prefix.key
         if self._key is not None:
@@ -123,10 +128,15 @@ class Lease:
             self.aborted = True
             self._task.cancel()
 
-    def end_abort(self) -> None:
-        """Take the cancellation of `abort` back, so that the task of the call goes on."""
-        if self._task is not None and hasattr(self._task, "uncancel"):  # Python 3.11
-            self._task.uncancel()
+    def end_abort(self) -> bool:
+        """Let the task of a call that was aborted go on. False if somebody else has cancelled it, too: it ends then.
+
+        Python 3.10 does not count who cancels, so it goes on there.
+        """
+        if self._task is None or not hasattr(self._task, "uncancel"):  # Python 3.11
+            return True
+        left: int = self._task.uncancel()
+        return left <= self._cancelling
 
     def __enter__(self) -> Lease:
         return self

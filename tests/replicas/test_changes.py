@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 
@@ -12,6 +13,7 @@ from qreward_plugins.replicas.launch import ServerFailed
 from qreward_plugins.replicas.ray_pool import RayPoolActor
 from qreward_plugins.replicas.replica_state import ReplicaState
 from qreward_plugins.replicas.weights import Update, Weights
+from qreward_plugins.sources.replicas import Replicas
 
 pytestmark = pytest.mark.anyio
 
@@ -203,6 +205,66 @@ async def test_a_replica_that_ends_while_its_calls_end_is_no_reason_to_wait():
         await updating
     await settled(pool)
     await pool.stop()
+
+
+async def test_the_successor_of_a_pool_that_slept_starts_no_server_before_it_wakes():
+    """The devices belong to somebody else."""
+    spec = PoolSpec("own", "vllm", "first", Topology(2), in_place=True, sleep_mode=True)
+    known = Weights("a", "", "a", "a", in_place=True, revision=3)
+    pool = Pool(spec, lambda number: Server(number, set()), weights=known, asleep=True)
+    changes = Changes(pool)
+    await pool.start()
+    await changes.sleep()
+    assert ([state.state for state in pool.states], pool.servers) == (["asleep"] * 2, {})
+    await changes.wake()
+    assert [(state.state, state.version) for state in pool.states] == [("up", "a")] * 2
+    assert {server.has for server in pool.servers.values()} == {"a"}
+    await pool.stop()
+
+
+async def test_a_pool_learns_from_a_later_user_what_an_earlier_pool_had():
+    """The first user of a pool that replaces another may be new."""
+    spec = PoolSpec("own", "vllm", "first", Topology(2), in_place=True)
+    pool = Pool(spec, lambda number: Server(number, set()))
+    starting = asyncio.ensure_future(pool.start())
+    await asyncio.sleep(0)
+    known = Weights("a", "", "a", "a", in_place=True, revision=3)
+    pool.learn(known)
+    await starting
+    assert {server.has for server in pool.servers.values()} == {"a"}
+    pool.learn(Weights())
+    assert pool.weights == known
+    await pool.stop()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tasks do not count who cancels them")
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_call_that_is_aborted_and_cancelled_at_once_is_cancelled(cancelled):
+    class Gate:
+        def look(self):
+            pass
+
+        def enter(self, url):
+            return True
+
+        leave = enter
+
+    asked = Replicas(["http://a"])
+    asked.gate = Gate()
+
+    async def call():
+        with asked.acquire(0.0) as lease:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                return lease.end_abort()
+
+    task = asyncio.ensure_future(call())
+    await asyncio.sleep(0)
+    asked.abort("http://a")
+    if cancelled:
+        task.cancel()
+    assert await task is not cancelled
 
 
 async def test_nobody_waits_for_a_user_on_ray_that_is_gone(monkeypatch):

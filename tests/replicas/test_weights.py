@@ -367,8 +367,8 @@ async def test_every_change_is_an_event(stand_ins):
         waiting = asyncio.ensure_future(engine.update_weights("own", path=stand_ins.weights("third"), version="w"))
         await comes(lambda: sum("/pause" in note for note in stand_ins.notes()) == 2)
         waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        (ended,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert isinstance(ended, asyncio.CancelledError) or ended.version == "w"  # on a slow machine, it is over
         source = engine.upstreams["own"].source
         await comes(lambda: [(state.state, state.version) for state in source.replicas] == [("up", "w")])
         assert set(said(await engine.score_all(samples(4)))) == {"third"}

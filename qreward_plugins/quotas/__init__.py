@@ -3,10 +3,11 @@
 from .concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
 from .ledger import MARGIN_S, Ledger
 from .pace import BucketEvidence, Pace
-from .quota import Quota, QuotaUse
+from .quota import Quota
 from .reservation import Reservation
 from .retries import RetryBudget
 from .shared import Resource, SharedQuota
+from .use import QuotaUse
 
 __all__ = [
     "MARGIN_S",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ..config import Limits
 from .concurrency import ConcurrencyWindow
@@ -17,6 +16,7 @@ from .discovery import WINDOW_S
 from .pace import JITTER_S, BucketEvidence, Pace
 from .reservation import Reservation
 from .shares import shares
+from .use import QuotaUse
 from .window_limit import WindowLimit
 
 _CLEARLY_BELOW = 0.9
@@ -358,26 +358,3 @@ class Quota:
             "throttled below its declared limits, as by a token bucket: requests are paced for"
             f" {self._paced_until - now:.0f} s (set `window: bucket` to pace from the start)"
         )
-
-
-@dataclass(frozen=True)
-class QuotaUse:
-    """A snapshot of the usage and the learned limits of one quota.
-
-    `requests_share` and `tokens_share` are used fractions (0..1) of this process's part of the limit. A field is None
-    if there is no such limit, or none was learned.
-    """
-
-    in_flight: int
-    concurrency: int
-    requests_share: float | None
-    tokens_share: float | None
-    paced: bool
-    learned_requests_per_minute: float | None
-    learned_tokens_per_minute: float | None
-    learned_concurrency: float | None
-    """None until the source throttled for it: before that the concurrency is a guess."""
-    learned_from: str
-    """Origin of the learned request limit: "announced", "throttled", or empty if none."""
-    throttled: int
-    """Number of 429s so far."""

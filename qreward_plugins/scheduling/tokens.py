@@ -74,7 +74,7 @@ class TokenEstimates:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._name = source.name
-        self._state = object()
+        self.state = object()
         """Replaced whenever an estimate changes, so that results for an older one are not used again."""
         self._kinds: dict[Kind, _Seen] = {}
         self._alike: dict[Kind, tuple[float, int]] = {}
@@ -92,9 +92,9 @@ class TokenEstimates:
         its body states no bound.
         """
         demand = request.demand_at(self._name, self._source)
-        if demand.estimated_in is not self._state:
+        if demand.estimated_in is not self.state:
             demand.estimate = self._prompt(demand), math.ceil(demand.completion * (1 + self._beyond.value))
-            demand.estimated_in = self._state
+            demand.estimated_in = self.state
         return demand.estimate
 
     def _prompt(self, demand: Demand) -> int:
@@ -121,7 +121,7 @@ class TokenEstimates:
         prompt, completion = demand.prompt + self._added.value, self._most_completion(demand)
         risen = self._added.note(usage.prompt_tokens - demand.prompt)
         if self._beyond.note(usage.completion_tokens / (demand.completion or _UNBOUNDED_COMPLETION) - 1) or risen:
-            self._state = object()
+            self.state = object()
         if usage.prompt_tokens <= prompt and usage.completion_tokens <= completion:
             return usage, False
         most_prompt, most_completion = math.ceil(prompt), math.ceil(completion)
@@ -161,7 +161,7 @@ class TokenEstimates:
     def _changed(self) -> None:
         """Use no result again that depends on the tokens per byte of a kind."""
         self._alike.clear()
-        self._state = object()
+        self.state = object()
 
     def _by_similar_kind(self, kind: Kind) -> tuple[float, int]:
         """The most tokens per byte, and further tokens, of a kind that is not known, by the most similar known one."""

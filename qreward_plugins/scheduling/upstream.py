@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Batch, Price
 from ..observers import SourceGauges
-from ..quotas import Quota, QuotaUse, Reservation, RetryBudget
+from ..quotas import Quota, Reservation, RetryBudget
 from ..sources import Source
 from ..sources.base import Reply, Request
 from ..sources.replica import ReplicaStatistics
@@ -154,6 +154,11 @@ class Upstream:
         """Whether `request` is estimated to take more than a whole window allows, so that it can only go alone."""
         most = self.quota.most_tokens
         return most < math.inf and self.tokens(request) > most
+
+    @property
+    def oversize_bounds(self) -> tuple[object, float, float]:
+        """What `oversize` depends on beside the request, and the length of its window in seconds."""
+        return self._estimates.state, self.quota.most_tokens, self.quota.per_window()[1]
 
     def reserve(
         self, request: Request, now: float, *, spare: bool = False, shares_request: bool = False
@@ -392,26 +397,7 @@ class Upstream:
             paced=use.paced,
             retries=self.retries.retries,
             retries_put_off=self.retries.put_off,
-            learned=_learned(use),
+            learned=use.learned,
             replicas=() if of_replicas is None else tuple(of_replicas(now)),
             mixed_groups=getattr(self.source, "mixed_groups", 0),
         )
-
-
-def _counted(number: float, noun: str) -> str:
-    text = f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
-    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
-
-
-def _learned(use: QuotaUse) -> str:
-    """The learned limits, for people."""
-    found = []
-    if use.learned_requests_per_minute is not None:
-        found.append(f"really about {_counted(use.learned_requests_per_minute, 'request')} a minute")
-    if use.learned_tokens_per_minute is not None:
-        found.append(f"really about {_counted(use.learned_tokens_per_minute, 'token')} a minute")
-    if use.learned_concurrency is not None:
-        found.append(f"about {use.learned_concurrency:,.0f} at once")
-    if use.paced:
-        found.append("counts like a token bucket")
-    return ", ".join(found)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.quotas.quota import QuotaUse
-from qreward_plugins.scheduling.upstream import _learned
+from qreward_plugins.quotas import QuotaUse
 
 
 @pytest.mark.parametrize(
@@ -18,4 +17,4 @@ from qreward_plugins.scheduling.upstream import _learned
 )
 def test_a_learned_limit_is_described_in_words(per_minute: float, said: str) -> None:
     use = QuotaUse(0, 1, None, None, False, per_minute, None, None, "throttled", 1)
-    assert _learned(use) == said
+    assert use.learned == said

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from qreward_plugins.errors import Throttled
 from qreward_plugins.samples import Cause, Failed, Sample, Scored
+from qreward_plugins.scheduling import Upstream
 from qreward_plugins.scheduling.tokens import ENOUGH
 from qreward_plugins.simulation import run
 from qreward_plugins.sources import Reply
@@ -307,3 +309,30 @@ def test_what_was_too_large_alone_is_not_tried_again(stage):
     assert (outcomes[0].cause, outcomes[0].reason) == (Cause.INFRA, "no_source")
     assert "5,040 tokens" in outcomes[0].detail
     assert sum(sent.size == 5000 for sent in stage.sent) == 1
+
+
+def test_many_that_are_oversize_are_not_estimated_again_while_nothing_changes(stage, monkeypatch):
+    """Each pump asked for each of them: a batch with a small token limit took quadratic time."""
+    stage.add("a", limits={"concurrency": 1, "tokens_per_minute": 1000})
+    stage.add("b", limits={"concurrency": 1})
+    asked = 0
+    oversize = Upstream.oversize
+
+    def counted(upstream, request):
+        nonlocal asked
+        asked += 1
+        return oversize(upstream, request)
+
+    monkeypatch.setattr(Upstream, "oversize", counted)
+    large, small = replace(stage.judge, sources=("a",)), replace(stage.judge, sources=("b",))
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        waiting = [dispatcher.score(stage.sample(2000), large, deadline_s=600) for _ in range(100)]
+        await asyncio.gather(*(dispatcher.score(stage.sample(10), small, deadline_s=600) for _ in range(100)))
+        for outcome in waiting:
+            outcome.cancel()
+        await dispatcher.aclose()
+
+    run(main())
+    assert asked < 1000  # 100 for each change of an estimate or limit; with 100 for each pump it would be 10,000

@@ -12,9 +12,9 @@ from typing_extensions import ParamSpec, Unpack
 from ..errors import ConfigurationError, Mistake
 from ..redaction import one_line
 from .calls import FunctionCalls
-from .functions import Accelerated, AsyncFunction, SyncFunction, check_fit
+from .functions import Accelerated, AsyncFunction, SyncFunction
 from .generators import AsyncGeneratorFunction, GeneratorFunction
-from .options import GivenOptions, Options, options_of
+from .options import GivenOptions, Options, check_fit, options_of
 from .source import Kind
 
 P = ParamSpec("P")

@@ -21,7 +21,7 @@ from ..errors import ConfigurationError, Mistake
 from ..redaction import one_line
 from ..streaming import End, Stream
 from .calls import FunctionCalls
-from .options import OF_THE_FUNCTION, RETUNABLE, UNSET, Options, check_names
+from .options import OF_THE_FUNCTION, RETUNABLE, UNSET, Options, check_fit, check_names
 from .pending import Raised
 from .progress import progress_of
 from .statistics import FunctionStatistics
@@ -372,26 +372,6 @@ def rows_of(items: tuple[Iterable[Any], ...]) -> list[tuple[Any, ...]]:
     if len({len(column) for column in columns}) > 1:
         raise ValueError(f"map got iterables of different lengths: {', '.join(str(len(each)) for each in columns)}")
     return list(zip(*columns, strict=True))
-
-
-def check_fit(options: Options, kind: str, name: str) -> None:
-    """Raise `ConfigurationError` for options that do not suit what the function is."""
-    mistakes = []
-    generator = kind.endswith("generator")
-    if generator and options.default is not UNSET:
-        problem = f"does not go with a generator ({name}): some items may have been used already."
-        mistakes.append(Mistake("default", problem, "Leave it out, and catch the error where you iterate."))
-    if generator and options.hedge is not False:
-        problem = f"does not go with a generator ({name}): two attempts would make two sequences."
-        mistakes.append(Mistake("hedge", problem, "Leave it out."))
-    if options.mode == "process" and kind != "sync":
-        what = "a generator" if generator else "an async function"
-        problem = f"process does not go with {what} ({name})."
-        mistakes.append(Mistake("mode", problem, "It is for sync functions; leave it out."))
-    if kind == "async" and options.mode == "thread":
-        mistakes.append(Mistake("mode", f"thread does not go with an async function ({name}).", "Leave it out."))
-    if mistakes:
-        raise ConfigurationError(mistakes, origin="accelerate")
 
 
 async def _drawn(items: Iterable[Any]) -> AsyncIterator[Any]:

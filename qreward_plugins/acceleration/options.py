@@ -307,3 +307,23 @@ class GivenOptions(TypedDict, total=False):
     source: str | None
     config: str | PathLike[str] | Mapping[str, Any] | None
     shared: Shared
+
+
+def check_fit(options: Options, kind: str, name: str) -> None:
+    """Raise `ConfigurationError` for options that do not suit what the function is."""
+    mistakes = []
+    generator = kind.endswith("generator")
+    if generator and options.default is not UNSET:
+        problem = f"does not go with a generator ({name}): some items may have been used already."
+        mistakes.append(Mistake("default", problem, "Leave it out, and catch the error where you iterate."))
+    if generator and options.hedge is not False:
+        problem = f"does not go with a generator ({name}): two attempts would make two sequences."
+        mistakes.append(Mistake("hedge", problem, "Leave it out."))
+    if options.mode == "process" and kind != "sync":
+        what = "a generator" if generator else "an async function"
+        problem = f"process does not go with {what} ({name})."
+        mistakes.append(Mistake("mode", problem, "It is for sync functions; leave it out."))
+    if kind == "async" and options.mode == "thread":
+        mistakes.append(Mistake("mode", f"thread does not go with an async function ({name}).", "Leave it out."))
+    if mistakes:
+        raise ConfigurationError(mistakes, origin="accelerate")

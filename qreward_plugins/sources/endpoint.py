@@ -25,7 +25,6 @@ from ..errors import (
 )
 from ..redaction import names_secret, secrets_in
 from ..replicas.group_weights import group_of
-from ..spent import Usage
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter
 from .cache_use import CacheUse
@@ -41,7 +40,7 @@ from .provider import Provider, provider_of
 from .redactor import Redactor
 from .replica import ReplicaStatistics
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints
-from .replies import Answer
+from .replies import Answer, streamed_reply
 from .stream_passing import StreamPassing
 
 _SHUTS_DOWN = b"cannot schedule new futures after shutdown"
@@ -92,8 +91,8 @@ class Endpoint(SourceKind):
         self._url_key = config.URL_KEY
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
-        parameters = read_parameters(f"sources.{name}.parameters", config, found)
         path_of_parameters = f"sources.{name}.parameters"
+        parameters = read_parameters(path_of_parameters, config, found)
         found += bound_mistakes(path_of_parameters, config, self.bound_key, self.containers, self.completion_bound)
         headers = read_headers(f"sources.{name}", config, self.key_header(config), found)
         self._urls = read_urls(
@@ -190,19 +189,7 @@ class Endpoint(SourceKind):
         reply = self._without_secrets(lease.read(now, self.answer(url, http).reply), lease)
         self._replicas.used(lease.replica, reply.usage)
         facts = http.stream
-        if facts is None:
-            return reply
-        usage, estimated = reply.usage, False
-        if usage is None and facts.cut:
-            demand = request.demand(self)
-            usage, estimated = Usage(demand.texture.size // BYTES_PER_TOKEN + demand.overhead, facts.tokens), True
-        return replace(
-            reply,
-            usage=usage,
-            first_token_s=facts.first_token_s,
-            ended_early=facts.cut,
-            usage_estimated=estimated,
-        )
+        return reply if facts is None else streamed_reply(reply, facts, request.demand(self))
 
     def streaming(self, request: Request) -> Streaming | None:
         """Return how the reply to `request` is streamed. Default: None, it is not."""

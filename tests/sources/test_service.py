@@ -408,7 +408,6 @@ def test_a_source_is_shown_by_its_urls() -> None:
         ({"headers": {"a b": "3"}}, 'sources.s.headers["a b"]'),
         ({"parameters": {"response": None}}, "sources.s.parameters.response"),
         ({"images": {"folder": "/nowhere/images"}}, "sources.s.images.folder"),
-        ({"url": "http://h:99999/score"}, "sources.s.url"),
     ],
 )
 def test_mistakes_that_only_the_environment_shows(

@@ -3,8 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# The demo needs a part of it only.
+# The demo and the documentation need a part of it only.
 DEMO := $(if $(wildcard $(INSTALLED)),$(INSTALLED),.venv/.demo)
+DOCS := $(if $(wildcard $(INSTALLED)),$(INSTALLED),.venv/.docs)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test conformance replicas soak clusters docs docs-serve lint types format clean
@@ -18,6 +19,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 .venv/.demo: pyproject.toml constraints.txt
 	@$(PYTHON) scripts/environment.py .venv demo
+	@touch $@
+
+.venv/.docs: pyproject.toml constraints.txt
+	@$(PYTHON) scripts/environment.py .venv docs
 	@touch $@
 
 .venv/.demo-llm: $(DEMO)
@@ -60,11 +65,11 @@ clusters: $(INSTALLED) ## Play SEEDS random clusters of workers that share limit
 # Material announces its successor with every build.
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 
-docs: $(INSTALLED) ## Build the documentation into site/
+docs: $(DOCS) ## Build the documentation into site/
 	$(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html, or run: make docs-serve"
 
-docs-serve: $(INSTALLED) ## Serve the documentation at http://127.0.0.1:8000 and rebuild it as you write
+docs-serve: $(DOCS) ## Serve the documentation at http://127.0.0.1:8000 and rebuild it as you write
 	$(BIN)/python -m mkdocs serve --watch qreward_plugins
 
 lint: $(INSTALLED)

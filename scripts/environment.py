@@ -45,21 +45,25 @@ def main(folder: Path, extras: str) -> int:
     if not python.exists():
         say(f"1/3 making {folder}")
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    # The documentation is built without a trainer.
+    torch = [] if extras == "docs" else [TORCH]
     wanted = ["--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[{extras}]"]
     uv = _uv(python)
     if uv is not None:
-        say(f"3/3 installing torch and qreward-plugins[{extras}] with uv (about 1 GB; once)")
+        size = "torch and qreward-plugins[{}] with uv (about 1 GB; once)" if torch else "qreward-plugins[{}] with uv"
+        say(f"3/3 installing {size.format(extras)}")
         command = [uv, "pip", "install", "--python", str(python), "--index-strategy", "unsafe-best-match"]
         if "dev" in extras.split(","):
             # The tests start many processes, and measure times of imports.
             command.append("--compile-bytecode")
-        if _relay([*command, TORCH, *wanted], {**os.environ, **uv_settings(_pip_settings(python))}) == 0:
+        if _relay([*command, *torch, *wanted], {**os.environ, **uv_settings(_pip_settings(python))}) == 0:
             say("installed")
             return 0
         say("uv could not install; going on with pip")
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", "--progress-bar", "off"]
-    for number, packages in enumerate(([TORCH], wanted), 1):
-        say(f"3/3 installing {packages[-1]} with pip ({number} of 2)")
+    steps = [step for step in (torch, wanted) if step]
+    for number, packages in enumerate(steps, 1):
+        say(f"3/3 installing {packages[-1]} with pip ({number} of {len(steps)})")
         code = _relay([*pip, *packages], dict(os.environ))
         if code != 0:
             return code

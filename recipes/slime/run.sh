@@ -28,15 +28,21 @@ if [[ $recipe != grpo && $recipe != ppo ]]; then
     exit 2
 fi
 
+# Anywhere among the arguments: a dry run that is asked for too late must not become a training.
 table=
 options=()
-if [[ ${1:-} == --dry-run ]]; then
-    table=1
-    shift
-    if [[ ${1:-} == --offline ]]; then
-        options=(--offline)
-        shift
-    fi
+rest=()
+for argument in "$@"; do
+    case $argument in
+        --dry-run) table=1 ;;
+        --offline) options=(--offline) ;;
+        *) rest+=("$argument") ;;
+    esac
+done
+set -- ${rest[@]+"${rest[@]}"}
+if [[ -z $table && ${#options[@]} -gt 0 ]]; then
+    echo "--offline needs --dry-run; $usage" >&2
+    exit 2
 fi
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

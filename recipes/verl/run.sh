@@ -36,13 +36,23 @@ for name in QREWARD_CONFIG QREWARD_RULES QREWARD_JOURNAL; do
     [[ ${!name} == /* ]] || printf -v "$name" %s "$PWD/${!name}"
 done
 
-if [[ ${1:-} == --dry-run ]]; then
-    shift
-    options=()
-    if [[ ${1:-} == --offline ]]; then
-        options=(--offline)
-        shift
-    fi
+# Anywhere among the arguments: a dry run that is asked for too late must not become a training.
+table=
+options=()
+rest=()
+for argument in "$@"; do
+    case $argument in
+        --dry-run) table=1 ;;
+        --offline) options=(--offline) ;;
+        *) rest+=("$argument") ;;
+    esac
+done
+set -- ${rest[@]+"${rest[@]}"}
+if [[ -z $table && ${#options[@]} -gt 0 ]]; then
+    echo "--offline needs --dry-run; $usage" >&2
+    exit 2
+fi
+if [[ -n $table ]]; then
     exec python3 "$recipes/dry_run.py" "${options[@]}" verl "$here" "$recipe" -- "$@"
 fi
 

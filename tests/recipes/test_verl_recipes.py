@@ -230,6 +230,8 @@ def test_a_dry_run_starts_nothing_but_itself(programs):
     dry = RECIPES.parent / "dry_run.py"
     _, said = programs("ppo", "--dry-run", "--offline", "trainer.nnodes=2")
     assert said == [f"python3 {dry} --offline verl {RECIPES} ppo -- trainer.nnodes=2 "]
+    _, late = programs("ppo", "trainer.nnodes=2", "--offline", "--dry-run")
+    assert late == said
     _, said = programs("grpo", "--dry-run")
     assert said == [f"python3 {dry} verl {RECIPES} grpo -- "]
 

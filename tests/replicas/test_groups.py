@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pools import comes
@@ -134,6 +137,10 @@ def one(group, text="Because."):
     return Sample([{"role": "user", "content": f"Why {group}?"}], text, group_id=group)
 
 
+def words_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 async def test_an_update_waits_for_groups_and_calls_of_other_groups_for_the_update(stand_ins, caplog):
     caplog.set_level(logging.WARNING)
     async with RewardEngine(tree(stand_ins, affinity="group")) as engine:
@@ -173,9 +180,24 @@ async def test_an_update_waits_for_groups_and_calls_of_other_groups_for_the_upda
         await drains()
         waiting = asyncio.ensure_future(answer("newest"))
         assert [await answer("new") for _ in range(3)] == ["second"] * 3
+        late = await engine.score(one("later"), deadline_s=0.05)
+        assert late.failure is not None
+        assert late.failure.reason == "deadline"
         assert not waiting.done()
         assert not update.done()
         source.ended(one("new"))
         await update
         assert await waiting == "third"
         assert {upstream.requests for upstream in engine.upstreams.values()} == {13}
+
+        # A server that dies is awaited by nobody. Its group goes on where there is a server.
+        source.submitted(one("newest"))
+        update = asyncio.ensure_future(engine.update_weights("own", path=stand_ins.weights("fourth"), version="x"))
+        await drains()
+        (port,) = [state.url.rpartition(":")[2] for state in source.replicas if state.state == "draining"]
+        (last,) = [pid for pid in stand_ins.living() if port in words_of(pid)]
+        os.kill(last, signal.SIGKILL)
+        with pytest.raises(ReplicasNotChanged, match="the others serve version x, and it is started again"):
+            await update
+        assert await answer("newest") == "fourth"
+        await comes(lambda: {(state.state, state.version) for state in source.replicas} == {("up", "x")})

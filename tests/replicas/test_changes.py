@@ -244,10 +244,14 @@ async def test_a_call_that_is_aborted_and_cancelled_at_once_is_cancelled(cancell
         def look(self):
             pass
 
-        def enter(self, url):
+        def enter(self, url, group):
             return True
 
-        leave = enter
+        def ends(self, url, group):
+            return False
+
+        def leave(self, url):
+            pass
 
     asked = Replicas(["http://a"])
     asked.gate = Gate()

@@ -36,7 +36,7 @@ def _plain_url(url: str, *, remedy: str = "put a key into api_key or headers, an
     try:
         _ = urlsplit(url).port
     except ValueError:
-        raise ValueError("the port of a URL must be a number up to 65535") from None
+        raise ValueError("a URL must have brackets around an IPv6 address, and a port up to 65535") from None
     return url
 
 

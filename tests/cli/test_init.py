@@ -179,7 +179,7 @@ def test_a_reward_model(init):
             ("--yes", "--url", NOWHERE, "--model", "m", "--out", "a" * 300 + ".yaml"),
             "--out: the file cannot be written",
         ),
-        (("--yes", "--url", "http://x.y:99999/v1", "--model", "m"), "--url: the port of a URL must be a number up to"),
+        (("--yes", "--url", "http://x.y:99999/v1", "--model", "m"), "--url: a URL must have brackets around an IPv6"),
         (("--yes", "--function", "nowhere_at_all:f"), "--function: the function cannot be loaded: there is no module"),
         (("--yes", "--function", "math:pi"), "--function: the function cannot be loaded: pi of math is of type float"),
         (("--yes", "--function", "math:isclose"), "--function: it takes ("),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from omegaconf import OmegaConf
 
@@ -55,17 +53,12 @@ def test_a_file_that_expands_is_one_mistake(name, tmp_path):
         ("a: 0x" + "f" * 900_000, "does not fit its tag"),
     ],
 )
+@pytest.mark.usefixtures("usual_recursion_limit")
 def test_files_that_are_too_deep_or_too_large(text, says, tmp_path):
     path = tmp_path / "judges.yaml"
     path.write_text(text)
-    before = sys.getrecursionlimit()
-    # A library that another test imported may have raised Python's default, which is the bound here.
-    sys.setrecursionlimit(1000)
-    try:
-        with pytest.raises(ConfigurationError, match=says):
-            load_config(path)
-    finally:
-        sys.setrecursionlimit(before)
+    with pytest.raises(ConfigurationError, match=says):
+        load_config(path)
 
 
 def test_mappings_that_share_their_parts_are_bounded_too():

@@ -227,6 +227,7 @@ def test_a_node_inside_a_mapping_is_resolved_once() -> None:
         ("qreward: 3", "must be a mapping"),
     ],
 )
+@pytest.mark.usefixtures("usual_recursion_limit")
 def test_a_file_that_holds_no_tree(tmp_path: Path, content: str | bytes, problem: str) -> None:
     path = write(tmp_path, content)
     with pytest.raises(ConfigurationError) as caught:

@@ -196,6 +196,8 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.slow.httpx", {"cert": ["a", "b", "c"]}, "sources.slow.httpx.cert", "must be the path of a PEM file, or a list of two paths"),
         ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a URL must start with http:// or"),
         ("sources.fast.base_url", ["http://a", 3], "sources.fast.base_url[1]", "must be text, not 3."),
+        ("sources.fast.base_url", "http://[::1/v1", "", "a URL must have brackets around an IPv6 address, and a port"),
+        ("sources.fast.base_url", "http://h:99999/v1", "", "a URL must have brackets around an IPv6 address, and a port"),
         ("sources.fast.base_url", "http://u:pw@b/v1", "", "a URL must not have credentials, a query or a fragment; put a key"),
         ("sources.fast.api_key_env", "KEY", "", "set api_key or api_key_env, not both."),
         ("sources.fast.api_key", "", "", "must be text that is not empty."),

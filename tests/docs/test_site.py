@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -27,12 +28,15 @@ ROOT = Path(__file__).parents[2]
 def site(tmp_path_factory):
     """The folder of the built site. A warning of the build is an error."""
     folder = tmp_path_factory.mktemp("site")
+    depth = sys.getrecursionlimit()
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True)
     config.plugins.on_startup(command="build", dirty=False)
     try:
         build(config)
         yield folder
     finally:
+        # mkdocstrings raises Python's default, which bounds the nesting of files in other tests.
+        sys.setrecursionlimit(depth)
         config.plugins.on_shutdown()
         logging.getLogger("mkdocs").handlers.clear()
         shutil.rmtree(folder)

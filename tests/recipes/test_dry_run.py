@@ -220,7 +220,9 @@ def test_a_value_of_the_wrong_type_fails_it(recipe_tools, monkeypatch, capsys):
 
 def test_the_recipes_own_folders_are_not_taken_for_the_frameworks(recipe_tools, monkeypatch, tmp_path):
     for name in ("roll", "slime"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        # Set first, so that monkeypatch removes what the search for a submodule imports.
+        monkeypatch.setitem(sys.modules, name, sys)
+        del sys.modules[name]
         (tmp_path / name).mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert not recipe_tools.machine.has_module("roll.pipeline")

@@ -715,8 +715,6 @@ CONFIG: dict[str, Any] = {"kind": "openai", "base_url": "https://h/v1", "model":
         ({"headers": {"a b": "3"}}, 'sources.s.headers["a b"]'),
         ({"headers": {"X-A": "3\r\nX-B: 4"}}, "sources.s.headers.X-A"),
         ({"parameters": {"stream": True}}, "sources.s.parameters.stream"),
-        ({"base_url": "http://[::1/v1"}, "sources.s.base_url"),
-        ({"base_url": "http://h:99999/v1"}, "sources.s.base_url"),
         ({"base_url": "http://h/v1/chat/completions"}, "sources.s.base_url"),
         ({"base_url": ["http://g/v1", "http://h/v1/chat/completions/"]}, "sources.s.base_url"),
     ],

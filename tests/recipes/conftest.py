@@ -37,9 +37,12 @@ def recipe_tools():
         parts = ("lines", "machine", "data_lines", "judging")
         loaded = {name: importlib.import_module(name) for name in names}
         loaded |= {name: importlib.import_module(f"dryrun.{name}") for name in parts}
+    finally:
+        # At once, because its folders `roll` and `slime` would be packages for other tests.
+        sys.path.remove(str(RECIPES))
+    try:
         yield SimpleNamespace(**loaded)
     finally:
-        sys.path.remove(str(RECIPES))
         for name in [name for name in sys.modules if name.split(".")[0] in ("prepare_data", "dry_run", "dryrun")]:
             sys.modules.pop(name)
 

@@ -192,7 +192,10 @@ def _invalid_backoff_s(job: Job, upstream: Upstream) -> float:
 
 
 def _answers_in_s(upstream: Upstream, job: Job, now: float) -> float:
-    """Seconds until `upstream` may have answered `job`. A busy source is taken to be free after one more answer."""
+    """Seconds until `upstream` may have answered `job`; infinity if this process has no part of its limits now. A busy
+    source is taken to be free after one more answer.
+    """
     takes_s = upstream.speed.expected_s(job.size)
-    wait_s = upstream.wait_for_s(job, now)
-    return takes_s + max(wait_s if wait_s < math.inf else takes_s, job.backoff_until.get(upstream.name, now) - now)
+    busy = 0 < upstream.quota.concurrency <= upstream.quota.in_flight
+    wait_s = takes_s if busy else upstream.wait_for_s(job, now)
+    return takes_s + max(wait_s, job.backoff_until.get(upstream.name, now) - now)

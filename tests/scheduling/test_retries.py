@@ -191,9 +191,9 @@ def test_a_job_that_was_throttled_often_waits_until_the_limits_had_room_for_othe
     run(main())
 
 
-def after_an_invalid_reply(stage, at, judged=20):
+def after_an_invalid_reply(stage, at, judged=20, part=4.0):
     """A sample is submitted at `at`. Source slow, which judged `judged` others, judges it only at the second try; the
-    window of fast is used up for 60.15 s. Return its requests, and when it is scored.
+    window of fast is used up for 60.15 s, and then allows `part` requests. Return its requests, and when it is scored.
     """
 
     def judges(request):
@@ -211,6 +211,7 @@ def after_an_invalid_reply(stage, at, judged=20):
         dispatcher = stage.dispatcher()
         await asyncio.gather(*(dispatcher.score(stage.sample(10), only_fast, deadline_s=60) for _ in range(4)))
         await asyncio.sleep(at - asyncio.get_running_loop().time())
+        stage.upstreams["fast"].quota.requests.limit = part
         outcome = await dispatcher.score(stage.sample(10), stage.judge, deadline_s=60)
         ended_at = asyncio.get_running_loop().time()
         await dispatcher.aclose()
@@ -220,8 +221,9 @@ def after_an_invalid_reply(stage, at, judged=20):
     return run(main())
 
 
-def test_a_retry_after_an_invalid_reply_goes_back_to_its_source_if_another_one_answers_much_later(stage):
-    sources, ended_at = after_an_invalid_reply(stage, at=45.0)
+@pytest.mark.parametrize("part", [4.0, 0.0], ids=["in 15 s", "other processes have its limit"])
+def test_a_retry_after_an_invalid_reply_goes_back_to_its_source_if_another_one_answers_much_later(stage, part):
+    sources, ended_at = after_an_invalid_reply(stage, at=45.0, part=part)
     assert sources == ["slow", "slow"]
     assert ended_at == pytest.approx(45.4)
 

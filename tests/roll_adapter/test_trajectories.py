@@ -342,4 +342,7 @@ def test_closing_the_portals_ends_the_waiting(manager_of, tree_of, pool) -> None
         pass
     close_process_portals()
     assert scores(waiting.result(LONG_S)) == pytest.approx(0.125)
-    assert not [thread for thread in threading.enumerate() if thread.name == "qreward-ray"]
+    for thread in threading.enumerate():
+        if thread.name == "qreward-ray":
+            thread.join(LONG_S)
+            assert not thread.is_alive()

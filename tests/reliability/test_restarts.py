@@ -81,7 +81,7 @@ def test_servers_that_stop_and_start_again_cost_no_sample_its_score(
     with a, b:
         outcomes, statistics = asyncio.run(score(a, b))
         reports = {"a": a.report(), "b": b.report()}
-    assert open_files() <= files
+    assert open_files(at_most=files) <= files
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert [outcome.reward for outcome in outcomes] == [score_of(sample) for sample in samples]
     assert (statistics.waiting, statistics.failed_total) == (0, 0)

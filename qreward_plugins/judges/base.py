@@ -109,8 +109,8 @@ class Judge(ABC):
         return None
 
     def identity(self, source: Source) -> Identity:
-        """Return what the scores of this judge at `source` depend on, for their file."""
-        raise NotImplementedError(f"{type(self).__name__} has no reference scores")
+        """Return what the scores of this judge at `source` depend on. Raises `InputError` by default."""
+        raise InputError(f"{type(self).__name__} defines no `identity`, so its scores cannot be compared with a file")
 
     @abstractmethod
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:

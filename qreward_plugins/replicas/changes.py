@@ -275,8 +275,8 @@ class _Updating:
         pool, update = self._pool, self._update
         serving = [number for number in numbers if pool.states[number].state == "up"]
         numbers = [number for number in numbers if pool.states[number].state in ("up", "stale")]
-        # One that ends from now on is found by the next order. If it were started again meanwhile, nobody would say
-        # that its calls have ended.
+        # A replica that dies from now on fails the next order. Supervision must not start it again meanwhile: no engine
+        # would then report that its calls have ended.
         await pool.leave_alone(numbers)
         last = update.groups and self._are_last(numbers)
         late = await pool.drain(serving, abort=update.drain == "abort", within_s=update.within_s, last=last)

@@ -25,9 +25,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) scripts/environment.py .venv docs
 	@touch $@
 
-.venv/.demo-llm: $(DEMO)
+# It contains the other one, so one installation is enough for both.
+.venv/.demo-llm: pyproject.toml constraints.txt
 	@$(PYTHON) scripts/environment.py .venv demo-llm
-	@touch $@
+	@touch .venv/.demo $@
 
 install: $(INSTALLED) ## Set up .venv with everything pinned
 

@@ -10,7 +10,7 @@ uncached tokens, one request after the other, and then its decoding. Its cache h
 least recently used. `alone` is one replica with the caches and the speed of all: what the hit rate could be. `bound`
 is the shortest time in which the work could be done: every prefix computed once, and all slots used all the time.
 
-    python bench/routing.py [--replicas N ...] [--load NAME ...] [--policy NAME ...] [--seed S] [--json FILE]
+    python bench/routing.py [--replicas N ...] [--load NAME ...] [--policy NAME ...] [--seed S ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -320,6 +321,14 @@ def measure(name: str, count: int, policies: Sequence[str], seed: int) -> list[R
     return found
 
 
+def mean(results: Sequence[Result]) -> Result:
+    """The means over the runs of one policy with several seeds."""
+    numbers = {
+        key: fmean(getattr(one, key) for one in results) for key in ("makespan_s", "bound_s", "hit_rate", "hit_share")
+    }
+    return replace(results[0], **numbers, computed=round(fmean(one.computed for one in results)))
+
+
 def table(results: Sequence[Result]) -> Table:
     shown = Table(title="Routing between replicas (simulated)", title_justify="left", box=None, pad_edge=False)
     for column in ("load", "replicas", "policy"):
@@ -349,11 +358,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64], metavar="N")
     parser.add_argument("--load", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="several seeds: means over them")
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
     results = [
-        one for name in given.load for count in given.replicas for one in measure(name, count, given.policy, given.seed)
+        mean(list(seeds))
+        for name in given.load
+        for count in given.replicas
+        for seeds in zip(*(measure(name, count, given.policy, seed) for seed in given.seed), strict=True)
     ]
     Console(width=120).print(table(results))
     if given.json is not None:

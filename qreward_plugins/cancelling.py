@@ -1,9 +1,9 @@
-"""Cancels tasks within a time limit. A task may ignore its cancellation, and closing must not wait for it forever."""
+"""Cancels tasks within a time limit: a task may ignore its cancellation, and closing must not wait for it forever."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 CANCEL_AGAIN_S = 1.0
@@ -25,6 +25,13 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> 
         await asyncio.wait(left, timeout=min(CANCEL_AGAIN_S, until - loop.time()))
         left = [task for task in left if not task.done()]
     return left
+
+
+async def cancel_futures(futures: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel futures and wait until they have ended. Their exceptions are not raised."""
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
 
 
 def abandon(task: asyncio.Task[Any]) -> None:

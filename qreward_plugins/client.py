@@ -126,10 +126,10 @@ class RewardClient:
                     answer, status = await reply.read(), reply.status
                     wait_s = max(pause_s, _seconds(reply.headers.get("Retry-After")))
                 if status in (200, 207):
-                    told = rows_of(answer, len(left))
-                    outcomes |= {number: outcome_of_row(row) for number, row in zip(left, told, strict=True)}
+                    answered = rows_of(answer, len(left))
+                    outcomes |= {number: outcome_of_row(row) for number, row in zip(left, answered, strict=True)}
                     # A server that stops has no outcome for some. The next one may.
-                    left = [number for number, row in zip(left, told, strict=True) if was_closed(row)]
+                    left = [number for number, row in zip(left, answered, strict=True) if was_closed(row)]
                     if not left:
                         break
                 else:

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from . import capacity
 from .binding import LoopBinding
+from .cancelling import cancel_futures
 from .closing import Closing
-from .config import Config, Limits, configured_name, load_config
+from .config import Config, Limits, load_config
 from .errors import EngineError
 from .judges import Leaf
 from .observers import EngineStatistics, Observer, Statistics
 from .reloading import Difference, Reloader
-from .sample_check import named, read_sample
+from .reward_phases import RewardPhases
+from .sample_check import read_sample
 from .samples import Message, Outcome, Sample
 from .scheduling import Cutoff, Dispatcher, Upstream
 from .scoring import Scoring
@@ -78,6 +80,7 @@ class RewardEngine:
         )
         self._binding = LoopBinding(self._wiring)
         self._reloader = Reloader(self._wiring, self._binding)
+        self._phases = RewardPhases(self._wiring.upstreams.values, self._settled)
         self._closing = Closing(self._wiring, self._binding, self._reloader)
 
     @property
@@ -97,12 +100,7 @@ class RewardEngine:
         servers; its deadline runs from when they are ready.
         """
         _check_times(deadline_s, priority)
-        scoring = self._bind()
-        if not self._wiring.source_starts.over:
-            await self._wiring.source_starts.done()
-        due_at = scoring.now() + self._deadline_s(deadline_s)
-        if not self._wiring.start_probe.over:
-            await self._wiring.start_probe.passed(scoring, due_at)
+        scoring, due_at = await self._ready(deadline_s)
         read = read_sample(sample)
         batch = scoring.batches.of_singles(scoring.priority_of(read) if priority is None else priority)
         return await scoring.submit(read, batch, due_at, priority=priority)
@@ -128,7 +126,7 @@ class RewardEngine:
         try:
             return [await outcome for outcome in outcomes]
         except BaseException:
-            await _cancel(outcomes)
+            await cancel_futures(outcomes)
             raise
 
     async def score_each(
@@ -149,23 +147,8 @@ class RewardEngine:
         capacity.warn_if_too_many(
             self._wiring, [sample for sample in batch if isinstance(sample, Sample)], self._deadline_s(deadline_s)
         )
-        scoring = self._bind()
-        if not self._wiring.source_starts.over:
-            await self._wiring.source_starts.done()
-        due_at = scoring.now() + self._deadline_s(deadline_s)
-        if not self._wiring.start_probe.over:
-            await self._wiring.start_probe.passed(scoring, due_at)
-        groups = [named(sample).group_id for sample in batch]
-        together = scoring.batches.new(groups, priority=priority or 0, cutoff=cutoff)
-        outcomes: list[asyncio.Future[Outcome]] = []
-        try:
-            outcomes += (scoring.submit(sample, together, due_at, priority=priority) for sample in batch)
-        except BaseException:
-            await _cancel(outcomes)
-            raise
-        finally:
-            scoring.batches.seal(together)
-        return outcomes
+        scoring, due_at = await self._ready(deadline_s)
+        return await scoring.submit_all(batch, due_at, priority=priority, cutoff=cutoff)
 
     async def score_stream(
         self, samples: Iterable[Sample] | AsyncIterable[Sample], *, window: int | None = None
@@ -260,10 +243,7 @@ class RewardEngine:
         Raises `EngineError` for an unknown source. Raises `ConfigurationError`, and changes nothing, for limits that
         the processes cannot share.
         """
-        meant = [each for name, each in self._wiring.upstreams.items() if source in (name, configured_name(name))]
-        if not meant:
-            raise EngineError(f"unknown source {source!r}; sources: {', '.join(self._wiring.upstreams)}")
-        scoring = self._bind()
+        meant, scoring = self._wiring.upstreams_of(source), self._bind()
         for upstream in meant:
             upstream.quota.retune(limits, scoring.now())
         scoring.dispatcher.look_again()
@@ -295,8 +275,7 @@ class RewardEngine:
         calls until it has been started again, with the weights of the others. Cancelling ends only the wait for an
         update from a `path`; it ends a `transfer`, and the replicas that were receiving are started again.
         """
-        servers = self._servers(source)
-        updated: Weights = await servers.update_weights(
+        updated: Weights = await self._server_source(source).update_weights(
             path, transfer=transfer, version=version, mode=mode, drain=drain, within_s=within_s
         )
         return updated
@@ -308,23 +287,51 @@ class RewardEngine:
         `level` 2 discards the weights, which are loaded again at `wake_up`; 1 keeps them in the memory of the machine.
         `drain` and `within_s` as for `update_weights`, and so are the errors. Cancelling ends only the wait.
         """
-        await self._servers(source).sleep(level=level, drain=drain, within_s=within_s)
+        await self._server_source(source).sleep(level=level, drain=drain, within_s=within_s)
 
     async def wake_up(self, source: str) -> None:
         """End the sleep of a source. Idempotent. Raises as `update_weights` does; cancelling ends only the wait."""
-        await self._servers(source).wake_up()
+        await self._server_source(source).wake_up()
 
-    def _servers(self, source: str) -> Any:
-        """Return a source that has servers of its own. Raises `EngineError`."""
-        self._bind()
-        found = {
-            name: upstream.source
-            for name, upstream in self._wiring.upstreams.items()
-            if getattr(type(upstream.source), "has_servers", False)
-        }
-        if not isinstance(source, str) or source not in found:
-            raise EngineError(f"{source!r} is no source of kind replicas; such sources: {', '.join(found) or 'none'}")
-        return found[source]
+    @property
+    def colocated(self) -> tuple[str, ...]:
+        """The names of the sources with `colocated: true`. Without any, the three calls below do nothing."""
+        return tuple(str(source.name) for source in self._phases.sources)
+
+    async def begin_rewards(self) -> None:
+        """Wake the sources with `colocated: true`, for all processes that share their servers, and wait until they take
+        calls. The first call starts the servers. Idempotent.
+
+        An adapter calls it before its trainer asks for rewards, so that no sample's deadline runs meanwhile. If only
+        some replicas of a source wake up, that is logged, and the others take the calls. Raises `ReplicasNotStarted`,
+        and `ReplicasNotChanged` if no replica of a source wakes up. Cancelling ends only the wait.
+        """
+        if self.colocated:
+            self._bind()
+            await self._phases.begin()
+
+    async def settle_rewards(self) -> None:
+        """Wait until the samples that are under way in this engine have their outcomes, which they have by their
+        deadlines. If several processes share the servers, all settle before the first one ends the phase.
+        """
+        if self.colocated:
+            self._bind()
+            await self._phases.settle()
+
+    async def end_rewards(self) -> None:
+        """Put the sources with `colocated: true` to sleep, and wait until their devices are free. Idempotent.
+
+        Samples under way get their outcomes first, unless another process has put the servers to sleep. Calls that are
+        still under way then, and those that come later, wait for the next phase; their deadlines go on. Servers that
+        were not started are left alone; a start that is under way is waited for. Raises `ReplicasNotChanged` if the
+        devices may not be free: the trainer must not go on then. Cancelling ends only the wait.
+        """
+        if self.colocated:
+            self._bind()
+            await self._phases.end()
+
+    async def _settled(self) -> None:
+        await self._bind().settled()
 
     async def reload(
         self, config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | None = None
@@ -404,6 +411,24 @@ class RewardEngine:
             raise EngineError("this RewardEngine is closed; make a new one")
         return self._binding.bind()
 
+    async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]:
+        """Wait until the sources can be asked. Return the scoring of the running event loop, and the deadline as a time
+        of its clock.
+        """
+        scoring, starts, probe = self._bind(), self._wiring.source_starts, self._wiring.start_probe
+        if starts.over and probe.over:
+            return scoring, scoring.now() + self._deadline_s(deadline_s)
+        with scoring.arriving():
+            await starts.done()
+            due_at = scoring.now() + self._deadline_s(deadline_s)
+            if not probe.over:
+                await probe.passed(scoring, due_at)
+        return scoring, due_at
+
+    def _server_source(self, source: str) -> Any:
+        self._bind()
+        return self._wiring.server_source(source)
+
     def _deadline_s(self, deadline_s: float | None) -> float:
         return self.config.engine.deadline_s if deadline_s is None else deadline_s
 
@@ -414,9 +439,3 @@ def _check_times(deadline_s: float | None, priority: int | None) -> None:
         raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
     if priority is not None and not isinstance(priority, int):
         raise ValueError(f"priority must be a whole number, not {priority!r}")
-
-
-async def _cancel(futures: Sequence[asyncio.Future[Outcome]]) -> None:
-    for future in futures:
-        future.cancel()
-    await asyncio.gather(*futures, return_exceptions=True)

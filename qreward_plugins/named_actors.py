@@ -106,7 +106,7 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
-    def tell(value: T | None, error: Exception | None) -> None:
+    def deliver(value: T | None, error: Exception | None) -> None:
         if result.done():
             return
         if error is not None:
@@ -121,7 +121,7 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
         except Exception as raised:
             error = raised
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(tell, value, error)
+            loop.call_soon_threadsafe(deliver, value, error)
 
     threading.Thread(target=run, name="qreward-ray", daemon=True).start()
     return result

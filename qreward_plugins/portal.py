@@ -174,6 +174,19 @@ class EnginePortal:
         """End a sleep as `RewardEngine.wake_up` does. Blocks the calling thread."""
         self._call(partial(self._engine.wake_up, source))
 
+    @property
+    def colocated(self) -> tuple[str, ...]:
+        """What `RewardEngine.colocated` is."""
+        return self._engine.colocated
+
+    def begin_rewards(self) -> Future[None]:
+        """Wake servers as `RewardEngine.begin_rewards` does, without waiting."""
+        return self._start(self._engine.begin_rewards)
+
+    def end_rewards(self) -> None:
+        """Put servers to sleep as `RewardEngine.end_rewards` does. Blocks the calling thread."""
+        self._call(self._engine.end_rewards)
+
     def facts(self) -> Facts:
         """Return what `RewardEngine.facts` returns."""
         return self._engine.facts()

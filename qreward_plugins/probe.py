@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import anyio
 
 from .cancelling import abandon, cancel_all
-from .config import judge_for, parts_of, sources_of
+from .config import judge_for, parts_of, sources_of, sources_of_models
 from .engine import RewardEngine
 from .errors import InputError, InvalidReply, SourceError, TransientError
 from .judges import JudgeFailed, Leaf, kind_of
@@ -25,6 +25,8 @@ from .trial import Trial, cause_of_equal, try_out
 
 END_WITHIN_S = 1.0
 """Longest wait in seconds for a call to end that was cancelled after its time limit."""
+CLIENT_TOKENS = 1024
+"""Most tokens of an answer to the question that a check asks as a client would."""
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "What is 17 plus 25? Answer with the number."}],
     response="17 plus 25 is 42",
@@ -36,7 +38,7 @@ SAMPLE = Sample(
 
 @dataclass(frozen=True)
 class Probe:
-    """The answer of one source to one judge.
+    """The answer of one source to one judge. `judge` is "" for a source that only clients of models ask.
 
     `latency_s` is the time to the complete reply in seconds. `announced` are the limits that the source states in its
     headers. `problem` is empty if the verdict is valid. `asked` is false if the sample does not fit the judge, so that
@@ -72,6 +74,13 @@ async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = Non
     )
 
 
+async def probe_for_clients(engine: RewardEngine) -> list[Probe]:
+    """Send one question to each source that clients of models ask and no judge does. All at the same time."""
+    judged = _judged(engine)
+    names = [name for name in sources_of_models(engine.config) if name in engine.upstreams and name not in judged]
+    return await asyncio.gather(*(_ask_as_client(engine.upstreams[name]) for name in names))
+
+
 def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sample]:
     """Return for each judge the first sample that makes it ask a source.
 
@@ -105,9 +114,13 @@ def untried_judges(engine: RewardEngine) -> list[str]:
 
 
 def idle_sources(engine: RewardEngine) -> list[str]:
-    """Return the names of the sources that no judge asks."""
-    asked = {name for judge in engine.config.judges for name in sources_of(engine.config, judge)}
+    """Return the names of the sources that neither a judge nor a client of a model asks."""
+    asked = {*_judged(engine), *sources_of_models(engine.config)}
     return [name for name in engine.upstreams if name not in asked]
+
+
+def _judged(engine: RewardEngine) -> set[str]:
+    return {name for judge in engine.config.judges for name in sources_of(engine.config, judge)}
 
 
 class _Turn:
@@ -152,6 +165,30 @@ async def _ask(judge: Leaf, upstream: Upstream, sample: Sample, turn: _Turn) -> 
         verdict=verdict,
         problem=problem,
         trial=trial,
+    )
+
+
+async def _ask_as_client(upstream: Upstream) -> Probe:
+    loop = asyncio.get_running_loop()
+    bound = CLIENT_TOKENS
+    request = Request(
+        Sample([], ""), tuple(SAMPLE.messages), {"max_tokens": bound}, max_completion_tokens=bound, judge="check"
+    )
+    reply: Reply | None = None
+    problem, started_at = "", loop.time()
+    try:
+        reply = await _reply(upstream, request)
+    except TimeoutError:
+        problem = f"no answer within {upstream.timeout_s:g} s"
+    except (SourceError, InvalidReply) as error:
+        problem = str(error)
+    return Probe(
+        "",
+        upstream.name,
+        model=(reply.model if reply else "") or upstream.source.model,
+        latency_s=None if reply is None else loop.time() - started_at,
+        announced=reply.announced if reply else {},
+        problem=problem,
     )
 
 

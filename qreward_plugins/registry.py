@@ -107,15 +107,15 @@ class Kinds(Generic[T]):
         if not found:
             raise UnknownKind("unknown kind", f"Registered kinds: {', '.join(self.names)}.")
         if len(found) > 1:
-            said = " and ".join(f"{one.origin} ({one.path})" for one in found)
+            origins = " and ".join(f"{one.origin} ({one.path})" for one in found)
             remedy = f"Uninstall all but one, or name the class: `kind: {found[0].path}`."
-            raise KindError(f"several packages register the kind {name!r}: {said}", remedy)
-        said = "class" if not found[0].package else f"kind {name!r} of {found[0].origin}: the class"
+            raise KindError(f"several packages register the kind {name!r}: {origins}", remedy)
+        what = "class" if not found[0].package else f"kind {name!r} of {found[0].origin}: the class"
         loaded, problem = _import(found[0].path)
         if not problem:
             problem = self._lack(loaded)
         if problem:
-            raise KindError(f"the {said} {found[0].path} {problem}", _REMEDY if found[0].package else "")
+            raise KindError(f"the {what} {found[0].path} {problem}", _REMEDY if found[0].package else "")
         return loaded  # type: ignore[no-any-return]
 
     def loadable(self) -> Iterator[tuple[str, type[T]]]:

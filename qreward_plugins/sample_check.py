@@ -178,9 +178,9 @@ def _message(message: Any, number: int) -> Mapping[str, Any]:
     role, content = plain.get("role"), plain.get("content")
     if not isinstance(role, str) or not role:
         raise InputError(f"[{number}] needs a role that is a text")
-    told = _content(plain, content, number)
-    if type(role) is not str or told is not content:
-        plain = {**plain, "role": _text(role), "content": told}
+    checked = _content(plain, content, number)
+    if type(role) is not str or checked is not content:
+        plain = {**plain, "role": _text(role), "content": checked}
     return plain
 
 

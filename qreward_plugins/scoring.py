@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import anyio
 
-from .cancelling import abandon, cancel_all
+from .cancelling import abandon, cancel_all, cancel_futures
 from .errors import InvalidReply, JournalError
 from .journal import Journal, question_keys
 from .judges import JudgeRouter, Leaf
@@ -20,7 +20,7 @@ from .observers import Observers, events
 from .redaction import one_line
 from .sample_check import Rejected, named
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
-from .scheduling import Answer, Batch, Batches, Call, Dispatcher, Unanswered
+from .scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
 from .scheduling.calls import T
 from .sources import Source
 from .sources.base import Request, ServedWeights
@@ -53,6 +53,10 @@ class Scoring:
         self._reuse = reuse
         self._observers = observers
         self._judging: dict[Judging, None] = {}
+        self._under_way: dict[asyncio.Future[Outcome], None] = {}
+        """The samples without an outcome, if a source needs to know when there are none."""
+        self._arriving: dict[asyncio.Future[None], None] = {}
+        self._phased = _phased(sources)
         self.dispatcher: Dispatcher
         """Set after construction, because dispatcher and scoring call each other."""
         self._keeping_groups = _keeping_groups(sources)
@@ -62,7 +66,7 @@ class Scoring:
     def change(self, router: JudgeRouter, *, sources: Mapping[str, Source], reuse: bool) -> None:
         """Go on with other judges and sources. Samples under way keep their judges."""
         self._router, self.sources, self._reuse = router, sources, reuse
-        self._keeping_groups = _keeping_groups(sources)
+        self._keeping_groups, self._phased = _keeping_groups(sources), _phased(sources)
 
     @property
     def batches(self) -> Batches:
@@ -83,6 +87,9 @@ class Scoring:
         """
         self.submitted(sample)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if self._phased:
+            self._under_way[future] = None
+            future.add_done_callback(self._under_way.pop)
         if isinstance(sample, Rejected):
             member = self.batches.join(batch, sample.sample.group_id)
             Pending(self, sample.sample, member, future).end(Failed(Cause.INFRA, "input", sample.problem))
@@ -108,6 +115,43 @@ class Scoring:
             self._judging[judging] = None
             judging.task.add_done_callback(lambda _: self._judging.pop(judging, None))
         return future
+
+    async def submit_all(
+        self, samples: Sequence[Sample | Rejected], due_at: float, *, priority: int | None, cutoff: Cutoff | None
+    ) -> list[asyncio.Future[Outcome]]:
+        """Submit samples as one batch; future i belongs to sample i. If one cannot be submitted, all are cancelled."""
+        batch = self.batches.new([named(sample).group_id for sample in samples], priority=priority or 0, cutoff=cutoff)
+        outcomes: list[asyncio.Future[Outcome]] = []
+        try:
+            outcomes += (self.submit(sample, batch, due_at, priority=priority) for sample in samples)
+        except BaseException:
+            await cancel_futures(outcomes)
+            raise
+        finally:
+            self.batches.seal(batch)
+        return outcomes
+
+    async def settled(self) -> None:
+        """Wait until the samples under way have their outcomes; those that come meanwhile are not waited for. Only
+        samples of an engine with a source of `colocated: true` are known.
+        """
+        if self._arriving:
+            await asyncio.wait(tuple(self._arriving))
+        if self._under_way:
+            await asyncio.wait(tuple(self._under_way))
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Within it, samples wait until the sources can be asked. They are under way (`settled`), and are submitted in
+        the step of the event loop that leaves it.
+        """
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arriving[arrived] = None
+        try:
+            yield
+        finally:
+            del self._arriving[arrived]
+            arrived.set_result(None)
 
     def priority_of(self, sample: Sample | Rejected) -> int:
         """The priority that the configuration gives a sample."""
@@ -243,6 +287,11 @@ def _weights_matter(answer: Answer[Any]) -> bool:
 def _keeping_groups(sources: Mapping[str, Source]) -> tuple[Any, ...]:
     """The sources of which one version of the weights is to judge each group."""
     return tuple(source for source in sources.values() if getattr(source, "keeps_groups", False))
+
+
+def _phased(sources: Mapping[str, Source]) -> bool:
+    """Whether a source sleeps between reward phases."""
+    return any(getattr(source, "colocated", False) for source in sources.values())
 
 
 def _no_route(sample: Sample) -> Failed:

@@ -69,5 +69,10 @@ class SourceStarts:
         self._added = [other for other in self._added if other is not source]
 
 
+def has_servers(source: object) -> bool:
+    """Whether a source has servers of its own (`SourceKind.has_servers`)."""
+    return getattr(type(source), "has_servers", False)
+
+
 def _with_servers(sources: Iterable[Any]) -> list[Any]:
-    return [source for source in sources if getattr(type(source), "has_servers", False)]
+    return [source for source in sources if has_servers(source)]

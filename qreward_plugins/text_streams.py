@@ -19,15 +19,14 @@ from typing import Any, TypeAlias
 
 from .config import configured_name
 from .errors import EngineError, InputError, InvalidReply, TextStreamFailed, input_problem
+from .followed_calls import FollowedCall
 from .samples import Message, Sample
-from .scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered, Upstream
+from .scheduling import Answer, Batch, Call, Dispatcher, Unanswered, Upstream
 from .sources import TEXT, Reply, Request
 from .sources.bodies import as_json
 from .spent import NOTHING, Spent
 
 DEFAULT_MAX_TOKENS = 1024
-END_WITHIN_S = 2.0
-"""Most seconds for which closing a stream waits until its connection is closed."""
 NAME = "stream_text"
 """The name of the calls in events, where others have the name of their judge."""
 
@@ -125,26 +124,15 @@ class TextStream:
                 self._loop.call_soon_threadsafe(receiver.drop)
 
 
-class Receiver:
-    """Receives one text from the scheduler. `on_change` is called when a piece or the end has come.
+class Receiver(FollowedCall):
+    """Receives one text from the scheduler. `on_change` is called when a piece or the end has come."""
 
-    The scheduler holds it, so it does not hold its `TextStream`: one that nobody holds any more is freed and ends.
-    """
+    answer: TextAnswer | None
 
     def __init__(self, dispatcher: Dispatcher, batch: Batch, on_change: Callable[[], None]) -> None:
-        self._dispatcher = dispatcher
-        self._member = dispatcher.batches.join(batch)
-        self._on_change = on_change
-        self._job: Job | None = None
+        super().__init__(dispatcher, batch, on_change)
         self._text = io.StringIO(newline="")
         self._taken = 0
-        self.over = False
-        self.answer: TextAnswer | None = None
-        self.unanswered: Unanswered | None = None
-
-    def start(self, call: Call[Reply], due_at: float) -> None:
-        """Make the call."""
-        self._job = self._dispatcher.submit(call, self, member=self._member, deadline_at=due_at)
 
     def add(self, piece: str) -> None:
         """Take in a piece of the text."""
@@ -164,62 +152,36 @@ class Receiver:
         why = self.unanswered or Unanswered("closed")
         return TextStreamFailed(why.reason, why.detail, text=self._text.getvalue(), source=why.source, spent=why.spent)
 
-    def ended(self, result: Answer[Any] | Unanswered) -> None:
-        self._job = None
-        if isinstance(result, Answer):
-            self._end_whole(result)
-        else:
-            self.unanswered = result
-        self._leave()
-
-    def _end_whole(self, result: Answer[Any]) -> None:
-        reply: Reply = result.value
+    def _take_answer(self, answer: Answer[Any]) -> None:
+        reply: Reply = answer.value
         so_far = self._text.getvalue()
         if not reply.text.startswith(so_far):
-            detail = f"{result.source}: the whole text is not that of its stream"
-            self.unanswered = Unanswered("broken", detail, source=result.source, spent=result.spent)
+            detail = f"{answer.source}: the whole text is not that of its stream"
+            self.unanswered = Unanswered("broken", detail, source=answer.source, spent=answer.spent)
             return
         self._text.seek(0, io.SEEK_END)
         self._text.write(reply.text[len(so_far) :])
         self.answer = TextAnswer(
             reply.text,
             reply.thinking,
-            result.source,
-            result.model,
+            answer.source,
+            answer.model,
             reply.finish_reason,
             reply.first_token_s,
-            result.spent,
+            answer.spent,
         )
-
-    def late(self, answer: Answer[Any]) -> None:
-        """Ignore a late answer: the stream has ended, and nothing is recorded."""
 
     def drop(self, reason: str = "", detail: str = "") -> None:
         """End the call, because nobody wants the text any more. With a `reason`, later reads raise it."""
-        if self.over:
-            return
-        job, self._job = self._job, None
-        if reason:
+        if reason and not self.over:
+            job = self._job
             spent = NOTHING if job is None else job.spent(self._dispatcher.now())
             self.unanswered = Unanswered(reason, detail, source="" if job is None else job.last_source, spent=spent)
-        if job is not None:
-            self._dispatcher.drop(job)
-        self._leave()
+        super().drop()
 
     async def aclose(self) -> None:
-        """End the call, and wait until its attempt has ended."""
-        live = [] if self._job is None else self._job.live
-        tasks = [attempt.task for attempt in live if attempt.task is not None]
-        self.drop()
         self.take()
-        if tasks:
-            await asyncio.wait(tasks, timeout=END_WITHIN_S)
-
-    def _leave(self) -> None:
-        self.over = True
-        self._dispatcher.batches.leave(self._member, scored=self.answer is not None)
-        self._member.batch.forget()
-        self._on_change()
+        await super().aclose()
 
 
 class TextCalls:

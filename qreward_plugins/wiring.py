@@ -6,17 +6,18 @@ import hashlib
 import random
 import secrets
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-from .config import Config
+from .config import Config, configured_name
 from .config.several_keys import without_keys
-from .errors import ConfigurationError, Mistake
+from .errors import ConfigurationError, EngineError, Mistake
 from .journal import Journal
 from .judges import JudgeRouter, Leaf
 from .observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from .remote import RemoteServer, open_server
 from .scheduling import Upstream, Upstreams, open_upstreams
 from .sharing import Channel, Membership, OpenedChannel, open_channel, source_keys
-from .source_starts import SourceStarts
+from .source_starts import SourceStarts, has_servers
 from .sources import Source
 from .start_probe import StartProbe
 
@@ -78,6 +79,23 @@ class Wiring:
         router = JudgeRouter(config, key=self._key)
         _check_fit(router.leaves, upstreams, given=self.given)
         return router
+
+    def upstreams_of(self, source: str) -> list[Upstream]:
+        """Return the upstreams of a source of the configuration, one for each of its keys, or the one named `NAME#1`.
+        Raises `EngineError`.
+        """
+        meant = [each for name, each in self.upstreams.items() if source in (name, configured_name(name))]
+        if not meant:
+            raise EngineError(f"unknown source {source!r}; sources: {', '.join(self.upstreams)}")
+        return meant
+
+    def server_source(self, name: str) -> Any:
+        """Return a source that has servers of its own. Raises `EngineError`."""
+        sources = {each: upstream.source for each, upstream in self.upstreams.items()}
+        found = {each: source for each, source in sources.items() if has_servers(source)}
+        if not isinstance(name, str) or name not in found:
+            raise EngineError(f"{name!r} is no source of kind replicas; such sources: {', '.join(found) or 'none'}")
+        return found[name]
 
     def by_key(self) -> dict[str, Upstream]:
         """Return the upstreams by the keys under which processes share them."""

@@ -18,8 +18,8 @@ import torch
 from roll.distributed.scheduler.generate_scheduler import expand_requests
 from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRolloutLoop, query_filter
 
-from qreward_plugins.config import Groups
-from qreward_plugins.groups import GroupGate, mean_of
+from qreward_plugins import GroupGate
+from qreward_plugins.adapters import Groups, mean_of
 
 from .rewards import DETAIL, FAILED, GROUPS
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from qreward_plugins import Outcome, Scored
-from qreward_plugins.telemetry import METRICS, Facts, summary
+from qreward_plugins.adapters import METRICS, Facts, summary
 
 FAILED = "qreward_failed"
 """The key of `meta_info` that holds the cause of every sample of the call, empty for the scored ones."""

@@ -14,9 +14,7 @@ from functools import partial
 from typing import Any
 
 from qreward_plugins import Message, Sample
-from qreward_plugins.images import Image, attach
-from qreward_plugins.prompts import messages_of
-from qreward_plugins.sample_check import Unreadable, name_or_unreadable, read_or_unreadable
+from qreward_plugins.adapters import Image, Unreadable, attach, messages_of, name_or_unreadable, read_or_unreadable
 
 _OWN_COLUMNS = frozenset({"id", "ground_truth", "domain", "tag", "rollout_id", "messages", "prompt"})
 _HEAVY_COLUMNS = frozenset({"multi_modal_data", "multi_modal_inputs", "routed_experts", "token_type_ids"})

@@ -13,18 +13,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from qreward_plugins import ConfigurationError, Mistake
-from qreward_plugins.config import Config, load_layers
-from qreward_plugins.config.framework import with_framework
-from qreward_plugins.config.layers import ENVIRONMENT
-from qreward_plugins.config.origin import adapted
-from qreward_plugins.sharing import may_share
+from qreward_plugins import Config, ConfigurationError, Mistake
+from qreward_plugins.adapters import ENVIRONMENT, adapted, load_layers, may_share, with_framework
 
 _log = logging.getLogger("roll_adapter")
 
 DEADLINE_SHARE = 0.8
 """Most of ROLL's `rpc_timeout` that a sample may take. A call that exceeds the timeout ends the training."""
 
+
+_NO_TREE = "is missing or empty. ROLL drops a key that it does not know, so it may be misspelt."
+_TREE = "Write in the domain: reward_manager_config: [{config: /path/to/judges.yaml}]"
 
 _NO_SERVER = (
     "Set judge_api_url of the domain. ROLL's cluster `reward_model` is reached through Ray only and has no address."
@@ -58,9 +57,13 @@ def load_settings(
         problem = f"has {len(trees)} trees, but a domain has one configuration."
         raise ConfigurationError([Mistake(origin, problem, "Put all sources and judges into one tree.")])
     # Workers of other domains also call this, and their environment differs.
-    path = (getattr(worker_config, "system_envs", None) or {}).get(ENVIRONMENT)
-    tree = trees[0] if trees else path
+    envs = _envs(worker_config)
+    tree = trees[0] if trees else envs.get(ENVIRONMENT)
+    if tree is None and not (os.environ if variables is None else variables).get(ENVIRONMENT):
+        raise ConfigurationError([Mistake(origin, _NO_TREE, _TREE)])
     settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL" if warn else None, variables=variables)
+    if warn:
+        _warn_of_printed_variables(settings, envs, domain)
     address = getattr(worker_config, "judge_api_url", None)
     settings = with_framework(
         settings, {"reward": address} if address else {}, framework=f"ROLL's domain {domain}", remedy=_NO_SERVER
@@ -80,10 +83,33 @@ def load_settings(
     return adapted(settings, partial(_within, allowed_s=float(allowed_s)))
 
 
+def _warn_of_printed_variables(settings: Config, envs: Mapping[str, str], domain: str) -> None:
+    for name, source in settings.sources.items():
+        named = getattr(source, "api_key_env", None) or ()
+        for variable in (named,) if isinstance(named, str) else named:
+            if variable in envs:
+                _log.warning(
+                    "rewards.%s.system_envs has %s, the key of the source %s, and ROLL prints and uploads that. Export "
+                    "it where Ray is started instead.",
+                    domain,
+                    variable,
+                    name,
+                )
+
+
 def _within(settings: Config, *, allowed_s: float) -> Config:
     if settings.engine.deadline_s <= allowed_s:
         return settings
     return settings.model_copy(update={"engine": settings.engine.model_copy(update={"deadline_s": allowed_s})})
+
+
+def phases_problem(pipeline_config: Any) -> str:
+    """Why judges cannot share ROLL's GPUs and sleep while it trains, as a sentence; "" if they can."""
+    if getattr(pipeline_config, "async_pipeline", False):
+        return (
+            "with async_generation_ratio above 0, ROLL asks for rewards while it trains; no time is left for the judge."
+        )
+    return ""
 
 
 def domain_of(cluster_name: str | None, rewards: Mapping[str, Any]) -> str:

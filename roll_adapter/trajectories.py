@@ -16,13 +16,22 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from qreward_plugins import ConfigurationError, Outcome, Sample, process_portal
-from qreward_plugins.config import Config, load_layers
-from qreward_plugins.groups import GroupKey, Report, RunningMeans, number_of
-from qreward_plugins.images import Image, attach, is_image_part
-from qreward_plugins.portal import EnginePortal
-from qreward_plugins.samples import fits_float32
-from qreward_plugins.sharing import may_share
+from qreward_plugins import Config, ConfigurationError, EnginePortal, Outcome, Sample, process_portal
+from qreward_plugins.adapters import (
+    GroupKey,
+    Image,
+    Report,
+    RunningMeans,
+    attach,
+    fits_float32,
+    is_image_part,
+    load_layers,
+    may_share,
+    number_of,
+    without_colocated,
+)
+
+_NO_PHASES = "ROLL does not tell its environments when it trains, so the judge would not sleep."
 
 _means = RunningMeans()
 _numbers = itertools.count()
@@ -182,7 +191,8 @@ def _mean_here(key: Hashable, number: float | None) -> float | None:
 
 
 def _settings_of(tree: Any, tag: Any) -> Config:
-    return load_layers(tree, origin=f"custom_envs.{tag}.qreward")
+    settings = load_layers(tree, origin=f"custom_envs.{tag}.qreward")
+    return without_colocated(settings, _NO_PHASES, remedy="Give the judge devices of its own, and remove the key.")
 
 
 def _acted(history: Sequence[Any]) -> list[Any]:

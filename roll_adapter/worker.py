@@ -19,17 +19,20 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 
-from qreward_plugins import Failed, Outcome, RewardEngine
-from qreward_plugins.groups import RunningMeans, number_of
+from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored
+from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
 
 from .rewards import DETAIL, FAILED, GROUPS, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
-from .settings import domain_of, load_settings, processes_of
+from .settings import domain_of, load_settings, phases_problem, processes_of
 
 _log = logging.getLogger("roll_adapter")
 
 LOOP_KEY = "user_defined_rollout_loop_cls"
 LOOP = "roll_adapter.QRewardRolloutLoop"
+
+_NO_PHASES = "this pipeline of ROLL does not load and offload its reward workers, so the judge would not sleep."
+_INSTEAD = "Give the judge devices of its own, and remove the key."
 
 
 class QRewardWorker(Worker):  # type: ignore[misc]
@@ -40,6 +43,9 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         self._means = RunningMeans()
         self._validations = Validations()
         self._warned = False
+        self._warned_of_correctness = False
+        self._phases_known = False
+        """Whether the pipeline has called `load_states`, so it calls `offload_states`, too."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> None:
@@ -50,8 +56,13 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         settings = load_settings(
             self.worker_config, domain=self._domain, rpc_timeout_s=getattr(pipeline_config, "rpc_timeout", None)
         )
+        if problem := phases_problem(pipeline_config):
+            settings = without_colocated(settings, problem, remedy=_INSTEAD)
         self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
-        self.engine = RewardEngine(settings, processes=processes_of(settings, rewards, domain=self._domain))
+        try:
+            self.engine = RewardEngine(settings, processes=processes_of(settings, rewards, domain=self._domain))
+        except ConfigurationError as error:
+            raise ConfigurationError(error.mistakes, origin=f"rewards.{self._domain}") from None
         self._tokenizer = default_tokenizer_provider(pipeline_config.actor_train.model_args)
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
         self._metrics = Metrics(self.engine.facts(), list(settings.sources))
@@ -64,6 +75,10 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         far (0.0 if there are none). `meta_info["qreward_failed"]` has its cause, by which `QRewardRolloutLoop` masks
         it. Raises `RewardMissing` with `on_failure: raise`.
         """
+        if self.engine.colocated and not self._phases_known:
+            raise ConfigurationError(
+                [Mistake(f"sources.{name}.colocated", _NO_PHASES, _INSTEAD) for name in self.engine.colocated]
+            )
         loop = asyncio.get_running_loop()
         samples = await loop.run_in_executor(self._decoder, partial(to_samples, data, self._tokenizer))
         outcomes: list[Outcome] = (
@@ -77,6 +92,8 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             causes = [outcome.label if isinstance(outcome, Failed) else "" for outcome in outcomes]
             if self._validations.count(data.meta_info.get("global_step"), causes):
                 self._warn_of_failed_validation(streamed=streamed)
+            if not self._metrics.defines_correct:
+                self._warn_of_undefined_correctness(outcomes)
         else:
             metrics |= self._validations.metrics()
             if any(causes):
@@ -95,6 +112,25 @@ class QRewardWorker(Worker):  # type: ignore[misc]
                 GROUPS: self.engine.config.groups.model_dump(),
             },
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    async def load_states(self, *_: Any, **__: Any) -> None:
+        """ROLL's call before the rollouts of a step; it waits for all workers. Wakes judges on the trainer's GPUs.
+
+        Raises what `RewardEngine.begin_rewards` raises, which ends the training.
+        """
+        self._phases_known = True
+        await self.engine.begin_rewards()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    async def offload_states(self, *_: Any, **__: Any) -> None:
+        """ROLL's call after the rollouts of a step, before anything trains; it waits for all workers. Lets judges on
+        the trainer's GPUs sleep. Raises what `RewardEngine.end_rewards` raises, which ends the training.
+
+        ROLL has all its rewards by then. A response that it asked for and does not need any more may still be judged
+        in one worker when another lets the servers sleep; it then ends at its deadline, and nobody waits for it.
+        """
+        await self.engine.end_rewards()
 
     async def close(self) -> None:
         """Close the engine and its thread. ROLL never does; tests and other callers should."""
@@ -129,6 +165,17 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             "training step gives the share of such samples.",
             self._domain,
             counted,
+        )
+
+    def _warn_of_undefined_correctness(self, outcomes: list[Outcome]) -> None:
+        rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Scored)]
+        if self._warned_of_correctness or all(reward in (0.0, 1.0) for reward in rewards):
+            return
+        self._warned_of_correctness = True
+        _log.warning(
+            "val_correct counts the scores of the domain %s that are exactly 1, and no judge says from which reward on "
+            "a response is correct. Set correct_at in the judge, for example to 0.6.",
+            self._domain,
         )
 
     def _warn_of_missing_loop(self, *, streamed: bool) -> None:

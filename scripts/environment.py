@@ -1,6 +1,7 @@
 """Makes a virtual environment and installs this package with extras, with a line for every phase.
 
 Usage: python scripts/environment.py FOLDER EXTRA[,EXTRA...]
+       python scripts/environment.py FOLDER --packages ARGUMENT...    (what `pip install` takes, and no extras)
 
 uv installs, because it downloads in parallel and resolves in seconds. It is taken from the PATH, or installed into the
 environment. It gets pip's settings (index, links, certificate). If it cannot be used, pip installs.
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,31 +38,41 @@ def say(text: str) -> None:
 
 
 def main(folder: Path, extras: str) -> int:
-    """Install into `folder`. Returns the exit code."""
+    """Install this package with extras into `folder`. Returns the exit code."""
     if sys.version_info < (3, 11):
         print("qreward-plugins is developed on Python 3.11 or later; set PYTHON=python3.11", file=sys.stderr)
         return 1
+    # The documentation is built without a trainer.
+    torch = [] if extras == "docs" else [TORCH]
+    wanted = ["--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[{extras}]"]
+    size = "torch and qreward-plugins[{}] with {} (about 1 GB; once)" if torch else "qreward-plugins[{}] with {}"
+    # The tests start many processes, and measure times of imports.
+    return install(folder, [torch, wanted], size.format(extras, "{}"), compiled="dev" in extras.split(","))
+
+
+def install(folder: Path, steps: Sequence[Sequence[str]], what: str, *, compiled: bool = False) -> int:
+    """Make `folder`, and install packages there. `steps` hold the arguments; pip takes one step at a time. Returns
+    the exit code.
+
+    `what` says what is installed, with "{}" for the program. `compiled`: uv also compiles it.
+    """
     python = folder / "bin" / "python"
     if not python.exists():
         say(f"1/3 making {folder}")
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    # The documentation is built without a trainer.
-    torch = [] if extras == "docs" else [TORCH]
-    wanted = ["--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[{extras}]"]
+    steps = [step for step in steps if step]
     uv = _uv(python)
     if uv is not None:
-        size = "torch and qreward-plugins[{}] with uv (about 1 GB; once)" if torch else "qreward-plugins[{}] with uv"
-        say(f"3/3 installing {size.format(extras)}")
+        say(f"3/3 installing {what.format('uv')}")
         command = [uv, "pip", "install", "--python", str(python), "--index-strategy", "unsafe-best-match"]
-        if "dev" in extras.split(","):
-            # The tests start many processes, and measure times of imports.
+        if compiled:
             command.append("--compile-bytecode")
-        if _relay([*command, *torch, *wanted], {**os.environ, **uv_settings(_pip_settings(python))}) == 0:
+        together = [argument for step in steps for argument in step]
+        if _relay([*command, *together], {**os.environ, **uv_settings(_pip_settings(python))}) == 0:
             say("installed")
             return 0
         say("uv could not install; going on with pip")
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", "--progress-bar", "off"]
-    steps = [step for step in (torch, wanted) if step]
     for number, packages in enumerate(steps, 1):
         say(f"3/3 installing {packages[-1]} with pip ({number} of {len(steps)})")
         code = _relay([*pip, *packages], dict(os.environ))
@@ -157,10 +168,13 @@ def _relay(command: list[str], environment: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    listed = sys.argv[2:3] == ["--packages"] and sys.argv[3:]
+    if not listed and (len(sys.argv) != 3 or sys.argv[2].startswith("-")):
         sys.exit(__doc__)
     try:
-        sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+        sys.exit(
+            install(Path(sys.argv[1]), [listed], "packages with {}") if listed else main(Path(sys.argv[1]), sys.argv[2])
+        )
     except KeyboardInterrupt:
         sys.exit("stopped; the same command goes on")
     except subprocess.CalledProcessError as error:

@@ -5,6 +5,7 @@
     --dynamic-sampling-filter-path slime_adapter.drop_failed_groups
     --custom-rollout-log-function-path slime_adapter.log_rollout
     --custom-eval-rollout-log-function-path slime_adapter.log_eval
+    --data-source-path slime_adapter.DataSource
     --eval-function-path slime_adapter.eval_rollout          (where --group-rm is set)
 
 slime's `load_function` imports the part before the last dot as a module and looks the rest up in it. So everything that
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
     from .normalization import post_process
     from .scoring import reward, reward_group, reward_sample
     from .settings import close
+    from .start import DataSource, check
 
 _HOMES = {
+    "DataSource": "start",
+    "check": "start",
     "close": "settings",
     "drop_failed_and_flat_groups": "filters",
     "drop_failed_groups": "filters",
@@ -39,6 +43,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "DataSource",
+    "check",
     "close",
     "drop_failed_and_flat_groups",
     "drop_failed_groups",

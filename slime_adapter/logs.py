@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from qreward_plugins.telemetry import BatchReport, summary
+from qreward_plugins import BatchReport
+from qreward_plugins.adapters import summary
 
 from .late import settle
 from .samples import ROLLOUT_SAMPLE, has_reward, record_of
 from .scoring import give_stand_ins
-from .settings import adapter_of
+from .settings import adapter_of, end_rewards
 
 
 def log_rollout(
@@ -29,7 +30,7 @@ def log_rollout(
     """slime's `--custom-rollout-log-function-path`: adds `rollout/qreward/...` to the step's metrics; returns False.
 
     It is the first hook that sees the whole batch, before slime's own metrics read the rewards. So samples without a
-    reward get a stand-in here.
+    reward get a stand-in here. Judges on the trainer's GPUs sleep when it returns.
     """
     unscored = [sample for sample in samples if getattr(sample, "reward", None) is None]
     if unscored and any(record_of(sample) for sample in samples):
@@ -46,6 +47,7 @@ def log_rollout(
         "rollout/step",
     )
     args.logged_rollout_id = rollout_id  # slime's contract tests look for it
+    end_rewards()
     return False
 
 

@@ -14,6 +14,7 @@ from qreward_plugins import group_means
 
 from .late import settle
 from .samples import FLOAT32_MAX, ROLLOUT_SAMPLE, finite, group_of, has_reward, mask, mask_but_one_token, value_of
+from .settings import end_rewards
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +34,9 @@ def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any
 
     A sample without a finite reward, also if another function scored it, gets `remove_sample = True`, the mean of its
     group's scored samples as raw reward, and a normalised reward of 0.0 if the estimator works on groups. All returned
-    numbers are finite.
+    numbers are finite. Judges on the trainer's GPUs sleep when it returns, because training comes next.
     """
+    end_rewards()
     settle(samples)
     scored = [has_reward(args, sample) for sample in samples]
     for sample, has in zip(samples, scored, strict=True):

@@ -6,14 +6,21 @@ the samples of a fake trainer, and the bare objects of slime's contract tests.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qreward_plugins import Sample
-from qreward_plugins.images import Image, attach
-from qreward_plugins.prompts import messages_of
-from qreward_plugins.sample_check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
-from qreward_plugins.samples import fits_float32
+from qreward_plugins.adapters import (
+    Image,
+    Unreadable,
+    attach,
+    fits_float32,
+    mapping_or_unreadable,
+    messages_of,
+    name_or_unreadable,
+    read_or_unreadable,
+)
 
 RECORD = "qreward"
 """The key of `sample.metadata` that holds the record of a sample."""
@@ -47,6 +54,7 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
         ground_truth=getattr(sample, "label", None),
         data_source=name_or_unreadable(source),
         group_id=None if group is None else name_or_unreadable(group),
+        step=_step(),
         split="val" if group is None else "train",
         extras={key: value for key, value in extras.items() if key != RECORD} if isinstance(extras, dict) else extras,
         id=None if index is None else name_or_unreadable(index),
@@ -58,6 +66,14 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
 def _images(sample: ROLLOUT_SAMPLE) -> Sequence[Any]:
     inputs = getattr(sample, "multimodal_inputs", None)
     return (inputs.get("images") if isinstance(inputs, Mapping) else None) or ()
+
+
+def _step() -> int | None:
+    """The number of the rollout or evaluation under way, which slime's manager keeps for hooks of samples
+    (slime/rollout/sample_hooks.py); None if this slime keeps none.
+    """
+    step = getattr(sys.modules.get("slime.rollout.sample_hooks"), "_current_rollout_id", None)
+    return step if isinstance(step, int) else None
 
 
 def metadata_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:

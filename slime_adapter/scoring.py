@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 from weakref import ref
 
 from qreward_plugins import Cause, Failed, Outcome
-from qreward_plugins.groups import number_of
+from qreward_plugins.adapters import number_of
 
 from .aborts import Aborts, aborted
 from .late import expect, fail, score, stand_in, write_late
@@ -74,6 +74,7 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     # slime keeps the samples of a partial rollout for a later one without asking again, so late verdicts count.
     kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
     if judged and (kept or not over):
+        await adapter.phases.begin()
         work = _submit(adapter, judged)
         try:
             if not over and await _aborts.finished(args, work):

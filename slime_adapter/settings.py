@@ -11,14 +11,23 @@ import copy
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
-from qreward_plugins import ConfigurationError, GroupGate, Mistake, process_portal
-from qreward_plugins.config import Config, load_layers
-from qreward_plugins.config.framework import with_framework
-from qreward_plugins.config.layers import ENVIRONMENT
-from qreward_plugins.groups import RunningMeans
-from qreward_plugins.portal import close_process_portals
+from qreward_plugins import Config, ConfigurationError, GroupGate, Mistake, process_portal
+from qreward_plugins.adapters import (
+    ENVIRONMENT,
+    VALUE,
+    RunningMeans,
+    close_process_portals,
+    did_you_mean,
+    judge_kind_of,
+    load_layers,
+    with_framework,
+    without_colocated,
+)
+
+from .phases import Phases, problem_of
 
 _log = logging.getLogger("slime_adapter")
 
@@ -31,6 +40,7 @@ class Adapter:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.portal = process_portal(config)
+        self.phases = Phases(self.portal)
         self.facts = self.portal.facts()
         self.gate = GroupGate(config.groups)
         self.last_failure = ""
@@ -72,10 +82,22 @@ def adapter_of(args: Any) -> Adapter:
         for known, adapter in _adapters:
             if known == key:
                 return adapter
-        settings = with_framework(_load(inline, url), servers, framework="this run of slime", remedy=_NO_SERVER)
+        settings = with_framework(_load(args, inline, url), servers, framework="this run of slime", remedy=_NO_SERVER)
+        problem, remedy = problem_of(args)
+        if problem:
+            settings = without_colocated(settings, problem, remedy=remedy)
         adapter = Adapter(settings)
+        _check_reward_keys(args, adapter)
         _adapters.append((copy.deepcopy(key), adapter))
         return adapter
+
+
+def end_rewards() -> None:
+    """Let judges on the trainer's GPUs sleep, and wait for that: the rollout asks for no reward any more."""
+    with _lock:
+        adapters = [adapter for _, adapter in _adapters]
+    for adapter in adapters:
+        adapter.phases.end()
 
 
 def close() -> None:
@@ -85,20 +107,56 @@ def close() -> None:
     close_process_portals()
 
 
-def _load(inline: Any, url: str | None) -> Config:
+def _load(args: Any, inline: Any, url: str | None) -> Config:
     if inline is None and not url and not os.environ.get(ENVIRONMENT):
-        raise ConfigurationError(
-            [
-                Mistake(
-                    "qreward",
-                    "there is no configuration.",
-                    f"Give slime `--custom-config-path FILE` with the tree below the key `qreward`, name a file in "
-                    f"{ENVIRONMENT} (in the runtime environment of the Ray job), or set --rm-url.",
-                )
-            ],
-            origin="slime's arguments",
-        )
-    return load_layers(inline, default=_reward_server(url) if url else None, origin="qreward")
+        raise ConfigurationError([_missing(args)], origin="slime's arguments")
+    return load_layers(inline, default=_reward_server(url) if url else None, origin="qreward", printed_by="slime")
+
+
+def _missing(args: Any) -> Mistake:
+    """Why there is no configuration: slime makes whatever key the file has an attribute of `args`."""
+    given = [name for name, value in getattr(args, "__dict__", {}).items() if isinstance(value, Mapping)]
+    if "sources" in given or "judges" in given:
+        problem = "the file of --custom-config-path has `sources` and `judges` at its top."
+        return Mistake("qreward", problem, "Indent them below one key, `qreward:`.")
+    near = [name for name in given if did_you_mean(name, ["qreward"])]
+    if near:
+        return Mistake(near[0], "unknown key in the file of --custom-config-path.", "Did you mean `qreward`?")
+    if getattr(args, "custom_config_path", None):
+        problem = f"the file of --custom-config-path ({args.custom_config_path}) has no key `qreward`."
+        return Mistake("qreward", problem, "Write it with `qreward init --framework slime`.")
+    return Mistake(
+        "qreward",
+        "there is no configuration.",
+        f"Give slime `--custom-config-path FILE` with the tree below the key `qreward`, name a file in {ENVIRONMENT} "
+        "(in the runtime environment of the Ray job), or set --rm-url.",
+    )
+
+
+def _gives_other_components(judge: Any) -> bool:
+    """Whether verdicts of a judge may have components that its configuration does not name."""
+    kind = judge_kind_of(judge)
+    return kind.asks == VALUE or not kind.__module__.startswith("qreward_plugins.")
+
+
+def _check_reward_keys(args: Any, adapter: Adapter) -> None:
+    """Raise `ConfigurationError` for a key that is probably a misspelt component. A key of one's own holds the whole
+    score, so slime would train on that.
+    """
+    judges = adapter.config.judges.values()
+    if not judges or any(map(_gives_other_components, judges)):
+        return
+    known = adapter.facts.components
+    flags: dict[Any, str] = {}
+    for name in ("reward_key", "eval_reward_key"):
+        flags.setdefault(getattr(args, name, None), f"--{name.replace('_', '-')}")
+    mistakes = [
+        Mistake(flag, f"no judge gives {key!r}.", f"{near}Keys: {', '.join(('score', *known))}.")
+        for key, flag in flags.items()
+        if key and key not in ("score", *known) and (near := did_you_mean(key, known))
+    ]
+    if mistakes:
+        raise ConfigurationError(mistakes, origin="slime's flags")
 
 
 _NO_SERVER = "Add the model to the file of --sglang-config under this name, or set --rm-url for framework://reward."

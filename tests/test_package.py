@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import qreward_plugins
+from qreward_plugins import adapters
 
 ROOT = Path(__file__).parents[1]
+ADAPTERS = ("verl_adapter", "slime_adapter", "roll_adapter")
 
 FLOORS = [
     {"frozen"},
@@ -31,11 +33,11 @@ FLOORS = [
     {"sources", "quotas", "telemetry", "groups", "prompts"},
     {"observers"},
     {"scheduling"},
-    {"judges", "journal"},
+    {"judges", "journal", "followed_calls"},
     {"outcomes", "sharing", "streaming", "text_streams"},
     {"judging", "trial"},
     {"scoring"},
-    {"start_probe", "source_starts", "remote"},
+    {"start_probe", "source_starts", "reward_phases", "remote"},
     {"wiring"},
     {"binding", "capacity"},
     {"reloading"},
@@ -43,7 +45,7 @@ FLOORS = [
     {"engine", "simulation", "testing"},
     {"portal", "probe", "files"},
     {"planning", "client", "proxy", "acceleration"},
-    {"server", "transport", "reward_functions"},
+    {"server", "transport", "reward_functions", "adapters"},
     {"cli"},
 ]
 """The rooms from the ground up. A room imports from floors below its own."""
@@ -193,14 +195,35 @@ def test_the_core_knows_no_framework():
     assert wrong == []
 
 
-@pytest.mark.parametrize("folder", ["verl_adapter", "slime_adapter", "roll_adapter", "hydra_plugins", "recipes"])
-def test_adapters_and_recipes_import_nothing_private(folder):
-    wrong = []
+def names_from_the_core(folder):
+    """(file, module, name) for every import from this package."""
     for path in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qreward_plugins"):
-                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-                wrong += [f"{path.relative_to(ROOT)}: {name}" for name in names if name.startswith("_")]
+                for alias in node.names:
+                    yield path.relative_to(ROOT), node.module, alias.name
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.startswith("qreward_plugins"):
+                        yield path.relative_to(ROOT), alias.name, ""
+
+
+def test_adapters_import_public_names_only():
+    """Those of the package, and of `adapters`, which has none that no adapter takes."""
+    found = [each for folder in ADAPTERS for each in names_from_the_core(folder)]
+    public = {"qreward_plugins": qreward_plugins.__all__, "qreward_plugins.adapters": adapters.__all__}
+    wrong = [f"{path}: {module}.{name}" for path, module, name in found if name not in public.get(module, ())]
+    assert wrong == [], "give adapters what they need by qreward_plugins.adapters"
+    assert set(adapters.__all__) == {name for _, module, name in found if module == "qreward_plugins.adapters"}
+
+
+@pytest.mark.parametrize("folder", ["hydra_plugins", "recipes"])
+def test_recipes_import_nothing_private(folder):
+    wrong = [
+        f"{path}: {module}.{name}"
+        for path, module, name in names_from_the_core(folder)
+        if any(part.startswith("_") for part in (*module.split("."), name))
+    ]
     assert wrong == []
 
 

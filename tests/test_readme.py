@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 import slime_adapter
-from qreward_plugins import load_config
+from qreward_plugins import RewardEngine, Sample, load_config
 from qreward_plugins.cli.app import app
 from qreward_plugins.testing import JudgeServer
 
@@ -68,6 +68,9 @@ def folder(tmp_path_factory):
         (folder / "short.yaml").write_text(found_in(ROOT / "docs/extending.md", "yaml")[0])
         row = {"prompt": "What is 17 + 25?", "response": "It is 42.", "ground_truth": "42"}
         (folder / "rollouts.jsonl").write_text(f"{json.dumps(row)}\n")
+        judge["engine"] = {"journal": {"path": str(folder / "verdicts.sqlite")}}
+        with RewardEngine(judge).portal() as portal:
+            portal.score(Sample([{"role": "user", "content": row["prompt"]}], row["response"], row["ground_truth"]))
         yield folder
 
 
@@ -158,7 +161,7 @@ def test_every_command_that_ends_runs(folder, monkeypatch):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (command, result.output)
         ran.add(words[0])
-    assert ran == {"check", "kinds", "plan", "reload", "score"}
+    assert ran == {"check", "journal", "kinds", "plan", "reload", "score"}
 
 
 def whole(text):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from qreward_plugins import Failed, Outcome, RewardEngine, Sample, group_means
-from qreward_plugins.config import Config
-from qreward_plugins.groups import number_of
+from qreward_plugins import Config, Failed, Outcome, RewardEngine, Sample, group_means
+from qreward_plugins.adapters import number_of, without_colocated
 
+from . import phases
 from .functions import ComputeScore, open_reward_function, reward_secrets
 from .rewards import ExtraInfo
 from .rollouts import response_ids, to_sample, unreadable
@@ -26,6 +26,11 @@ from .shared_engines import shared_engine
 
 if TYPE_CHECKING:
     import torch
+
+_MAY_OVERLAP = (
+    "this version of verl may score a batch while it trains (reward_model.launch_reward_fn_async), and does not say "
+    "whether it does."
+)
 
 
 class QRewardBatchManager:
@@ -50,7 +55,9 @@ class QRewardBatchManager:
     ) -> None:
         self.tokenizer = tokenizer
         self._data_source_column = reward_fn_key
-        settings = with_reward_model(load_settings(config, qreward), None)
+        settings = without_colocated(
+            with_reward_model(load_settings(config, qreward), None), _MAY_OVERLAP, remedy=phases.REMEDY
+        )
         self._on_failure = settings.on_failure
         self._resources = ExitStack()
         function = compute_score if any(reward_function_sources(settings)) else None

@@ -15,8 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.redaction import environment_secrets, secrets_in, with_secrets
-from qreward_plugins.sources import FunctionSource
+from qreward_plugins.adapters import FunctionSource, environment_secrets, secrets_in, with_secrets
 
 ComputeScore = Callable[..., Any]
 

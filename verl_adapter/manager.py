@@ -20,9 +20,9 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from qreward_plugins import Cause, Failed, Outcome, RewardEngine, RewardMissing, Sample
-from qreward_plugins.groups import GroupBarrier, Report, number_of
+from qreward_plugins.adapters import GroupBarrier, Report, number_of, without_colocated
 
-from . import trainer_hooks
+from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_function, reward_secrets
 from .policy import failure_policy, samples_per_prompt, takes_any_keys, warn_of_short_waiting
 from .rewards import ExtraInfo, KeysRead
@@ -60,6 +60,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         refuse_impossible(config, self._trainer)
         warn_of_ignored_settings(config, self._trainer)
         settings = with_reward_model(load_settings(config), reward_router_address)
+        if not self._trainer.tells_phases:
+            settings = without_colocated(settings, phases.UNKNOWN, remedy=phases.REMEDY)
         self._policy = failure_policy(settings, config)
         router = (
             {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
@@ -104,6 +106,18 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             reward, imputed = await self._trained(outcome, sample, item)
         info = self._extra_info.of(outcome, imputed=imputed, validation=validation)
         return {"reward_score": reward, "reward_extra_info": info}
+
+    async def begin_rewards(self) -> None:
+        """See `RewardEngine.begin_rewards`. Called before the trainer asks for rewards, if a judge uses its GPUs."""
+        await self.engine.begin_rewards()
+
+    async def settle_rewards(self) -> None:
+        """See `RewardEngine.settle_rewards`."""
+        await self.engine.settle_rewards()
+
+    async def end_rewards(self) -> None:
+        """See `RewardEngine.end_rewards`. Called before it trains, after all managers have settled."""
+        await self.engine.end_rewards()
 
     async def aclose(self) -> None:
         """Close the engine and its threads. verl never does; tests and other callers should."""

@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-from qreward_plugins.groups import barrier_actor
+from qreward_plugins.adapters import barrier_actor
 
 _log = logging.getLogger("verl_adapter")
 

@@ -12,9 +12,8 @@ import logging
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.config import Config, Constant, FailurePolicy
-from qreward_plugins.errors import ConfigurationError, Mistake
-from qreward_plugins.groups import MAX_WAITING
+from qreward_plugins import Config, ConfigurationError, Mistake
+from qreward_plugins.adapters import MAX_WAITING, Constant, FailurePolicy
 
 from .trainers import trainer_of
 

@@ -21,12 +21,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored, Verdict
-from qreward_plugins.config import Config, Constant, judges_in_charge, parts_of, sources_of
-from qreward_plugins.judges import kind_of as judge_kind_of
-from qreward_plugins.samples import fits_float32
-from qreward_plugins.sources import VALUE, kind_of
-from qreward_plugins.sources.redactor import Redactor
+from qreward_plugins import Cause, Config, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored, Verdict
+from qreward_plugins.adapters import (
+    VALUE,
+    Constant,
+    Redactor,
+    fits_float32,
+    judge_kind_of,
+    judges_in_charge,
+    parts_of,
+    source_kind_of,
+    sources_of,
+)
 
 MISSING = "qreward/missing"
 """1.0 for a failed sample: its score is a stand-in."""
@@ -206,7 +212,7 @@ def _of_functions(config: Config) -> Iterable[str]:
     """The judges that ask only functions."""
     for name, judge in config.judges.items():
         if judge_kind_of(judge).asks == VALUE and all(
-            kind_of(config.sources[source]).local for source in sources_of(config, name)
+            source_kind_of(config.sources[source]).local for source in sources_of(config, name)
         ):
             yield name
 

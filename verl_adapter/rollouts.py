@@ -11,9 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qreward_plugins import Cause, Failed, InputError, Message, Sample
-from qreward_plugins.images import Image, attach
-from qreward_plugins.redaction import described_error
-from qreward_plugins.sample_check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
+from qreward_plugins.adapters import (
+    Image,
+    Unreadable,
+    attach,
+    described_error,
+    mapping_or_unreadable,
+    name_or_unreadable,
+    read_or_unreadable,
+)
 
 Decode = Callable[[Any], str]
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.config import Config, load_layers
-from qreward_plugins.config.framework import with_framework
-from qreward_plugins.sources import FunctionSource
+from qreward_plugins import Config
+from qreward_plugins.adapters import FunctionSource, load_layers, with_framework
 
 COMPUTE_SCORE = "verl_adapter:compute_score"
 """The `function` of a source that stands for the reward function of this verl run, default or custom."""

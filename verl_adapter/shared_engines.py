@@ -15,9 +15,8 @@ from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
-from qreward_plugins import RewardEngine
-from qreward_plugins.config import Config, Groups
-from qreward_plugins.portal import EnginePortal
+from qreward_plugins import Config, EnginePortal, RewardEngine
+from qreward_plugins.adapters import Groups
 
 
 @dataclass

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.errors import ConfigurationError, Mistake
+from qreward_plugins import Config, ConfigurationError, Mistake
 
 from .policy import estimator_of, samples_per_prompt
 from .trainers import Trainer
@@ -31,6 +31,15 @@ _BEYOND_V1 = {
 `compute_advantage`).
 """
 
+_NOT_HERE = (
+    *("reward", "reward.reward_manager", "reward.reward_kwargs", "reward_model", "reward_model.reward_kwargs"),
+    *("trainer", "algorithm", "data", "actor_rollout_ref", "actor_rollout_ref.rollout", "critic"),
+)
+"""Nodes of verl to which a tree of qreward is added by mistake. Others are not searched: keyword arguments of a reward
+function, variables, tags and data sources may have any name.
+"""
+_TREE_KEYS = {"config", *Config.model_fields}
+
 _INSTEAD_OF_GDPO = (
     "Use `grpo` with a judge of `kind: sum`, which weighs several scores into one; or set trainer.use_v1=False, with "
     "qreward.on_failure={constant: x} or `raise`."
@@ -40,7 +49,7 @@ _INSTEAD = "Choose another estimator, or set trainer.use_v1=False."
 
 def refuse_impossible(config: DictConfig, trainer: Trainer) -> None:
     """Raise `ConfigurationError` with all settings with which `trainer` cannot run on a reward manager's rewards."""
-    mistakes = [*_misspelt(config), *_bypass(config), *_estimator(config, trainer)]
+    mistakes = [*_misspelt(config), *_misplaced(config), *_bypass(config), *_estimator(config, trainer)]
     if mistakes:
         raise ConfigurationError(mistakes, origin="verl's configuration")
 
@@ -68,6 +77,24 @@ def _misspelt(config: DictConfig) -> Iterator[Mistake]:
     for key in map(str, config):
         if key != "qreward" and key.startswith("q") and get_close_matches("qreward", [key], cutoff=0.75):
             yield Mistake(key, "unknown key.", "Did you mean `qreward`?")
+
+
+def _misplaced(config: DictConfig) -> Iterator[Mistake]:
+    """Trees of qreward at places where nobody reads them. verl's reward function would score without a message."""
+    remedy = "The tree is at the top of verl's configuration: +qreward.config=FILE."
+    tree = config.get("qreward")
+    for place in _NOT_HERE:
+        node = OmegaConf.select(config, place)
+        for key in ("qreward", "qreward_config"):
+            # What `qreward` refers to by interpolation is its home.
+            if isinstance(node, DictConfig) and isinstance(node.get(key), (str, DictConfig)) and node[key] != tree:
+                yield Mistake(f"{place}.{key}", "qreward is not configured here.", remedy)
+    manager = OmegaConf.select(config, "reward.reward_manager")
+    # A class of one's own may read any key.
+    if isinstance(manager, DictConfig) and str(manager.get("_target_", "verl.")).startswith("verl."):
+        for key in map(str, manager):
+            if key in _TREE_KEYS:
+                yield Mistake(f"reward.reward_manager.{key}", "verl reads no such key.", remedy)
 
 
 def _bypass(config: DictConfig) -> Iterator[Mistake]:

@@ -4,6 +4,7 @@ This happens only in a run whose reward manager is ours, in the processes that s
 fully asynchronous trainer has one for each):
 
 - Reward workers learn their trainer, because their configuration does not always say it.
+- Reward workers are told when the trainer asks for rewards, if a judge sleeps while it trains (`phases`).
 - A configuration that asks no reward manager, or would end the run later, ends the run before training.
 - The metrics of a step get the counts of the group barrier (`qreward/failed_rate`, ...). verl drops
   `reward_extra_info` after training and has no metric of it.
@@ -29,8 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from qreward_plugins.groups import barrier_actor
+from qreward_plugins.adapters import barrier_actor, colocated_sources, without_colocated
 
+from . import phases
 from .metrics import OutcomeMetrics, warn_once
 from .policy import failure_policy
 from .rewards import IMPUTED, MISSING, RETURNED, read_returned
@@ -89,9 +91,14 @@ def _wrap_reward_workers() -> None:
         if _uses_qreward(config):
             name = calling_trainer() or trainer_of(config).name
             refuse_impossible(config, Trainer(name))
-            self._qreward_trainer = Trainer(name, marks_validation=attach() is not None and _marks_rows())
             # In a reward worker a mistake would show only with the first sample, as its failure.
-            failure_policy(load_settings(config), with_trainer(config, self._qreward_trainer))
+            settings = load_settings(config)
+            colocated = bool(colocated_sources(settings))
+            if colocated and (problem := phases.problem_of(config, name)):
+                without_colocated(settings, problem, remedy=phases.REMEDY)
+            marks = attach() is not None and _marks_rows()
+            self._qreward_trainer = Trainer(name, marks_validation=marks, tells_phases=colocated)
+            failure_policy(settings, with_trainer(config, self._qreward_trainer))
         start(self, config, *args, **kwargs)
 
     @functools.wraps(start_workers)
@@ -99,6 +106,12 @@ def _wrap_reward_workers() -> None:
         config = self.config
         if getattr(self, "_qreward_trainer", None) is None:
             return start_workers(self, *args, **kwargs)
+        if self._qreward_trainer.tells_phases:
+            import ray
+
+            worker = sys.modules[_REWARD_LOOP].RewardLoopWorker
+            self.reward_loop_workers_class = ray.remote(phases.with_phases(worker))
+            phases.follow(self)
         self.config = with_trainer(config, self._qreward_trainer)
         try:
             return start_workers(self, *args, **kwargs)

@@ -42,10 +42,12 @@ class Trainer:
     """The trainer of a run.
 
     `marks_validation`: it marks the rows of a validation, so that rows without a mark are training rows. None: unknown.
+    `tells_phases`: it tells reward workers when it asks for rewards and when it trains (`phases`).
     """
 
     name: Name
     marks_validation: bool | None = None
+    tells_phases: bool = False
 
     @property
     def leaves_out(self) -> bool:
@@ -57,7 +59,7 @@ def trainer_of(config: DictConfig) -> Trainer:
     """The trainer of the run whose verl configuration is `config`."""
     noted = config.get(_KEY)
     if noted is not None:
-        return Trainer(noted.name, noted.marks_validation)
+        return Trainer(noted.name, noted.marks_validation, bool(noted.get("tells_phases")))
     if config.get("async_training") is not None:
         return Trainer("fully_async")
     # Only the configuration of one_step_off has a top-level `rollout` with a number of nodes.
@@ -70,7 +72,11 @@ def with_trainer(config: DictConfig, trainer: Trainer) -> DictConfig:
     """A copy of verl's configuration that names the trainer, for reward workers."""
     copied = copy.deepcopy(config)
     with open_dict(copied):
-        copied[_KEY] = {"name": trainer.name, "marks_validation": trainer.marks_validation}
+        copied[_KEY] = {
+            "name": trainer.name,
+            "marks_validation": trainer.marks_validation,
+            **({"tells_phases": True} if trainer.tells_phases else {}),
+        }
     return copied
 
 

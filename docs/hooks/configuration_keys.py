@@ -50,7 +50,7 @@ UNITS = {
     "max_side": "pixels",
     "max_size": "calls",
     "min_scored": "samples",
-    "overload_threshold": "factor",
+    "overload_requests": "requests",
     "pipeline_parallel": "",
     "priority": "",
     "restarts": "restarts",

@@ -22,7 +22,7 @@ from typing import Any
 from ..config import EngineConfig, Price, load_config
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..named_actors import missing_ray, ray_is_up
-from ..observers import Observers, Statistics, with_names
+from ..observers import Observers, with_names
 from ..quotas import Quota, SharedQuota
 from ..scheduling import FAILED, Batch, Breaker, Call, ErrorShare, Upstream
 from ..sharing import OpenedChannel, open_channel, source_keys
@@ -34,7 +34,7 @@ from .limits import ANY_NUMBER, MOST_LEARNED, FunctionLimits
 from .options import Options
 from .pending import END_WITHIN_S, Pending, Raised
 from .source import CallableSource, Kind
-from .statistics import FunctionStatistics, Retries
+from .statistics import AttemptStatistics, FunctionStatistics
 from .worker_functions import loader_of
 
 KEYS_KEPT = 1024
@@ -54,9 +54,9 @@ class FunctionCalls:
         self._limits = FunctionLimits(kind, options)
         self._channel_key = _channel_key(options, function)
         self.source = CallableSource(self.name, function, kind, loader=loader, slots=self._limits.places(options))
-        self._statistics, self._retries = Statistics(), Retries()
+        self._statistics = AttemptStatistics()
         debug = [("debug log", DebugLog())] if options.debug else []
-        self._observers = Observers((self._statistics, self._retries), [*with_names(options.observers), *debug])
+        self._observers = Observers([self._statistics], [*with_names(options.observers), *debug])
         self._rng = random.Random(options.seed)
         self._keys: OrderedDict[object, KeyedCalls] = OrderedDict()
         self._ends: Counter[str] = Counter()
@@ -242,7 +242,6 @@ class FunctionCalls:
             calls=self._calls,
             ends=self._ends,
             defaults=self._defaults,
-            retries=self._retries.count,
         )
 
     def window(self, options: Options) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..observers import AttemptStarted, SourceGauges, Statistics
+from ..observers import AttemptEnded, AttemptStarted, SourceGauges, Statistics
 from ..scheduling import Upstream
 
 
@@ -48,14 +48,13 @@ class FunctionStatistics:
     def of(
         cls,
         name: str,
-        counted: Statistics,
+        counted: AttemptStatistics,
         upstreams: Sequence[Upstream],
         *,
         now: float,
         calls: int,
         ends: Mapping[str, int],
         defaults: int,
-        retries: int,
     ) -> FunctionStatistics:
         """Make the statistics of a function from the counts of its attempts and calls."""
         idle = SourceGauges(state="up", in_flight=0, requests_share=None, tokens_share=None, paced=False)
@@ -72,7 +71,7 @@ class FunctionStatistics:
             defaults=defaults,
             under_way=under_way,
             attempts=source.requests,
-            retries=retries,
+            retries=counted.retries,
             hedges=source.hedges,
             timeouts=source.timeouts,
             in_flight=sum(len(upstream.live) for upstream in upstreams),
@@ -85,15 +84,19 @@ class FunctionStatistics:
         )
 
 
-class Retries:
-    """Counts the attempts that followed a failed one."""
+class AttemptStatistics(Statistics):
+    """Counts attempts, and those that followed a failed one (`retries`). It reads nothing about calls and batches: a
+    report of each call that is made alone would cost as much as the call.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        super().__init__()
+        self.retries = 0
 
     def reads(self) -> Mapping[type, Callable[[Any], None]]:
         """The handler of each type of event."""
-        return {AttemptStarted: self._started}
+        return {AttemptStarted: self._attempt_started, AttemptEnded: self._attempt_ended}
 
-    def _started(self, event: AttemptStarted) -> None:
-        self.count += event.attempt > 0 and not event.hedge
+    def _attempt_started(self, event: AttemptStarted) -> None:
+        super()._attempt_started(event)
+        self.retries += event.attempt > 0 and not event.hedge

@@ -99,8 +99,10 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path, ou
     for reason, count in failed.most_common():
         say(errors, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
     measured = Calibration.measured(scores, identity)
-    measured.write(target.out)
+    # The numbers are shown even if the file cannot be written: the scores may have cost money.
     _print(measured, scores, target, out)
+    measured.write(target.out)
+    say(out, f"written to {target.out}")
     return REWARDS_MISSING if failed else OK
 
 
@@ -134,16 +136,16 @@ def _identity(engine: RewardEngine, judge: str) -> Identity:
 
 def _print(measured: Calibration, scores: Sequence[float], target: Target, out: Console) -> None:
     say(out, Text(f"judge {target.judge}, model {measured.identity.model}", "bold"))
-    out.print(Padding(_histogram(scores), (0, 0, 0, 2)))
+    bar = "█" if out.encoding.startswith("utf") else "#"
+    out.print(Padding(_histogram(scores, bar), (0, 0, 0, 2)))
     median = measured.quantiles[0.5]
     say(
         out,
-        f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}, median {median:.4g}; "
-        f"written to {target.out}",
+        f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}, median {median:.4g}",
     )
 
 
-def _histogram(scores: Sequence[float]) -> Table:
+def _histogram(scores: Sequence[float], bar: str) -> Table:
     """Draw how many scores lie in each of 15 intervals of equal length."""
     low, high = min(scores), max(scores)
     width = (high - low) / _BARS
@@ -152,6 +154,8 @@ def _histogram(scores: Sequence[float]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right")
     for number in range(_BARS):
-        bar = "█" * max(round(_BAR_CHARS * counts[number] / most), min(counts[number], 1))
-        table.add_row(f"{low + number * width:.3g}", Text(bar, "cyan"), f"{counts[number]:,}" if counts[number] else "")
+        drawn = bar * max(round(_BAR_CHARS * counts[number] / most), min(counts[number], 1))
+        table.add_row(
+            f"{low + number * width:.3g}", Text(drawn, "cyan"), f"{counts[number]:,}" if counts[number] else ""
+        )
     return table

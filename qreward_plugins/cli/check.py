@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..errors import ConfigurationError, InputError, KeeperSilent
 from ..files import read_rollouts
 from ..journal import check_place
 from ..judges import kind_of
-from ..probe import Probe, idle_sources, probe, samples_for, untried_judges
+from ..probe import Probe, idle_sources, probe, probe_for_clients, samples_for, untried_judges
 from ..samples import Sample
 from ..sharing import open_channel
 from ..sources import TEXT
@@ -81,9 +82,11 @@ async def _check(path: Path, rollouts: Path | None, out: Console, errors: Consol
     """
     config = load_config(path)
     if config.engine.server is not None:
+        server = config.engine.server
+        say(errors, f"asking the reward server at {server.url}, for {server.start_s:g} s at most")
         async with open_engine(config, path) as engine:
-            said = ", ".join(engine.facts().components) or "none"
-            say(out, f"{path}: valid; the reward server at {config.engine.server.url} answers; components: {said}")
+            shown = ", ".join(engine.facts().components) or "none"
+            say(out, f"{path}: valid; the reward server at {config.engine.server.url} answers; components: {shown}")
             say(out, "Its sources and judges: run `qreward check` with the file of the server.")
         return OK
     if config.engine.journal is not None:
@@ -112,7 +115,8 @@ async def _check(path: Path, rollouts: Path | None, out: Console, errors: Consol
                 dialect: Any = getattr(engine.upstreams[name].source, "dialect", None)
                 say(out, f"{name}: dialect {dialect.name}, as its server answered")
         with errors.status("asking every source ..."):
-            results = await probe(engine, samples)
+            asked = await asyncio.gather(probe(engine, samples), probe_for_clients(engine))
+            results = [result for part in asked for result in part]
         idle, untried = idle_sources(engine), untried_judges(engine)
         models = {name for name, judge in engine.judges.items() if judge.asks == TEXT}
     if results:
@@ -123,7 +127,7 @@ async def _check(path: Path, rollouts: Path | None, out: Console, errors: Consol
     for name in untried:
         say(out, f"{name}: not tried, because a check cannot make the calls of its kind")
     for name in idle:
-        say(out, f"{name}: not asked, because no judge uses it")
+        say(out, f"{name}: not asked, because neither a judge nor `models` uses it")
     failed = [result for result in results if result.problem]
     for result in failed:
         say(out, _problem(result, built_in=result.judge not in samples, capable=result.judge in models))
@@ -178,8 +182,8 @@ def _samples_of(rollouts: Path) -> Iterator[Sample]:
 
 def _summaries(config: Config) -> list[str]:
     """Describe the judges that do not ask sources themselves, such as sums."""
-    said = {name: kind_of(judge).summary(judge) for name, judge in config.judges.items()}
-    return [f"{name}: {summary}" for name, summary in said.items() if summary]
+    shown = {name: kind_of(judge).summary(judge) for name, judge in config.judges.items()}
+    return [f"{name}: {summary}" for name, summary in shown.items() if summary]
 
 
 def _table(results: list[Probe]) -> Table:
@@ -187,12 +191,18 @@ def _table(results: list[Probe]) -> Table:
     for result in results:
         table.add_row(
             Text.assemble(result.source, ("\n  " + _excerpt(result.model, 60), "dim")),
-            Text(result.judge),
+            Text(result.judge or "(clients)"),
             seconds(result.latency_s),
-            Text("none", "red") if result.verdict is None else Text(f"{result.verdict.score:.3g}", "green"),
+            _given(result),
             _announced(result.announced),
         )
     return table
+
+
+def _given(result: Probe) -> Text:
+    if not result.judge and not result.problem:
+        return Text("answers", "green")
+    return Text("none", "red") if result.verdict is None else Text(f"{result.verdict.score:.3g}", "green")
 
 
 def _announced(limits: Mapping[str, float]) -> str:
@@ -220,16 +230,17 @@ def _problem(result: Probe, *, built_in: bool, capable: bool) -> Text:
     # Errors of sources begin with the name of the source.
     name = f"source {result.source!r}"
     problem = result.problem if result.problem.startswith(name) else f"{name}: {result.problem}"
-    return Text.assemble((f"judge {result.judge}: ", "red"), problem, remedy)
+    whose = f"judge {result.judge}: " if result.judge else "models: "
+    return Text.assemble((whose, "red"), problem, remedy)
 
 
 def _unable(result: Probe, *, own: bool) -> Text:
     assert result.trial is not None, "only a judge that was tried is found unable"
-    said = f"source {result.source!r} may be unable to judge: " if own else f"source {result.source!r} cannot judge: "
+    shown = f"source {result.source!r} may be unable to judge: " if own else f"source {result.source!r} cannot judge: "
     remedy = (
         "; if its instructions do not ask for right answers, check its verdicts on rows of yours (--rollouts)"
         if own
         else "; use a more capable model"
     )
     problem = _excerpt(result.trial.problem, _PROBLEM_CHARS)
-    return Text.assemble((f"judge {result.judge}: ", "yellow" if own else "red"), said, problem, remedy)
+    return Text.assemble((f"judge {result.judge}: ", "yellow" if own else "red"), shown, problem, remedy)

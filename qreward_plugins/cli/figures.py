@@ -5,6 +5,12 @@ from __future__ import annotations
 import datetime
 import math
 
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+_MEASURED_WIDTH = 1_000
+
 
 def seconds(value: float | None) -> str:
     """Format seconds with three digits: "0.42s", "12.3s", "123s"; "-" for None."""
@@ -29,3 +35,11 @@ def short(count: float) -> str:
 def number_of(count: int, noun: str) -> str:
     """ "1 source", "2 sources"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def print_whole(console: Console, table: Table, *, widest: int = 120) -> None:
+    """Print a table as wide as it is, up to `widest` columns: in a narrow terminal it wraps, and no number is cut."""
+    needed = Measurement.get(console, console.options.update(width=_MEASURED_WIDTH), table).maximum
+    if needed > console.width:
+        table.width = max(console.width, min(needed, widest))
+    console.print(table, crop=False)

@@ -39,6 +39,7 @@ _PROTOCOLS = {"vllm": "", "sglang": "sglang_classify", "tei": "tei_predict"}
 _RENDERED_HERE = ("sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf")
 """Protocols that need the chat template of the model."""
 _LOCAL_CONCURRENCY = "64"
+_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ class _Collecting:
         variable, key = self._key(url)
         found = Discovered(url, answers=False, problem="not asked")
         if not self.offline and not url.startswith("framework://"):
+            self._note(f"asking {url} for its models ...")
             found = asyncio.run(discover(url, key))
             if found.answers:
                 models = f"{len(found.models)} models" if len(found.models) != 1 else f"1 model ({found.models[0]})"
@@ -197,6 +199,7 @@ class _Collecting:
             return endpoint, self._limits(url, {})
         dialect, announced = "" if found.dialect == "openai" else found.dialect, {}
         if not self.offline:
+            self._note(f"asking {model} for a word ...")
             surveyed = asyncio.run(survey(found.url, model, key))
             if surveyed is not None:
                 dialect, announced = surveyed.dialect, dict(surveyed.announced)
@@ -240,7 +243,11 @@ class _Collecting:
         if self._options.model is None and default is None:
             why = f"it has {len(found.models)} models" if found.models else found.problem or "it names no model"
             raise InputError(f"--model is missing, and cannot be taken from the endpoint: {why}")
-        return self._answer("model", "model", parsing.model, default=default)
+        model = self._answer("model", "model", parsing.model, default=default)
+        if found.models and model not in found.models:
+            listed = ", ".join(found.models[:_MOST_LISTED]) + (", ..." if len(found.models) > _MOST_LISTED else "")
+            self._note(f"it does not list the model {model}; it lists {listed}")
+        return model
 
     def _protocol(self, found: Discovered) -> tuple[str, str]:
         protocol = self._options.protocol

@@ -19,6 +19,7 @@ SCORES: Mapping[str, str] = {
 }
 """The choices for the question what scores a response, with their descriptions."""
 _DEADLINE_S = 300
+_CORRECT_AT = 0.6
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,12 @@ class Answers:
             sources["rules"]["timeouts"] = {"total_s": Suggestion(30)}
             judges["correct"] = {"kind": "function"}
         if self.score == "mixture":
-            judges["total"] = {"kind": "sum", "weights": {"correct": 0.5, "quality": 0.5}}
+            judges["total"] = {"kind": "sum", "weights": {"correct": 0.5, "quality": 0.5}, **self._correct_at()}
         engine = {"deadline_s": _DEADLINE_S, "journal": Suggestion({"path": "verdicts.sqlite"})}
-        return {"sources": sources, "judges": judges, "engine": engine}
+        tree = {"sources": sources, "judges": judges, "engine": engine}
+        # verl cannot replace a group.
+        replaces = self.framework in ("slime", "roll")
+        return {**tree, "groups": {"min_scored": Suggestion(6)}} if replaces else tree
 
     def _endpoint(self, endpoint: Endpoint) -> dict[str, Any]:
         of_rewards = self.score == "reward-model"
@@ -124,5 +128,9 @@ class Answers:
             "score_range": [0, 10],
             "reward_range": [0, 1],
             "max_tokens": Suggestion(8192),
-            "correct_at": Suggestion(0.6),
+            **(self._correct_at() or {"correct_at": Suggestion(_CORRECT_AT)}),
         }
+
+    def _correct_at(self) -> dict[str, Any]:
+        """ROLL's val_correct counts scores of exactly 1, so without a threshold the scores of a model read as 0."""
+        return {"correct_at": _CORRECT_AT} if self.framework == "roll" else {}

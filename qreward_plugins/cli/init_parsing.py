@@ -5,6 +5,7 @@ answer, which may be a secret.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ LEARNED = "learned"
 
 
 def url(answer: str) -> str:
-    """A base URL. A missing scheme is added, and the path of one call is removed."""
-    text = without_key(answer).rstrip("/")
+    """A base URL. A missing scheme is added; the path of one call, and a comma that was copied with it, are removed."""
+    text = without_key(answer).rstrip(",;/")
     if "://" not in text:
         host = text.split("/", 1)[0]
         if "." not in host and ":" not in host and host != "localhost":
@@ -86,6 +87,8 @@ def rubric(answer: str) -> str:
     without_key(text)
     if not text:
         raise ValueError("the rubric is empty")
+    if re.fullmatch(r"https?://\S+", text):
+        raise ValueError("that is a URL, and the rubric says what a good response is; the endpoint is asked for next")
     config: Any = judges.load("llm").Config.model_validate({"kind": "llm", "instructions": text})
     try:
         Prompt("quality", config)
@@ -131,7 +134,7 @@ def out(answer: str) -> Path:
     if path.is_dir():
         raise ValueError("that is a folder")
     if not path.absolute().parent.is_dir():
-        raise ValueError("its folder does not exist")
+        raise ValueError(f"the folder {str(path.absolute().parent)!r} does not exist; create it, or name another file")
     return path
 
 

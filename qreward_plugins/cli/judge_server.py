@@ -77,7 +77,8 @@ async def serve(server: JudgeServer, model: str, out: Console) -> int:
     except JudgeServerError as error:
         raise InputError(str(error)) from None
     with suppress(asyncio.CancelledError):
-        say(out, f"judge server at {server.base_url}, model {model}, and {server.score_url}; stop it with Ctrl-C")
+        # A space follows each URL, or the next character would be copied with it.
+        say(out, f"judge server at {server.base_url} (model {model}) and {server.score_url} ; stop it with Ctrl-C")
         await asyncio.get_running_loop().create_future()
     server.stop()
     out.print(_report_table(server.report()))

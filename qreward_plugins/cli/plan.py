@@ -28,7 +28,7 @@ from ..planning import (
 )
 from ..planning.picture import check_picture
 from ..sources.function import processors
-from .figures import number_of, seconds, short
+from .figures import number_of, print_whole, seconds, short
 from .running import OK, load_own, say
 
 _MOST_ADVICE = 6
@@ -162,7 +162,7 @@ def _print(found: Plan, path: Path, out: Console) -> None:
         facts.add_row(Text("but", "red"), Text(problem, "red"))
     out.print(Padding(facts, (0, 0, 0, 2)))
     out.print()
-    out.print(_source_table(found))
+    print_whole(out, _source_table(found))
     out.print()
     _print_advice(found, out)
     say(out, Text("\nassumed", "bold"))

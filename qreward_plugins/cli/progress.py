@@ -115,7 +115,7 @@ class ProgressDisplay:
         return f"{done:,}/{self._total:,} ({share}) in {clock(elapsed_s)}, about {left} left"
 
     def _left_s(self, statistics: EngineStatistics, elapsed_s: float) -> float | None:
-        """Time left, by the speed so far and by what the limits allow. Rows of the journal tell nothing of either."""
+        """Time left, by the speed so far and by what the limits allow. Rows of the journal say nothing about either."""
         left, judged = self._total - _done(statistics), _done(statistics) - statistics.cached
         if not judged or not elapsed_s:
             return None

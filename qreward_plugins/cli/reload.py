@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..config import Config, load_config
 from ..errors import ConfigurationError
@@ -56,5 +57,7 @@ def _loaded(path: Path) -> Config:
 def _table(found: Difference) -> Table:
     table = Table("what", "before", "after", "effect")
     for change in found.changes:
-        table.add_row(change.path, change.before or "-", change.after or "-", _EFFECTS[change.effect])
+        # Instructions and names may look like markup.
+        texts = map(Text, (change.path, change.before or "-", change.after or "-", _EFFECTS[change.effect]))
+        table.add_row(*texts)
     return table

@@ -1,9 +1,10 @@
-"""Runs a command: signals, exit codes, and one message for each error that the user can fix."""
+"""Runs a command: consoles, signals, exit codes, and one message for each error that the user can fix."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import signal
 import sys
@@ -29,14 +30,33 @@ REWARDS_MISSING = 3
 BROKEN_PIPE = 141
 
 
+class _Console(Console):
+    """A console that exits with code 141 when the reader of a pipe has gone. rich takes 1, which has a meaning here."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+        raise SystemExit(BROKEN_PIPE)
+
+
+OUT = _Console()
+"""Standard output."""
+ERRORS = _Console(stderr=True)
+"""Standard error."""
+
+
 def with_streams() -> None:
     """Open the null device for standard streams that the caller has closed. Python has None in their place, and a file
-    that is opened later would get their number.
+    that is opened later would get their number. Characters that a stream cannot encode are printed as escapes.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             # It stays open as long as the process.
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Rollouts and verdicts have characters that the terminal's encoding may lack.
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..config.framework import without_colocated
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError, QRewardError
 from ..redaction import one_line
@@ -19,6 +20,8 @@ from ..server import RewardServer
 from .running import OK, REWARDS_MISSING, load_own, open_engine, say
 
 _LINE_CHARS = 1_000
+_NO_PHASES = "a reward server does not know when the trainings that ask it train, so its servers would never sleep."
+_INSTEAD = "Give the training this file instead of the server's address, or give the judge devices of its own."
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,11 @@ async def serve(path: Path, options: ServeOptions, out: Console) -> int:
     Raises `ConfigurationError`, and `InputError` for an unset token or an address that cannot be used.
     """
     token = _token(options.token_env)
-    engine = open_engine(load_own(path), path)
+    try:
+        config = without_colocated(load_own(path), _NO_PHASES, remedy=_INSTEAD)
+    except ConfigurationError as error:
+        raise ConfigurationError(error.mistakes, origin=str(path)) from None
+    engine = open_engine(config, path)
     try:
         server = RewardServer(
             engine,

@@ -81,18 +81,19 @@ def training_line(framework: Framework, path: Path, *, wrapped: bool = False) ->
     if framework == "slime":
         # slime takes a file of custom settings only with the tree below the key `qreward`.
         first = "" if wrapped else f"export QREWARD_CONFIG={shlex.quote(file)}\n"
-        place = f"--custom-config-path {shlex.quote(file)} " if wrapped else ""
-        return (
-            f"{first}--custom-rm-path slime_adapter.reward {place}"
-            "--custom-reward-post-process-path slime_adapter.post_process "
-            "--dynamic-sampling-filter-path slime_adapter.drop_failed_groups "
-            "--custom-rollout-log-function-path slime_adapter.log_rollout "
-            "--custom-eval-rollout-log-function-path slime_adapter.log_eval"
-        )
+        place = f"--custom-config-path {shlex.quote(file)}\n" if wrapped else ""
+        return f"{first}--custom-rm-path slime_adapter.reward\n{place}{_SLIME_HOOKS}"
     if framework == "roll":
         return _ROLL.format(file=file if _PLAIN.fullmatch(file) else "'" + file.replace("'", "''") + "'")
     return f"qreward score rollouts.jsonl --config {shlex.quote(file)} --out scored.jsonl"
 
+
+_SLIME_HOOKS = """\
+--data-source-path slime_adapter.DataSource
+--custom-reward-post-process-path slime_adapter.post_process
+--dynamic-sampling-filter-path slime_adapter.drop_failed_groups
+--custom-rollout-log-function-path slime_adapter.log_rollout
+--custom-eval-rollout-log-function-path slime_adapter.log_eval"""
 
 _ROLL = """\
 user_defined_rollout_loop_cls: roll_adapter.QRewardRolloutLoop
@@ -102,7 +103,10 @@ rewards:
     worker_cls: roll_adapter.QRewardWorker
     tag_included: [my_tag]
     world_size: 1
-    reward_manager_config: [{{config: {file}}}]"""
+    reward_manager_config: [{{config: {file}}}]
+actor_train:
+  data_args:
+    domain_interleave_probs: {{my_domain: 1.0}}"""
 
 
 def _before_plugins() -> bool:

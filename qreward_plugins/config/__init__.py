@@ -32,6 +32,7 @@ from .routes import (
     routes_of,
     sources_for_model,
     sources_of,
+    sources_of_models,
 )
 from .several_keys import configured_name
 from .source_models import Batch, EndpointConfig, Limits, Price, SourceConfig, Timeouts
@@ -69,5 +70,6 @@ __all__ = [
     "read_yaml",
     "routes_of",
     "sources_for_model",
+    "sources_of_models",
     "sources_of",
 ]

@@ -1,4 +1,5 @@
-"""Fills in the addresses of servers that a training framework has started: `base_url: framework://reward`.
+"""What a configuration may ask of a training framework: the addresses of its servers (`base_url: framework://reward`),
+and its reward phases (`colocated: true`).
 
 The core knows no framework. An adapter calls `with_framework` with the addresses that it has found, before it opens the
 engine. Outside of a framework such a URL is a mistake, which is reported when the source is opened.
@@ -58,9 +59,30 @@ def _filled(config: Config, *, addresses: Mapping[str, str], framework: str, rem
     return config.model_copy(update={"sources": {**config.sources, **sources}}) if sources else config
 
 
+def without_colocated(config: Config, why: str, *, remedy: str) -> Config:
+    """Return `config` unchanged. Now, and when it is read again, refuse a source with `colocated: true`, because the
+    caller does not know when its trainer asks for rewards and when it trains.
+
+    `why` is the reason, as a sentence. Raises `ConfigurationError`.
+    """
+    return adapted(config, partial(_uncolocated, why=why, remedy=remedy))
+
+
+def colocated_sources(config: Config) -> tuple[str, ...]:
+    """Return the names of the sources whose servers use the trainer's devices."""
+    return tuple(name for name, source in config.sources.items() if getattr(source, "colocated", False))
+
+
+def _uncolocated(config: Config, *, why: str, remedy: str) -> Config:
+    found = colocated_sources(config)
+    if found:
+        raise ConfigurationError([Mistake(f"sources.{name}.colocated", why, remedy) for name in found])
+    return config
+
+
 def is_framework_url(url: str) -> bool:
     """Whether a URL names a server of the framework."""
     return url.startswith(FRAMEWORK_SCHEME)
 
 
-__all__ = ["is_framework_url", "with_framework"]
+__all__ = ["colocated_sources", "is_framework_url", "with_framework", "without_colocated"]

@@ -16,6 +16,14 @@ from .findings import Finding, Path, did_you_mean, is_plain_key, nearest, scalar
 from .shape import Shape
 from .tree import Broken
 
+_REPLACED = {
+    "overload_threshold": (
+        "overload_requests",
+        "It takes a number of requests above the mean instead of a factor. Default: 6.",
+    ),
+}
+"""Keys of earlier versions: the key that replaces each, and what to write. Their values mean something else."""
+
 
 @dataclass(frozen=True)
 class Named:
@@ -101,6 +109,12 @@ class KeyCheck:
     def _mend(self, node: dict[str, Any], allowed: Mapping[str, Any], path: Path) -> None:
         for key in [key for key in node if key not in allowed]:
             written = (*self.written(path), key if is_plain_key(key) else f"(key {list(node).index(key) + 1})")
+            successor, remedy = _REPLACED.get(key, ("", ""))
+            if successor in allowed:
+                self.findings.append(Finding(written, f"is replaced by `{successor}`", remedy))
+                self._unknown.add(written)
+                del node[key]
+                continue
             home = _home(key, allowed)
             near = f"It is a key of `{home}`. " if home else did_you_mean(key, allowed)
             remedy = f"{near}Allowed here: {', '.join(allowed)}.{_of_other_kinds(key, path)}"

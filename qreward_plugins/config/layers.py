@@ -59,7 +59,8 @@ def load_layers(
         if not path:
             return _loaded(inline, default, origin)
         _check_config_key(inline, origin)
-        file = read_yaml(path, origin=str(path))
+        named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
+        file = read_yaml(path, origin=f"{path}{named}")
         config = _over_file(file, inline, default, path)
     again = partial(_read_again, inline=_plain(inline), default=default, path=path, variables=variables)
     return with_origin(config, Origin(path, again, file))
@@ -123,7 +124,7 @@ def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig, origin: str, f
         if isinstance(source, (Mapping, DictConfig)) and (source.get("api_key") or source.get("api_keys")):
             _log.warning(
                 "%s.sources.%s.%s is in the configuration of %s, and %s prints and uploads that with all values "
-                "resolved. Use api_key_env, or move the tree to a file.",
+                "resolved. Use api_key_env, or keep the tree in a file that QREWARD_CONFIG names.",
                 origin,
                 name,
                 "api_key" if source.get("api_key") else "api_keys",

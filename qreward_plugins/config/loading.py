@@ -98,6 +98,9 @@ def _checked(tree: Tree, origin: str) -> Config:
         config, wrong_values = check_values(tree.value, keys.shapes)
         findings += keys.findings
         unsure = [finding.path for finding in keys.findings + wrong_values]
+        if any(finding.path[:2] == ("engine", "server") for finding in wrong_values):
+            # A reward server has them.
+            wrong_values = [one for one in wrong_values if one.path[0] in tree.value or len(one.path) > 1]
         for finding in wrong_values + check_references(tree.value, keys.names, unsure=unsure):
             findings.append(_located(finding, keys.written(finding.path), tree))
     elif not findings:

@@ -332,9 +332,9 @@ class Config(Node):
     engine: EngineConfig = EngineConfig()
 
     observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()
-    """Who is told what happens, in every process that scores: `package.module:factory` or `path/to/file.py:factory`, or
-    a name that an installed package registers. The factory is called without arguments, and returns what is called with
-    every event. Default: none."""
+    """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`, or a name that
+    an installed package registers. The factory is called without arguments, and returns the observer, which is called
+    with every event. Default: none."""
 
     on_failure: FailurePolicy = "auto"
     """What an adapter does with a sample that has no reward. `auto` (default): the best way for the framework; in verl

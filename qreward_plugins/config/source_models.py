@@ -282,9 +282,9 @@ class Routing(Node):
     """For `prefix_aware`: only so many tokens of the shared part of a prompt (the judge's instructions, then the
     question) decide, each taken as 4 bytes. Default: all of the shared part."""
 
-    overload_threshold: Annotated[PositiveFloat, Field(gt=1.0)] = 1.5
-    """For `prefix_aware`: a replica with more tokens under way than the mean of all replicas times this number is
-    passed over. Default: 1.5."""
+    overload_requests: PositiveInt = 6
+    """For `prefix_aware`: a replica that has so many requests under way more than the mean of all replicas is passed
+    over. Default: 6."""
 
     @field_validator("strategies")
     @classmethod

@@ -83,7 +83,7 @@ def _distance(member: tuple[str | int, Sequence[ErrorDetails]]) -> tuple[bool, i
 
 
 def _finding(kind: str, path: Path, value: Any, problem: str, shapes: list[Shape], *, is_key: bool) -> Finding:
-    """Return the finding for one mistake at `path`. `said` is the message of a validator or of pydantic."""
+    """Return the finding for one mistake at `path`. `problem` is the message of a validator or of pydantic."""
     secret, wanted = shape.is_secret(shapes), shape.wanted(shapes)
     if kind not in _KNOWN and not (isinstance(value, bool) and wanted):
         if secret and isinstance(value, str) and value in problem:

@@ -134,7 +134,7 @@ class GroupBarrier:
             self._end(key, self._waiting[key])
 
     async def aclose(self) -> None:
-        """End all tasks. Waiting samples get the mean that this process knows."""
+        """End all tasks. Waiting samples get the mean of the rewards that this process has."""
         self._closed = True
         for key in list(self._waiting):
             self._settled(key, self._known_mean(key))

@@ -22,7 +22,7 @@ UNSCORED = 0.0
 KEPT = 4096
 """Most unfinished groups in `RunningMeans`; the least recently used is dropped first."""
 
-Tell = Callable[[float], None]
+OnMean = Callable[[float], None]
 
 _BITS = 1074
 """2**-1074 is the smallest float64 above zero, and every float64 is a multiple of it (IEEE 754 binary64)."""
@@ -104,7 +104,7 @@ class _Group:
     def __init__(self) -> None:
         self.mean = Mean()
         self.failed = 0
-        self.followers: list[Tell] = []
+        self.followers: list[OnMean] = []
 
 
 class RunningMeans:
@@ -124,17 +124,17 @@ class RunningMeans:
         with self._lock:
             group = self._touch(key)
             group.mean.add(reward)
-            for tell in group.followers:
-                tell(group.mean.value)
+            for on_mean in group.followers:
+                on_mean(group.mean.value)
             self._forget_if_complete(key, group, size)
 
-    def follow(self, key: Hashable, tell: Tell, *, size: int | None = None) -> None:
-        """Add a failed sample: call `tell` with the mean (0.0 before the first score), now and on each change."""
+    def follow(self, key: Hashable, on_mean: OnMean, *, size: int | None = None) -> None:
+        """Add a failed sample: call `on_mean` with the mean (0.0 before the first score), now and on each change."""
         with self._lock:
             group = self._touch(key)
             group.failed += 1
-            group.followers.append(tell)
-            tell(group.mean.value)
+            group.followers.append(on_mean)
+            on_mean(group.mean.value)
             self._forget_if_complete(key, group, size)
 
     def mean(self, key: Hashable) -> float:

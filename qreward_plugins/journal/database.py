@@ -12,14 +12,18 @@ import os
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 from ..errors import JournalError
-from .entries import ADDED_IN_2, ADDED_IN_3, COLUMNS
+from .entries import ADDED_IN, COLUMNS
 
 _log = logging.getLogger("qreward_plugins.journal")
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = max(ADDED_IN)
 
 BUSY_TIMEOUT_S: Final = 5.0
 """Longest wait for another process that writes, in seconds."""
@@ -55,6 +59,43 @@ def open_database(path: str) -> sqlite3.Connection:
         threading.Event().wait(0.01)
 
 
+@contextmanager
+def reading(path: str) -> Iterator[sqlite3.Connection]:
+    """Open the journal at `path`, which must exist, for queries only; also while a run writes to it.
+
+    It is neither upgraded nor changed. SQLite's `mode=ro` is not used, because it leaves WAL files behind. Raises
+    `JournalError`, also for a query in the block that fails.
+    """
+    try:
+        with closing(_for_queries(path)) as connection:
+            yield connection
+    except sqlite3.Error as error:
+        raise JournalError(explained(error, path)) from None
+
+
+def _for_queries(path: str) -> sqlite3.Connection:
+    try:
+        return _queried(path, "mode=rw")
+    except sqlite3.OperationalError as error:
+        # In a directory that it may not write to, SQLite reads a WAL database only if it is told that nobody writes.
+        # "unable to open" is what SQLite says of a read-only file system.
+        if not any(words in str(error) for words in ("readonly", "unable to open")) or os.path.exists(f"{path}-wal"):
+            raise
+        return _queried(path, "mode=ro&immutable=1")
+
+
+def _queried(path: str, options: str) -> sqlite3.Connection:
+    uri = f"file:{quote(str(Path(path).absolute()))}?{options}"
+    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S)
+    try:
+        connection.execute("PRAGMA query_only = ON")
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def check_place(path: str) -> None:
     """Check that a journal could be opened at `path`, without opening or creating it.
 
@@ -69,7 +110,7 @@ def check_place(path: str) -> None:
     except OSError as error:
         raise JournalError(f"the journal {path} cannot be opened ({error.strerror}); choose another path") from None
     if start and start != _MAGIC:
-        raise JournalError(f"{path} is not a journal; choose another path, or remove the file")
+        raise JournalError(f"{path} is not a journal; name another file")
     if not os.path.isdir(folder):
         raise JournalError(f"the journal {path} cannot be opened: there is no directory {folder!r}; create it")
     if not os.access(path if start else folder, os.W_OK):
@@ -116,11 +157,8 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
     if not application:
         for statement in _CREATE:
             connection.execute(statement)
-    elif version == 1:
-        _bring_up_to_2(connection, path)
-        _bring_up_to_3(connection)
-    elif version == 2:
-        _bring_up_to_3(connection)
+    elif 0 < version < SCHEMA_VERSION:
+        _bring_up(connection, path, version)
     elif version != SCHEMA_VERSION:
         raise JournalError(
             f"the journal {path} has schema version {version}, this package supports version {SCHEMA_VERSION}; "
@@ -131,25 +169,20 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
     connection.execute("COMMIT")
 
 
-def _bring_up_to_2(connection: sqlite3.Connection, path: str) -> None:
-    """Add the columns that version 1 lacks. Older packages can still write, because they name their columns."""
+def _bring_up(connection: sqlite3.Connection, path: str, version: int) -> None:
+    """Add the columns that an older version lacks. Older packages can still write, because they name their columns."""
     kinds = dict(COLUMNS)
-    for name in ADDED_IN_2:
-        connection.execute(f"ALTER TABLE outcomes ADD COLUMN {name} {kinds[name]}")
-    _log.warning(
-        "the journal %s was upgraded from schema version 1 to %d: its verdicts are kept, but not used as answers, "
-        "because the keys of version 1 did not cover everything that is sent to a judge",
-        path,
-        SCHEMA_VERSION,
-    )
-
-
-def _bring_up_to_3(connection: sqlite3.Connection) -> None:
-    """Add the columns that version 2 lacks. Its verdicts are used as before."""
-    kinds = dict(COLUMNS)
-    for name in ADDED_IN_3:
-        connection.execute(f"ALTER TABLE outcomes ADD COLUMN {name} {kinds[name]}")
+    for newer in range(version + 1, SCHEMA_VERSION + 1):
+        for name in ADDED_IN[newer]:
+            connection.execute(f"ALTER TABLE outcomes ADD COLUMN {name} {kinds[name]}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    if version == 1:
+        _log.warning(
+            "the journal %s was upgraded from schema version 1 to %d: its verdicts are kept, but not used as answers, "
+            "because the keys of version 1 did not cover everything that is sent to a judge",
+            path,
+            SCHEMA_VERSION,
+        )
 
 
 def _identity(connection: sqlite3.Connection) -> tuple[int, int, int]:
@@ -165,7 +198,7 @@ def explained(error: Exception, path: str) -> str:
     """Explain an error of SQLite or the system for the journal at `path`, with the remedy."""
     message = str(error)
     for part, meaning in (
-        ("not a database", f"{path} is not a journal; choose another path, or remove the file"),
+        ("not a database", f"{path} is not a journal; name another file"),
         ("malformed", f"the journal {path} is damaged; move it away and start a new one"),
         ("no such table", f"the journal {path} is damaged; move it away and start a new one"),
         ("readonly", f"the journal {path} cannot be written; check the permissions of the file and its directory"),

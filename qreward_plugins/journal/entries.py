@@ -59,16 +59,23 @@ COLUMNS = (
     ("service_s", "REAL"),
     # Added in schema version 3; NULL in older rows.
     ("weight_version", "TEXT"),
+    # Added in schema version 4; NULL in older rows.
+    ("cached_tokens", "INTEGER"),
+    ("thinking_tokens", "INTEGER"),
 )
 """Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` is the
 time from the sample to its outcome, waiting included; `service_s` is the time of the answered attempt alone.
 `raw_score` and `raw_components` are the judge's numbers before they were mapped to the reward range. `weight_version`
-is the version of the weights that judged; "" for those of the configuration, and for sources without versions."""
+is the version of the weights that judged; "" for those of the configuration, and for sources without versions.
+`cached_tokens` are the part of `prompt_tokens` that the server read from its cache, `thinking_tokens` the part of
+`completion_tokens` that the model spent on thoughts; 0 if the server did not say."""
 
-ADDED_IN_2 = ("raw_score", "raw_components", "service_s")
-"""Columns that schema version 2 added."""
-ADDED_IN_3 = ("weight_version",)
-"""Columns that schema version 3 added."""
+ADDED_IN = {
+    2: ("raw_score", "raw_components", "service_s"),
+    3: ("weight_version",),
+    4: ("cached_tokens", "thinking_tokens"),
+}
+"""The columns that each schema version added."""
 
 VERDICT_COLUMNS = (
     "score",
@@ -161,6 +168,8 @@ def _spent(spent: Spent) -> dict[str, Value]:
         "attempts": _integer(spent.attempts),
         "prompt_tokens": _integer(spent.usage.prompt_tokens),
         "completion_tokens": _integer(spent.usage.completion_tokens),
+        "cached_tokens": _integer(spent.usage.cached_tokens),
+        "thinking_tokens": _integer(spent.usage.thinking_tokens),
         "latency_s": _real(spent.latency_s) or 0.0,
         "cost_usd": _real(spent.cost_usd) or 0.0,
     }

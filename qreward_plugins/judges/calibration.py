@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,8 @@ class Calibration:
         """Raise `InputError` if a file cannot be written at `path`, or if another kind of file is there."""
         if not path.parent.is_dir():
             raise InputError(f"{path}: there is no directory {str(path.parent)!r}")
+        if not os.access(path.parent, os.W_OK):
+            raise InputError(f"{path}: the directory {str(path.parent)!r} cannot be written; name a file elsewhere")
         if path.exists():
             try:
                 cls._parsed(path.read_text(encoding="utf-8"))
@@ -154,7 +157,8 @@ class Calibration:
             beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
             beside.replace(path)
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
             raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None
 
 

@@ -187,5 +187,5 @@ def _beside(names: Iterable[str]) -> str:
 
 def _only_one(mappings: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     """Return the mapping of the function among the parts, without its score; None unless exactly one part has one."""
-    told = [mapping for mapping in mappings if mapping is not None]
-    return {key: value for key, value in told[0].items() if key != "score"} if len(told) == 1 else None
+    found = [mapping for mapping in mappings if mapping is not None]
+    return {key: value for key, value in found[0].items() if key != "score"} if len(found) == 1 else None

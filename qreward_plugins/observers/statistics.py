@@ -77,6 +77,10 @@ class SourceStatistics(SourceGauges):
     first_token_p50_s: float = math.nan
     """Seconds from sending to the first token, of the last `RECENT` streamed replies; NaN before the first."""
     first_token_p95_s: float = math.nan
+    cached_tokens: int = 0
+    """The part of `prompt_tokens` that the server read from its cache, as far as it says so."""
+    thinking_tokens: int = 0
+    """The part of `completion_tokens` that the model spent on thoughts, as far as the server says so."""
     ended_early: int = 0
     """Streams that were ended because the answer was complete."""
     usage_estimated: int = 0
@@ -130,6 +134,8 @@ class _Counts:
     peak_in_flight: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    thinking_tokens: int = 0
     cost_usd: float = 0.0
     batches: int = 0
     batched: int = 0
@@ -247,6 +253,8 @@ class Statistics:
                 source.usage_estimated += event.usage_estimated
             source.prompt_tokens += event.usage.prompt_tokens
             source.completion_tokens += event.usage.completion_tokens
+            source.cached_tokens += event.usage.cached_tokens
+            source.thinking_tokens += event.usage.thinking_tokens
             source.cost_usd += event.cost_usd
         elif result == "cancelled":
             source.cancelled += 1

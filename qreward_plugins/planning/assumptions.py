@@ -54,8 +54,8 @@ class Assumptions:
         for name, given in self.latency_s.items():
             parts = given if isinstance(given, RequestTime) else (given,)
             if not (all(part >= 0 for part in parts) and 0.001 <= sum(parts) <= 3600):
-                told = "+".join(f"{part:g}" for part in parts)
-                raise InputError(f"the latency of {name!r} must be from 0.001 to 3600 seconds, not {told}")
+                written = "+".join(f"{part:g}" for part in parts)
+                raise InputError(f"the latency of {name!r} must be from 0.001 to 3600 seconds, not {written}")
         for key in ("fixed_share", "length_share", "straggler_share", "error_share"):
             value = getattr(self, key)
             if value is not None and not 0 <= value <= 1:

@@ -100,20 +100,20 @@ def used_up(config: Config, run: Run, name: str) -> frozenset[Resource]:
 
 
 def _words(config: Config, resource: Resource, names: tuple[str, ...]) -> str:
-    told = listed(names)
+    named = listed(names)
     many = len(names) > 1
     if resource in ("requests", "tokens"):
         key = f"{resource}_per_minute"
         limits = [f"{getattr(config.sources[name].limits, key) or 0:,.0f}" for name in names]
         each = f"{limits[0]}" if len(set(limits)) == 1 else listed(limits)
-        return f"the {each} {resource} a minute of {'each of ' if many and each == limits[0] else ''}{told}"
+        return f"the {each} {resource} a minute of {'each of ' if many and each == limits[0] else ''}{named}"
     if resource == "places":
         return "the places of " + listed([f"{name} ({_places(config, name)})" for name in names])
     return {
-        "latency": f"how long {told} {'take' if many else 'takes'} to answer",
-        "stragglers": f"stragglers at {told}",
-        "failures": f"failed requests at {told}, and trying them again",
-        "pauses": f"pauses that {told} {'ask' if many else 'asks'} for",
+        "latency": f"how long {named} {'take' if many else 'takes'} to answer",
+        "stragglers": f"stragglers at {named}",
+        "failures": f"failed requests at {named}, and trying them again",
+        "pauses": f"pauses that {named} {'ask' if many else 'asks'} for",
     }.get(resource, str(resource))
 
 

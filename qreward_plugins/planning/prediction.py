@@ -104,8 +104,8 @@ class Plan:
         """Return everything except the timeline, for JSON."""
         data = asdict(replace(self, timeline=None))  # type: ignore[arg-type]
         del data["timeline"]
-        for advice, told in zip(self.advice, data["advice"], strict=True):
-            told["saved_s"] = advice.saved_s
+        for advice, entry in zip(self.advice, data["advice"], strict=True):
+            entry["saved_s"] = advice.saved_s
         return data
 
 

@@ -5,24 +5,19 @@ attempt. `latency_s` starts at the submission of the sample, and includes waitin
 Stragglers are left out of the mean, because the plan adds its own. Journals of schema version 1 have token counts but
 no service times.
 
-A plan neither creates nor changes a journal. SQLite's `mode=ro` is not used, because it leaves WAL files behind.
+A plan neither creates nor changes a journal.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import sqlite3
 from collections.abc import Collection, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, pstdev, quantiles
 from typing import NamedTuple
-from urllib.parse import quote
 
-from ..errors import JournalError
-from ..journal.database import explained
+from ..journal.database import reading
 
 LATEST = 50_000
 """Only this many entries are read, the latest ones."""
@@ -43,7 +38,7 @@ _SELECT = (
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a journal tells of one source. `None`: too few verdicts tell it."""
+    """The numbers that a journal has of one source; None for a number with too few verdicts."""
 
     verdicts: int
     """How many `latency_s` is made from."""
@@ -73,19 +68,16 @@ def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
     if not os.path.exists(path):
         return {}
     found: dict[str, list[_Row]] = {name: [] for name in names}
-    try:
-        uri = f"file:{quote(str(Path(path).absolute()))}?mode=rw"
-        with closing(sqlite3.connect(uri, uri=True, timeout=5.0)) as connection:
-            connection.execute("PRAGMA query_only = ON")
-            columns = {row[1] for row in connection.execute("PRAGMA table_info(outcomes)")}
-            select = _SELECT.format(service_s="service_s" if "service_s" in columns else "NULL")
-            for source, *row in connection.execute(select, (LATEST,)):
-                if source in found:
-                    found[source].append(_Row(*row))
-    except sqlite3.Error as error:
-        raise JournalError(explained(error, path)) from None
-    told = {name: _recorded(rows) for name, rows in found.items()}
-    return {name: one for name, one in told.items() if one.latency_s is not None or one.completion_tokens is not None}
+    with reading(path) as connection:
+        columns = {row[1] for row in connection.execute("PRAGMA table_info(outcomes)")}
+        select = _SELECT.format(service_s="service_s" if "service_s" in columns else "NULL")
+        for source, *row in connection.execute(select, (LATEST,)):
+            if source in found:
+                found[source].append(_Row(*row))
+    recorded = {name: _recorded(rows) for name, rows in found.items()}
+    return {
+        name: one for name, one in recorded.items() if one.latency_s is not None or one.completion_tokens is not None
+    }
 
 
 def _recorded(rows: Sequence[_Row]) -> Recorded:

@@ -209,8 +209,8 @@ def _judged(config: Config, samples: Sequence[Sample]) -> tuple[dict[str, float]
 
 def _texts_note(assumptions: Assumptions, lengths: Lengths, truths: Mapping[str, Truth]) -> str:
     questions = "" if lengths.seen or lengths.rollouts else f"questions of {assumptions.prompt_tokens:,}, "
-    told = sorted({round(truth.verdict_tokens) for truth in truths.values()})
-    return f"; {questions}verdicts of {listed([f'{tokens:,}' for tokens in told])}"
+    verdicts = sorted({round(truth.verdict_tokens) for truth in truths.values()})
+    return f"; {questions}verdicts of {listed([f'{tokens:,}' for tokens in verdicts])}"
 
 
 def _latency_note(

@@ -13,40 +13,28 @@ from typing import Any
 import anyio
 
 from ..errors import EngineError, ReplyBroken
-from ..scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered
+from ..followed_calls import FollowedCall
+from ..scheduling import Answer, Batch, Dispatcher, Unanswered
 from ..sources.passed_requests import RawReply
 
 UNREAD_BYTES = 262_144
 """Bytes of a stream that are kept for a client that reads slowly. Beyond them, the source is not read."""
-END_WITHIN_S = 2.0
-"""Most seconds for which closing waits until the connection to the source is closed."""
 
 
-class Exchange:
-    """One call. The scheduler holds it, so it does not hold the `Pieces` of its client."""
+class Exchange(FollowedCall):
+    """One call, which the `Pieces` of its client read."""
 
     def __init__(self, dispatcher: Dispatcher, batch: Batch) -> None:
-        self._dispatcher = dispatcher
-        self._member = dispatcher.batches.join(batch)
-        self._job: Job | None = None
+        self._arrived = asyncio.Event()
+        super().__init__(dispatcher, batch, self._arrived.set)
         self._pieces: deque[str] = deque()
         self._unread = 0
-        self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
         self.head: RawReply | None = None
         """The head of a stream that has begun."""
         self.refusal: RawReply | None = None
         """The reply of a source that refused the request."""
-        self.answer: Answer[Any] | None = None
-        self.unanswered: Unanswered | None = None
-        self.over = False
-
-    def start(self, call: Call[Any], due_at: float) -> None:
-        """Make the call."""
-        self._job = self._dispatcher.submit(call, self, member=self._member, deadline_at=due_at)
-        if self.over:
-            self._job = None
 
     # Called by the source
 
@@ -76,20 +64,12 @@ class Exchange:
         await self._room.wait()
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:
-        live = [] if self._job is None else list(self._job.live)
-        self._job = None
-        if isinstance(result, Answer):
-            self.answer = result
-        else:
-            self.unanswered = result
+        if isinstance(result, Unanswered) and self._job is not None:
             # With a journal, the scheduler lets attempts end for their answers' sake. Nobody records these.
-            for attempt in live:
+            for attempt in list(self._job.live):
                 if not attempt.result:
                     attempt.cancel()
-        self._leave()
-
-    def late(self, answer: Answer[Any]) -> None:
-        """Ignore a late answer: the client has its reply."""
+        super().ended(result)
 
     # Called for the client
 
@@ -124,29 +104,10 @@ class Exchange:
             raise TimeoutError
 
     def drop(self) -> None:
-        """End the call, because nobody wants the reply any more."""
-        if self.over:
-            return
-        job, self._job = self._job, None
-        if job is not None:
-            self._dispatcher.drop(job)
-        self._pieces.clear()
-        self._room.set()
-        self._leave()
-
-    async def aclose(self) -> None:
-        """End the call, and wait until its attempts have ended."""
-        live = [] if self._job is None else self._job.live
-        tasks = [attempt.task for attempt in live if attempt.task is not None]
-        self.drop()
-        if tasks:
-            await asyncio.wait(tasks, timeout=END_WITHIN_S)
-
-    def _leave(self) -> None:
-        self.over = True
-        self._dispatcher.batches.leave(self._member, scored=self.answer is not None)
-        self._member.batch.forget()
-        self._arrived.set()
+        if not self.over:
+            self._pieces.clear()
+            self._room.set()
+        super().drop()
 
 
 class Pieces:

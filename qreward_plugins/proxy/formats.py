@@ -204,7 +204,7 @@ def format_of(path: str) -> Format | None:
 
 
 def client_format(path: str, headers: Mapping[str, str]) -> Format:
-    """Return the format in which a client reads errors and lists, as far as its path and its headers tell."""
+    """Return the format in which a client reads errors and lists, by its path and its headers."""
     found = format_of(path)
     if found is not None:
         return found

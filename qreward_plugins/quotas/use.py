@@ -1,4 +1,4 @@
-"""What a quota tells of its use."""
+"""Defines `QuotaUse`, a snapshot of what a quota has used and learned."""
 
 from __future__ import annotations
 

@@ -103,10 +103,10 @@ def _of_parts(room: str, before: Mapping[str, BaseModel], after: Mapping[str, Ba
     for name in dict.fromkeys([*before, *after]):
         path, old, new = f"{room}.{name}", before.get(name), after.get(name)
         if old is None or new is None:
-            effect: Effect = "new samples" if room == "judges" else "at once" if old is None else "drains"
-            yield Change(path, _kind(old), _kind(new), effect)
+            yield Change(path, _kind(old), _kind(new), _of_whole(room, old, new))
             continue
         for key, one, other in _differing("", old, new):
+            effect: Effect
             if room == "judges":
                 effect = "new samples"
             else:
@@ -115,6 +115,16 @@ def _of_parts(room: str, before: Mapping[str, BaseModel], after: Mapping[str, Ba
                 effect = "at once" if _is_in_place(key, new) else _of_source(old, new)
             hidden = _is_hidden(key)
             yield Change(f"{path}.{key}", _shown(one, hidden=hidden), _shown(other, hidden=hidden), effect)
+
+
+def _of_whole(room: str, before: BaseModel | None, after: BaseModel | None) -> Effect:
+    """Return what becomes of a source or judge that is added or removed.
+
+    Servers on the trainer's devices may start and end in reward phases only, and a reload comes at any time.
+    """
+    if getattr(before or after, "colocated", False):
+        return "restart"
+    return "new samples" if room == "judges" else "at once" if before is None else "drains"
 
 
 def _of_source(before: SourceConfig, after: SourceConfig) -> Effect:

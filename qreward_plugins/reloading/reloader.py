@@ -262,13 +262,10 @@ class Reloader:
 
     def _follow_up(self) -> Difference | None:
         config = self._read(None)
-        return None if self._relay.is_same(config) else self._reload(config)
+        return None if self._relay.is_same(config) else self._reload(config) or None
 
-    def try_reload(self) -> Difference | None:
-        """Reload the file. A mistake is one line in the log, and nothing changes: returns None."""
-        return self._try(self.reload)
-
-    def _try(self, reload: Callable[[], Difference | None], whence: str = "") -> Difference | None:
+    def _try(self, reload: Callable[[], Difference | None], whence: str = "") -> None:
+        """Call `reload`. The log gets one line if something was reloaded, or if a mistake prevented it."""
         origin = self.origin
         file = origin.file if origin is not None else "the configuration"
         problem = ""
@@ -283,11 +280,11 @@ class Reloader:
             problem = f"unexpected {type(error).__name__}"
         else:
             if found is not None:
-                _log.info("%s was reloaded%s: %s", file, whence, one_line(str(found), _LINE_CHARS))
-            return found
+                # A warning, because Python shows none below: whoever runs a training must see that its judges changed.
+                _log.warning("%s was reloaded%s: %s", file, whence, one_line(str(found), _LINE_CHARS))
+            return
         problem = one_line(problem, _LINE_CHARS)
         _log.error("%s was not reloaded%s, and nothing has changed: %s", file, whence, problem)
-        return None
 
     # Closing
 

@@ -30,12 +30,14 @@ class Watch(Protocol):
     """Watches a file."""
 
     def __call__(self, file: str) -> AsyncGenerator[None, None]:
-        """Yield each time that the file holds something else than before. Cancelling it ends it."""
+        """Yield once at the beginning, because the file may have changed since it was read, and each time that it holds
+        something else than before. Cancelling it ends it.
+        """
         ...
 
 
 async def watch_file(file: str) -> AsyncGenerator[None, None]:
-    """Yield each time that the content of `file` has changed and settled.
+    """Yield once `file` is watched, and each time that its content has changed and settled.
 
     Raises `ConfigurationError` if the package `watchfiles` is not installed.
     """
@@ -44,6 +46,8 @@ async def watch_file(file: str) -> AsyncGenerator[None, None]:
     except ImportError:
         raise missing_package() from None
     known = await _settled(file)
+    if known is not None:
+        yield
     while True:
         folders = _folders(file)
         if not folders:

@@ -1,7 +1,7 @@
-"""What a reward server tells about itself: the judges that it has, and how long its samples may take.
+"""Defines `ServerFacts`: the judges of a reward server, and how long its samples may take.
 
 Workers of one training run must get the same keys for every sample, and rewards from the same judges. So an engine
-asks for the facts once, before its first sample, and every later connection must tell the same fingerprint.
+asks for the facts once, before its first sample, and every later connection must have the same fingerprint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import orjson
 from ..errors import RewardServerError
 from .rows import unreadable
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of the form of frames and rows. A server and an engine with different numbers refuse each other."""
 FACTS_PATH = "/facts"
 _PAUSE_S = 0.5

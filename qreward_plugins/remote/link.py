@@ -56,6 +56,10 @@ class Listener(Protocol):
         """The server refused these samples for now."""
         ...
 
+    def room(self, count: int) -> None:
+        """The server takes so many samples now."""
+        ...
+
 
 class Link:
     """Keeps a connection open while `wanted()` is true, and breaks it no more often than it must.
@@ -197,6 +201,8 @@ class Link:
             if "put_off" in frame:
                 off = frame["put_off"]
                 self._listener.put_off(off["ids"], off["status"], off["detail"], off["after_s"])
+            if "room" in frame:
+                self._listener.room(_count(frame["room"]))
             if "facts" in frame:
                 self._check_facts(frame["facts"])
         except (LookupError, TypeError, ValueError, RewardServerError) as error:
@@ -210,6 +216,12 @@ def _frame(message: Any) -> Mapping[str, Any]:
     if not isinstance(frame, Mapping):
         raise RewardServerError("a frame is no object")
     return frame
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError("room")
+    return value
 
 
 class _Refused(Exception):

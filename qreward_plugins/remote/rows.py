@@ -22,7 +22,7 @@ _log = logging.getLogger("qreward_plugins.remote")
 FRAMEWORK_PROMPT = "framework_prompt"
 """The column of `Sample.prompt`. `prompt` is another name of `messages` in a row."""
 _left_out: set[str] = set()
-"""Extras that were left out of a row, so that the log tells once of each."""
+"""Extras that were left out of a row; the log names each once."""
 _MOST_LEFT_OUT = 1000
 
 
@@ -101,7 +101,7 @@ def _is_image(value: Any) -> bool:
 
 
 def _is_text_of(messages: Sequence[Mapping[str, Any]], prompt: Any) -> bool:
-    """Whether a prompt is the text of the only message, for which services take it without being told."""
+    """Whether a prompt is the text of the only message, which services take for it by default."""
     return isinstance(prompt, str) and [dict(message) for message in messages] == [{"role": "user", "content": prompt}]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -23,6 +23,7 @@ from ..sample_check import Rejected
 from ..samples import Cause, Failed, Outcome, Sample
 from ..scheduling import Batch
 from ..scoring import Scoring
+from .backlog import Backlog
 from .link import Link
 from .rows import outcome_of_row, was_closed, written_sample
 from .server import RemoteServer
@@ -34,7 +35,7 @@ BYTES_A_FRAME = 8 * 2**20
 OVERHEAD_BYTES = 4096
 """Most bytes of a frame beside the rows of its samples."""
 MARGIN = 0.05
-"""Part of the time left that is kept for the way back, so that the server tells why it has no outcome in time."""
+"""Part of the time left that is kept for the way back, so that the server's reason for a failure arrives in time."""
 LONGEST_MARGIN_S = 1.0
 _CLOSED = "the engine was closed before the sample was scored"
 
@@ -93,7 +94,7 @@ class RemoteScoring(Scoring):
         self._numbers = itertools.count()
         self._why = "it has not answered yet"
         self._flushing: asyncio.Handle | None = None
-        self._again: set[asyncio.TimerHandle] = set()
+        self._backlog: Backlog[RemoteSample] = Backlog(ask=self._ask_for_room)
         self._link = Link(
             server.url,
             server.token,
@@ -149,19 +150,22 @@ class RemoteScoring(Scoring):
         """Forget a sample that has ended."""
         self._waiting.pop(remote.number, None)
         self._unsent.pop(remote.number, None)
+        self._backlog.forget(remote)
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """Let the server cancel samples."""
-        sent = [number for number in numbers if number in self._waiting and number not in self._unsent]
+        sent = [
+            number
+            for number in numbers
+            if (remote := self._waiting.get(number)) and number not in self._unsent and remote not in self._backlog
+        ]
         if sent:
             self._link.send({"cancel": sent})
 
     async def aclose(self) -> None:
         for remote in list(self._waiting.values()):
             remote.fail("closed", _CLOSED)
-        for handle in self._again:
-            handle.cancel()
-        self._again.clear()
+        self._backlog.close()
         if self._flushing is not None:
             self._flushing.cancel()
         self.dispatcher.close()
@@ -172,6 +176,7 @@ class RemoteScoring(Scoring):
 
     def connected(self) -> None:
         self._why = ""
+        self._backlog.clear()
         self._unsent = dict(self._waiting)
         self._flush()
 
@@ -179,6 +184,7 @@ class RemoteScoring(Scoring):
         if not self._why:
             _log.warning("the reward server at %s: %s; it is asked again", self._server.url, why)
         self._why = why
+        self._backlog.clear()
         self._unsent = dict(self._waiting)
 
     def refused(self, reason: str, detail: str) -> None:
@@ -191,7 +197,7 @@ class RemoteScoring(Scoring):
             return
         if was_closed(row):
             # Its server stops. The next one may score it.
-            self._send_later([remote], 1.0)
+            self._backlog.put_off([remote], 1.0)
             return
         try:
             outcome = outcome_of_row(row, latency_s=self.now() - remote.submitted_at)
@@ -203,24 +209,32 @@ class RemoteScoring(Scoring):
         remotes = [remote for number in ids if (remote := self._waiting.get(number)) is not None]
         if status in (429, 503):
             self._why = detail
-            self._send_later(remotes, after_s)
+            self._backlog.put_off(remotes, after_s)
             return
         for remote in remotes:
             remote.fail("server_refused", f"the reward server at {self._server.url} answered {status}: {detail}")
 
+    def room(self, count: int) -> None:
+        remotes = self._backlog.take(count, order=lambda remote: (-(remote.priority or 0), remote.number))
+        if not len(self._backlog):
+            self._why = ""
+        self._send_now(remotes)
+
     # Sending
 
-    def _send_later(self, remotes: list[RemoteSample], after_s: float) -> None:
-        loop = asyncio.get_running_loop()
+    def _ask_for_room(self, remotes: Collection[RemoteSample]) -> None:
+        # The next one may be too late for what is in front of it, and would keep the others from being sent.
+        left_s = max(remote.due_at for remote in remotes) - self.now()
+        self._link.send({"room": {"samples": len(remotes), "deadline_s": max(1e-3, left_s)}})
 
-        def send() -> None:
-            self._again.discard(handle)
-            self._send_soon([remote for remote in remotes if not remote.over])
+    def _send_soon(self, remotes: list[RemoteSample]) -> None:
+        if len(self._backlog):
+            # The server is full. Those that wait for room already go first.
+            self._backlog.add(remotes)
+        else:
+            self._send_now(remotes)
 
-        handle = loop.call_later(after_s, send)
-        self._again.add(handle)
-
-    def _send_soon(self, remotes: Iterable[RemoteSample]) -> None:
+    def _send_now(self, remotes: Iterable[RemoteSample]) -> None:
         self._unsent.update((remote.number, remote) for remote in remotes)
         self._link.need()
         if self._flushing is None and self._unsent:

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
-from .changes import ChangeFailed, Changes
-from .pool import Pool
+from .changes import Changes
+from .pool import ChangeFailed, Pool
 from .replica_state import ReplicaState
 from .weights import Update
 
-Say = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, Any]], None]
 """Sends a message to a user."""
 
 
@@ -43,20 +43,20 @@ class Commands:
         while any(self._tickets.get(user, {}).get(state.number, 0) < state.ticket for user in self._users()):
             await self._changed.wait()
 
-    def heard(self, user: Hashable, said: Mapping[str, Any], say: Say) -> None:
-        """Handle a message of a user; see `pool_process.py`. `say` sends it the answers."""
-        if "idle" in said:
+    def receive(self, user: Hashable, message: Mapping[str, Any], send: Send) -> None:
+        """Handle a message of a user; see `pool_process.py`. `send` sends it the replies."""
+        if "idle" in message:
             tickets = self._tickets.setdefault(user, {})
-            tickets.update((number, ticket) for number, ticket in said["idle"])
+            tickets.update((number, ticket) for number, ticket in message["idle"])
             self._change()
-        elif "cancel" in said:
+        elif "cancel" in message:
             for task, (who, number, _) in self._tasks.items():
-                if who == user and number == said["cancel"]:
+                if who == user and number == message["cancel"]:
                     task.cancel()
-        elif "do" in said:
-            task = asyncio.ensure_future(self._carry_out(said["do"], said["id"], said["with"], say))
-            ends_with_user = said["do"] == "update" and not said["with"]["path"]
-            self._tasks[task] = (user, said["id"], ends_with_user)
+        elif "command" in message:
+            name, number, arguments = message["command"], message["id"], message["arguments"]
+            task = asyncio.ensure_future(self._carry_out(name, number, arguments, send))
+            self._tasks[task] = (user, number, name == "update" and not arguments["path"])
             task.add_done_callback(lambda task: self._tasks.pop(task, None))
 
     def left(self, user: Hashable) -> None:
@@ -74,30 +74,30 @@ class Commands:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _carry_out(self, name: str, number: int, details: dict[str, Any], say: Say) -> None:
+    async def _carry_out(self, name: str, number: int, arguments: dict[str, Any], send: Send) -> None:
         try:
             assert self._starting is not None
             await asyncio.wait([self._starting])
-            done = await self._do(name, details, lambda some: say({"id": number, "receiving": some}))
-            say({"id": number, "done": done})
+            result = await self._run(name, arguments, lambda some: send({"id": number, "receiving": some}))
+            send({"id": number, "result": result})
         except ChangeFailed as error:
-            said = {"problem": error.problem, "replicas": list(error.replicas), "log": error.log}
-            say({"id": number, "error": said})
+            failed = {"problem": error.problem, "replicas": list(error.replicas), "log": error.log}
+            send({"id": number, "error": failed})
         except asyncio.CancelledError:
-            say({"id": number, "error": {"problem": "it was cancelled", "replicas": [], "log": ""}})
+            send({"id": number, "error": {"problem": "it was cancelled", "replicas": [], "log": ""}})
             raise
         except Exception as error:
             problem = f"unexpected {type(error).__name__}: {error}"
-            say({"id": number, "error": {"problem": problem, "replicas": [], "log": ""}})
+            send({"id": number, "error": {"problem": problem, "replicas": [], "log": ""}})
 
-    async def _do(
-        self, name: str, details: dict[str, Any], on_receiving: Callable[[list[int]], None]
+    async def _run(
+        self, name: str, arguments: dict[str, Any], on_receiving: Callable[[list[int]], None]
     ) -> dict[str, Any]:
         assert self._changes is not None
         if name == "update":
-            return (await self._changes.update(Update.of(details), on_receiving)).as_mapping()
+            return (await self._changes.update(Update.of(arguments), on_receiving)).as_mapping()
         if name == "sleep":
-            await self._changes.sleep(**details)
+            await self._changes.sleep(**arguments)
         else:
             await self._changes.wake()
         return {}

@@ -20,7 +20,7 @@ import aiohttp
 
 from . import guard
 from .control import ControlFailed
-from .orders import Orders
+from .operations import ServerOperations
 from .ports import free_port
 from .server_kinds import SERVER_KINDS
 from .spec import PoolSpec
@@ -95,7 +95,7 @@ class LocalServer:
         There is no time limit here. Raises `ServerFailed` if it ends before. Cancelling leaves it to `stop`.
         """
         if weights is not None and weights.path:
-            found = await self.tell("check", path=weights.path)
+            found = await self.call("check", path=weights.path)
             # A trainer may have written another checkpoint there; then it is not the one that the others have.
             if found["files"] != weights.files:
                 problem = f"the checkpoint {weights.path} is not that of the version {weights.version} any more"
@@ -108,7 +108,7 @@ class LocalServer:
             if await self._ready(url, name, exited):
                 self.url = url
                 return url
-            self._let_go()
+            self._close_pipe()
             log = self.log_tail()
             if not (_PORT_TAKEN.search(log) and attempt + 1 < _PORT_TRIES):
                 raise ServerFailed(f"it ended before it was ready ({_code(exited.result())})", log)
@@ -121,14 +121,14 @@ class LocalServer:
         # An exit code of 0 is no sign of health: vLLM exits with it when its engine has died.
         return ServerFailed(f"it ended ({_code(code)})", self.log_tail())
 
-    async def tell(self, order: str, **details: Any) -> Any:
-        """Call the method `order` of `Orders`, and return its result. Raises `ServerFailed` if it fails, or if the
+    async def call(self, operation: str, **arguments: Any) -> Any:
+        """Call this method of `ServerOperations`, and return its result. Raises `ServerFailed` if it fails, or if the
         server ends meanwhile.
         """
-        orders = Orders(self._spec, self._kind.control, self.url)
-        call = asyncio.ensure_future(Orders.named(order)(orders, **details))
+        operations = ServerOperations(self._spec, self._kind.control, self.url)
+        call = asyncio.ensure_future(ServerOperations.named(operation)(operations, **arguments))
         # The files of a checkpoint can be read without a server.
-        exited = None if order == "check" else self._exited
+        exited = None if operation == "check" else self._exited
         try:
             await asyncio.wait({call} if exited is None else {call, exited}, return_when=asyncio.FIRST_COMPLETED)
             # A server that ends fails its last request before its end is noticed.
@@ -150,7 +150,7 @@ class LocalServer:
         process, exited = self._guard, self._exited
         if process is None or exited is None:
             return
-        self._let_go()
+        self._close_pipe()
         await asyncio.wait([exited], timeout=self._spec.stop_within_s + _GUARD_S)
         for number in (signal.SIGUSR1, signal.SIGKILL):
             if not exited.done():
@@ -159,7 +159,7 @@ class LocalServer:
         if not exited.done():
             _log.warning("the processes of replica %d of %s do not end", self._number, self._spec.name)
 
-    def _let_go(self) -> None:
+    def _close_pipe(self) -> None:
         """Close the pipe to the guard, which tells it to end the server."""
         if self._guard is not None and self._guard.stdin is not None:
             with suppress(OSError):

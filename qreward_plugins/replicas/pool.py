@@ -1,13 +1,13 @@
 """Defines `Pool`: starts all replicas together, restarts those that die, and stops all of them.
 
-`changes.py` updates the weights of its replicas, and lets them sleep and wake.
+`Changes` updates the weights of its replicas, and lets them sleep and wake.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ class Server(Protocol):
 
     async def ended(self) -> ServerFailed: ...
 
-    async def tell(self, order: str, **details: Any) -> Any: ...
+    async def call(self, operation: str, **arguments: Any) -> Any: ...
 
     async def stop(self) -> None: ...
 
@@ -50,6 +50,25 @@ class PoolFailed(Exception):
         super().__init__(problem)
         self.problem = problem
         self.log = log
+
+
+class ChangeFailed(Exception):
+    """An update, a sleep or a wake-up of a pool failed. `replicas` are the numbers of the replicas at fault; `log` are
+    the last lines of the log of the first one, not redacted.
+    """
+
+    def __init__(self, problem: str, *, replicas: Sequence[int] = (), log: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.replicas = tuple(replicas)
+        self.log = log
+
+
+def change_failure(failed: Mapping[int, ServerFailed], then: str) -> ChangeFailed:
+    """Return the failure of a change in which these replicas failed. `then` says what happens to them now."""
+    problems = "; ".join(f"replica {number}: {error.problem}" for number, error in sorted(failed.items()))
+    log = next((error.log for _, error in sorted(failed.items()) if error.log), "")
+    return ChangeFailed(f"{problems}; {then}", replicas=sorted(failed), log=log)
 
 
 async def _at_once(state: ReplicaState) -> None:
@@ -91,8 +110,11 @@ class Pool:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._stopping: asyncio.Task[None] | None = None
         topology = spec.topology
+        # Users remember whether a pool slept, so it says so from its first state on.
+        first: State = "asleep" if asleep else "starting"
         self._states = [
-            ReplicaState(number, devices=topology.shown_devices(number)) for number in range(topology.data_parallel)
+            ReplicaState(number, first, devices=topology.shown_devices(number))
+            for number in range(topology.data_parallel)
         ]
 
     @property
@@ -126,8 +148,6 @@ class Pool:
         Cancelling stops all, too. A pool that starts asleep starts none.
         """
         if self.starts_asleep:
-            for state in self._states:
-                self.set(state.number, "asleep")
             return
         starts = {asyncio.ensure_future(self.start_one(state.number)): state.number for state in self._states}
         try:
@@ -184,7 +204,7 @@ class Pool:
             server = self.servers[number] = self._server(number)
             url = await server.start(wanted)
             if wanted.in_place and wanted.path:
-                await server.tell("load", path=wanted.path, version=wanted.version, before="")
+                await server.call("load", path=wanted.path, version=wanted.version, before="")
             if weights is not None:
                 break
             await self.may_open.wait()
@@ -225,7 +245,7 @@ class Pool:
     async def _resumed(self, number: int) -> None:
         failed: ServerFailed | None = None
         try:
-            await self.servers[number].tell("resume")
+            await self.servers[number].call("resume")
         except ServerFailed as error:
             failed = error
         else:

@@ -4,14 +4,14 @@ The first process that needs a pool starts it, the others find it by a socket in
 use: the pool ends with its last user, however that one ended, because the kernel closes its connections. If this
 process is killed, the guards end the servers.
 
-A user sends its `PoolSpec` as one line of JSON. It is sent a line after each change: `{"replicas": [...], "weights":
+A user sends its `PoolSpec` as one line of JSON. It gets a line after each change: `{"replicas": [...], "weights":
 {...}, "ready": bool}`, or `{"failed": problem, "log": lines}`, after which the pool ends. A user that leaves shuts down
 its side, and the pool closes the connection; to the last user, once every server has ended.
 
 A user sends further lines: first `{"weights": {...}, "asleep": bool}`, what an earlier pool had; `{"idle": [[replica,
-ticket], ...]}` when it has no calls at replicas that are draining; `{"do": "update" | "sleep" | "wake", "id": n,
-"with": {...}}`, which is answered by `{"id": n, "done": {...}}` or `{"id": n, "error": {...}}`; and `{"cancel": n}`.
-`{"id": n, "receiving": [...]}` tells which replicas begin to receive tensors.
+ticket], ...]}` when it has no calls at replicas that are draining; `{"command": "update" | "sleep" | "wake",
+"id": n, "arguments": {...}}`, which is answered by `{"id": n, "result": {...}}` or `{"id": n, "error": {...}}`; and
+`{"cancel": n}`. `{"id": n, "receiving": [...]}` says which replicas begin to receive tensors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ import orjson
 from ..named_actors import in_thread
 from .commands import Commands
 from .launch import LocalServer
+from .local_pool_use import LINE_BYTES
 from .pool import Pool, PoolFailed
-from .pool_use import LINE_BYTES
 from .spec import PoolSpec
 from .weights import Weights
 
 _FIRST_USER_S = 30.0
 """Seconds after which a pool ends that nobody has begun to use."""
-_LAST_WORD_S = 5.0
+_FAILURE_SHOWN_S = 5.0
 
 
 class PoolProcess:
@@ -97,19 +97,19 @@ class PoolProcess:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            hello, known = await reader.readline(), await reader.readline()
+            spec, known = await reader.readline(), await reader.readline()
             if not known or self._unused.is_set():
                 writer.close()
                 return
             self._users.add(writer)
             if self._pool is None:
-                self._begin(PoolSpec.from_json(hello), **_known(known))
+                self._begin(PoolSpec.from_json(spec), **_known(known))
             else:
                 self._pool.learn(_known(known)["weights"])
-            self._tell(writer)
+            self._send_state(writer)
             assert self._commands is not None
             while line := await reader.readline():
-                self._commands.heard(writer, orjson.loads(line), functools.partial(_say, writer))
+                self._commands.receive(writer, orjson.loads(line), functools.partial(_send, writer))
         except (OSError, ValueError):
             pass
         if self._commands is not None:
@@ -131,7 +131,7 @@ class PoolProcess:
 
         commands = self._commands = Commands(lambda: self._users)
         pool = self._pool = Pool(
-            spec, server, on_change=self._tell_all, idle=commands.idle, weights=weights, asleep=asleep
+            spec, server, on_change=self._broadcast, idle=commands.idle, weights=weights, asleep=asleep
         )
         self._starting = asyncio.ensure_future(self._start(pool, folder))
         commands.serve(pool, self._starting)
@@ -150,35 +150,35 @@ class PoolProcess:
         except Exception as error:
             logging.getLogger("qreward_plugins.replicas").exception("the pool cannot be started")
             self._failed = PoolFailed(f"the pool cannot be started ({type(error).__name__}: {error})")
-        self._tell_all()
+        self._broadcast()
         if self._failed is not None:
-            asyncio.get_running_loop().call_later(_LAST_WORD_S, self._unused.set)
+            asyncio.get_running_loop().call_later(_FAILURE_SHOWN_S, self._unused.set)
             if self._server is not None:
                 self._server.close()
 
-    def _tell_all(self) -> None:
+    def _broadcast(self) -> None:
         for writer in self._users:
-            self._tell(writer)
+            self._send_state(writer)
 
-    def _tell(self, writer: asyncio.StreamWriter) -> None:
+    def _send_state(self, writer: asyncio.StreamWriter) -> None:
         assert self._pool is not None
-        news: dict[str, Any] = {
+        state: dict[str, Any] = {
             "replicas": [state.as_mapping() for state in self._pool.states],
             "weights": self._pool.weights.as_mapping(),
             "ready": self._ready,
         }
         if self._failed is not None:
-            news = {"failed": self._failed.problem, "log": self._failed.log}
-        _say(writer, news)
+            state = {"failed": self._failed.problem, "log": self._failed.log}
+        _send(writer, state)
 
 
 def _known(line: bytes) -> dict[str, Any]:
-    said = orjson.loads(line)
-    return {"weights": Weights(**said["weights"]), "asleep": said["asleep"]}
+    known = orjson.loads(line)
+    return {"weights": Weights(**known["weights"]), "asleep": known["asleep"]}
 
 
-def _say(writer: asyncio.StreamWriter, news: dict[str, Any]) -> None:
-    writer.write(orjson.dumps(news) + b"\n")
+def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    writer.write(orjson.dumps(message) + b"\n")
 
 
 def main(descriptor: int, folder: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Defines `PoolUse`, the use of a pool by one process, and `LocalPoolUse`, that of a pool on this machine.
+"""Defines `PoolUse`: the use of a pool by one process, wherever the pool runs.
 
 A thread follows the pool, because an engine may move from one event loop to another while its servers go on.
 """
@@ -6,50 +6,28 @@ A thread follows the pool, because an engine may move from one event loop to ano
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import itertools
-import json
 import logging
 import os
-import socket
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import orjson
-
 from ..named_actors import in_thread
-from .changes import ChangeFailed
 from .gate import Gate
 from .group_weights import GroupWeights
-from .pool import PoolFailed
+from .pool import ChangeFailed, PoolFailed
 from .replica_state import ReplicaState
-from .runtime_folder import NoRuntimeFolder, runtime_folder
 from .spec import PoolSpec
 from .weights import Drain, Update, Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
-_PROGRAM = (
-    # The child of a child: Ray kills the children of an actor, and the pool serves other processes, too.
-    "import os, sys\nif os.fork(): os._exit(0)\n"
-    "import json; sys.path[:] = json.loads(sys.argv[4])\n"
-    "from qreward_plugins.replicas.pool_process import main; main(int(sys.argv[1]), *sys.argv[2:4])"
-)
-LINE_BYTES = 2**24
-"""Most bytes of a message to a pool. It reads no longer one, and would take its user for gone."""
-_CONNECT_TRIES = 40
-_BETWEEN_TRIES_S = 0.05
-_LOST_TRIES = 3
 _SILENT_S = 120.0
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
+_ENDED: Mapping[str, Any] = {"error": {"problem": "the pool has ended", "replicas": [], "log": ""}}
 
 
 _HELD: Mapping[str, str] = {
@@ -61,38 +39,55 @@ _HELD: Mapping[str, str] = {
 
 
 class _Command:
-    """A command of this process that is under way."""
+    """A command of this process that is under way. `repeats`: if the pool is lost, its successor gets it."""
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        message: Mapping[str, Any],
         result: asyncio.Future[dict[str, Any]],
         on_receiving: Callable[[list[int]], None],
+        *,
+        repeats: bool,
     ) -> None:
-        self._loop = loop
+        self._message = message
+        self._loop = result.get_loop()
         self.result = result
         self._on_receiving = on_receiving
+        self.repeats = repeats
+        self._sent = False
+        self._sending = threading.Lock()
 
-    def heard(self, news: Mapping[str, Any]) -> None:
+    def send(self, send: Callable[[Mapping[str, Any]], bool]) -> bool:
+        """Send it, unless this pool has it already. Return whether the pool has it."""
+        with self._sending:
+            self._sent = self._sent or send(self._message)
+            return self._sent
+
+    def unsend(self) -> None:
+        """Note that the pool was lost."""
+        with self._sending:
+            self._sent = False
+
+    def receive(self, message: Mapping[str, Any]) -> None:
         """Handle a message of the pool about it, in its event loop. Any thread may call this."""
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._take, news)
+            self._loop.call_soon_threadsafe(self._take, message)
 
-    def _take(self, news: Mapping[str, Any]) -> None:
+    def _take(self, message: Mapping[str, Any]) -> None:
         if self.result.done():
             return
-        if "receiving" in news:
-            self._on_receiving(news["receiving"])
-        elif "error" in news:
-            error = news["error"]
+        if "receiving" in message:
+            self._on_receiving(message["receiving"])
+        elif "error" in message:
+            error = message["error"]
             self.result.set_exception(ChangeFailed(error["problem"], replicas=error["replicas"], log=error["log"]))
         else:
-            self.result.set_result(news["done"])
+            self.result.set_result(message["result"])
 
 
 class PoolUse(ABC):
-    """One process's use of a pool. `follow`, which runs in a thread of its own, reports what it learns by `_learned`,
-    and the end of the start by `_started`.
+    """One process's use of a pool. `follow`, which runs in a thread of its own, reports the states of the replicas by
+    `_set_states`, and the end of the start by `_end_start`.
     """
 
     def __init__(self, spec: PoolSpec, groups: GroupWeights | None = None) -> None:
@@ -103,9 +98,9 @@ class PoolUse(ABC):
         self.weights = Weights()
         """The weights that the pool serves, as it last reported."""
         self.asleep = False
-        """Whether the pool slept when it was last heard of."""
+        """Whether the pool sleeps, as it last reported."""
         self.gate = Gate(groups)
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         """Called in the thread that follows the pool, after every change of `states`."""
         self._numbers = itertools.count(1)
         self._commands: dict[int, _Command] = {}
@@ -123,6 +118,11 @@ class PoolUse(ABC):
     def started(self) -> bool:
         """Whether the start of the pool is over, successfully."""
         return self._over and self._failure is None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the start of the pool has begun, and has not failed."""
+        return self._thread is not None and self._failure is None
 
     async def start(self) -> None:
         """Start the pool, or find it, and wait until all replicas are ready. Cancelling ends only the wait.
@@ -176,8 +176,9 @@ class PoolUse(ABC):
     ) -> Weights:
         """Update the weights of the pool, and return the new ones. See `Changes.update`.
 
-        Cancelling ends only the wait, except for an update from memory, which ends. Raises `ChangeFailed` and
-        `PoolFailed`.
+        Cancelling ends only the wait, except for an update from memory, which ends. An update from memory fails if the
+        pool is lost meanwhile, because no further tensors come; others are carried out by its successor. Raises
+        `ChangeFailed` and `PoolFailed`.
         """
         return Weights(**await self._command("update", update.as_mapping(), on_receiving))
 
@@ -192,23 +193,28 @@ class PoolUse(ABC):
     async def _command(
         self,
         name: str,
-        details: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         on_receiving: Callable[[list[int]], None] = lambda numbers: None,
     ) -> dict[str, Any]:
         await self.start()
-        loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        command = self._commands[number] = _Command(loop, loop.create_future(), on_receiving)
-        saying = asyncio.ensure_future(in_thread(lambda: self.say({"do": name, "id": number, "with": dict(details)})))
+        message = {"command": name, "id": number, "arguments": dict(arguments)}
+        from_memory = name == "update" and not arguments["path"]
+        result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        command = self._commands[number] = _Command(message, result, on_receiving, repeats=not from_memory)
+        sending = asyncio.ensure_future(in_thread(lambda: command.send(self.send)))
         try:
-            if not await asyncio.shield(saying):
-                raise PoolFailed("it has ended") if self.ended else ChangeFailed(_LOST)
-            return await command.result
+            is_sent = await asyncio.shield(sending)
+            if not is_sent and self.ended:
+                raise PoolFailed("it has ended")
+            if not is_sent and not command.repeats:
+                raise ChangeFailed(_LOST)
+            return await result
         except asyncio.CancelledError:
             # The command itself may still be on its way.
-            saying.add_done_callback(lambda saying: saying.cancelled() or saying.exception())
-            if name == "update" and not details["path"]:
-                saying.add_done_callback(lambda _: self.say({"cancel": number}))
+            sending.add_done_callback(lambda sending: sending.cancelled() or sending.exception())
+            if from_memory:
+                sending.add_done_callback(lambda _: self.send({"cancel": number}))
             raise
         finally:
             self._commands.pop(number, None)
@@ -223,11 +229,11 @@ class PoolUse(ABC):
 
     def _drained(self, drained: list[tuple[int, int]]) -> None:
         if drained:
-            self.say({"idle": drained})
+            self.send({"idle": drained})
 
     @abstractmethod
-    def say(self, message: Mapping[str, Any]) -> bool:
-        """Send a message to the pool; see `Commands.heard`. Return False if there is no pool now. A message may get
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Send a message to the pool; see `Commands.receive`. Return False if there is no pool now. A message may get
         lost if the pool ends: then `_lost` is called afterwards. Raises `ValueError` if it is too long.
         """
 
@@ -239,32 +245,44 @@ class PoolUse(ABC):
             return ""
         return next((reason for state, reason in _HELD.items() if state in states), "")
 
-    def _heard(self, news: Mapping[str, Any]) -> None:
+    def _receive(self, message: Mapping[str, Any]) -> None:
         """Handle a message of the pool. Raises `PoolFailed` if it has failed."""
-        if "failed" in news:
-            raise PoolFailed(news["failed"], news["log"])
-        if "id" in news:
-            command = self._commands.get(news["id"])
+        if "failed" in message:
+            raise PoolFailed(message["failed"], message["log"])
+        if "id" in message:
+            command = self._commands.get(message["id"])
             if command is not None:
-                command.heard(news)
+                command.receive(message)
             return
-        self.weights = Weights(**news["weights"])
-        self.asleep = all(state["state"] == "asleep" for state in news["replicas"])
-        self._learned([ReplicaState(**state) for state in news["replicas"]])
-        if news["ready"]:
-            self._started()
+        self.weights = Weights(**message["weights"])
+        self.asleep = all(state["state"] == "asleep" for state in message["replicas"])
+        self._set_states([ReplicaState(**state) for state in message["replicas"]])
+        if message["ready"]:
+            self._end_start()
 
     def _lost(self) -> None:
-        """Forget the replicas of a pool that has ended, and fail its commands."""
-        self._learned(())
+        """Forget the replicas of a pool that has ended, and the commands that were sent to it."""
+        self._set_states(())
         self._lose_commands()
 
-    def _lose_commands(self) -> None:
-        """Fail the commands that were said to a pool that has ended. Nobody may say more to it by then."""
+    def _resend(self) -> None:
+        """Send a pool the commands that its predecessor has not finished. Messages reach it by now."""
         for command in list(self._commands.values()):
-            command.heard({"error": {"problem": _LOST, "replicas": [], "log": ""}})
+            command.send(self.send)
 
-    def _left(self) -> bool:
+    def _lose_commands(self) -> None:
+        """Fail the commands that were sent to a pool that has ended, unless its successor can carry them out. Nobody
+        may send it more by then.
+        """
+        for command in list(self._commands.values()):
+            if self.ended:
+                command.receive(_ENDED)
+            elif command.repeats:
+                command.unsend()
+            else:
+                command.receive({"error": {"problem": _LOST, "replicas": [], "log": ""}})
+
+    def _is_leaving(self) -> bool:
         """Whether this use is to end."""
         return self._closing
 
@@ -280,15 +298,15 @@ class PoolUse(ABC):
         try:
             self.follow()
         except PoolFailed as error:
-            self._started(error)
+            self._end_start(error)
         except Exception as error:
             _log.warning("the pool of %s cannot be followed", self.spec.name, exc_info=error)
-            self._started(PoolFailed(f"the pool cannot be followed ({type(error).__name__}: {error})"))
+            self._end_start(PoolFailed(f"the pool cannot be followed ({type(error).__name__}: {error})"))
         self.ended = True
         self._lost()
-        self._started(PoolFailed("it is closed"))
+        self._end_start(PoolFailed("it is closed"))
 
-    def _learned(self, states: Sequence[ReplicaState]) -> None:
+    def _set_states(self, states: Sequence[ReplicaState]) -> None:
         before = {state.number: state for state in self.states}
         for state in states:
             was = before.get(state.number)
@@ -298,9 +316,9 @@ class PoolUse(ABC):
         self.version += 1
         # In this order: a call that is refused finds the new states.
         self._drained(self.gate.take(self.states))
-        self.on_news()
+        self.on_change()
 
-    def _started(self, failure: PoolFailed | None = None) -> None:
+    def _end_start(self, failure: PoolFailed | None = None) -> None:
         with self._lock:
             if self._over and failure is None:
                 return
@@ -311,135 +329,6 @@ class PoolUse(ABC):
         for loop, future in waiting:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(_wake, future)
-
-
-class LocalPoolUse(PoolUse):
-    """The use of a pool on this machine, which ends with its last user."""
-
-    def __init__(self, spec: PoolSpec, groups: GroupWeights | None = None) -> None:
-        super().__init__(spec, groups)
-        self._channel: socket.socket | None = None
-        self._greeted = False
-        """Whether the pool knows this user. What comes before, it would take for the spec."""
-        self._sending = threading.Lock()
-        # A forked child would keep the connection open, and with it the servers, after this process has ended.
-        forget = weakref.WeakMethod(self._forget)
-        os.register_at_fork(after_in_child=lambda: (method := forget()) is not None and method())
-
-    def follow(self) -> None:
-        lost = 0
-        while not self._left():
-            for attempt in range(_CONNECT_TRIES):
-                channel = self._channel = self._connect()
-                with channel, suppress(OSError):
-                    known = orjson.dumps({"weights": self.weights.as_mapping(), "asleep": self.asleep})
-                    channel.sendall(self.spec.to_json() + b"\n" + known + b"\n")
-                    self._greeted = True
-                    if self._left():
-                        self.leave()
-                    try:
-                        with channel.makefile("rb") as lines:
-                            was_open = self._listen(lines)
-                    finally:
-                        self._greeted = False
-                        self._lose_commands()
-                    if was_open or self._left():
-                        break
-                # That pool was about to end.
-                time.sleep(_BETWEEN_TRIES_S * min(attempt + 1, 10))
-            else:
-                raise PoolFailed("the process of the pool ends at once")
-            self._channel = None
-            self._lost()
-            if not self._left():
-                lost += 1
-                if lost > _LOST_TRIES:
-                    raise PoolFailed("the process of the pool has ended too often")
-                _log.warning("the pool of %s has ended; it is started again", self.spec.name)
-
-    def _listen(self, lines: Any) -> bool:
-        """Handle the messages of the pool until its end. Return whether there was any."""
-        any_line = False
-        for line in lines:
-            any_line = True
-            self._heard(orjson.loads(line))
-        return any_line
-
-    def say(self, message: Mapping[str, Any]) -> bool:
-        line = orjson.dumps(message) + b"\n"
-        if len(line) > LINE_BYTES:
-            raise ValueError(f"all bodies together take {len(line):,} bytes; {LINE_BYTES:,} are possible")
-        with suppress(OSError), self._sending:
-            channel = self._channel
-            if channel is not None and self._greeted:
-                channel.sendall(line)
-                return True
-        return False
-
-    def leave(self) -> None:
-        channel = self._channel
-        if channel is not None:
-            with suppress(OSError):
-                channel.shutdown(socket.SHUT_WR)
-
-    def _forget(self) -> None:
-        if self._channel is not None:
-            with suppress(OSError):
-                os.close(self._channel.detach())
-
-    def _connect(self) -> socket.socket:
-        """Connect to the pool; start it if there is none."""
-        try:
-            folder = runtime_folder()
-        except NoRuntimeFolder as error:
-            raise PoolFailed(str(error)) from None
-        path = folder / f"{self.spec.key}.sock"
-        found = _connected(path)
-        if found is not None:
-            return found
-        lock = -1
-        try:
-            lock = os.open(folder / f"{self.spec.key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            found = _connected(path)
-            if found is None:
-                _start_process(path, folder, self.spec.key)
-                found = _connected(path)
-        except OSError as error:
-            raise PoolFailed(f"no process can be started ({error.strerror or error}; {folder})") from None
-        finally:
-            if lock >= 0:
-                os.close(lock)
-        if found is None:
-            raise PoolFailed("the process of the pool cannot be reached")
-        return found
-
-
-def _connected(path: Path) -> socket.socket | None:
-    channel = socket.socket(socket.AF_UNIX)
-    try:
-        channel.connect(str(path))
-    except OSError:
-        channel.close()
-        return None
-    return channel
-
-
-def _start_process(path: Path, folder: Path, key: str) -> None:
-    path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen(1024)
-        with (folder / f"{key}.log").open("wb") as log:
-            starter = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(listening.fileno()), str(folder), key, json.dumps(sys.path)],
-                pass_fds=[listening.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        starter.wait()
 
 
 def _wake(future: asyncio.Future[None]) -> None:

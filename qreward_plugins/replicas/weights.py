@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ Mode = Literal["rolling", "together"]
 Drain = Literal["wait", "abort"]
 """What happens to the calls under way at a replica that is drained. `wait`: they end first. `abort`: they are cancelled
 and sent again to another replica."""
+_LONGEST_VERSION_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,18 @@ class Update:
     within_s: float = 600.0
     groups: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for values that no pool can carry out."""
+        check_choice("mode", self.mode, ("rolling", "together"))
+        check_drain(self.drain, self.within_s)
+        # Verdicts, logs and metrics carry it.
+        version: object = self.version
+        if not isinstance(version, str) or not version.isprintable() or len(version) > _LONGEST_VERSION_CHARS:
+            problem = f"version is a printable text of at most {_LONGEST_VERSION_CHARS} characters"
+            raise ValueError(f"{problem}, not {version!r:.80}")
+        if self.receive and not version:
+            raise ValueError("weights from memory need a `version`")
+
     def as_mapping(self) -> dict[str, Any]:
         """Its fields as plain values."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
@@ -69,3 +82,16 @@ class Update:
         """Make an update of what `as_mapping` returned, also of its copy in JSON."""
         lists = {key: tuple(values[key]) for key in ("begin", "receive")}
         return cls(**{**values, **lists})
+
+
+def check_drain(drain: object, within_s: object) -> None:
+    """Raise `ValueError` for a way to drain that there is not, or a time that no drain can take."""
+    check_choice("drain", drain, ("wait", "abort"))
+    if isinstance(within_s, bool) or not isinstance(within_s, (int, float)) or not 0 < within_s < float("inf"):
+        raise ValueError(f"within_s is a number of seconds above 0, not {within_s!r}")
+
+
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise `ValueError` if `value` is none of the `known` ones."""
+    if value not in known:
+        raise ValueError(f"{name} is {' or '.join(known)}, not {value!r}")

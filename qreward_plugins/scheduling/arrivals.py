@@ -34,6 +34,9 @@ class Arrivals:
         self._log_bug = log_bug
         self._arrived: list[Job] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._arrived)
+
     @property
     def jobs(self) -> Set[Job]:
         """The jobs that are not queued yet. Some of them may have ended."""

@@ -256,9 +256,10 @@ class Batches:
         if not dropped:
             job.batch.waits.add(job.size, waited_s)
         reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""
-        self._observers.emit(
-            CallEnded(now, job.sequence, job.call.name, job.last_source, reason, job.size, waited_s, job.attempts)
-        )
+        if self._observers.reads(CallEnded):
+            self._observers.emit(
+                CallEnded(now, job.sequence, job.call.name, job.last_source, reason, job.size, waited_s, job.attempts)
+            )
         job.batch.ended(job, now, dropped=dropped)
 
     def close(self) -> None:

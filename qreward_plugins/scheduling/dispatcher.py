@@ -45,6 +45,9 @@ from .waiting import Waiting
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
+FEW_JOBS = 8
+"""Jobs up to which the end of an attempt looks whether any of them waits. With more, a step looks."""
+
 
 class Dispatcher:
     """Serves calls over the upstreams of one event loop, the one that runs when it is made.
@@ -262,8 +265,12 @@ class Dispatcher:
         self._jobs[job] = None
         batch.add(job)
         self._deadlines.add(job)
-        self._arrivals.add(job)
-        self._pump.ask()
+        upstream = self._placing.at_once(job, now)
+        if upstream is not None:
+            self._start_attempt(job, upstream, now, hedge=False)
+        else:
+            self._arrivals.add(job)
+            self._pump.ask()
         return job
 
     def _expire_safely(self, job: Job) -> None:
@@ -373,7 +380,8 @@ class Dispatcher:
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Decide what becomes of the job of an attempt whose task has ended."""
         # Even if the rest of this method fails, others may use its place.
-        self._pump.ask()
+        if not self._at_rest():
+            self._pump.ask()
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=task.exception())
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
@@ -385,6 +393,15 @@ class Dispatcher:
             self._bug(attempt.job, error)
         # It refers to the other attempts that it carried, and with them to their samples.
         attempt.request_batch = None
+
+    def _at_rest(self) -> bool:
+        """Whether a step would do nothing: no job waits, and nobody has to be told. It is not searched among many."""
+        if self._on_pumped is not None or self._observers.watched or self._upstreams.draining:
+            return False
+        if len(self._jobs) > FEW_JOBS or not all(job.live for job in self._jobs):
+            return False
+        under_way = bool(self._jobs) or len(self._running) > 0
+        return self._planner.nothing_to_plan(self._loop.time(), under_way=under_way)
 
     # Ends
 

@@ -126,6 +126,11 @@ class Hedges:
             heapq.heapify(self._coming)
             self._compact_at = max(_LEAST_COMPACTED, 2 * len(self._coming))
 
+    @property
+    def watching(self) -> bool:
+        """Whether an attempt may be checked again; ended ones count until they are forgotten."""
+        return bool(self._coming)
+
     def ended(self, attempt: Attempt) -> None:
         """Forget a latency-sensitive attempt."""
         self._urgent.pop(attempt, None)

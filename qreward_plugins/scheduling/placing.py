@@ -1,7 +1,13 @@
-"""Starts the attempts that may go now: by the planner, or without it if it fails with a bug."""
+"""Starts the attempts that may go now: by the planner, or without it if it fails with a bug.
+
+A single call with rules of its own (`Call.rules`) and without hedges needs no planner while nothing waits and its
+source has room to spare: whatever comes next gets a place as well, so no order is to be kept. It starts where it is
+submitted.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
@@ -16,6 +22,8 @@ from .waiting import Waiting
 
 SAFE_WAKE_S = 0.25
 """Seconds between two steps while the planner fails with a bug."""
+ROOM_TO_SPARE = 2
+"""Calls that a source must have room for, so that one of them may start without the planner."""
 
 
 class Start(Protocol):
@@ -52,8 +60,33 @@ class Placing:
         self._start = start
         self._on_bug = on_bug
 
+    def at_once(self, job: Job, now: float) -> Upstream | None:
+        """The source at which a job that was just submitted may start without the planner; None: it has to wait for
+        the next step.
+        """
+        rules = job.call.rules
+        if rules is None or rules.hedges or job.batch.together or len(job.call.sources) != 1:
+            # Hedges are the planner's.
+            return None
+        upstream = self._upstreams[job.call.sources[0]]
+        quota = upstream.quota
+        if (
+            self._planner.queue
+            or self._arrivals
+            or upstream.request_batches is not None
+            or quota.most_tokens < math.inf
+            or quota.valid_until < math.inf  # other processes have to learn first what waits here
+            or quota.in_flight + ROOM_TO_SPARE > quota.concurrency
+            or not upstream.breaker.closed
+            or upstream.wait_s(0, now) > 0
+        ):
+            return None
+        return upstream if quota.capacity(now, 0.0, now) >= ROOM_TO_SPARE else None
+
     def place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to do it again."""
+        if not self._jobs and not len(self._running) and self._planner.nothing_to_plan(now, under_way=False):
+            return math.inf
         self._arrivals.queue(now)
         self._waiting.queue_fitting(now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._running)):

@@ -29,14 +29,13 @@ from .jobs import Job
 from .order import per_window_of, windows_order
 from .probing import Probing
 from .queue import ReadyQueue
+from .speed import SAFETY
 from .strategies import strategy
 from .timed_hedges import TimedHedges
 from .upstream import Upstream
 
 NEARLY_FASTEST = 1.5
 """A source within this factor of the fastest one's latency takes the head of the queue."""
-SAFETY = 1.3
-"""Factor on the expected latency of a job that must end before the others."""
 LONGEST_IDLE_S = 0.25
 """Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
@@ -146,6 +145,20 @@ class Planner:
         """Forget the attempts, because they refer to their samples."""
         self._hedges.close()
         self._timed_hedges.close()
+
+    def nothing_to_plan(self, now: float, *, under_way: bool) -> bool:
+        """Return whether there is nothing to plan while no job waits: no attempt may be hedged, and no source is
+        probed. If so, record why each source waits. Without attempts `under_way`, forget those that have ended.
+        """
+        if any(not upstream.breaker.closed for upstream in self._upstreams.values()):
+            return False
+        if not under_way:
+            self.close()
+        elif self._hedges.watching or self._timed_hedges.watching:
+            return False
+        for upstream in self._upstreams.values():
+            upstream.wait_reason(now)
+        return True
 
     def placements(self, now: float, *, in_flight: Callable[[], int]) -> Iterator[Placement]:
         """What to send now. The caller must start each placement before it asks for the next one."""

@@ -16,15 +16,13 @@ from ..errors import InvalidReply, PermanentError, QRewardError, SourceError, Th
 from ..quotas import Reservation
 from ..sources.base import Reply
 from .jobs import Job
+from .speed import SAFETY
 
 if TYPE_CHECKING:
     from .attempts import Attempt
     from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
-
-SAFETY = 1.3
-"""Factor on the expected latency of a request that must end before the deadlines of its calls."""
 
 Result: TypeAlias = Reply | QRewardError
 

@@ -29,6 +29,8 @@ SETTLED_AFTER = 20
 """Answers after which the expected latency is reliable."""
 SHORTEST_S = 1e-3
 """Shortest latency to expect, in seconds."""
+SAFETY = 1.3
+"""Factor on the expected latency of what must end in time: before a deadline, or before other jobs."""
 
 
 class Speed:

@@ -304,13 +304,9 @@ class Upstream:
         self.health.answered(now, said_sent=attempt.sent)
         self.retries.earn(now)
         self.answers += 1
-        cost = 0.0
         if attempt.speaks:
-            cost = self.price.per_request
             self._request_answered(attempt, reply, now)
         if usage is not None:
-            cost += usage.prompt_tokens * self.price.input_per_million / 1e6
-            cost += usage.completion_tokens * self.price.output_per_million / 1e6
             # Of the usage of a request with several calls, the part of each is known only if they are alike.
             alike = attempt.request_batch is None or attempt.request_batch.uniform
             rose = not reply.usage_estimated and self._estimates.learn(
@@ -319,7 +315,8 @@ class Upstream:
             if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:
                     other.reservation.raise_prompt(self._estimates.most(other.request)[0])
-        return cost
+        prompt, completion = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+        return self._cost(prompt, completion, requests=1 if attempt.speaks else 0)
 
     def _request_answered(self, attempt: Attempt, reply: Reply, now: float) -> None:
         """Learn from the answer to a request, whatever number of calls it carried."""
@@ -337,12 +334,12 @@ class Upstream:
 
     def expected_cost(self, request: Request) -> float:
         """The most that an answer to `request` can cost, in dollars."""
-        prompt, completion = self._estimates.most(request)
-        return (
-            self.price.per_request
-            + prompt * self.price.input_per_million / 1e6
-            + completion * self.price.output_per_million / 1e6
-        )
+        return self._cost(*self._estimates.most(request))
+
+    def _cost(self, prompt: float, completion: float, *, requests: int = 1) -> float:
+        price = self.price
+        cost = requests * price.per_request + prompt * price.input_per_million / 1e6
+        return cost + completion * price.output_per_million / 1e6
 
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float, *, error: str = "") -> None:
         """Pause the source as it asks, and learn its limits. `error`: its message, for the log."""

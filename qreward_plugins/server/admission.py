@@ -15,6 +15,7 @@ class Admission:
 
     def __init__(self, most: int) -> None:
         self._load = Load(most)
+        self._most = most
         self.draining = False
         """Whether new samples are refused, because the server is about to stop."""
         self._idle = asyncio.Event()
@@ -45,6 +46,14 @@ class Admission:
         room = self._load.room(samples, deadline_s, asyncio.get_running_loop().time())
         self.admit(room or samples, deadline_s)
         return room
+
+    def room(self, samples: int, deadline_s: float) -> int:
+        """Return how many of `samples`, which may come in several requests, could be taken in now."""
+        if self.draining:
+            return 0
+        room = self._load.room(samples, deadline_s, asyncio.get_running_loop().time())
+        # A request that comes alone may be larger, but only one of several comes alone.
+        return min(room, max(0, self._most - self.under_way))
 
     def ended(self, samples: int) -> None:
         """Note that samples have their outcomes."""

@@ -1,8 +1,9 @@
 """Connections of engines (`engine.server`): one WebSocket each, over which samples come and outcomes go.
 
 The first frame of the server holds its facts (`remote.facts`); it is repeated when the configuration changes. A frame
-of the engine submits samples (`ids`, `samples`, `deadline_s` or null for none, `priority`, `together`) or cancels some
-(`cancel`). Frames of the server hold outcomes, or put samples off. The samples of a connection that ends are cancelled.
+of the engine submits samples (`ids`, `samples`, `deadline_s` or null for none, `priority`, `together`), cancels some
+(`cancel`), or asks how many may come (`room`: `samples`, `deadline_s`). Frames of the server hold outcomes, put samples
+off, or say how many may come (`room`). The samples of a connection that ends are cancelled.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _log = logging.getLogger("qreward_plugins.server")
 
 HEARTBEAT_S = 20.0
 FULL_RETRY_S = 1.0
-"""Seconds after which an engine sends samples again that a full server did not take."""
+"""Most seconds until an engine whose samples a full server did not take asks for room."""
 BYTES_A_FRAME = 4 * 2**20
 """Size of a frame of outcomes, beyond which the next one begins."""
 _FORM = ScoreForm()
@@ -128,13 +129,16 @@ class _Connection:
                     elif (future := self._futures.get(number)) is not None:
                         future.cancel()
                 return
+            if "room" in frame:
+                await self._tell_room(frame["room"])
+                return
             ids, rows = frame["ids"], frame["samples"]
             if not (isinstance(ids, list) and isinstance(rows, list) and len(ids) == len(rows)):
                 raise TypeError("ids and samples")
             if not all(type(number) is int for number in ids):
                 raise TypeError("ids")
             deadline_s, priority, together = frame["deadline_s"], frame["priority"], bool(frame["together"])
-        except (orjson.JSONDecodeError, LookupError, TypeError):
+        except (orjson.JSONDecodeError, LookupError, TypeError, InputError):
             await self._socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"a frame cannot be read")
             return
         await self._send_facts()
@@ -151,7 +155,7 @@ class _Connection:
             # Several frames may be one batch, so what is too much waits, and not the whole frame.
             room = self._admission.admit_some(len(read), deadline_s)
         except Refused as refused:
-            # What a caller of the forms is told is an estimate: half a minute until outcomes say more.
+            # Callers of the forms get an estimate: half a minute until there are outcomes.
             after_s = min(refused.retry_after_s or FULL_RETRY_S, FULL_RETRY_S)
             await self._put_off(list(read), refused.status, refused.detail, after_s)
             return
@@ -164,6 +168,15 @@ class _Connection:
         task = asyncio.get_running_loop().create_task(self._submit(taken, deadline_s, terms.priority, together))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _tell_room(self, asked: Mapping[str, Any]) -> None:
+        """Say how many of the samples that were put off may come. Raises TypeError, LookupError and InputError."""
+        samples = asked["samples"]
+        if type(samples) is not int or samples < 1:
+            raise TypeError("samples")
+        terms = _FORM.read({"samples": [], "deadline_s": asked["deadline_s"]})
+        deadline_s = math.inf if terms.deadline_s is None else terms.deadline_s
+        await self._send({"room": self._admission.room(samples, deadline_s)})
 
     def _read(self, ids: Sequence[int], rows: Sequence[Any]) -> dict[int, Sample]:
         """Return the samples of rows. A row that cannot be read is a failure of its own."""

@@ -25,6 +25,8 @@ _COUNTED = {
     "hedges": "Hedges that were started.",
     "prompt_tokens": "Prompt tokens of all replies.",
     "completion_tokens": "Completion tokens of all replies.",
+    "cached_tokens": "Prompt tokens that were read from the server's cache.",
+    "thinking_tokens": "Completion tokens that were thoughts.",
     "cost_usd": "US dollars of all replies.",
 }
 

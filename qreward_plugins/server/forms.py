@@ -60,7 +60,7 @@ class Form(ABC):
 
 
 class RewardsForm(Form):
-    """A form that cannot express a missing reward. Its reply is then an error that tells of the first missing one."""
+    """A form that cannot express a missing reward. Its reply is then an error about the first missing one."""
 
     def answer(self, score_request: ScoreRequest, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
         scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]

@@ -1,6 +1,6 @@
-"""Admission of requests: how many samples are under way, and whether more can be done in time.
+"""The load of a server: how many samples are under way, and whether more can be done in time.
 
-A caller that is told at once to come back later can go elsewhere, or wait without a connection. One whose samples
+A caller that is refused at once can go elsewhere, or wait without a connection. One whose samples
 would fail by their deadline has waited for nothing. So a request is refused if the samples that are under way, at the
 rate of the last outcomes, take longer than its deadline.
 """

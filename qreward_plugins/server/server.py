@@ -118,6 +118,8 @@ class RewardServer:
         except OSError as error:
             await self.aclose()
             raise InputError(f"cannot listen on {self._host}:{self._port} ({error.strerror})") from None
+        # Begins to watch the configuration and to share limits. Otherwise the first sample would.
+        self._engine.dispatcher()
         port = self._runner.addresses[0][1]
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
 

@@ -10,7 +10,7 @@ stays counted as spent.
 
 A restarted keeper does not know what was spent. It counts every limit as fully spent, less what workers report to hold,
 for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more. A keeper that
-ends in order tells the next one what is spent (`charged`), and nothing waits. What it did not know itself it passes on,
+ends in order passes on what is spent (`charged`), and nothing waits. It passes on what it did not know itself,
 too: a source that nobody reported to it counts as spent as long as it would have counted here (`expired_at`).
 """
 

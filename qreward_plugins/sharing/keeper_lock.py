@@ -41,7 +41,7 @@ _NAME = re.compile(r"keeper\.([1-9][0-9]{0,9})\.lock")
 
 
 class Inheritance(NamedTuple):
-    """What a new keeper knows of the earlier ones."""
+    """What a new keeper takes over from earlier ones."""
 
     first: bool
     """Whether there was none."""

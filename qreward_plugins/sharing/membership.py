@@ -62,7 +62,7 @@ class Channel(Protocol):
 
 
 class Reloads(Protocol):
-    """What a worker tells of its configuration file, and hears of it from others."""
+    """What a worker reports of its configuration file, and learns of it from others."""
 
     def revision(self) -> Revision | None:
         """Return the state of the file for the next report; None if reloads are not shared."""
@@ -85,7 +85,7 @@ class _Known:
     """Times that the last report contained."""
     waited: bool = False
     """Whether calls waited for the source at the last report."""
-    rested: bool = False
+    was_open: bool = False
     """Whether the circuit was open at the last report."""
     recovered: bool = False
     """Whether the circuit closed again and the keeper has not confirmed a report of it."""
@@ -139,7 +139,7 @@ class Membership:
         for key, upstream in upstreams.items():
             before = self._upstreams.get(key)
             if before is None or before.quota is not upstream.quota:
-                # Its share, if it has one, is of what the keeper knows by another key.
+                # The keeper has its share, if any, under another key.
                 self.member.begin(upstream.quota)
         self._set({**upstreams, **self._draining})
 
@@ -349,7 +349,7 @@ class Membership:
         if self.member.must_await_answer(now):
             return False
         known = self._known[key]
-        if (known.rested and upstream.breaker.closed) or (known.waited and not demand.requests):
+        if (known.was_open and upstream.breaker.closed) or (known.waited and not demand.requests):
             return True
         return any(
             end > reported + _ROUNDING_S for end, reported in zip(known.own(upstream, now), known.reported, strict=True)
@@ -359,8 +359,8 @@ class Membership:
         known = self._known[key]
         known.reported = known.own(upstream, now)
         pause_s, open_s = (max(0.0, end - now) for end in known.reported)
-        known.recovered = known.recovered or (known.rested and upstream.breaker.closed)
-        known.rested = not upstream.breaker.closed
+        known.recovered = known.recovered or (known.was_open and upstream.breaker.closed)
+        known.was_open = not upstream.breaker.closed
         return SourceNews(pause_s, open_s, known.recovered, upstream.speed.typical)
 
 

@@ -8,7 +8,7 @@ The order is that in which changes arrive. A worker's change is numbered, so tha
 once. A worker may see an older state of its file later than another worker sees the newer one, as on a network file
 system. Its change is then ignored, and it gets the newest state.
 
-A new keeper knows nothing. Workers that go by a higher version than it knows send their text again.
+A new keeper has no versions. Workers with a higher version than the keeper's send their text again.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Revisions:
             # It was changed under an earlier keeper: the answer lets the worker send its text.
             return [worker] if revision.version > 0 else []
         elif revision.digest not in (lineage.newest.digest, *lineage.before):
-            # Two keepers have ordered two changes of the same state. This one knows of the other change.
+            # Two keepers have ordered two changes of the same state. This one has seen the other change.
             lineage.add_before([revision.digest])
         # Without a change, the others have it already, or get it with their next report.
         receivers = [worker] if lineage.newest is newest else list(self._of)
@@ -121,5 +121,5 @@ class Revisions:
 
 
 def _is_stale(worker: str, revision: Revision, lineage: _Lineage) -> bool:
-    """Whether a worker has seen an earlier state of its file late, before it heard of the newest one."""
+    """Whether a worker has seen an earlier state of its file late, before it learned of the newest one."""
     return revision.digest in lineage.before and worker != lineage.author and revision.version < lineage.newest.version

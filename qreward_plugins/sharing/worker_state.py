@@ -54,7 +54,7 @@ class WorkerState:
         return math.floor(amount / self.unit + ROUNDING) * self.unit
 
     def next_change(self) -> float:
-        """Return when the next amount leaves the window; infinity if only a report can tell."""
+        """Return when the next amount leaves the window; infinity if that is unknown until the next report."""
         return self._entries[-1][0] if self._entries else math.inf
 
     def remains(self) -> list[tuple[float, float]]:

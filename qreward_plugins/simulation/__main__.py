@@ -114,8 +114,8 @@ def _one_cluster(seed: int) -> int:
     print(random_plan(seed).describe())
     cluster, tally, broken = check_cluster(seed)
     for server in cluster.servers.values():
-        for said in server.broken:
-            print(said)
+        for problem in server.broken:
+            print(problem)
     for one in broken:
         print(f"cluster {seed} broke {one}")
     if not broken:

@@ -108,7 +108,7 @@ class Plan:
     keeper_clock: tuple[float, float] = (0.0, 1.0)
     protocol: Protocol = "ray"
     """How keepers follow each other. `ray`: Ray knows that a keeper is dead, and a silent one is killed. `machine`: a
-    silent one is replaced and may come back, nobody is told that it is dead, and one that ends in order leaves its
+    silent one is replaced and may come back, nobody learns that it is dead, and one that ends in order leaves its
     state to the next one."""
 
     def describe(self) -> str:

@@ -85,13 +85,13 @@ def check_cluster(seed: int) -> tuple[Cluster, ClusterTally, list[Broken]]:
     cluster = Cluster(plan)
     quiet_at, allowed_s = plan.quiet_at(), time_allowed_s(plan)
     done_at = cluster.run(quiet_at + allowed_s)
-    broken = [Broken("P3", said) for server in cluster.servers.values() for said in server.broken[:3]]
+    broken = [Broken("P3", problem) for server in cluster.servers.values() for problem in server.broken[:3]]
     if unfinished := cluster.unfinished():
         broken.append(Broken("liveness", f"{unfinished} requests wait {allowed_s:.0f} s after the last fault"))
-    said = [
+    seen = [
         f"{worker.name} {worker.reports} {worker.unfinished} {worker.waited_s}" for worker in cluster.workers.values()
     ]
-    said += [f"{server.came_from}" for server in cluster.servers.values()]
+    seen += [f"{server.came_from}" for server in cluster.servers.values()]
     tally = ClusterTally(
         trials=1,
         requests=sum(server.came for server in cluster.servers.values()),
@@ -99,7 +99,7 @@ def check_cluster(seed: int) -> tuple[Cluster, ClusterTally, list[Broken]]:
         keepers=len(cluster.keepers),
         virtual_s=done_at,
         slowest=(max(0.0, done_at - quiet_at) / allowed_s, seed),
-        fingerprint=int.from_bytes(blake2b(f"{seed} {done_at} {said}".encode(), digest_size=8).digest(), "little"),
+        fingerprint=int.from_bytes(blake2b(f"{seed} {done_at} {seen}".encode(), digest_size=8).digest(), "little"),
     )
     return cluster, tally, broken
 

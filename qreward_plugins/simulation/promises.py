@@ -290,8 +290,8 @@ def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
         name = judge_of(record.configs[given.epoch], sample)
         to_be_scored = name is not None and sample.response != EMPTY and poison_of(sample) is None
         if to_be_scored and not isinstance(given.outcome, Scored):
-            said = given.outcome.describe() if given.outcome is not None else "without an outcome"
-            yield f"{sample.id} is not poisoned, and is {said}"
+            ending = given.outcome.describe() if given.outcome is not None else "without an outcome"
+            yield f"{sample.id} is not poisoned, and is {ending}"
 
 
 def _by_priority(trial: Trial, record: Record) -> Iterator[str]:

@@ -84,7 +84,7 @@ class _Drawer:
             self._change_limits,
             self._change_limits,
             self._change_sources,
-            # Not both: a provider tells another key under another name apart, so that its limits begin anew.
+            # Not both: for a provider, another key under another name is another account, whose limits begin anew.
             rng.choice((self._rename, self._open_anew)),
             self._retune,
             self._change_judge,

@@ -83,16 +83,7 @@ class Scenario:
         Deadlines and attempts are ample, because only the makespan is measured.
         """
         return {
-            "sources": {
-                server.name: {
-                    "kind": "openai",
-                    "base_url": "http://simulated.invalid/v1",
-                    "model": "simulated",
-                    "limits": server.limits(),
-                    "price": server.price(),
-                }
-                for server in self.servers
-            },
+            "sources": {server.name: server.source() for server in self.servers},
             "judges": {"quality": dict(JUDGE)},
             "engine": {"seed": self.seed, "deadline_s": 36_000.0, "max_attempts": 30, **engine},
         }

@@ -1,4 +1,4 @@
-"""Describes simulated servers: their true limits and speed, and what they tell a client, which may differ.
+"""Describes simulated servers: their true limits and speed, and what they announce to a client, which may differ.
 
 A `Server` has no state; `SimulatedServer` plays it. It models a judge behind a rate limit. The work of a request is
 hidden from the client. Service takes work times the server's seconds per unit times noise. There are stragglers, errors
@@ -138,6 +138,16 @@ class Server:
         """Tokens in any `window_s`; None: any number."""
         return self._per_window(self.tokens_per_minute)
 
+    def source(self) -> dict[str, Any]:
+        """The node of `sources:` in our configuration for this server."""
+        return {
+            "kind": "openai",
+            "base_url": "http://simulated.invalid/v1",
+            "model": "simulated",
+            "limits": self.limits(),
+            "price": self.price(),
+        }
+
     def limits(self) -> dict[str, Any]:
         """The `limits:` node of our configuration for this server."""
         if not self.declared:
@@ -166,12 +176,12 @@ class Server:
 
     def describe(self) -> str:
         """Everything that differs from the defaults, in one line for a test."""
-        said = [f"{self.name!r}"]
+        parts = [f"{self.name!r}"]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if value != field.default:
-                said.append(f"{field.name}={value!r}")
-        return f"Server({', '.join(said)})"
+                parts.append(f"{field.name}={value!r}")
+        return f"Server({', '.join(parts)})"
 
     def _per_window(self, per_minute: float | None) -> int | None:
         # Floating point may put a product like 0.7 * 60 just below the whole number.

@@ -112,10 +112,10 @@ class Soaked:
 
     def describe(self, *, most: int = 3) -> str:
         """The first findings with their trials, as text."""
-        said = [f"{finding.describe()}\n{random_trial(finding.seed).describe()}" for finding in self.findings[:most]]
+        texts = [f"{finding.describe()}\n{random_trial(finding.seed).describe()}" for finding in self.findings[:most]]
         if len(self.findings) > most:
-            said.append("more seeds: " + ", ".join(str(finding.seed) for finding in self.findings[most:]))
-        return "\n\n".join(said)
+            texts.append("more seeds: " + ", ".join(str(finding.seed) for finding in self.findings[most:]))
+        return "\n\n".join(texts)
 
 
 def replay_command(seed: int) -> str:

@@ -57,19 +57,19 @@ class Call:
 
     def describe(self) -> str:
         """One line."""
-        said = [f"{self.kind} of {len(self.samples)}" if self.kind != "single" else f"sample {self.samples[0].id}"]
-        said.append(f"at {self.after_s:.3f} s")
+        words = [f"{self.kind} of {len(self.samples)}" if self.kind != "single" else f"sample {self.samples[0].id}"]
+        words.append(f"at {self.after_s:.3f} s")
         if self.deadline_s is not None:
-            said.append(f"deadline {self.deadline_s:.3f} s")
+            words.append(f"deadline {self.deadline_s:.3f} s")
         if self.priority != 0 and self.kind != "stream":
-            said.append(f"priority {'as configured' if self.priority is None else self.priority}")
+            words.append(f"priority {'as configured' if self.priority is None else self.priority}")
         if self.cutoff:
-            said.append(f"cut off at {self.cutoff[0]:.3f} s with {self.cutoff[1]:.2f} of each group")
+            words.append(f"cut off at {self.cutoff[0]:.3f} s with {self.cutoff[1]:.2f} of each group")
         if self.kind == "stream":
-            said.append(f"window {self.window}, one every {self.gap_s:.3f} s")
+            words.append(f"window {self.window}, one every {self.gap_s:.3f} s")
         if self.cancel_after_s is not None:
-            said.append(f"given up after {self.cancel_after_s:.3f} s")
-        return ", ".join(said)
+            words.append(f"given up after {self.cancel_after_s:.3f} s")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -255,11 +255,7 @@ def _config(rng: random.Random, seed: int, servers: tuple[Server, ...]) -> dict[
     return {
         "sources": {
             server.name: {
-                "kind": "openai",
-                "base_url": "http://simulated.invalid/v1",
-                "model": "simulated",
-                "limits": server.limits(),
-                "price": server.price(),
+                **server.source(),
                 "timeouts": {"total_s": rng.choice((120.0, 120.0, 20.0, rng.uniform(1, 60)))},
                 "weight": rng.choice((1.0, 1.0, rng.uniform(0.1, 10))),
             }

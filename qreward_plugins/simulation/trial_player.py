@@ -264,8 +264,8 @@ class _Performance:
         given.ended_at = given.submitted_at + latency_s
         given.returned_at = asyncio.get_running_loop().time()
         given.outcome, given.words = outcome, repr(outcome)
-        said = f"scored {outcome.reward!r}" if isinstance(outcome, Scored) else outcome.describe()
-        self._note(given.sample, f"known since {given.ended_at:.6f}: {said}")
+        ending = f"scored {outcome.reward!r}" if isinstance(outcome, Scored) else outcome.describe()
+        self._note(given.sample, f"known since {given.ended_at:.6f}: {ending}")
 
     def _note(self, sample: Sample, what: str) -> None:
         if self._record.trace is not None:

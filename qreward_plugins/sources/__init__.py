@@ -13,6 +13,7 @@ from .base import Reply, Request, Source
 if TYPE_CHECKING:
     from ..config.source_models import BaseURLs, EndpointConfig, FreeMapping, ModelName, SourceConfig, URLs
     from .endpoint import Endpoint
+    from .endpoint_kind import EndpointKind
     from .function import FunctionSource
     from .http_reading import HTTPReply
     from .kind import LOGITS, TEXT, VALUE, SourceKind
@@ -32,6 +33,7 @@ __all__ = [
     "BaseURLs",
     "Endpoint",
     "EndpointConfig",
+    "EndpointKind",
     "FreeMapping",
     "FunctionSource",
     "HTTPReply",
@@ -57,6 +59,7 @@ __all__ = [
 
 _NAMES = {
     ".endpoint": "Endpoint",
+    ".endpoint_kind": "EndpointKind",
     ".function": "FunctionSource",
     ".http_reading": "HTTPReply",
     ".kind": "LOGITS TEXT VALUE SourceKind",

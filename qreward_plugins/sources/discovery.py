@@ -5,17 +5,23 @@ These requests do not count in the quotas of a source, which does not exist yet.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import anyio
+
 from .dialects import DIALECTS
-from .dialects.detection import Probe, Server, Undetected, detect, lister, open_session
+from .dialects.detection import Probe, Server, Undetected, ask, lister, open_session
 
 CONNECT_S = 5.0
 """Most seconds to connect."""
+LIST_S = 5.0
+"""Most seconds for a list of models. Servers have it at hand, so one that takes longer hangs."""
+SURVEY_S = 30.0
+"""Most seconds to find the dialect of a model: it generates a few tokens for that."""
 _MOST_MODELS = 1000
 _LONGEST_NAME_CHARS = 200
 _COMPATIBLE = "openai"
@@ -57,7 +63,7 @@ class Surveyed:
 
 async def discover(url: str, key: str = "") -> Discovered:
     """Ask the endpoint at `url` for its models, with the API key `key` ("" for none). Raises nothing."""
-    server = Server((url,), "", key, {}, verify_tls=True, connect_s=CONNECT_S)
+    server = Server((url,), "", key, {}, verify_tls=True, connect_s=CONNECT_S, request_s=LIST_S)
     problems: list[str] = []
     async with open_session(server) as session:
         for candidate in _candidates(url):
@@ -87,13 +93,12 @@ async def discover(url: str, key: str = "") -> Discovered:
 
 
 async def survey(url: str, model: str, key: str = "") -> Surveyed | None:
-    """Find the dialect of `model` with at most one small request. Returns None if it is not recognized."""
+    """Find the dialect of `model` with at most one small request. Returns None if it is not recognized in time."""
     server = Server((url,), model, key, {}, verify_tls=True, connect_s=CONNECT_S)
-    try:
-        found = await asyncio.to_thread(detect, "init", server)
-    except Undetected:
-        return None
-    return Surveyed(found.dialect, found.announced)
+    with anyio.move_on_after(SURVEY_S), suppress(Undetected):
+        found = await ask(server)
+        return Surveyed(found.dialect, found.announced)
+    return None
 
 
 def _candidates(url: str) -> list[str]:

@@ -1,42 +1,33 @@
 """Defines `Endpoint`, the base class of every source over HTTP: replicas, key, headers, sending, errors.
 
 The constructor checks the whole configuration and reports all mistakes at once. `send` only encodes, posts (`http`) and
-reads (`replies`). A kind of source defines its body and how its replies are read.
+reads (`replies`). What differs from kind to kind is in `endpoint_kind`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from yarl import URL
 
 from ..config.source_models import EndpointConfig
-from ..errors import (
-    ConfigurationError,
-    Mistake,
-    QRewardError,
-    SampleRefused,
-    SourceError,
-    SourceHeld,
-)
+from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError, SourceHeld
 from ..redaction import names_secret, secrets_in
 from ..replicas.group_weights import group_of
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter
 from .cache_use import CacheUse
 from .clients import open_client, slots_of
-from .demand import Demand, Texture, completion_bound, of_messages
+from .demand import Demand, Texture
+from .endpoint_kind import EndpointKind
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply, Streaming
-from .kind import SourceKind, class_path
-from .lists import Lists
+from .kind import class_path
 from .parameter_demands import ParameterDemands
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
-from .provider import Provider, provider_of
 from .redactor import Redactor
 from .replica import ReplicaStatistics
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints
@@ -47,13 +38,12 @@ _SHUTS_DOWN = b"cannot schedule new futures after shutdown"
 """How vLLM answers new requests while it finishes the others; its `/health` still says 200."""
 
 
-class Endpoint(SourceKind):
+class Endpoint(EndpointKind):
     """A source that is asked by POST, at one URL or at several replicas that share its limits.
 
-    A kind defines `body`, the class `ANSWER` that reads the replies, and a `Config` with the key `url: URLs` (or the
-    key that `URL_KEY` names). This class does the rest: replicas, the key, TLS, proxies of the environment
-    (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`; `~/.netrc` is not read), the size limit of replies, errors by status,
-    `Retry-After`, and redaction of secrets.
+    A kind defines what `EndpointKind` leaves to it. This class does the rest: replicas, the key, TLS, proxies of the
+    environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`; `~/.netrc` is not read), the size limit of replies, errors by
+    status, `Retry-After`, and redaction of secrets.
 
     `name` is its name in the configuration. `mistakes` are the mistakes that the kind found in `config`. `path`
     replaces `PATH` if the path depends on the configuration; `stream_path` is that of streamed replies, if it is
@@ -62,21 +52,6 @@ class Endpoint(SourceKind):
     Raises ConfigurationError with `mistakes` and those that depend on the environment: an unset variable for the key,
     a URL or header that cannot be sent.
     """
-
-    Config: ClassVar[type[EndpointConfig]] = EndpointConfig
-
-    REQUIRED = ("answers", "ANSWER")
-
-    ANSWER: ClassVar[type[Answer]]
-    """The class that reads a reply."""
-    PATH: ClassVar[str] = ""
-    """The path that is appended to each URL."""
-    KEY_HEADER: ClassVar[tuple[str, str]] = ("Authorization", "Bearer ")
-    """The name of the header that carries the key, and the text before the key in its value."""
-    HEADERS: ClassVar[Mapping[str, str]] = {}
-    """Further headers of every request. They are not secret, and headers of the configuration override them."""
-
-    usual_latency_s = 0.5
 
     def __init__(
         self,
@@ -190,16 +165,6 @@ class Endpoint(SourceKind):
         self._replicas.used(lease.replica, reply.usage)
         facts = http.stream
         return reply if facts is None else streamed_reply(reply, facts, request.demand(self))
-
-    def streaming(self, request: Request) -> Streaming | None:
-        """Return how the reply to `request` is streamed. Default: None, it is not."""
-        return None
-
-    def streamed(self, http: HTTPReply | None) -> SourceError | None:
-        """Take note of the reply to a request that asked for a stream; None if there was none. Return an error if the
-        server refused to stream. Default: does nothing.
-        """
-        return None
 
     async def send_batch(
         self, requests: Sequence[Request], *, on_sent: Callable[[], None]
@@ -325,60 +290,6 @@ class Endpoint(SourceKind):
             await self._cache_use.aclose()
         await self._bodies.aclose()
         await self._http.aclose()
-
-    @classmethod
-    def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
-        """Return what the provider counts requests by: the URLs, the model, the key and the headers."""
-        return provider_of(config, environment, cls.key_header(config))
-
-    @classmethod
-    def key_header(cls, config: Any) -> tuple[str, str]:
-        """Return the name of the header that carries the key, and the text before the key. Default: `KEY_HEADER`."""
-        return cls.KEY_HEADER
-
-    @classmethod
-    def plain_headers(cls, config: Any) -> Mapping[str, str]:
-        """Return the headers of every request that are not secret. Default: `HEADERS`."""
-        return cls.HEADERS
-
-    @property
-    def bound_key(self) -> tuple[str, ...]:
-        """The path of the key in the body that bounds a completion. Default: `max_tokens`."""
-        return ("max_tokens",)
-
-    @property
-    def containers(self) -> tuple[str, ...]:
-        """The keys of the body that hold several settings, which `parameters` change one by one. Default: none."""
-        return ()
-
-    def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
-        """Remove the prompt from a body. Return its texts, the tokens of its images, and those of the chat template and
-        of other parts. Default: the chat messages.
-        """
-        messages = body.pop("messages", None)
-        return of_messages(messages) if isinstance(messages, (list, tuple)) else ([], 0, 0)
-
-    def completion_bound(self, body: Mapping[str, Any]) -> int | None:
-        """Return the most completion tokens that a body allows; None if it sets no bound."""
-        return completion_bound(body)
-
-    @property
-    def lists(self) -> Lists | None:
-        """How its server takes several calls in one request; None (default): it takes one. A kind that defines it has
-        the key `batch: Batch | None = None` in its `Config`.
-        """
-        return None
-
-    @property
-    def reads(self) -> object:
-        """The settings that change how replies are read, for the journal's key. Default: None, there are none."""
-        return None
-
-    @abstractmethod
-    def body(self, request: Request) -> Mapping[str, Any]:
-        """Return the body of a request, without the configured parameters. Raises `InputError` for a value that JSON
-        cannot hold.
-        """
 
     def answer(self, url: URL, http: HTTPReply) -> Answer:
         """Return the object that reads the reply of `url`."""

@@ -1,6 +1,6 @@
 """Posts requests with httpx: HTTP/2, SOCKS proxies, client certificates, and any `httpx.Auth`.
 
-It behaves as the client over aiohttp. Two things need care; `httpx_reply` has those of replies:
+It behaves as the client over aiohttp. Two things need care; `httpx_reply` has that of replies:
 
 - httpx reports that a request is sent through the extension `trace` of httpcore.
 - If requests wait in httpx's pool and are cancelled, their slots stay taken for ever (httpx 0.28, httpcore 1.0.9). So
@@ -22,9 +22,10 @@ import httpx
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
+from .compression import ACCEPTED, Undecodable
 from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, os_reason
 from .http_reading import HTTPReply, Reading
-from .httpx_reply import HttpxIncoming, Undecodable
+from .httpx_reply import HttpxIncoming
 from .redactor import Redactor
 
 _LIMIT = "qreward_max_reply_bytes"
@@ -95,7 +96,7 @@ class HttpxClient(HTTPClient[_Clients]):
             if self._auth is not None:
                 transport = _Capped(transport)
             client = clients[proxy] = httpx.AsyncClient(
-                headers={"Accept-Encoding": "gzip, deflate" if self._auth is None else "identity", **self._headers},
+                headers={"Accept-Encoding": ACCEPTED if self._auth is None else "identity", **self._headers},
                 transport=transport,
                 auth=self._auth,
                 # Keeps no cookies.

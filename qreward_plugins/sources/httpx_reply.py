@@ -1,15 +1,11 @@
 """Reads a reply of httpx piece by piece.
 
-Two things need care:
-
-- If a server sends two replies to one request, httpcore takes the second one for the reply to the next request. Such a
-  connection is closed.
-- httpx decompresses whole chunks, so a bomb of 64 KiB would take 64 MB. This module decompresses in bounded pieces.
+If a server sends two replies to one request, httpcore takes the second one for the reply to the next request. Such a
+connection is closed.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -17,9 +13,9 @@ from typing import Any
 import anyio
 import httpx
 
+from .compression import decoder_of
 from .http_reading import Incoming, Timer
 
-_PIECE_BYTES = 65_536
 _MOST_WRAPPERS = 8
 """Streams around that of httpcore: those of httpx and of its authentication."""
 
@@ -46,7 +42,7 @@ class HttpxIncoming(Incoming):
             # Its `httpx.Auth` has read it.
             yield self._response.content
             return
-        decoder = _decoder(self.headers.get("Content-Encoding", ""))
+        decoder = decoder_of(self.headers.get("Content-Encoding"))
         # `aiter_raw` would give the connection back to the pool before it is checked.
         assert isinstance(self._response.stream, httpx.AsyncByteStream)
         async for chunk in self._response.stream:
@@ -96,38 +92,3 @@ class _Timer:
 
     def restart(self, seconds: float | None) -> None:
         self._scope.deadline = float("inf") if seconds is None else anyio.current_time() + seconds
-
-
-class Undecodable(Exception):
-    """A body whose compression is broken or unknown."""
-
-
-class _Decoder:
-    """Decompresses a body in pieces of at most `_PIECE_BYTES`."""
-
-    def __init__(self, wbits: int) -> None:
-        self._zlib = zlib.decompressobj(wbits)
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        while chunk and not self._zlib.eof:
-            try:
-                piece = self._zlib.decompress(chunk, _PIECE_BYTES)
-            except zlib.error:
-                raise Undecodable from None
-            if piece:
-                yield piece
-            chunk = self._zlib.unconsumed_tail
-
-    def end(self) -> None:
-        if not self._zlib.eof:
-            raise Undecodable
-
-
-def _decoder(encoding: str) -> _Decoder | None:
-    encoding = encoding.strip().lower()
-    if encoding in ("", "identity"):
-        return None
-    if encoding in ("gzip", "x-gzip", "deflate"):
-        # 47: gzip or zlib, whichever comes.
-        return _Decoder(47)
-    raise Undecodable

@@ -41,8 +41,8 @@ def folder_mistakes(path: str, limits: ImageLimits) -> list[Mistake]:
     """Return the mistake of a folder of images that does not exist. `path` is that of `limits` in the configuration."""
     if limits.folder is None or Path(limits.folder).expanduser().is_dir():
         return []
-    said = f"there is no folder {limits.folder!r}."
-    return [Mistake(f"{path}.folder", said, "Name the folder of the images, or leave it out.")]
+    problem = f"there is no folder {limits.folder!r}."
+    return [Mistake(f"{path}.folder", problem, "Name the folder of the images, or leave it out.")]
 
 
 def with_images(messages: Sequence[Any], images: Sequence[ShownImage]) -> list[Any]:

@@ -134,6 +134,7 @@ class OpenAISource(Endpoint):
                 ),
                 on_piece=request.on_text,
                 clean=clean,
+                shown=self._http.redactor.of,
                 idle_s=self._idle_s,
                 has_room=passed.has_room,
                 wait_for_room=passed.wait_for_room,

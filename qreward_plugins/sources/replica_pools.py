@@ -14,7 +14,8 @@ from ..errors import ConfigurationError, Mistake
 from ..redaction import without_secrets
 from ..registry import sources
 from ..replicas.group_weights import GroupWeights
-from ..replicas.pool_use import LocalPoolUse, PoolUse
+from ..replicas.local_pool_use import LocalPoolUse
+from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT, SERVER_KINDS
 from ..replicas.spec import PoolSpec
 from ..replicas.topology import Platform, Topology, TopologyError, check_heads, found_devices, found_platform
@@ -39,6 +40,9 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
     if config.sleep_mode and kind.control is None:
         problem = f"{server} has no sleep of its own; `sleep` stops its servers, and `wake_up` starts them."
         mistakes.append(Mistake(f"{where}.sleep_mode", problem, "Leave it out."))
+    if config.colocated and config.placement == "ray":
+        problem = "Ray gives the trainer's GPUs to nobody else, so it cannot place servers there."
+        mistakes.append(Mistake(f"{where}.colocated", problem, "Use `placement: local`, and name the `devices`."))
     if config.command is not None and config.program is not None:
         mistakes.append(Mistake(f"{where}.program", "it is the beginning of command.", "Leave it out."))
     if (
@@ -95,7 +99,7 @@ def _topology(config: ReplicaSetConfig) -> Topology:
     if config.platform != "auto":
         platform = config.platform
     elif config.placement == "ray":
-        from ..replicas.ray_pool import cluster_platform
+        from ..replicas.ray_server import cluster_platform
 
         platform = cluster_platform()
     else:
@@ -119,7 +123,7 @@ def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec, groups: GroupW
     if config.placement == "local":
         return LocalPoolUse(spec, groups)
     from ..named_actors import missing_ray, ray_is_up
-    from ..replicas.ray_pool import RayPoolUse
+    from ..replicas.ray_pool_use import RayPoolUse
 
     if not ray_is_up():
         raise ConfigurationError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from ..config.source_models import Batch, SourceConfig
@@ -21,13 +22,12 @@ from ..errors import (
     TransientError,
 )
 from ..redaction import environment_secrets, secrets_in
-from ..replicas.changes import ChangeFailed
 from ..replicas.group_weights import GroupWeights, group_of
-from ..replicas.pool import PoolFailed
+from ..replicas.pool import ChangeFailed, PoolFailed
 from ..replicas.replica_state import ReplicaState
 from ..replicas.server_kinds import CHAT, SERVER_KINDS
 from ..replicas.spec import PoolSpec
-from ..replicas.weights import Drain, Mode, Update, Weights
+from ..replicas.weights import Drain, Mode, Update, Weights, check_drain
 from ..samples import Sample
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, SourceKind
@@ -40,7 +40,6 @@ from .transfers import WeightTransfer
 _T = TypeVar("_T")
 _LOG_LINES = 20
 _MOST_CHANGES = 1000
-_LONGEST_VERSION_CHARS = 200
 _LOG_CHARS = 300
 _MARKS: Mapping[str, Mark] = {"up": "up", "draining": "draining"}
 
@@ -112,9 +111,24 @@ class ReplicaSet(SourceKind):
         return getattr(self._inner, member)
 
     @property
+    def colocated(self) -> bool:
+        """Whether its servers use the devices of the trainer."""
+        return self._config.colocated
+
+    @property
+    def asleep(self) -> bool:
+        """Whether all replicas slept when the pool was last heard of."""
+        return self._use.asleep
+
+    @property
     def started(self) -> bool:
         """Whether the servers have been started."""
         return self._use.started
+
+    @property
+    def begun(self) -> bool:
+        """Whether the servers have been started, or are being started."""
+        return self._use.begun
 
     async def start(self) -> None:
         """Start the servers, or find those that another process has started, and wait until all are ready.
@@ -136,9 +150,7 @@ class ReplicaSet(SourceKind):
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """See `Source.send`. The first request starts the servers, if `start` has not."""
         await self._prepare()
-        reply = await self._inner.send(request, on_sent=on_sent)
-        self._replied(request, reply)
-        return reply
+        return self._replied(request, await self._inner.send(request, on_sent=on_sent))
 
     async def send_batch(
         self, requests: Sequence[Request], *, on_sent: Callable[[], None]
@@ -146,14 +158,18 @@ class ReplicaSet(SourceKind):
         """Send several requests as one; see `Source`."""
         await self._prepare()
         replies = await self._inner.send_batch(requests, on_sent=on_sent)
-        for request, reply in zip(requests, replies, strict=True):
-            if isinstance(reply, Reply):
-                self._replied(request, reply)
-        return replies
+        return [
+            self._replied(request, reply) if isinstance(reply, Reply) else reply
+            for request, reply in zip(requests, replies, strict=True)
+        ]
 
-    def _replied(self, request: Request, reply: Reply) -> None:
+    def _replied(self, request: Request, reply: Reply) -> Reply:
+        """Note what weights have judged a group; return the reply with the model of the configuration. SGLang and
+        llama.cpp state the private name that tells the servers of a pool apart from others.
+        """
         if self._groups is not None and reply.weights is not None and (group := group_of(request.sample)):
             self._groups.answered(group, (reply.weights.version, reply.weights.identity))
+        return replace(reply, model=self._config.model) if reply.model else reply
 
     def question(self, request: Request) -> object:
         """See `Endpoint.question`. Addresses and topology change no answer, so they are not part of it; the weights
@@ -233,35 +249,20 @@ class ReplicaSet(SourceKind):
         """See `RewardEngine.update_weights`."""
         if (path is None) == (transfer is None):
             raise ValueError("update_weights takes either `path` or `transfer`")
-        _check(mode=(mode, ("rolling", "together")), drain=(drain, ("wait", "abort")))
-        _check_seconds(within_s)
-        _check_version(version)
+        how: dict[str, Any] = {"mode": mode, "drain": drain, "within_s": within_s, "groups": self._groups is not None}
         if transfer is None:
-            groups = self._groups is not None
-            update = Update(version, _absolute(path), mode=mode, drain=drain, within_s=within_s, groups=groups)
-            return await self._changed(self._use.update_weights(update))
+            return await self._changed(self._use.update_weights(Update(version, _absolute(path), **how)))
         if not isinstance(transfer, WeightTransfer):
             raise ValueError(f"transfer is a WeightTransfer, not a {type(transfer).__name__}")
         transfer.check()
-        if not version:
-            raise ValueError("weights from memory need a `version`")
-        update = Update(
-            version,
-            begin=tuple(transfer.begin),
-            receive=tuple(transfer.receive),
-            mode=mode,
-            drain=drain,
-            within_s=within_s,
-            groups=self._groups is not None,
-        )
+        update = Update(version, begin=tuple(transfer.begin), receive=tuple(transfer.receive), **how)
         return await self._changed(transfer.run(self._use, update))
 
     async def sleep(self, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
         """See `RewardEngine.sleep`."""
         if isinstance(level, bool) or level not in (1, 2):
             raise ValueError(f"level is 1 or 2, not {level!r}")
-        _check(drain=(drain, ("wait", "abort")))
-        _check_seconds(within_s)
+        check_drain(drain, within_s)
         await self._changed(self._use.sleep(level=level, drain=drain, within_s=within_s))
 
     async def wake_up(self) -> None:
@@ -290,7 +291,7 @@ class ReplicaSet(SourceKind):
 
     def listen(self, notify: Callable[[], None]) -> None:
         """Call `notify` after every change of a replica, in another thread."""
-        self._use.on_news = notify
+        self._use.on_change = notify
 
     def look(self) -> Sequence[ReplicaChange]:
         """Update the states of the replicas from the pool, and return the changes since the last call. Call it in the
@@ -302,7 +303,7 @@ class ReplicaSet(SourceKind):
 
     async def aclose(self) -> None:
         """Close the connections, and stop the servers if no other process uses them. Idempotent."""
-        self._use.on_news = _ignore
+        self._use.on_change = _ignore
         try:
             await self._inner.aclose()
         finally:
@@ -400,22 +401,3 @@ def _absolute(path: object) -> str:
 
 def _ignore() -> None:
     """Ignore a change, after the source was closed."""
-
-
-def _check(**given: tuple[object, Sequence[str]]) -> None:
-    for name, (value, known) in given.items():
-        if value not in known:
-            raise ValueError(f"{name} is {' or '.join(known)}, not {value!r}")
-
-
-def _check_version(version: object) -> None:
-    # Verdicts, logs and metrics carry it.
-    if not isinstance(version, str) or not version.isprintable() or len(version) > _LONGEST_VERSION_CHARS:
-        raise ValueError(
-            f"version is a printable text of at most {_LONGEST_VERSION_CHARS} characters, not {version!r:.80}"
-        )
-
-
-def _check_seconds(within_s: object) -> None:
-    if isinstance(within_s, bool) or not isinstance(within_s, (int, float)) or not 0 < within_s < float("inf"):
-        raise ValueError(f"within_s is a number of seconds above 0, not {within_s!r}")

@@ -115,6 +115,11 @@ class ReplicaSetConfig(EndpointConfig):
     """Whether `sleep` uses the sleep of vLLM or SGLang, which keeps their processes. Otherwise their servers are
     stopped, and `wake_up` starts them. vLLM is then started in its development mode. Default: false."""
 
+    colocated: Flag = False
+    """Whether the servers use the devices of the trainer. They then take calls only while the trainer asks for rewards,
+    and sleep while it trains. The adapters see to it; a trainer that asks for rewards while it trains is refused. It
+    needs `placement: local`. Default: false."""
+
     affinity: Literal["group", "none"] = "none"
     """`group`: one version of the weights judges a group. While they are updated, siblings go to replicas with the
     version that has begun to judge the group, and the last of these is updated when no sample of such a group is under

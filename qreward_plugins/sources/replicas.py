@@ -296,7 +296,7 @@ class Replicas:
         while True:
             if self.gate is not None:
                 self.gate.look()
-            replica, tokens = self._chosen(now, hints)
+            replica = self._chosen(now, hints)
             if self.gate is None:
                 if hints.group:
                     self.groups.begin(hints.group, _named(replica.weights))
@@ -305,26 +305,24 @@ class Replicas:
                 break
         self._uses += 1
         replica.last_used = self._uses
-        return Lease(self, replica, hints, tokens, now)
-
-    def _chosen(self, now: float, hints: RoutingHints) -> tuple[Replica, int]:
         # Counts are not shown for a source with one replica.
         tokens = 1 if hints is NO_HINTS else self._tokens(hints)
+        return Lease(self, replica, hints, tokens, now)
+
+    def _chosen(self, now: float, hints: RoutingHints) -> Replica:
         if len(self._replicas) == 1 and self._replicas[0].mark == "up":
-            replica = self._replicas[0]
-        else:
-            up = [replica for replica in self._replicas if replica.mark == "up"]
-            if hints.group:
-                up = self._of_group(hints.group, up)
-            if not up:
-                held = "" if self.gate is None else self.gate.held()
-                if held:
-                    raise SourceHeld(f"source {self._name!r}: {held}")
-                raise TransientError(f"source {self._name!r}: no replica is up")
-            candidates = [replica for replica in up if replica.takes_calls(now)] or up
-            same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
-            replica = chosen(candidates, self._routing, hints.prefix, tokens=tokens, same_prefix=same_prefix, now=now)
-        return replica, tokens
+            return self._replicas[0]
+        up = [replica for replica in self._replicas if replica.mark == "up"]
+        if hints.group:
+            up = self._of_group(hints.group, up)
+        if not up:
+            held = "" if self.gate is None else self.gate.held()
+            if held:
+                raise SourceHeld(f"source {self._name!r}: {held}")
+            raise TransientError(f"source {self._name!r}: no replica is up")
+        candidates = [replica for replica in up if replica.takes_calls(now)] or up
+        same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
+        return chosen(candidates, self._routing, hints.prefix, same_prefix=same_prefix, now=now)
 
     def _of_group(self, group: str, up: list[Replica]) -> list[Replica]:
         """Return the replicas with the weights that have begun to judge a group; all if none has them any more."""

@@ -143,7 +143,9 @@ class Answer:
         return json_of(self.http.body)
 
     def read_content(self, content: Any) -> Reply | QRewardError:
-        """Read what `parsed` returned; of a reply to several calls, one of the parts that `Lists.parts` returned."""
+        """Read what `parsed` returned; of a reply to several calls, one of the parts that `Lists.parts` returned. Each
+        class overrides this or, if it takes one call in a request, `read`.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines neither `read` nor `read_content`")
 
     def error_of(self, problem: Problem) -> QRewardError:

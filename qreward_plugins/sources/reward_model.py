@@ -115,8 +115,8 @@ class RewardModelSource(Endpoint):
         mistakes += _overridden(f"sources.{name}.parameters", config, protocol)
         end = next((url for url in config.urls if _ends_with_start(url, protocol.path)), None)
         if end is not None:
-            said = f"{protocol.path} is added to it, and it ends with a part of that."
-            mistakes.append(Mistake(f"sources.{name}.base_url", said, "Write the server without a path."))
+            added_twice = f"{protocol.path} is added to it, and it ends with a part of that."
+            mistakes.append(Mistake(f"sources.{name}.base_url", added_twice, "Write the server without a path."))
         if config.batch is not None:
             mistakes += _not_batched(f"sources.{name}", config, protocol)
         super().__init__(name, config, mistakes=mistakes, path=protocol.path)

@@ -17,18 +17,18 @@ from .replica import Replica
 STALE_S = 5.0
 """Seconds after which a reading of a KV cache does not count any more."""
 ROOM = 4
-"""A replica with fewer requests under way is never overloaded: with few requests, the mean says little."""
+"""Replicas whose requests under way differ by fewer than this count as equally loaded: a process sees only its own."""
 
 _64 = (1 << 64) - 1
 
 
 def chosen(
-    replicas: Sequence[Replica], routing: Routing, prefix: Prefix | None, *, tokens: int, same_prefix: int, now: float
+    replicas: Sequence[Replica], routing: Routing, prefix: Prefix | None, *, same_prefix: int, now: float
 ) -> Replica:
     """Return one of `replicas`, of which there is at least one.
 
-    `tokens` are those of the request (estimated). `same_prefix` counts the requests with its prefix that are under way,
-    this one included. `now` is the event loop's time in seconds.
+    `same_prefix` counts the requests under way with the prefix of the request, this one included. `now` is the event
+    loop's time in seconds.
     """
     left = replicas
     for name in routing.strategies:
@@ -36,47 +36,44 @@ def chosen(
             break
         if name == "prefix_aware":
             if prefix is not None:
-                left = [_by_prefix(left, prefix.key, tokens, same_prefix, routing.overload_threshold)]
+                left = [_by_prefix(left, prefix.key, same_prefix, routing.overload_requests)]
         else:
             left = _STRATEGIES[name](left, now)
     return min(left, key=lambda replica: replica.last_used) if len(left) > 1 else left[0]
 
 
-def _by_prefix(replicas: Sequence[Replica], key: int, tokens: int, same_prefix: int, threshold: float) -> Replica:
+def _by_prefix(replicas: Sequence[Replica], key: int, same_prefix: int, most_above: int) -> Replica:
     """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018, arXiv:1608.01350).
 
     Every prefix has its own order of the replicas, by rendezvous hashing (Thaler, Ravishankar, 1998), so a replica that
-    comes or goes moves only its own share of the prefixes. A replica is overloaded if its load, in tokens under way, is
-    above `threshold` times the mean; then the next one in this order is chosen. Three additions keep the loads even:
+    comes or goes moves only its own share of the prefixes. A replica is overloaded if it has `most_above` requests
+    under way more than the mean; then the next one in this order is chosen. The paper multiplies the mean by a factor.
+    A factor splits the first groups of a batch, when the mean is small, and leaves some replicas with much longer
+    queues at its end. Requests are counted, not their tokens: most prompt tokens come from the cache, and decoding
+    takes the time. Three additions keep the loads even:
 
-    - A new prefix goes to the less loaded of its first two replicas (Mitzenmacher, "The power of two choices", 2001).
-      Separate processes still agree on these two.
+    - A new prefix goes to the first replica in its order among the least loaded ones. Separate processes, which see
+      loads that differ by a few requests, agree on most prefixes.
     - A prefix that was sent to a replica before goes there again, in its own order if there are several.
     - A prefix with more requests under way than a replica's share, such as instructions without a question, is spread
       over as many replicas as it fills.
     """
-    total, requests = tokens, 1
-    for replica in replicas:
-        total += replica.pending_tokens
-        requests += replica.in_flight
-    # The replica with the smallest load is always below this bound, because the request counts in the mean.
-    bound = threshold * total / len(replicas)
-
-    def is_free(replica: Replica) -> bool:
-        return replica.in_flight < ROOM or replica.pending_tokens < bound
+    mean = (1 + sum(replica.in_flight for replica in replicas)) / len(replicas)
+    bound = mean + most_above
 
     def rank(replica: Replica) -> int:
         return _mixed(key, replica.seed)
 
-    homes = math.ceil(same_prefix / max(requests / len(replicas), 2 * ROOM))
-    if homes <= 1:
-        knowing = [replica for replica in replicas if replica.knows(key) and is_free(replica)]
-        if knowing:
-            return max(knowing, key=rank)
-        homes = 2
-    order = sorted(replicas, key=rank, reverse=True)
-    home = min(order[:homes], key=lambda replica: replica.pending_tokens)
-    return home if is_free(home) else next(filter(is_free, order))
+    homes = math.ceil(same_prefix / max(mean, 2 * ROOM))
+    if homes > 1:
+        order = sorted(replicas, key=rank, reverse=True)
+        home = min(order[:homes], key=lambda replica: replica.pending_tokens)
+        return home if home.in_flight < bound else next(replica for replica in order if replica.in_flight < bound)
+    knowing = [replica for replica in replicas if replica.in_flight < bound and replica.knows(key)]
+    if knowing:
+        return max(knowing, key=rank)
+    fewest = min(replica.in_flight for replica in replicas)
+    return max((replica for replica in replicas if replica.in_flight < min(bound, fewest + ROOM)), key=rank)
 
 
 def _mixed(key: int, seed: int) -> int:

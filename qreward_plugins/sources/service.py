@@ -144,9 +144,9 @@ class HTTPSource(Endpoint):
         replaced = [key for key, part in config.body.items() if part in _RESPONSE and key in config.parameters]
         if any(part in _RESPONSE for key, part in config.body.items() if key not in config.parameters):
             replaced = []
-        said = "only this key of `body` holds the response, and then every response would get the same score."
+        problem = "only this key of `body` holds the response, and then every response would get the same score."
         where = f"sources.{name}.parameters"
-        mistakes = [Mistake(f"{where}.{key}", said, "Leave it out.") for key in replaced]
+        mistakes = [Mistake(f"{where}.{key}", problem, "Leave it out.") for key in replaced]
         super().__init__(name, known, mistakes=[*mistakes, *folder_mistakes(f"sources.{name}.images", config.images)])
         self._parts = dict(config.body)
         self._images = config.images
@@ -166,8 +166,8 @@ class HTTPSource(Endpoint):
     def lists(self) -> Lists | None:
         return Lists(dict.fromkeys(self._parts, one), self._results)
 
-    def _results(self, said: Any) -> list[tuple[Any, Any]]:
-        results = said if self._results_key is None else at_path(said, self._results_key)
+    def _results(self, content: Any) -> list[tuple[Any, Any]]:
+        results = content if self._results_key is None else at_path(content, self._results_key)
         key = self._index_key
         if key is None:
             return in_order(results, lambda result: result)
@@ -229,11 +229,11 @@ class HTTPSource(Endpoint):
 
 def _named(config: HTTPSource.Config) -> str:
     name = config.model or config.url[0].partition("://")[2]
-    said = {"body": config.body, "score_key": config.score_key}
+    settings = {"body": config.body, "score_key": config.score_key}
     fields = type(config).model_fields
-    if said == {key: fields[key].get_default(call_default_factory=True) for key in said}:
+    if settings == {key: fields[key].get_default(call_default_factory=True) for key in settings}:
         return name
-    canonical = orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+    canonical = orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)
     return f"{name}#{hashlib.blake2b(canonical, digest_size=4).hexdigest()}"
 
 

@@ -135,8 +135,10 @@ def progress_of(dialect: str) -> Progress:
 
 class StreamPassing:
     """Hands on one stream. `on_begin` is called with status and headers before the first `on_piece`, which is called
-    with one or several whole events. `clean` redacts the source's secrets. `idle_s`: most seconds between two events;
-    None: any number.
+    with one or several whole events. `clean` redacts the source's long secrets in each event. A secret that a server
+    spreads over several events reaches the client, but no message: those have what a server says instead of an answer,
+    after `shown`, which redacts all secrets and leaves one line. `idle_s`: most seconds between two events; None: any
+    number.
 
     Pieces are text as UTF-8 with surrogate escapes, so that encoding them gives the bytes that came.
     """
@@ -148,6 +150,7 @@ class StreamPassing:
         on_begin: Callable[[int, Mapping[str, str]], None],
         on_piece: Callable[[str], None],
         clean: Callable[[str], str] | None = None,
+        shown: Callable[[str], str] = str,
         idle_s: float | None = None,
         has_room: Callable[[], bool] = lambda: True,
         wait_for_room: Callable[[], Awaitable[None]] | None = None,
@@ -156,7 +159,7 @@ class StreamPassing:
         self.events = 0
         """Events with a part of the answer."""
         self._progress = progress
-        self._on_begin, self._on_piece, self._clean = on_begin, on_piece, clean
+        self._on_begin, self._on_piece, self._clean, self._shown = on_begin, on_piece, clean, shown
         self._room, self._wait = has_room, wait_for_room
         self._head: tuple[int, Mapping[str, str]] = (200, {})
         self._most = 0
@@ -258,11 +261,8 @@ class StreamPassing:
         """Return the body that states model and usage, as a reply that is not streamed does."""
         return {"model": self._progress.model, self._progress.USAGE: self._progress.usage or None}
 
-    def _shown(self, text: str) -> str:
-        return text if self._clean is None else self._clean(text)
-
 
 def _words(error: Any) -> str:
     if isinstance(error, Mapping):
         error = error.get("message") or error.get("code") or error.get("type")
-    return error[:200] if isinstance(error, str) and error else "no reason given"
+    return error if isinstance(error, str) and error else "no reason given"

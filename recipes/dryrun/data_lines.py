@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prepare_data import DataError, Report, check, load_tokenizer
+from dataset.checks import Report, check, load_tokenizer
+from dataset.files import DataError
 
 from .lines import Line
 from .machine import local_model

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepare_data import Task
+from dataset.formats import Task
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.config import Config, sources_of
-from qreward_plugins.config.framework import with_framework
+from qreward_plugins.config.framework import colocated_sources, with_framework
 from qreward_plugins.errors import QRewardError
 from qreward_plugins.planning import Assumptions, Lengths, plan
 
@@ -35,6 +35,15 @@ _FASTEST = 100.0
 """Tokens a second that no large model gives each request of a full batch."""
 _TOKENS_A_SECOND = 30.0
 """What a full batch leaves each request, for a plan without a measurement."""
+
+
+_SHARES: Mapping[str | None, tuple[str, float | None]] = {
+    "vllm": ("gpu_memory_utilization", 0.9),
+    "sglang": ("mem_fraction_static", None),
+}
+"""The argument of a server that says which share of a GPU's memory it takes, and its default; None: it computes one."""
+_MOST_MEMORY = 0.95
+"""The share of a GPU's memory that servers may take together. CUDA itself needs some."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +121,48 @@ def key_variables(config: Config) -> Iterator[str]:
 
 
 def judge_devices(config: Config) -> Iterator[int]:
-    """The devices that sources of kind `replicas` name."""
+    """The devices that sources of kind `replicas` name for themselves, and not to share them with the trainer."""
     for source in config.sources.values():
-        if source.kind == "replicas":
+        if source.kind == "replicas" and not getattr(source, "colocated", False):
             yield from (device for device in getattr(source, "devices", None) or () if isinstance(device, int))
+
+
+def sleeping_lines(config: Config, problem: str, *, engine_share: float | None, key: str) -> Iterator[Line]:
+    """Whether servers of `colocated: true` can use the trainer's GPUs. `problem`: why they cannot sleep meanwhile;
+    "" if they can. `engine_share`: the share of each GPU's memory that the inference engine takes, by its key `key`.
+    """
+    names = colocated_sources(config)
+    if names and problem:
+        yield Line("sleeping judge", "FAIL", problem, "give the judge devices of its own, and remove `colocated`")
+        return
+    shares = {name: share for name in names if (share := _share(config.sources[name])) is not None}
+    for name in names:
+        devices: set[Any] = set(config.sources[name].devices or ())
+        beside = {key: engine_share} if engine_share is not None else {}
+        for other, share in shares.items():
+            if other != name and not devices.isdisjoint(config.sources[other].devices or ()):
+                beside[f"source {other}"] = share
+        found = f"{name} sleeps while the trainer trains"
+        if name not in shares or not beside:
+            yield Line("sleeping judge", "ok", found)
+            continue
+        argument = _SHARES[config.sources[name].server][0]
+        others = " and ".join(f"{share:g} of {whose}" for whose, share in beside.items())
+        found = f"{found}; {argument} {shares[name]:g}, beside {others}"
+        if shares[name] + sum(beside.values()) > _MOST_MEMORY:
+            yield Line("sleeping judge", "FAIL", f"{found}: all are in memory while responses are generated",
+                       f"lower one of them, to {_MOST_MEMORY:g} together")  # fmt: skip
+        else:
+            yield Line("sleeping judge", "ok", found)
+
+
+def _share(source: Any) -> float | None:
+    """The share of a GPU's memory that a server takes; None if it is not known."""
+    argument, default = _SHARES.get(source.server, ("", None))
+    try:
+        return float(source.arguments.get(argument, default))
+    except (TypeError, ValueError):
+        return None
 
 
 def _summary(config: Config) -> Line:

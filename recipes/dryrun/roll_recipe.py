@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from .data_lines import data_lines, tokenizer_of
-from .judging import Step, judge_devices, judge_lines
+from .judging import Step, judge_devices, judge_lines, sleeping_lines
 from .lines import Line, check
 from .machine import folder_line, gpu_line, has_module, model_line, packages_line, path_line
 
@@ -61,7 +61,9 @@ def roll_lines(folder: Path, name: str, roll: Path, *, ask: bool) -> list[Line]:
         if not configs:
             return lines
         lines.append(_workers(tree))
-    config = configs[0]
+        config = configs[0]
+        judged = _judged(config.rewards)
+    lines += share_lines(tree, list(config.rewards))
     lines.append(model_line("model", str(config.pretrain)))
     lines.append(folder_line("results", roll / str(tree["output_dir"])))
     engine = str(config.actor_infer.strategy_args.strategy_name)
@@ -79,21 +81,24 @@ def roll_lines(folder: Path, name: str, roll: Path, *, ask: bool) -> list[Line]:
         tags=frozenset(tag for domain in config.rewards.values() for tag in domain.tag_included),
     )
     lines += data
-    from qreward_plugins.errors import ConfigurationError
-    from roll_adapter.settings import load_settings
+    found_tags = {task.source for report in reports for task in report.tasks}
+    if reports and not any(line.status == "FAIL" for line in data):
+        lines += rowless_lines(tree, {name: set(its.tag_included) for name, its in config.rewards.items()}, found_tags)
+    from roll_adapter.settings import phases_problem
 
-    judged = {domain: worker for domain, worker in config.rewards.items()
-              if str(worker.worker_cls).startswith("roll_adapter")}  # fmt: skip
+    settings, mistakes = _settings_of(judged, config.rpc_timeout)
+    # Before the judges: a variable that they lack must not hide that there are too few GPUs.
     needed = 1 + max((max(map(int, devices)) for devices in _devices(config)), default=-1)
+    taken = {device for each in settings.values() for device in judge_devices(each)}
+    lines.append(gpu_line(1, needed, judge_devices=taken))
     if not judged:
         lines.append(Line("judges", "FAIL", "no domain has a worker of roll_adapter", "see docs/roll.md"))
-    for domain, worker in judged.items():
-        try:
-            settings = load_settings(worker, domain=domain, rpc_timeout_s=config.rpc_timeout, warn=False)
-        except ConfigurationError as error:
-            lines.append(Line("judges", "FAIL", str(error), "qreward check FILE says it with line numbers"))
-            continue
-        lines.append(gpu_line(1, needed, judge_devices=judge_devices(settings)))
+    lines += mistakes
+    for domain, its in settings.items():
+        worker = judged[domain]
+        share = config.actor_infer.strategy_args.strategy_config.get("gpu_memory_utilization")
+        key = "actor_infer's gpu_memory_utilization"
+        lines += sleeping_lines(its, phases_problem(config), engine_share=share, key=key)
         tags = set(worker.tag_included)
         task = next((task for report in reports for task in report.tasks if task.source in tags), None)
         shares = tree["actor_train"]["data_args"].get("domain_interleave_probs") or {domain: 1.0}
@@ -104,8 +109,8 @@ def roll_lines(folder: Path, name: str, roll: Path, *, ask: bool) -> list[Line]:
             most_response_tokens=int(tree["response_length"]),
             prompt_tokens=reports[0].mean_tokens if reports else None,
         )
-        file = (worker.reward_manager_config or [{}])[0].get("config") or os.environ.get("QREWARD_CONFIG")
-        lines += judge_lines(settings, Path(file) if file else None, task, step, ask=ask)
+        file = _file_of(worker)
+        lines += judge_lines(its, Path(file) if file else None, task, step, ask=ask)
     return lines
 
 
@@ -119,6 +124,74 @@ def _elsewhere() -> Iterator[None]:
             yield
         finally:
             os.chdir(before)
+
+
+def _judged(rewards: dict[str, Any]) -> dict[str, Any]:
+    """The domains whose workers are `QRewardWorker`s or of a subclass."""
+    named = {domain: worker for domain, worker in rewards.items() if str(worker.worker_cls).startswith("roll_adapter")}
+    try:
+        from roll_adapter.settings import is_ours
+
+        return {domain: worker for domain, worker in rewards.items() if domain in named or is_ours(worker)}
+    except ImportError:
+        return named  # the line about the classes says what is missing
+
+
+def _settings_of(judged: dict[str, Any], rpc_timeout_s: float) -> tuple[dict[str, Any], list[Line]]:
+    """The settings of each domain, and a line for each that has none because of mistakes."""
+    from qreward_plugins.errors import ConfigurationError
+    from roll_adapter.settings import load_settings
+
+    settings: dict[str, Any] = {}
+    lines: list[Line] = []
+    for domain, worker in judged.items():
+        try:
+            settings[domain] = load_settings(worker, domain=domain, rpc_timeout_s=rpc_timeout_s, warn=False)
+        except ConfigurationError as error:
+            file = _file_of(worker)
+            remedy = f"then: qreward check {file}" if file else ""
+            lines.append(Line("judges", "FAIL", str(error), remedy))
+    return settings, lines
+
+
+def _file_of(worker: Any) -> str | None:
+    trees = worker.reward_manager_config or [{}]
+    return trees[0].get("config") or os.environ.get("QREWARD_CONFIG")
+
+
+def share_lines(tree: dict[str, Any], domains: list[str]) -> list[Line]:
+    """Whether the shares of the domains fit the domains. ROLL fails on others minutes after its start, and trains on no
+    row of a domain without a share.
+    """
+    shares = tree["actor_train"]["data_args"].get("domain_interleave_probs") or {}
+    key = "actor_train.data_args.domain_interleave_probs"
+    lines = []
+    unknown = sorted(set(shares) - set(domains))
+    if unknown or not shares:
+        problem = f"{', '.join(unknown)} is no domain of rewards" if unknown else "is not set"
+        remedy = f"write {key}: {{{', '.join(f'{name}: {1 / len(domains):.2g}' for name in domains)}}}"
+        lines.append(Line("domains", "FAIL", f"{key}: {problem}", remedy))
+    untrained = [name for name in domains if name not in shares]
+    if untrained and shares:
+        problem = f"{', '.join(untrained)}: not in {key}, so ROLL trains on none of its rows"
+        lines.append(Line("domains", "note", problem, "add it, unless it is for the validation only"))
+    return lines or [Line("domains", "ok", ", ".join(f"{name} {share:g}" for name, share in shares.items()))]
+
+
+def rowless_lines(tree: dict[str, Any], tags: dict[str, set[str]], found: set[str]) -> list[Line]:
+    """A line for each domain that has a share of the batch, but no row. `found` are the tags of the data."""
+    shares = tree["actor_train"]["data_args"].get("domain_interleave_probs") or {}
+    return [
+        Line(
+            "domains",
+            "FAIL",
+            f"{name}: no training row has one of its tags ({', '.join(sorted(tags[name])) or 'none'}); the data has "
+            f"{', '.join(sorted(found))}",
+            f"correct rewards.{name}.tag_included, or add a file with such rows to actor_train.data_args.file_name",
+        )
+        for name in shares
+        if name in tags and not tags[name] & found
+    ]
 
 
 def _workers(tree: dict[str, Any]) -> Line:

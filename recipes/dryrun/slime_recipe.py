@@ -11,13 +11,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from qreward_plugins.errors import ConfigurationError
+from slime_adapter.start import contradictions
+
 from .data_lines import data_lines, tokenizer_of
-from .judging import Step, judge_devices, judge_lines
+from .judging import Step, judge_devices, judge_lines, sleeping_lines
 from .lines import Line, check
 from .machine import folder_line, gpu_line, has_module, model_line, packages_line, path_line
 
 _HOOKS = (
     "custom_rm_path",
+    "data_source_path",
     "custom_reward_post_process_path",
     "dynamic_sampling_filter_path",
     "custom_rollout_log_function_path",
@@ -37,6 +41,7 @@ def slime_lines(judges: Path, flags: Sequence[str], *, ask: bool) -> list[Line]:
         return lines
     args = parsed[0]
     lines.append(check("hooks", lambda: _hooks(args), "correct the dotted path"))
+    lines.extend(Line(mistake.path, "FAIL", mistake.problem, mistake.remedy) for mistake in contradictions(args))
     lines.append(model_line("model", str(args.hf_checkpoint)))
     lines.append(path_line("reference", str(args.ref_load), "make it with slime's tools/convert_hf_to_torch_dist.py"))
     if getattr(args, "sglang_config", None):
@@ -55,7 +60,6 @@ def slime_lines(judges: Path, flags: Sequence[str], *, ask: bool) -> list[Line]:
     )
     lines += data
     from qreward_plugins.config import load_layers
-    from qreward_plugins.errors import ConfigurationError
 
     try:
         settings = load_layers(_tree(judges), origin="qreward")
@@ -66,6 +70,10 @@ def slime_lines(judges: Path, flags: Sequence[str], *, ask: bool) -> list[Line]:
     if not args.colocate and args.rollout_num_gpus:
         nodes = -(-(nodes * gpus + int(args.rollout_num_gpus)) // gpus)
     lines.append(gpu_line(nodes, gpus, judge_devices=judge_devices(settings)))
+    from slime_adapter.phases import problem_of
+
+    share = getattr(args, "sglang_mem_fraction_static", None)
+    lines += sleeping_lines(settings, problem_of(args)[0], engine_share=share, key="--sglang-mem-fraction-static")
     samples = int(args.rollout_batch_size) * int(args.n_samples_per_prompt)
     task = next((report.tasks[0] for report in reports if report.tasks), None)
     step = Step(
@@ -112,7 +120,7 @@ def _hooks(args: argparse.Namespace) -> str:
     for path in filter(None, named.values()):
         module, _, name = path.rpartition(".")
         getattr(importlib.import_module(module), name)
-    if not str(named["custom_rm_path"] or "").startswith("slime_adapter."):
+    if not str(named["custom_rm_path"] or "slime_adapter.").startswith("slime_adapter."):
         raise ValueError("--custom-rm-path is not slime_adapter.reward, so qreward would not be asked")
     return ", ".join(path for path in named.values() if path)
 

@@ -17,7 +17,7 @@ from unittest import mock
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from .data_lines import data_lines, tokenizer_of
-from .judging import Step, judge_devices, judge_lines
+from .judging import Step, judge_devices, judge_lines, sleeping_lines
 from .lines import Line, check
 from .machine import folder_line, gpu_line, local_model, model_line, packages_line
 
@@ -66,6 +66,7 @@ def verl_lines(folder: Path, name: str, overrides: Sequence[str], *, ask: bool) 
         lines += [_gpus(config, ()), Line("judges", "FAIL", str(error), "qreward check FILE says it with line numbers")]
         return lines
     lines.append(_gpus(config, judge_devices(settings)))
+    lines += _sleeping(config, settings)
     lines.append(check("reward manager", lambda: _manager(config, settings), "see docs/verl.md"))
     rows = sum(len(report.tasks) for report in reports)
     batch = int(config.data.train_batch_size)
@@ -228,6 +229,24 @@ def _gpus(config: DictConfig, devices: Any) -> Line:
     if judge.enable and judge.enable_resource_pool:
         nodes, per_node = nodes + int(judge.nnodes), max(per_node, int(judge.n_gpus_per_node))
     return gpu_line(nodes, per_node, judge_devices=devices)
+
+
+def _sleeping(config: DictConfig, settings: Any) -> Iterator[Line]:
+    from verl_adapter.phases import problem_of
+    from verl_adapter.trainers import trainer_of
+
+    problem = problem_of(config, trainer_of(config).name)
+    key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    share = float(config.actor_rollout_ref.rollout.gpu_memory_utilization)
+    # With verl's own reward model on the same GPUs, rewards come while the inference engine sleeps.
+    apart = config.reward.reward_model.enable and not config.reward.reward_model.enable_resource_pool
+    actor = config.actor_rollout_ref.actor
+    state = actor.get("fsdp_config") or actor.get("megatron") or {}
+    lines = list(sleeping_lines(settings, problem, engine_share=None if apart else share, key=key))
+    if lines and not (state.get("param_offload") and state.get("optimizer_offload")):
+        yield Line("training state", "note", "param_offload and optimizer_offload are not both on, so the policy keeps "
+                   "memory that the judge may need", "set them below actor_rollout_ref.actor.fsdp_config")  # fmt: skip
+    yield from lines
 
 
 def _manager(config: DictConfig, settings: Any) -> str:

@@ -21,14 +21,11 @@ set -euo pipefail
 
 usage="usage: recipes/roll/run.sh grpo|ppo|NAME [--dry-run [--offline]]"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=recipes/common.sh
+source "$(dirname "$here")/common.sh"
+take_dry_run "$@"
+set -- ${rest[@]+"${rest[@]}"}
 recipe=${1:-}
-table=
-options=()
-if [[ ${2:-} == --dry-run ]]; then
-    table=1
-    [[ ${3:-} != --offline ]] || options=(--offline)
-    set -- "$1" "${@:3+${#options[@]}}"
-fi
 if (($# != 1)) || [[ $recipe == base || $recipe == judges || ! -e $here/$recipe.yaml ]]; then
     echo "$usage" >&2
     exit 2
@@ -40,17 +37,9 @@ rules=${QREWARD_RULES:-$(dirname "$config")/rules.py}
 [[ -n ${QREWARD_RULES:-} || -e $rules ]] || rules=$here/rules.py
 journal=${QREWARD_JOURNAL:-qreward-$recipe.sqlite}
 dry_run=${QREWARD_DRY_RUN:-}
-# The run has another current directory.
-for path in roll config rules journal; do
-    [[ ${!path} == /* ]] || printf -v "$path" %s "$PWD/${!path}"
-done
+make_absolute roll config rules journal
 export QREWARD_CONFIG=$config QREWARD_RULES=$rules QREWARD_JOURNAL=$journal PYTHONUNBUFFERED=1
 export PYTHONPATH=$roll${PYTHONPATH:+:$PYTHONPATH}
-
-# The variables that the judges' file reads. A comma follows those with a default.
-named_variables() {
-    sed 's/#.*//' "$config" | grep -oE 'oc\.env:\w+,?|api_key_env:\s*"?\w+' | sed -E 's/^.*[^[:alnum:]_,]//' | sort -u
-}
 
 # The recipe as ROLL composes it, unresolved; then a line of dashes and the paths that it needs. Relative paths start at
 # ROLL's folder.
@@ -76,9 +65,6 @@ if [[ $table ]]; then
     exec python3 "$(dirname "$here")/dry_run.py" "${options[@]}" roll "$here" "$recipe" "$roll"
 fi
 
-# Report everything that is missing at once, because each start of a run takes minutes.
-missing=()
-need() { [[ -e $2 ]] || missing+=("$1: $2 does not exist${3:+ ($3)}"); }
 start=$roll/examples/start_rlvr_pipeline.py
 need ROLL_DIR "$start" "a checkout of ROLL"
 need QREWARD_CONFIG "$config"
@@ -89,17 +75,7 @@ if told=$(composed 2>&1); then
 else
     missing+=("$recipe.yaml: ${told##*$'\n'}")
 fi
-carried=()
-if [[ -e $config ]]; then
-    for name in $(named_variables) ${QREWARD_ENV:-}; do
-        variable=${name%,}
-        if [[ -n ${!variable:-} ]]; then
-            carried+=("$variable")
-        elif [[ $variable == "$name" ]]; then
-            missing+=("$name: not set")
-        fi
-    done
-fi
+carry_variables "$config"
 if [[ ! $dry_run ]]; then
     command -v qreward >/dev/null || missing+=("qreward: not installed (pip install . beside ROLL)")
     if ! command -v ray >/dev/null; then
@@ -110,11 +86,7 @@ if [[ ! $dry_run ]]; then
 RAY_API_SERVER_ADDRESS (http://127.0.0.1:8265); to end it: ray stop")
     fi
 fi
-if ((${#missing[@]})); then
-    echo "recipes/roll/run.sh: cannot start:" >&2
-    printf '  %s\n' "${missing[@]}" >&2
-    exit 2
-fi
+stop_if_missing
 
 # Hydra takes the folder of the configuration relative to ROLL's script.
 folder=$(python3 -c '
@@ -124,16 +96,9 @@ print(os.path.relpath(folder, os.path.dirname(script)))
 ' "$here" "$start")
 train=(env -C "$roll" python3 "$start" --config_path "$folder" --config_name "$recipe")
 
-# For a Ray that runs: the environment of every process of the job, as JSON. Masked is whatever the judges' file reads:
-# which of it is a secret is for nobody to guess.
-runtime_env() {
-    python3 -c '
-import json, os, sys
-mask, *names = sys.argv[1:]
-fixed = ("PYTHONPATH", "PYTHONUNBUFFERED", "QREWARD_CONFIG", "QREWARD_RULES", "QREWARD_JOURNAL", "PRETRAIN", "OUTPUT_DIR")
-told = {name: os.environ[name] for name in fixed if name in os.environ}
-print(json.dumps({"env_vars": {**{name: "***" if mask else os.environ[name] for name in names}, **told}}))
-' "$1" "${carried[@]}"
+# For a Ray that runs.
+job_env() {
+    runtime_env "$1" PYTHONPATH PYTHONUNBUFFERED QREWARD_CONFIG QREWARD_RULES QREWARD_JOURNAL PRETRAIN OUTPUT_DIR
 }
 
 # From a file and not as --runtime-env-json: this command runs as long as the training does, and everybody on the
@@ -141,18 +106,16 @@ print(json.dumps({"env_vars": {**{name: "***" if mask else os.environ[name] for 
 submit=(ray job submit --address "${RAY_API_SERVER_ADDRESS:-}" --runtime-env /dev/stdin --)
 
 if [[ $dry_run ]]; then
-    printf '# configuration\n%s\n# environment\n%s\n# command\n' "${told%$'\n---\n'*}" "$(runtime_env mask)"
+    printf '# configuration\n%s\n# environment\n%s\n# command\n' "${told%$'\n---\n'*}" "$(job_env mask)"
     printf '%q ' ${RAY_API_SERVER_ADDRESS:+"${submit[@]}"} "${train[@]}"
     echo
     exit
 fi
 
-# Mistakes in the judges' configuration, and judges that do not answer, should cost seconds here rather than minutes of
-# start-up.
-qreward check "$config"
+check_judges "$config"
 
 if [[ -n ${RAY_API_SERVER_ADDRESS:-} ]]; then
-    "${submit[@]}" "${train[@]}" <<<"$(runtime_env '')"
+    "${submit[@]}" "${train[@]}" <<<"$(job_env '')"
 else
     # ROLL starts a Ray, whose workers inherit this environment.
     exec "${train[@]}"

@@ -21,31 +21,18 @@ set +x
 set -euo pipefail
 
 usage="usage: recipes/slime/run.sh grpo|ppo [--dry-run [--offline]] [slime's flags ...]"
-recipe=${1:?$usage}
-shift
+recipe=${1:-}
 if [[ $recipe != grpo && $recipe != ppo ]]; then
     echo "$usage" >&2
     exit 2
 fi
 
-# Anywhere among the arguments: a dry run that is asked for too late must not become a training.
-table=
-options=()
-rest=()
-for argument in "$@"; do
-    case $argument in
-        --dry-run) table=1 ;;
-        --offline) options=(--offline) ;;
-        *) rest+=("$argument") ;;
-    esac
-done
-set -- ${rest[@]+"${rest[@]}"}
-if [[ -z $table && ${#options[@]} -gt 0 ]]; then
-    echo "--offline needs --dry-run; $usage" >&2
-    exit 2
-fi
-
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=recipes/common.sh
+source "$(dirname "$here")/common.sh"
+take_dry_run "${@:2}"
+set -- ${rest[@]+"${rest[@]}"}
+
 slime=${SLIME_DIR:-/root/slime}
 megatron=${MEGATRON_DIR:-/root/Megatron-LM}
 checkpoint=${HF_CHECKPOINT:-/root/Qwen3-4B}
@@ -58,52 +45,27 @@ config=${QREWARD_CONFIG:-$here/qreward.yaml}
 journal=${QREWARD_JOURNAL:-qreward-$recipe.sqlite}
 rules=${QREWARD_RULES:-$(dirname "$here")/judges/rules.py}
 dry_run=${QREWARD_DRY_RUN:-}
-# Ray runs the job in another directory.
-for path in slime megatron checkpoint reference save prompts evaluation config journal rules; do
-    [[ ${!path} == /* ]] || printf -v "$path" %s "$PWD/${!path}"
-done
+make_absolute slime megatron checkpoint reference save prompts evaluation config journal rules
 
 export QREWARD_JOURNAL=$journal QREWARD_RULES=$rules
 
-# The variables that the configuration reads. A comma follows those with a default.
-named_variables() {
-    sed 's/#.*//' "$config" | grep -oE 'oc\.env:\w+,?|api_key_env:\s*"?\w+' | sed -E 's/^.*[^[:alnum:]_,]//' | sort -u
-}
-
-# Report everything that is missing at once, because each start of a run takes minutes.
-missing=()
-need() { [[ -e ${2%@[*} ]] || missing+=("$1: $2 does not exist${3:+ ($3)}"); }
 need SLIME_DIR "$slime/train.py" "a checkout of slime"
 need SLIME_DIR "$slime/scripts/models/qwen3-4B.sh"
 need MEGATRON_DIR "$megatron"
 need HF_CHECKPOINT "$checkpoint" "hf download Qwen/Qwen3-4B --local-dir $checkpoint"
 need REF_LOAD "$reference" "make it from HF_CHECKPOINT with slime's tools/convert_hf_to_torch_dist.py"
-need PROMPT_DATA "$prompts" "hf download --repo-type dataset zhuzilin/dapo-math-17k"
-need EVAL_DATA "$evaluation" "hf download --repo-type dataset zhuzilin/aime-2024"
+need PROMPT_DATA "$prompts" "hf download --repo-type dataset zhuzilin/dapo-math-17k --local-dir $(dirname "$prompts")"
+need EVAL_DATA "$evaluation" "hf download --repo-type dataset zhuzilin/aime-2024 --local-dir $(dirname "$evaluation")"
 need QREWARD_CONFIG "$config"
-carried=()
-if [[ -e $config ]]; then
-    if ! grep -qE '^(qreward|sources):' "$config"; then
-        missing+=("QREWARD_CONFIG: $config has no key \`qreward\` at its top, which slime passes on")
-    fi
-    for name in $(named_variables) ${QREWARD_ENV:-}; do
-        variable=${name%,}
-        if [[ -n ${!variable:-} ]]; then
-            carried+=("$variable")
-        elif [[ $variable == "$name" ]]; then
-            missing+=("$name: not set")
-        fi
-    done
+if [[ -e $config ]] && ! grep -qE '^(qreward|sources):' "$config"; then
+    missing+=("QREWARD_CONFIG: $config has no key \`qreward\` at its top, which slime passes on")
 fi
+carry_variables "$config"
 if [[ ! $dry_run ]]; then
     command -v qreward >/dev/null || missing+=("qreward: not installed (pip install . beside slime)")
     command -v ray >/dev/null || missing+=("ray: not installed; run this where slime runs")
 fi
-if ((${#missing[@]})) && [[ ! $table ]]; then
-    echo "recipes/slime/run.sh: cannot start:" >&2
-    printf '  %s\n' "${missing[@]}" >&2
-    exit 2
-fi
+[[ $table ]] || stop_if_missing
 
 # Sets MODEL_ARGS, the model's shape, which Megatron does not read from a checkpoint.
 MODEL_ARGS=()
@@ -114,6 +76,8 @@ fi
 
 reward_args=(
     --custom-rm-path slime_adapter.reward
+    # Checks flags and configuration in the process that scores, before slime loads the model.
+    --data-source-path slime_adapter.DataSource
     # Keeps failed samples out of the mean and the deviation of their group, which the loss mask does not.
     --custom-reward-post-process-path slime_adapter.post_process
     # Both add metrics to slime's own.
@@ -278,18 +242,9 @@ if [[ $(nvidia-smi topo -m 2>/dev/null || true) =~ NV[0-9] ]]; then
     nvlink=1
 fi
 
-# The environment of every process of the job, as JSON. Masked is whatever the configuration reads: which of it is a
-# secret is for nobody to guess.
-runtime_env() {
-    python3 -c '
-import json, os, sys
-mask, nvlink, path, config, *names = sys.argv[1:]
-fixed = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": nvlink}
-fixed |= {name: os.environ[name] for name in ("QREWARD_JOURNAL", "QREWARD_RULES")}
-fixed |= {"QREWARD_CONFIG": config} if config else {}
-carried = {name: "***" if mask else os.environ[name] for name in names}
-print(json.dumps({"env_vars": {**carried, **fixed}}))
-' "$1" "$nvlink" "$megatron:$slime${PYTHONPATH:+:$PYTHONPATH}" "$named" "${carried[@]}"
+job_env() {
+    runtime_env "$1" "PYTHONPATH=$megatron:$slime${PYTHONPATH:+:$PYTHONPATH}" CUDA_DEVICE_MAX_CONNECTIONS=1 \
+        "NCCL_NVLS_ENABLE=$nvlink" QREWARD_JOURNAL QREWARD_RULES ${named:+"QREWARD_CONFIG=$named"}
 }
 
 # From a file and not as --runtime-env-json: this command runs as long as the training does, and everybody on the
@@ -307,17 +262,13 @@ fi
 
 if [[ $dry_run ]]; then
     [[ -z ${roles:-} ]] || printf '# %s\n%s\n' "$save/roles.yaml" "$roles"
-    printf '# runtime environment\n%s\n# command\n' "$(runtime_env mask)"
+    printf '# runtime environment\n%s\n# command\n' "$(job_env mask)"
     printf '%q ' "${submit[@]}" "${train[@]}"
     echo
     exit
 fi
 
-# Mistakes in the judges' configuration, and judges that do not answer, should cost seconds here rather than minutes of
-# start-up. A judge that slime serves itself cannot be asked before.
-if ! grep -v '^ *#' "$config" | grep -q 'framework://'; then
-    qreward check "$config"
-fi
+check_judges "$config"
 
 mkdir -p "$save"
 # slime hands the file on; named in the environment as well, which a Ray started here inherits, it would be read twice.
@@ -327,9 +278,9 @@ export PYTHONUNBUFFERED=1
 if [[ -z ${RAY_API_SERVER_ADDRESS:-} ]]; then
     # Its dashboard stays on this machine, as is Ray's default: it runs whatever anybody who reaches it submits.
     if ! ray start --head --node-ip-address "${MASTER_ADDR:-127.0.0.1}" --num-gpus 8 --disable-usage-stats; then
-        echo "recipes/slime/run.sh: to use a Ray that runs already, e.g. a former run's, set RAY_API_SERVER_ADDRESS" \
+        echo "$script: to use a Ray that runs already, e.g. a former run's, set RAY_API_SERVER_ADDRESS" \
             "(http://127.0.0.1:8265); to end it: ray stop" >&2
         exit 1
     fi
 fi
-"${submit[@]}" "${train[@]}" <<<"$(runtime_env '')"
+"${submit[@]}" "${train[@]}" <<<"$(job_env '')"

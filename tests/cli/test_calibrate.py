@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import statistics
 import threading
 from collections.abc import Iterator
@@ -95,7 +97,7 @@ def test_the_file_holds_the_scores_before_the_transform(calibrate, tmp_path):
         {"0": 1, "0.01": 1.39, "0.05": 2.95, "0.25": 10.75, "0.5": 20.5}
         | {"0.75": 30.25, "0.95": 38.05, "0.99": 39.61, "1": 40}
     )
-    summary = "40 scores, mean 20.5, standard deviation 11.54, median 20.5; written to rm.calibration.json"
+    summary = "40 scores, mean 20.5, standard deviation 11.54, median 20.5\nwritten to rm.calibration.json"
     assert summary in result.output
     assert result.stdout.count("█") > 100
 
@@ -246,3 +248,29 @@ def test_without_zscore_there_is_nothing_to_measure(calibrate, config):
     result = calibrate()
     assert result.exit_code == 2
     assert "no judge has a transform with zscore: FILE" in result.stderr
+
+
+def test_a_file_that_cannot_be_written_in_the_end_costs_no_scores(calibrate, tmp_path, monkeypatch):
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_text", refuse_calibrations(Path.write_text, refuse))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    result = calibrate()
+    assert result.exit_code == 2
+    assert f"error: {FILE}: cannot be written (Read-only file system)" in result.stderr
+    assert "40 scores, mean 20.5, standard deviation 11.54" in result.stdout
+    assert "written to" not in result.stdout
+
+
+def refuse_calibrations(write_text, refuse):
+    return lambda path, *rest, **named: (refuse if FILE in path.name else write_text)(path, *rest, **named)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_a_model_is_asked(calibrate, monkeypatch):
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    result = calibrate()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{FILE}: the directory '.' cannot be written; name a file elsewhere" in result.stderr
+    assert "asking for the scores" not in result.stderr

@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+import yaml
 
 from qreward_plugins.testing import Faults, JudgeServer, Latency, ServerLimits
 
@@ -69,7 +70,41 @@ def test_every_source_of_every_judge_is_asked_one_request_at_a_time(check, write
         result = check()
         assert result.exit_code == 0, result.output
         assert (one.report().requests, two.report().requests) == (2 * TRIED, TRIED)
-    assert "spare: not asked, because no judge uses it" in result.stdout
+    assert "spare: not asked, because neither a judge nor `models` uses it" in result.stdout
+
+
+def test_sources_that_only_clients_ask_are_asked_too(check, server, tmp_path):
+    dead = JudgeServer()
+    dead.start()
+    dead.stop()
+    with JudgeServer(lambda call: "42") as spare:
+        source = {"kind": "openai", "model": "judge"}
+        tree = {
+            "sources": {
+                "judged": {**source, "base_url": server.base_url},
+                "spare": {**source, "base_url": spare.base_url},
+                "dead": {**source, "base_url": dead.base_url},
+                "idle": {**source, "base_url": dead.base_url},
+            },
+            "judges": {"quality": {"kind": "llm", "sources": ["judged"], "score_range": [0, 1]}},
+            "models": {"gpt-*": {"sources": ["judged", "spare"]}, "other": {"sources": "de*"}},
+        }
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        result = check()
+        assert result.exit_code == 1, result.output
+        assert spare.report().requests == 1
+        lines = result.stdout.splitlines()
+        assert [line.split()[1] for line in lines if line.startswith("spare")] == ["(clients)"]
+        assert sum(line.startswith("models: source 'dead' (") for line in lines) == 1
+        assert "idle: not asked, because neither a judge nor `models` uses it" in lines
+        # A file for clients alone.
+        del tree["judges"]
+        tree["models"] = {"*": {"sources": ["spare"]}}
+        path.write_text(yaml.safe_dump(tree))
+        result = check()
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("answers") == 1
 
 
 def test_a_dead_source_is_named_and_the_others_are_asked(check, server, write_config):
@@ -340,7 +375,7 @@ def test_a_judge_that_no_row_goes_to_is_told_of(check, write_config, write_rows,
     [
         ("absent/verdicts.sqlite", "there is no directory"),
         (".", "cannot be opened (Is a directory); choose another path"),
-        ("notes.txt", "is not a journal; choose another path, or remove the file"),
+        ("notes.txt", "is not a journal; name another file"),
     ],
 )
 def test_a_journal_that_no_run_could_open_is_a_mistake(check, server, write_config, tmp_path, path, said):
@@ -438,3 +473,11 @@ def test_the_lines_to_train_with_name_the_file_whatever_its_path(tmp_path, folde
     settings = yaml.safe_load(training_line("roll", path))["rewards"]["my_domain"]["reward_manager_config"]
     assert settings == [{"config": str(path)}]
     assert str(path) in shlex.split(training_line("slime", path, wrapped=True))
+
+
+def test_a_reward_server_that_is_waited_for_is_named_at_once(check, tmp_path):
+    tree = {"engine": {"server": {"url": "http://127.0.0.1:9", "start_s": 0.01}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    result = check()
+    assert result.exit_code == 2
+    assert result.stderr.startswith("asking the reward server at http://127.0.0.1:9, for 0.01 s at most")

@@ -13,6 +13,7 @@ import yaml
 
 from qreward_plugins import load_config
 from qreward_plugins.cli import init as init_module
+from qreward_plugins.sources import discovery
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 KEY = "sk-very-secret-0123456789abcdef"
@@ -86,13 +87,70 @@ def test_the_five_questions(answer, judge):
     assert files() == ["my.yaml"]
 
 
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_server_that_hangs_is_waited_for_with_a_word_and_for_a_short_time(init, monkeypatch, lists):
+    assert discovery.LIST_S <= 5.0
+    monkeypatch.setattr(discovery, "LIST_S", 0.2)
+    monkeypatch.setattr(discovery, "SURVEY_S", 0.2)
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if not lists:
+                over.wait(30)
+            body = b'{"object": "list", "data": [{"id": "m"}]}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self):
+            over.wait(30)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    # The check has its own time limit.
+    monkeypatch.setattr(init_module, "check_config", lambda *_, **options: _ok())
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        result = init("--framework", "none", "--url", url, "--model", "m")
+    finally:
+        over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"asking {url} for its models ..."
+    if lists:
+        assert lines[1:3] == ["it answers, with 1 model (m)", "asking m for a word ..."]
+    else:
+        assert lines[1].startswith("it does not answer yet (no answer (TimeoutError)")
+
+
+async def _ok():
+    return 0
+
+
 def test_the_flags_of_slime_and_a_file_below_its_key(init, judge):
     result = init("--framework", "slime", "--url", judge.base_url, "--model", "grader", "--rpm", "600")
     assert result.exit_code == 0, result.output
     tree = yaml.safe_load(written("qreward.yaml"))
     assert list(tree) == ["qreward"]
     assert tree["qreward"]["sources"]["judge"]["limits"] == {"requests_per_minute": 600, "concurrency": 64}
-    assert f"--custom-config-path {Path('qreward.yaml').absolute()}" in result.stdout
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    assert f"--custom-config-path {Path('qreward.yaml').absolute()}" in lines, "each flag on a line of its own"
+    assert "--data-source-path slime_adapter.DataSource" in lines
+    assert "#min_scored: 6" in written("qreward.yaml")
+
+
+def test_a_model_that_the_endpoint_does_not_list_is_told(init, judge):
+    result = init("--framework", "slime", "--url", judge.base_url, "--model", "typo")
+    assert "it does not list the model typo; it lists grader" in result.stdout
 
 
 def test_a_missing_version_in_the_url_is_found(init, judge):
@@ -108,6 +166,26 @@ def test_an_endpoint_that_does_not_answer_yet(init):
     assert "it does not answer yet" in result.stdout
     assert "judges.yaml: valid, with 1 source, 1 judge, 0 routes; nothing was asked" in result.stdout
     assert f"config: {Path('judges.yaml').absolute()}" in result.stdout
+
+
+@pytest.mark.parametrize(("framework", "correct_at"), [("roll", 0.6), ("verl", None)])
+def test_roll_gets_the_threshold_that_its_validation_counts_by(init, framework, correct_at):
+    """`val_correct` counts scores of exactly 1, so it would read 0."""
+    Path("mine.py").write_text(
+        "def whole(solution_str, ground_truth, **_):\n    return float(solution_str == ground_truth)\n"
+    )
+    given = ("--framework", framework, "--url", NOWHERE, "--model", "m", "--offline")
+    assert init(*given).exit_code == 0
+    assert load_config("judges.yaml").judges["quality"].correct_at == correct_at
+    mixed = init(*given, "--score", "mixture", "--function", "mine.py:whole", "--out", "mixed.yaml")
+    assert mixed.exit_code == 0, mixed.output
+    assert load_config("mixed.yaml").judges["total"].correct_at == correct_at
+
+
+def test_a_comma_that_was_copied_with_the_url_is_dropped(init, judge):
+    result = init("--url", f"{judge.base_url},", "--yes")
+    assert result.exit_code == 0, result.output
+    assert load_config("judges.yaml").sources["judge"].urls == (judge.base_url,)
 
 
 def test_every_line_is_documented_by_the_models_and_a_removed_mark_sets_a_key(init):
@@ -169,7 +247,8 @@ def test_a_reward_model(init):
         (("--yes", "--url", NOWHERE, "--model", "m", "--rpm", "-3"), "--rpm: write a number above 0"),
         (("--yes", "--url", NOWHERE, "--model", "m", "--rubric", "{{ respons }}"), "--rubric: "),
         (("--yes", "--url", NOWHERE, "--model", "m", "--rubric", "@gone.txt"), "--rubric: the file cannot be read"),
-        (("--yes", "--url", NOWHERE, "--model", "m", "--out", "no/such/x.yaml"), "--out: its folder does not exist"),
+        (("--yes", "--url", NOWHERE, "--model", "m", "--rubric", NOWHERE), "--rubric: that is a URL"),
+        (("--yes", "--url", NOWHERE, "--model", "m", "--out", "no/such/x.yaml"), "--out: the folder '"),
         (("--yes", "--url", NOWHERE, "--model", "m", "--out", "x.txt"), "--out: write the name of a file that ends in"),
         (
             ("--yes", "--url", NOWHERE, "--model", "m", "--out", "a\nb.yaml"),

@@ -18,7 +18,7 @@ def first_line(process) -> str:
 
 def ask(line: str) -> dict:
     """Send one chat completion to the server whose first line this is."""
-    url = line.split()[3].rstrip(",") + "/chat/completions"
+    url = line.split()[3] + "/chat/completions"
     body = {"model": "mine", "messages": [{"role": "user", "content": "How good is this?"}]}
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as reply:
@@ -34,8 +34,8 @@ def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(start_cli, tmp_pat
     )
     line = first_line(process)
     assert line.startswith("judge server at http://127.0.0.1:")
-    assert "/v1, model mine, and http://127.0.0.1:" in line
-    assert line.endswith("/score; stop it with Ctrl-C\n")
+    assert "/v1 (model mine) and http://127.0.0.1:" in line
+    assert line.endswith("/score ; stop it with Ctrl-C\n")
     assert ask(line)["score"] == 0.5
     code, out, errors = process.end(number)
     assert (code, errors) == (0, "")

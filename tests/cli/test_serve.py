@@ -155,3 +155,14 @@ def test_a_killed_server_loses_nothing_that_it_had(start_cli, write_config, tmp_
     }
     # Only what was in flight, or not yet written, is asked again.
     assert len(counted) <= callers * each + callers + 40
+
+
+def test_the_file_is_watched_before_the_first_sample(start_cli, server, write_config):
+    limits = [{"limits": {"requests_per_minute": 600 * times}} for times in (1, 2)]
+    path = write_config({"judge": server}, source=limits[0], engine={"reload": True})
+    process, _ = started(start_cli, path)
+    write_config({"judge": server}, source=limits[1], engine={"reload": True})
+    line = process.stderr.readline()
+    assert line == f"{path} was reloaded: sources.judge.limits.requests_per_minute: 600 -> 1200\n"
+    code, _, errors = process.end(signal.SIGTERM)
+    assert (code, errors) == (0, "")

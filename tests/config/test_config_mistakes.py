@@ -191,6 +191,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.stream", 1, "", "must be `auto` or true or false, not 1."),
         ("judges.quality.images", {"send": 1}, "judges.quality.images.send", "must be `auto` or true or false, not 1."),
         ("judges.quality.images", {"allow_urls": "y"}, "judges.quality.images.allow_urls", "must be true or false, not 'y'."),
+        ("sources.fast.routing", {"overload_threshold": 1.5}, "sources.fast.routing.overload_threshold", "is replaced by `overload_requests`. It takes a number of requests above the mean instead of a factor."),
         ("sources.fast.http2", True, "", "unknown key. It is a key of `httpx`. Allowed here: "),
         ("sources.fast.concurrency", 4, "", "unknown key. It is a key of `limits`. Allowed here: "),
         ("sources.slow.httpx", {"cert": ["a", "b", "c"]}, "sources.slow.httpx.cert", "must be the path of a PEM file, or a list of two paths"),

@@ -88,3 +88,12 @@ def test_the_variables_of_the_environment():
     read = {name for path in files for name in re.findall(r"\bQREWARD_[A-Z_]+\b", path.read_text())}
     listed = set(re.findall(r"`(QREWARD_[A-Z_]+)`", (DOCS / "keys.md").read_text()))
     assert listed == read
+
+
+def test_every_place_to_look_at_is_there():
+    page = (DOCS.parent / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| [^|]+\? \| `([^`]+)` \| `(\w+)` \|$", page, re.M)
+    assert len(rows) == page.partition("## Where to look")[2].partition("\n## ")[0].count("\n| ") - 1 > 0
+    for file, name in rows:
+        code = (DOCS.parent / file).read_text()
+        assert re.search(rf"^ *(async )?(def|class) {name}\b", code, re.M), f"{file} defines no {name}"

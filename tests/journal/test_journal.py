@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import logging
 import os
@@ -196,6 +197,8 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
         "raw_components": '{"style": 5.0, "form": 10.0}',
         "service_s": 0.75,
         "weight_version": "step-1",
+        "cached_tokens": 0,
+        "thinking_tokens": 0,
     }
     assert failed == common | {
         "id": 2,
@@ -221,6 +224,8 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
         "raw_components": None,
         "service_s": None,
         "weight_version": None,
+        "cached_tokens": 0,
+        "thinking_tokens": 0,
     }
     assert b"the prompt" not in path.read_bytes()
     assert b"the response" not in path.read_bytes()
@@ -735,7 +740,7 @@ def refusal(path: Path | str) -> str:
 
 def test_files_that_are_no_journal(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"sources:\n" * 500)
-    assert "is not a journal; choose another path" in refusal(path)
+    assert "is not a journal; name another file" in refusal(path)
     assert path.read_bytes() == b"sources:\n" * 500
 
     other = tmp_path / "other.sqlite"
@@ -762,17 +767,18 @@ def test_a_damaged_journal(path: Path) -> None:
 def test_a_journal_of_a_newer_version(path: Path) -> None:
     written(path, 1)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 4")
-    assert "schema version 4, this package supports version 3; upgrade" in refusal(path)
+        connection.execute("PRAGMA user_version = 5")
+    assert "schema version 5, this package supports version 4; upgrade" in refusal(path)
 
 
 def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(path, 2)
     with closing(sqlite3.connect(path)) as connection:
-        for name in (*entries.ADDED_IN_2, *entries.ADDED_IN_3):
+        added = list(itertools.chain(*entries.ADDED_IN.values()))
+        for name in added:
             connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
         connection.execute("PRAGMA user_version = 1")
-        older = [name for name, _ in entries.COLUMNS if name not in entries.ADDED_IN_2 + entries.ADDED_IN_3]
+        older = [name for name, _ in entries.COLUMNS if name not in added]
         connection.commit()
 
     async def main() -> None:
@@ -789,16 +795,50 @@ def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path, caplog
 
     asyncio.run(main())
     assert {(row["key"], row["raw_score"]) for row in rows(path)} == {("0", None), ("1", None), ("new", 2.5)}
-    assert "upgraded from schema version 1 to 3" in caplog.text
+    assert "upgraded from schema version 1 to 4" in caplog.text
     caplog.clear()
     Journal(path).close()
+    assert not caplog.records
+
+
+def test_cached_tokens_and_thoughts_are_recorded(path: Path) -> None:
+    usage = Usage(100, 50, cached_tokens=64, thinking_tokens=32)
+
+    async def main() -> None:
+        book = Journal(path)
+        await book.put("0", SAMPLE, Scored(replace(VERDICT, spent=Spent(1, usage))))
+        await book.put("1", SAMPLE, Failed(Cause.INFRA, "exhausted", "", spent=Spent(2, usage + usage)))
+        await book.aclose()
+
+    asyncio.run(main())
+    told = [(row["prompt_tokens"], row["cached_tokens"], row["thinking_tokens"]) for row in rows(path)]
+    assert told == [(100, 64, 32), (200, 128, 64)]
+
+
+def test_a_journal_of_the_third_version_is_used_as_before(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(path, 2)
+    with closing(sqlite3.connect(path)) as connection:
+        for name in entries.ADDED_IN[4]:
+            connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
+        connection.execute("PRAGMA user_version = 3")
+
+    async def main() -> None:
+        book = Journal(path)
+        old = await book.get("0")
+        assert old is not None
+        assert old.score == VERDICT.score
+        await book.aclose()
+
+    asyncio.run(main())
+    assert [row["cached_tokens"] for row in rows(path)] == [None, None]
     assert not caplog.records
 
 
 def test_a_journal_of_the_second_version_is_used_as_before(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(path, 2)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("ALTER TABLE outcomes DROP COLUMN weight_version")
+        for name in (*entries.ADDED_IN[3], *entries.ADDED_IN[4]):
+            connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
         connection.execute("PRAGMA user_version = 2")
 
     async def main() -> None:

@@ -30,20 +30,23 @@ def cpu_recipe():
 
 @pytest.fixture(scope="session")
 def recipe_tools():
-    """`prepare_data`, `dry_run`, and the modules of `dryrun` that need no framework, as attributes."""
+    """`prepare_data`, `dry_run`, and the modules of `dataset` and `dryrun` that need no framework, as attributes."""
     sys.path.insert(0, str(RECIPES))
     try:
         names = ("prepare_data", "dry_run")
-        parts = ("lines", "machine", "data_lines", "judging")
+        parts = {
+            "dataset": ("files", "formats", "checks"),
+            "dryrun": ("lines", "machine", "data_lines", "judging", "roll_recipe"),
+        }
         loaded = {name: importlib.import_module(name) for name in names}
-        loaded |= {name: importlib.import_module(f"dryrun.{name}") for name in parts}
+        loaded |= {name: importlib.import_module(f"{room}.{name}") for room, found in parts.items() for name in found}
     finally:
         # At once, because its folders `roll` and `slime` would be packages for other tests.
         sys.path.remove(str(RECIPES))
     try:
         yield SimpleNamespace(**loaded)
     finally:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("prepare_data", "dry_run", "dryrun")]:
+        for name in [name for name in sys.modules if name.split(".")[0] in (*names, *parts)]:
             sys.modules.pop(name)
 
 

@@ -10,7 +10,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -47,7 +47,7 @@ def step(recipe_tools, **more):
 
 
 def task(recipe_tools):
-    return recipe_tools.prepare_data.Task(({"role": "user", "content": "What is 40+2?"},), "42", "gsm8k", "40+2 = 42")
+    return recipe_tools.formats.Task(({"role": "user", "content": "What is 40+2?"},), "42", "gsm8k", "40+2 = 42")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in JUDGES.glob("*.yaml")))
@@ -255,3 +255,42 @@ def test_the_rule_compares_the_final_answer(recipe_tools, response, reference, r
     space = SimpleNamespace()
     exec((JUDGES / "rules.py").read_text(), space.__dict__)
     assert space.right_answer("gsm8k", response, reference) == reward
+
+
+@pytest.mark.parametrize(
+    ("shares", "status", "words"),
+    [
+        ({"judged": 0.5, "rule": 0.5}, ["ok"], "judged 0.5, rule 0.5"),
+        ({"my_domain": 1.0, "rule": 1.0}, ["FAIL", "note"], "my_domain is no domain of rewards"),
+        ({"judged": 1.0}, ["note"], "rule: not in actor_train.data_args.domain_interleave_probs"),
+        (None, ["FAIL"], "is not set"),
+    ],
+)
+def test_the_shares_of_rolls_domains_name_the_domains(recipe_tools, shares, status, words):
+    tree = {"actor_train": {"data_args": {"domain_interleave_probs": shares}}}
+    lines = recipe_tools.roll_recipe.share_lines(tree, ["judged", "rule"])
+    assert [line.status for line in lines] == status
+    assert words in lines[0].found
+    assert status[0] != "FAIL" or "{judged: 0.5, rule: 0.5}" in lines[0].remedy
+
+
+def test_a_domain_of_roll_without_rows_is_named(recipe_tools):
+    tree = {"actor_train": {"data_args": {"domain_interleave_probs": {"judged": 0.5, "rule": 0.5}}}}
+    tags = {"judged": {"sums"}, "rule": {"deepmath", "math"}, "validation_only": {"gpqa"}}
+    (line,) = recipe_tools.roll_recipe.rowless_lines(tree, tags, {"sums", "trivia"})
+    assert line.status == "FAIL"
+    assert line.found == "rule: no training row has one of its tags (deepmath, math); the data has sums, trivia"
+    assert "rewards.rule.tag_included" in line.remedy
+    assert recipe_tools.roll_recipe.rowless_lines(tree, tags, {"sums", "math"}) == []
+
+
+def test_a_model_folder_that_transformers_trips_over_has_no_tokenizer(recipe_tools, monkeypatch, tmp_path):
+    """It takes an empty folder with `aria` in its path for a model of that name."""
+
+    def from_pretrained(path, **_):
+        raise AttributeError("'NoneType' object has no attribute 'endswith'")
+
+    stand_in = ModuleType("transformers")
+    stand_in.AutoTokenizer = SimpleNamespace(from_pretrained=from_pretrained)
+    monkeypatch.setitem(sys.modules, "transformers", stand_in)
+    assert recipe_tools.data_lines.tokenizer_of(str(tmp_path)) is None

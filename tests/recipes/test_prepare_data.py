@@ -48,7 +48,7 @@ def test_questions_become_a_data_set_that_passes_its_check(recipe_tools, questio
     said = capsys.readouterr().out
     assert "2 usable rows" in said
     assert "its reference: 72" in said
-    report = recipe_tools.prepare_data.check(framework, path, tokenizer=Tokenizer(), max_tokens=20)
+    report = recipe_tools.checks.check(framework, path, tokenizer=Tokenizer(), max_tokens=20)
     assert (report.problems, report.notes) == ((), ())
     assert report.lengths == (5, 12)
     assert report.mean_tokens == 8
@@ -62,7 +62,7 @@ def test_questions_become_a_data_set_that_passes_its_check(recipe_tools, questio
 
 def test_the_rows_are_those_that_the_frameworks_read(recipe_tools, questions):
     rows = {
-        name: recipe_tools.prepare_data.read_rows(made(recipe_tools, questions, name, "--split", "test")[0])[1]
+        name: recipe_tools.files.read_rows(made(recipe_tools, questions, name, "--split", "test")[0])[1]
         for name in ("verl", "slime", "roll")
     }
     message = {"role": "user", "content": "What is 2+3?"}
@@ -86,13 +86,13 @@ def test_repeated_prompts_and_long_ones_are_noted(recipe_tools, questions):
     questions.write_text("".join(json.dumps(row) + "\n" for row in twice))
     path, code = made(recipe_tools, questions, "slime")
     assert code == 0
-    report = recipe_tools.prepare_data.check("slime", path, tokenizer=Tokenizer(), max_tokens=6)
+    report = recipe_tools.checks.check("slime", path, tokenizer=Tokenizer(), max_tokens=6)
     assert report.notes == (
         "1 prompts are longer than 6 tokens, and slime leaves them out",
         "1 prompts repeat an earlier one",
         "1 prompts have several reference answers that differ",
     )
-    none = recipe_tools.prepare_data.check("slime", path, tokenizer=Tokenizer(), max_tokens=2)
+    none = recipe_tools.checks.check("slime", path, tokenizer=Tokenizer(), max_tokens=2)
     assert "slime would keep none" in none.problems[0]
 
 
@@ -119,7 +119,7 @@ def test_a_row_that_the_framework_cannot_train_on_is_a_problem(recipe_tools, tmp
 
 def test_a_tag_that_no_domain_includes_is_a_problem(recipe_tools, questions):
     path, _ = made(recipe_tools, questions, "roll")
-    check = recipe_tools.prepare_data.check
+    check = recipe_tools.checks.check
     assert check("roll", path, tags=frozenset({"gsm8k"})).problems == ()
     assert "tag gsm8k; add it to tag_included" in check("roll", path, tags=frozenset({"other"})).problems[0]
 
@@ -162,7 +162,7 @@ def test_bad_rows_are_named_or_left_out(recipe_tools, questions, capsys):
     assert not path.exists()
     assert made(recipe_tools, questions, "slime", "--skip-bad")[1] == 0
     assert f"note: 7 rows of {questions} were left out" in capsys.readouterr().out
-    assert len(recipe_tools.prepare_data.read_rows(path)) == 1
+    assert len(recipe_tools.files.read_rows(path)) == 1
 
 
 @pytest.mark.parametrize("framework", ["verl", "slime"])

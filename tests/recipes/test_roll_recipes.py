@@ -74,8 +74,9 @@ def image(tmp_path):
     for name in DATA:
         (roll / "data" / f"{name}.jsonl").touch()
     # A copy, so that a test can put a recipe of its own beside the others.
-    recipes = tmp_path / "recipes"
+    recipes = tmp_path / "recipes" / "roll"
     shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(RECIPES.parent / "common.sh", recipes.parent)
     for name in ("ray", "qreward"):
         program = tmp_path / "bin" / name
         program.write_text(PROGRAM.format(python=sys.executable, log=str(log)))
@@ -152,6 +153,18 @@ def test_the_script_is_sound_shell_and_says_how_it_is_used():
         done = subprocess.run([BASH, str(script), *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert "usage:" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--dry-run", "grpo"], ["grpo", "--offline", "--dry-run"]])
+def test_a_dry_run_is_one_wherever_it_is_asked_for(image, arguments):
+    stand_in = image.recipes.parent / "dry_run.py"
+    stand_in.write_text("import sys; print('dry run of', *sys.argv[1:])")
+    done = image.run(*arguments)
+    assert done.returncode == 0, done.stderr
+    offline = ["--offline"] if "--offline" in arguments else []
+    expected = ["dry run of", *offline, "roll", str(image.recipes), "grpo", str(image.roll)]
+    assert done.stdout.strip() == " ".join(expected)
+    assert image.calls() == []
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])

@@ -34,6 +34,7 @@ JUDGES = {
 }
 HOOKS = {
     "--custom-rm-path": "slime_adapter.reward",
+    "--data-source-path": "slime_adapter.DataSource",
     "--custom-reward-post-process-path": "slime_adapter.post_process",
     "--custom-rollout-log-function-path": "slime_adapter.log_rollout",
     "--custom-eval-rollout-log-function-path": "slime_adapter.log_eval",
@@ -121,8 +122,8 @@ def test_the_script_is_sound_shell_and_says_how_it_is_used():
     assert os.access(SCRIPT, os.X_OK)
     for arguments in ([], ["dpo"]):
         done = subprocess.run([BASH, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
-        assert done.returncode != 0
-        assert "usage:" in done.stderr
+        assert done.returncode == 2
+        assert done.stderr.startswith("usage: recipes/slime/run.sh"), "without the shell's own line"
 
 
 @pytest.mark.parametrize(("recipe", "hooks"), [("grpo", {**HOOKS, **FILTER}), ("ppo", HOOKS)])
@@ -171,6 +172,7 @@ def test_everything_that_is_missing_is_told_at_once(image):
     first, *rest = done.stderr.splitlines()
     assert first == "recipes/slime/run.sh: cannot start:"
     assert [line.split(":")[0].strip() for line in rest] == ["SLIME_DIR", "SLIME_DIR", "EVAL_DATA", "HOSTED_MODEL"]
+    assert "zhuzilin/aime-2024 --local-dir /nowhere)" in done.stderr, "where the script looks for it"
     assert image.calls() == []
     assert image.run("grpo", PROMPT_DATA=str(image.root / "train.jsonl@[0:64]"), QREWARD_DRY_RUN="1").returncode == 0
 
@@ -222,6 +224,25 @@ def test_the_job_gets_the_variables_that_the_configuration_reads(image):
     done = image.run("grpo", QREWARD_CONFIG="own.yaml", QREWARD_DRY_RUN="1", QREWARD_ENV="MORE")
     told = [line.strip() for line in done.stderr.splitlines()[1:]]
     assert sorted(told) == ["KEY_OF_B: not set", "MORE: not set", "URL: not set"]
+
+
+def test_a_configuration_may_read_no_variables_and_home_is_that_of_each_machine(image):
+    (image.root / "plain.yaml").write_text("qreward: {sources: {}, judges: {}}\n")
+    environment, _, _ = dry_run(image, "grpo", QREWARD_CONFIG="plain.yaml")
+    assert "***" not in environment.values()
+    (image.root / "home.yaml").write_text("qreward: {engine: {journal: {path: '${oc.env:HOME}/v.sqlite'}}}\n")
+    environment, _, _ = dry_run(image, "grpo", QREWARD_CONFIG="home.yaml")
+    assert "HOME" not in environment
+
+
+def test_a_judge_that_slime_serves_is_not_asked_before(image):
+    judges = image.root / "served.yaml"
+    judges.write_text("qreward:\n  sources: {own: {base_url: framework://reward/v1}}\n")
+    assert image.run("grpo", QREWARD_CONFIG="served.yaml").returncode == 0
+    assert [name for name, *_ in image.calls()] == ["ray", "ray"]
+    judges.write_text("qreward: {sources: {own: {base_url: http://judge/v1}}}  # not framework://reward\n")
+    assert image.run("grpo", QREWARD_CONFIG="served.yaml").returncode == 0
+    assert image.calls()[2][0] == "qreward"
 
 
 def test_a_run_checks_the_judges_starts_ray_and_submits(image):

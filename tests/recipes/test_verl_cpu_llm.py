@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import runpy
 import sqlite3
+import subprocess
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -17,7 +20,7 @@ def reply(true: float, false: float):
 
 def test_the_confidence_grows_with_the_odds_of_true(cpu_recipe):
     confidence = cpu_recipe.llm_judge.confidence
-    levels = [confidence(reply(true, 1 - true)) for true in (0.5, 0.7, 0.72, 0.8, 0.9)]
+    levels = [confidence(reply(true, 1 - true)) for true in (0.5, 0.7, 0.77, 0.85, 0.9)]
     assert levels == sorted(levels)
     assert 0.0 <= levels[0] < 0.1
     assert 0.9 < levels[-1] <= 1.0
@@ -68,10 +71,18 @@ def test_the_agreement_of_two_judges(cpu_recipe, tmp_path):
     assert "agreed with the rule on 67% of 3 samples" in found.text
 
 
-def test_pip_s_settings_are_handed_to_uv(tmp_path):
-    import runpy
-    from pathlib import Path
+@pytest.mark.parametrize("judge", ["rules", "llm"])
+def test_the_demo_installs_once(tmp_path, judge):
+    root = Path(__file__).parents[2]
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text((root / name).read_text())
+    command = ["make", "--dry-run", "demo", f"JUDGE={judge}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.count("environment.py") == 1
+    assert f"demo.py --judge {judge}" in done.stdout
 
+
+def test_pip_s_settings_are_handed_to_uv(tmp_path):
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "environment.py"))
     listed = (
         f":env:.cert='/c.pem'\nglobal.index-url='https://me:pw@index/simple'\nglobal.find-links='{tmp_path} /no/such'\n"
@@ -118,6 +129,7 @@ def test_the_demo_says_its_phases_and_ends_with_three_things_to_look_at(
     told = capsys.readouterr().out
     for part in ("1/4 making", "2/4 starting", "3/4 starting", "4/4 done", "Three things to look at", "reward.png"):
         assert part in told
+    assert f"qreward journal {tmp_path}" in told
     assert ("language model" in told) == (judge == "llm")
     monkeypatch.delenv("FAST_JUDGE_URL", raising=False)
     config = load_config(used["QREWARD_CONFIG"])

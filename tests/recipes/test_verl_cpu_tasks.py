@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,15 @@ from hypothesis import strategies as st
 )
 def test_grades(cpu_recipe, response, score):
     assert cpu_recipe.scorer.grade(response, "7") == pytest.approx(score)
+
+
+def test_the_judge_says_why(cpu_recipe):
+    def verdict(response):
+        return cpu_recipe.scorer.score(SimpleNamespace(blocks={"response": response, "reference": "7"}))
+
+    assert verdict("The answer is 7.") == {"score": 10.0, "rationale": "It states 7, which is right."}
+    assert verdict("The answer is 6.")["rationale"] == "It states 6, and 7 is right."
+    assert verdict("7") == {"score": 0.0, "rationale": "It states no answer, or several."}
 
 
 @settings(max_examples=200, deadline=None)

@@ -19,7 +19,7 @@ pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "verl"
 JUDGES = RECIPES.parent / "judges"
-NAMES = ("grpo", "grpo_colocated", "ppo")
+NAMES = ("grpo", "grpo_colocated", "grpo_sleeping", "ppo")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,13 @@ def test_verl_s_own_data_set_reads_what_the_script_makes(prepared, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "estimator", "critic"), [("grpo", "grpo", False), ("grpo_colocated", "grpo", False), ("ppo", "gae", True)]
+    ("name", "estimator", "critic"),
+    [
+        ("grpo", "grpo", False),
+        ("grpo_colocated", "grpo", False),
+        ("grpo_sleeping", "grpo", False),
+        ("ppo", "gae", True),
+    ],
 )
 def test_a_recipe_composes_as_main_ppo_does_and_selects_qreward(compose, name, estimator, critic):
     from verl.trainer.ppo.utils import need_critic
@@ -221,6 +227,8 @@ def test_the_launch_script_checks_and_starts_verl(programs, tmp_path):
         f"qreward check {RECIPES / 'judges.yaml'} ",
         f"python3 -m verl.trainer.main_ppo --config-dir {RECIPES} --config-name grpo trainer.nnodes=2 ",
     ]
+    _, said = programs("grpo_sleeping")
+    assert said[0] == f"qreward check {JUDGES / 'sleeping.yaml'} "
     # Its judge runs in the training only.
     _, said = programs("grpo_colocated")
     assert [line.split()[0] for line in said] == ["python3"]
@@ -254,5 +262,5 @@ def test_the_launch_script_is_sound_shell():
     script = RECIPES / "run.sh"
     subprocess.run([shutil.which("bash") or "bash", "-n", str(script)], check=True)
     usage = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
-    assert usage.returncode != 0
-    assert "usage:" in usage.stderr
+    assert usage.returncode == 2
+    assert usage.stderr.startswith("usage: recipes/verl/run.sh"), "without the shell's own line"

@@ -32,6 +32,7 @@ class Told:
 
     async def __call__(self, file):
         self.watched.append(file)
+        yield
         while True:
             yield await self.changes.get()
 
@@ -53,8 +54,6 @@ def play(file, main):
 
 
 def test_a_change_of_the_file_is_applied(file, caplog):
-    caplog.set_level(logging.INFO, "qreward_plugins")
-
     async def main(engine, told):
         file.write_text(yaml.safe_dump(tree("b", engine=ON)))
         await told.tell()
@@ -62,7 +61,24 @@ def test_a_change_of_the_file_is_applied(file, caplog):
         return (await engine.score(sample(1))).verdict.source
 
     assert play(file, main) == "b"
-    assert f"{file} was reloaded: sources.a: removed; sources.b: added (openai)" in caplog.text
+    # Once, at a level that Python shows without any configuration.
+    (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said.getMessage() == f"{file} was reloaded: sources.a: removed; sources.b: added (openai)"
+
+
+def test_a_change_between_the_reading_of_the_file_and_the_first_sample_is_applied(file, caplog):
+    stage = Stage()
+
+    async def begin(engine):
+        engine._reloader._watch = Told()
+        file.write_text(yaml.safe_dump(tree("b", engine=ON)))
+        engine.dispatcher()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return (await engine.score(sample())).verdict.source
+
+    assert stage.play(str(file), begin) == "b"
+    assert caplog.text.count("was reloaded") == 1
 
 
 @pytest.mark.parametrize(
@@ -154,6 +170,7 @@ async def test_real_files_are_replaced_relinked_gone_and_half_written(tmp_path, 
 
     following = asyncio.ensure_future(follow())
     try:
+        assert await asyncio.wait_for(told.get(), 10) == "1"
         await asyncio.sleep(0.5)
         assert not following.done(), following.exception()
         # As Kubernetes changes a ConfigMap.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 
 import pytest
 
@@ -19,6 +20,7 @@ from qreward_plugins import (
     load_config,
 )
 from qreward_plugins.remote import outcome_of_row
+from qreward_plugins.server import engines
 from qreward_plugins.server.forms import result_of
 
 pytestmark = pytest.mark.anyio
@@ -222,6 +224,48 @@ async def test_a_sample_without_a_deadline_costs_the_others_nothing(serving, rem
     assert [outcome.reward for outcome in outcomes] == [0.5] * 6 + [1.0]
 
 
+async def test_a_full_server_is_asked_for_room_before_it_is_sent_anything_large(serving, remote, monkeypatch):
+    frames = []
+    asked_often = threading.Event()
+    take = engines._Connection._take
+
+    async def noted(connection, text):
+        frames.append(len(text))
+        if sum(size < 1000 for size in frames) >= 5:
+            asked_often.set()
+        await take(connection, text)
+
+    monkeypatch.setattr(engines._Connection, "_take", noted)
+    monkeypatch.setattr(engines, "FULL_RETRY_S", 0.01)
+    with serving(max_samples=1) as there:
+        async with RewardEngine(remote(there)) as engine:
+            held = asyncio.ensure_future(engine.score(sample("hold")))
+            assert await asyncio.to_thread(there.source.holding.wait, 5)
+            large = asyncio.ensure_future(engine.score(sample("x" * 100_000 + " 0.5")))
+            assert await asyncio.to_thread(asked_often.wait, 60)
+            later = asyncio.ensure_future(engine.score(sample("y" * 100_000 + " 0.25")))
+            while len(engine._binding.scoring._backlog) < 2:  # noqa: ASYNC110 -- until it waits for room, too
+                await asyncio.sleep(0.001)
+            there.source.release.set()
+            outcomes = await asyncio.wait_for(asyncio.gather(held, large, later), 60)
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.5, 0.25]
+    # Once in vain, and once each when there was room.
+    assert sum(size > 100_000 for size in frames) == 3
+
+
+async def test_cancelling_what_waits_for_room(serving, remote):
+    with serving(max_samples=1) as there:
+        async with RewardEngine(remote(there)) as engine:
+            held = asyncio.ensure_future(engine.score(sample("hold")))
+            assert await asyncio.to_thread(there.source.holding.wait, 5)
+            waiting = [asyncio.ensure_future(engine.score(sample(0.5), deadline_s=s)) for s in (60, 0.3)]
+            assert (await waiting[1]).reward is None
+            waiting[0].cancel()
+            there.source.release.set()
+            assert (await held).reward == 1.0
+    assert [each.response for each in there.source.samples] == ["So much: hold"]
+
+
 async def test_closing_fails_what_waits(serving, remote):
     with serving() as there:
         engine = RewardEngine(remote(there))
@@ -285,6 +329,8 @@ def test_no_server():
         ({"engine": {"server": {"url": "http://h", "tokn": "abc"}}}, "unknown key"),
         ({"engine": {"server": "http://me:secret@h"}}, "a URL must not have credentials"),
         ({"engine": {"server": 3}}, "engine.server: must be"),
+        ({"engine": {"server": ""}}, "engine.server: must be"),
+        ({"engine": {"server": {}}}, "engine.server.url: the key is missing"),
         ({"engine": {"server": {"token_env": "X"}}}, "engine.server.url: the key is missing"),
     ],
 )

@@ -71,7 +71,7 @@ def row(**changed: Any) -> str:
         ["null"],
         ['{"facts": null}'],
         ['{"facts": []}'],
-        [json.dumps({"facts": {**FACTS, "protocol": 2}})],
+        [json.dumps({"facts": {**FACTS, "protocol": 3}})],
         [FIRST, "no JSON"],
         [FIRST, '{"outcomes": null}'],
         [FIRST, '{"outcomes": [1]}'],

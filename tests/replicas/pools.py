@@ -71,8 +71,8 @@ def parent_of(pid: int, above: int = 1) -> int:
     return pid
 
 
-async def comes(condition: Callable[[], object], within_s: float = 30.0) -> None:
-    """Wait for something that another process does."""
+async def comes(condition: Callable[[], object], within_s: float = 180.0) -> None:
+    """Wait for something that another process does. On a busy machine that may take a minute."""
     until = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < until, f"it does not come within {within_s:g} s"

@@ -21,6 +21,7 @@ host=H          listens there, not on 127.0.0.1
 key=K           answers below /v1 only with this key, as vLLM does
 die_after=N     dies after N chat requests, with exit code 0
 pieces          sends the list of its models in two pieces
+private         states its own name as the model that answered, as SGLang and llama.cpp do
 """
 
 from __future__ import annotations
@@ -218,7 +219,8 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
             said = server.read(json.dumps(body)) if "weights" in options else str(os.getpid())
             verdict = json.dumps({"id": found[-1] if found else "", "rationale": said, "score": 7})
             message = {"role": "assistant", "content": verdict}
-            self._say({"model": body["model"], "choices": [{"message": message, "finish_reason": "stop"}]})
+            stated = models[-1] if "private" in options else body["model"]
+            self._say({"model": stated, "choices": [{"message": message, "finish_reason": "stop"}]})
 
         def _say(self, value: object, status: int = 200) -> None:
             text = json.dumps(value).encode()

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology
-from qreward_plugins.replicas.changes import ChangeFailed, Changes
+from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.launch import ServerFailed
+from qreward_plugins.replicas.pool import ChangeFailed
 from qreward_plugins.replicas.ray_pool import RayPoolActor
 from qreward_plugins.replicas.replica_state import ReplicaState
 from qreward_plugins.replicas.weights import Update, Weights
@@ -43,30 +44,30 @@ class Server:
         await asyncio.sleep(0)
         self.stopped.set()
 
-    async def tell(self, order, **details):
+    async def call(self, operation, **arguments):
         await asyncio.sleep(0)
-        if self.stopped.is_set() and order != "check":
+        if self.stopped.is_set() and operation != "check":
             raise ServerFailed("it ended")
-        if (self.number, order) in self.fails:
-            self.fails.remove((self.number, order))
-            raise ServerFailed(f"no {order}")
-        if order == "pause":
+        if (self.number, operation) in self.fails:
+            self.fails.remove((self.number, operation))
+            raise ServerFailed(f"no {operation}")
+        if operation == "pause":
             self.paused = True
-        elif order == "resume":
+        elif operation == "resume":
             for _ in range(0 if self.number else 60):
                 await asyncio.sleep(0)
             self.paused = False
-        elif order == "load":
+        elif operation == "load":
             self.has = "half"
             await asyncio.sleep(0)
-            self.has = details["path"].removeprefix("first")  # the model of the configuration
-        elif order == "receive":
+            self.has = arguments["path"].removeprefix("first")  # the model of the configuration
+        elif operation == "receive":
             self.has = "half"
             await asyncio.sleep(0)
-            self.has = details["version"]
-        elif order in ("sleep", "wake"):
-            self.paused = order == "sleep"
-        return {"files": details.get("path"), "identity": ""}
+            self.has = arguments["version"]
+        elif operation in ("sleep", "wake"):
+            self.paused = operation == "sleep"
+        return {"files": arguments.get("path"), "identity": ""}
 
 
 async def started(**settings):
@@ -87,6 +88,22 @@ async def settled(pool):
             return
         await asyncio.sleep(0)
     raise AssertionError(pool.states)
+
+
+@pytest.mark.parametrize(
+    ("drain", "remedy"),
+    [("wait", "Wait longer .*`drain: abort`"), ("abort", "a process that uses the servers hangs; end it")],
+)
+async def test_a_sleep_without_the_end_of_all_calls_names_the_remedy(drain, remedy):
+    async def never(state):
+        await asyncio.sleep(3600)
+
+    pool = Pool(PoolSpec("own", "vllm", "first", Topology(2)), lambda number: Server(number, set()), idle=never)
+    await pool.start()
+    with pytest.raises(ChangeFailed, match=f"replicas 0, 1: calls did not end within 0 s; .* {remedy}$"):
+        await Changes(pool).sleep(drain=drain, within_s=0)
+    assert {state.state for state in pool.states} == {"up"}
+    await pool.stop()
 
 
 def loaded(path, **more):
@@ -272,7 +289,7 @@ async def test_a_call_that_is_aborted_and_cancelled_at_once_is_cancelled(cancell
 
 
 async def test_nobody_waits_for_a_user_on_ray_that_is_gone(monkeypatch):
-    monkeypatch.setattr("qreward_plugins.replicas.ray_pool._NEWS_WITHIN_S", 0.01)
+    monkeypatch.setattr("qreward_plugins.replicas.ray_pool._POLL_S", 0.01)
     monkeypatch.setattr("qreward_plugins.replicas.ray_pool._SILENT_S", 0.05)
 
     class Serving:
@@ -282,12 +299,12 @@ async def test_nobody_waits_for_a_user_on_ray_that_is_gone(monkeypatch):
     actor._pool = Serving()
     actor._users |= {"gone", "there"}
     for user in ("gone", "there"):
-        await actor.news(user, 0)
+        await actor.poll(user, 0)
     idle = asyncio.ensure_future(actor._commands.idle(ReplicaState(0, "draining", ticket=1)))
     while not idle.done():
-        await actor.news("there", 0)
-        await actor.hear("there", {"idle": [[0, 1]]})
-    assert await actor.news("gone", -1) is not None  # it was only busy
+        await actor.poll("there", 0)
+        await actor.receive("there", {"idle": [[0, 1]]})
+    assert await actor.poll("gone", -1) is not None  # it was only busy
     await actor.leave("gone")
     assert actor._timers.keys() == {"there"}
-    actor._listens("there")
+    actor._note_alive("there")

@@ -6,6 +6,9 @@ import pytest
 from aiohttp import web
 
 from qreward_plugins.replicas.control import Channel, ControlFailed, SGLangControl
+from qreward_plugins.replicas.operations import ServerOperations
+from qreward_plugins.replicas.spec import PoolSpec
+from qreward_plugins.replicas.topology import Topology
 
 pytestmark = pytest.mark.anyio
 KEY = {"Authorization": "Bearer sk-own"}
@@ -78,3 +81,25 @@ async def test_memory():
     async with Server() as channel:
         await SGLangControl().sleep(channel, 1, within_s=5)
         await SGLangControl().wake(channel, "weights", within_s=5)
+
+
+@pytest.mark.parametrize(("stated", "told"), [(["same", "same"], ""), (["old", "new"], "new"), ([None, None], "")])
+async def test_a_checksum_that_never_changes_is_no_identity_of_weights_from_memory(stated, told):
+    """Otherwise the journal would answer with verdicts of the earlier weights."""
+
+    class Stated(SGLangControl):
+        async def receive(self, channel, bodies, version, *, within_s):
+            assert bodies == [{"tensors": 1}]
+
+        async def reset_cache(self, channel):
+            pass
+
+        async def version(self, channel):
+            return "step-1"
+
+        async def checksum(self, channel):
+            return stated.pop(0)
+
+    spec = PoolSpec("own", "sglang", "judge", Topology())
+    operations = ServerOperations(spec, Stated(), "http://127.0.0.1:9")
+    assert await operations.receive(None, [{"tensors": 1}], "step-1") == {"identity": told}

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from pools import comes, lives, parent_of
 
+from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.pool import PoolFailed
-from qreward_plugins.replicas.pool_use import LocalPoolUse, PoolUse
+from qreward_plugins.replicas.pool_use import PoolUse
 from qreward_plugins.replicas.runtime_folder import NoRuntimeFolder, runtime_folder
 
 pytestmark = pytest.mark.anyio
@@ -37,7 +38,7 @@ async def test_processes_share_one_pool_which_ends_with_the_last_of_them(stand_i
     program = """
         import asyncio, sys
         from qreward_plugins.replicas.spec import PoolSpec
-        from qreward_plugins.replicas.pool_use import LocalPoolUse
+        from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 
         async def main():
             use = LocalPoolUse(PoolSpec.from_json(sys.argv[1].encode()))
@@ -160,7 +161,7 @@ async def test_a_pool_that_says_nothing_ends_the_wait(stand_ins, monkeypatch):
         def leave(self):
             self.end.set()
 
-        def say(self, message):
+        def send(self, message):
             pass
 
     monkeypatch.setattr("qreward_plugins.replicas.pool_use._SILENT_S", 0.0)

@@ -43,7 +43,7 @@ def tree(command, **more):
         "model": "judge",
         "placement": "ray",
         **command,
-        "start_within_s": 60.0,
+        "start_within_s": 180.0,
         **more,
     }
     judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64}
@@ -63,8 +63,8 @@ async def test_a_pool_on_ray(cluster, stand_ins, private):
     servers = {"server": "vllm", "program": stand_ins.program(), "model": str(first_weights)}
     own = tree({**servers, "weight_updates": "in_place"}, data_parallel=2)
     async with RewardEngine(own) as first, RewardEngine(own) as other:
-        assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=30)] == [0.7] * 10
-        assert [outcome.reward for outcome in await other.score_all(samples(10), deadline_s=30)] == [0.7] * 10
+        assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=180)] == [0.7] * 10
+        assert [outcome.reward for outcome in await other.score_all(samples(10), deadline_s=180)] == [0.7] * 10
         states, theirs = (engine.upstreams["own"].source.replicas for engine in (first, other))
         assert {state.url for state in states} == {state.url for state in theirs}
         assert len(stand_ins.living()) == 2
@@ -76,18 +76,18 @@ async def test_a_pool_on_ray(cluster, stand_ins, private):
         source = first.upstreams["own"].source
         await comes(lambda: any(state.restarts and state.url for state in source.replicas))
         assert len(stand_ins.living()) == 2
-        assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=30)] == [0.7] * 10
+        assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=180)] == [0.7] * 10
 
         # All engines of the job see an update.
         await other.update_weights("own", path=second, version="step-1")
-        outcomes = await first.score_all(samples(10), deadline_s=30)
+        outcomes = await first.score_all(samples(10), deadline_s=180)
         assert {outcome.verdict.rationale for outcome in outcomes} == {"second"}
         assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-1"}
         await first.sleep("own")
         assert stand_ins.living() == []
         await comes(lambda: {state.state for state in other.upstreams["own"].source.replicas} == {"asleep"})
         await other.wake_up("own")
-        outcomes = await first.score_all(samples(10), deadline_s=30)
+        outcomes = await first.score_all(samples(10), deadline_s=180)
         assert {outcome.verdict.rationale for outcome in outcomes} == {"second"}
     await comes(lambda: not stand_ins.living() and not groups() and not list(private.glob("*-logs")))
 

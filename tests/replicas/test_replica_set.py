@@ -44,6 +44,12 @@ async def test_servers_start_with_the_first_samples_and_end_with_the_engine(stan
     assert stand_ins.living() == []
 
 
+async def test_a_verdict_names_the_model_of_the_configuration(stand_ins):
+    async with RewardEngine(tree({"command": stand_ins.command("private"), "data_parallel": 2})) as engine:
+        outcomes = await engine.score_all(samples(4), deadline_s=30)
+    assert {outcome.verdict.model for outcome in outcomes} == {"judge"}
+
+
 async def test_the_calls_of_a_replica_that_dies_go_to_the_others(stand_ins):
     own = {"command": stand_ins.command("only=0", "die_after=10"), "data_parallel": 2, "restarts": 1}
     async with RewardEngine(tree(own)) as engine:

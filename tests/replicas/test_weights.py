@@ -17,9 +17,10 @@ from pools import comes, parent_of
 
 from qreward_plugins import EngineError, ReplicaChanged, ReplicasNotChanged, RewardEngine, Sample, WeightTransfer
 from qreward_plugins.replicas import Pool
-from qreward_plugins.replicas.changes import ChangeFailed, Changes
+from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.launch import LocalServer
-from qreward_plugins.replicas.pool_use import LocalPoolUse
+from qreward_plugins.replicas.local_pool_use import LocalPoolUse
+from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
 from qreward_plugins.replicas.weights import Update
 
 pytestmark = pytest.mark.anyio
@@ -157,7 +158,12 @@ async def test_what_is_wrong_with_a_checkpoint_is_found_before_a_replica_is_touc
     empty = stand_ins.folder / "empty"
     empty.mkdir()
     async with RewardEngine(tree(stand_ins)) as engine:
-        for path, why in [(empty, "holds no weights"), (stand_ins.folder / "none", "does not exist")]:
+        file = stand_ins.weights("second") / "weights.bin"
+        for path, why in [
+            (empty, "holds no weights"),
+            (stand_ins.folder / "none", "does not exist"),
+            (file, f"is a file, and vllm loads folders; name its folder, {file.parent}"),
+        ]:
             with pytest.raises(ReplicasNotChanged, match=f"{path} {why}.*nothing was changed"):
                 await engine.update_weights("own", path=path)
         assert stand_ins.notes() == []
@@ -281,6 +287,43 @@ async def test_a_server_that_dies_asleep_is_started_when_it_wakes(stand_ins):
         assert set(said(await engine.score_all(samples(16)))) == {"second"}
 
 
+@pytest.mark.parametrize("noticed", [False, True])
+async def test_a_pool_that_is_lost_asleep_is_replaced_and_woken(stand_ins, noticed):
+    """Its successor starts no server before: the devices belong to somebody else."""
+    async with RewardEngine(tree(stand_ins, sleep_mode=True)) as engine:
+        await engine.update_weights("own", path=stand_ins.weights("second"), version="v")
+        await engine.sleep("own", level=2)
+        source = engine.upstreams["own"].source
+        changes = source._use.version
+        os.kill(parent_of(stand_ins.living()[0], 3), signal.SIGKILL)
+        if noticed:
+            await comes(lambda: source._use.version > changes and states(engine) == ["asleep", "asleep"])
+            assert stand_ins.living() == []
+        await engine.wake_up("own")
+        assert [(state.state, state.version) for state in source.replicas] == [("up", "v")] * 2
+        assert set(said(await engine.score_all(samples(16)))) == {"second"}
+
+
+async def test_a_pool_that_is_lost_in_a_change_is_replaced_by_one_that_carries_it_out(stand_ins):
+    async with RewardEngine(tree(stand_ins, stop_within_s=0.5)) as engine:
+        await engine.score_all(samples(2))
+        stand_ins.fault("hang")
+        update = asyncio.ensure_future(engine.update_weights("own", path=stand_ins.weights("second"), version="v"))
+        await comes(lambda: any("/collective_rpc" in note for note in stand_ins.notes()))
+        os.kill(parent_of(stand_ins.living()[0], 3), signal.SIGKILL)
+        assert (await update).version == "v"
+        source = engine.upstreams["own"].source
+        assert [(state.state, state.version) for state in source.replicas] == [("up", "v")] * 2
+        stand_ins.fault("hang")
+        pool = parent_of(stand_ins.living()[0], 3)
+        transfer = WeightTransfer([{"weights": "third"}])
+        update = asyncio.ensure_future(engine.update_weights("own", transfer=transfer, version="w"))
+        await comes(lambda: any("/update_weights" in note for note in stand_ins.notes()))
+        os.kill(pool, signal.SIGKILL)
+        with pytest.raises(ReplicasNotChanged, match="the process of the pool has ended"):
+            await update
+
+
 async def test_weights_come_from_memory(stand_ins):
     received, failing = [], False
 
@@ -343,11 +386,20 @@ async def test_the_journal_tells_weights_apart(stand_ins, tmp_path):
         assert {outcome.reason for outcome in outcomes} == {"deadline"}
 
 
-async def test_a_command_that_finds_no_pool_fails_at_once(stand_ins):
-    """It has ended, and the process that replaces it does not listen yet."""
+async def test_a_command_that_finds_no_pool_waits_for_its_successor(stand_ins):
+    """It has ended, and the process that replaces it does not listen yet. Tensors from memory would not come twice."""
     use = LocalPoolUse(stand_ins.spec())
     use._thread, use._over = threading.current_thread(), True
     with pytest.raises(ChangeFailed, match="the process of the pool has ended"):
+        await use.update_weights(Update("v", receive=({},)))
+    waking = asyncio.ensure_future(use.wake_up())
+    await comes(lambda: use._commands)
+    assert not waking.done()
+    use.ended = True
+    use._lost()
+    with pytest.raises(ChangeFailed, match="the pool has ended"):
+        await waking
+    with pytest.raises(PoolFailed, match="it has ended"):
         await use.wake_up()
 
 

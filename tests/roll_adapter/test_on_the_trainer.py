@@ -284,6 +284,31 @@ def test_a_failed_sample_of_a_validation_in_the_batch_path_is_not_correct(train,
     assert trainer.validate().val_correct["all"] == 0.5
 
 
+def test_a_validation_that_reads_0_for_want_of_a_threshold_is_told_once(train, words, caplog) -> None:
+    trainer = train(words("7"), val_rows=VALIDATED)
+    with caplog.at_level("WARNING", "roll_adapter"):
+        assert trainer.validate().val_correct["all"] == 0.0
+        trainer.validate()
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "roll_adapter"]
+    assert "Set correct_at in the judge" in said
+    assert "the domain judged" in said
+
+
+def test_scores_of_0_and_1_need_no_threshold(train, words, caplog) -> None:
+    trainer = train(words("10", "0"), val_rows=VALIDATED)
+    with caplog.at_level("WARNING", "roll_adapter"):
+        trainer.validate()
+    assert caplog.text == ""
+
+
+def test_a_variable_that_is_missing_is_told_with_its_domain(train, words, make_tree, monkeypatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    tree = make_tree()
+    tree["sources"]["judge"]["api_key_env"] = "JUDGE_KEY"
+    with pytest.raises(ConfigurationError, match=r"(?s)in rewards.judged:.*JUDGE_KEY.*is not set"):
+        train(words("1"), tree=tree).step()
+
+
 def test_scores_say_what_is_correct_in_training_too(train, words) -> None:
     step = train(words("2", "6", "7", "break"), tree=CORRECT, difficulty_mask=True).step()
     assert step.raw_rewards == pytest.approx([0.2, 0.6, 0.7, 0.5] * 2)

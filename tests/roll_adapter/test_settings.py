@@ -52,6 +52,32 @@ def test_a_file_can_be_named_by_the_environment_of_the_worker(tmp_path, monkeypa
     assert load_settings(reward(), domain="d").on_failure == "raise"
 
 
+def test_a_domain_without_a_tree_is_told_what_to_write(monkeypatch) -> None:
+    """ROLL drops unknown keys, so a misspelt `reward_manager_config` looks like none."""
+    monkeypatch.delenv("QREWARD_CONFIG", raising=False)
+    for node in (reward(), SimpleNamespace(reward_manager_config=None, system_envs=None), SimpleNamespace()):
+        with pytest.raises(ConfigurationError) as raised:
+            load_settings(node, domain="maths")
+        text = str(raised.value)
+        assert "rewards.maths.reward_manager_config" in text
+        assert "may be misspelt" in text
+        assert "reward_manager_config: [{config: /path/to/judges.yaml}]" in text
+
+
+def test_a_key_among_the_variables_that_roll_prints_is_warned_of(caplog) -> None:
+    node = reward(tree(), JUDGE_KEY="sk-never-shown", OTHER="1")
+    with caplog.at_level(logging.WARNING, "roll_adapter"):
+        load_settings(node, domain="maths")
+    assert caplog.text == ""
+    node.reward_manager_config[0]["sources"]["judge"]["api_key_env"] = "JUDGE_KEY"
+    with caplog.at_level(logging.WARNING, "roll_adapter"):
+        load_settings(node, domain="maths", warn=False)
+        assert caplog.text == ""
+        load_settings(node, domain="maths")
+    assert "rewards.maths.system_envs has JUDGE_KEY, the key of the source judge" in caplog.text
+    assert "never-shown" not in caplog.text
+
+
 def test_a_domain_has_one_tree() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)rewards.maths.reward_manager_config.*has 2 trees"):
         load_settings(reward(tree(), tree()), domain="maths")

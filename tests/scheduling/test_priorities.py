@@ -10,7 +10,9 @@ import pytest
 from qreward_plugins.config import Batch, Limits
 from qreward_plugins.samples import Scored
 from qreward_plugins.scheduling import Call
+from qreward_plugins.scheduling.hedging import LEAST_HEDGES
 from qreward_plugins.scheduling.rules import Rules
+from qreward_plugins.scheduling.timed_hedges import TimedHedges
 from qreward_plugins.simulation import run
 
 from .conftest import PlainJudge
@@ -102,6 +104,56 @@ def test_a_hedge_after_a_fixed_delay_lets_a_higher_priority_go_first(stage):
     hedged = Fixed(("a",), fields={"rules": Rules(hedges=1, hedge_after_s=1.0, timeout_s=60)})
     sent = played(stage, (0.0, 0, LOW, hedged), (0.0, 0, LOW + 1), (0.5, 5, HIGH))
     assert [size for _, _, size in sent] == [LOW, LOW + 1, HIGH, LOW]
+
+
+def test_a_hedge_that_waits_for_a_higher_priority_does_not_wake_the_scheduler(stage, monkeypatch):
+    looks = []
+    choose = TimedHedges.choose
+    monkeypatch.setattr(TimedHedges, "choose", lambda hedges, now: looks.append(now) or choose(hedges, now))
+    stage.add("a", behaviour=lambda number, *_: 200.0 if number == 0 else 10.0, limits={"concurrency": 2})
+    hedged = Fixed(("a",), fields={"rules": Rules(hedges=1, hedge_after_s=1.0, timeout_s=600)})
+    sent = played(stage, (0.0, 0, LOW, hedged), *[(0.5, 5, HIGH)] * 10)
+    assert [size for _, _, size in sent] == [LOW, *[HIGH] * 10, LOW]
+    assert sent[-1][0] == pytest.approx(100.5)
+    assert len(looks) < 100
+
+
+def test_a_hedge_without_room_goes_when_time_gives_it(stage, monkeypatch):
+    looks = []
+    choose = TimedHedges.choose
+    monkeypatch.setattr(TimedHedges, "choose", lambda hedges, now: looks.append(now) or choose(hedges, now))
+    stage.add("a", behaviour=lambda number, *_: 200.0, limits={"requests_per_minute": 1}, requests_per_window=1)
+    hedged = Fixed(("a",), fields={"rules": Rules(hedges=1, hedge_after_s=1.0, timeout_s=600)})
+    sent = played(stage, (0.0, 0, LOW, hedged))
+    assert [round(at) for at, _, _ in sent] == [0, 60]
+    assert len(looks) < 100
+
+
+def test_a_hedge_over_the_budget_goes_when_the_batch_has_grown(stage):
+    stage.add("a", behaviour=lambda number, *_: 100.0 if number < 6 else 1.0, limits={"concurrency": 100})
+    rules = Rules(hedges=1, hedge_after_s=1.0, timeout_s=600, hedge_budget=0.1)
+    hedged = Fixed(("a",), fields={"rules": rules})
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        batch = dispatcher.batches.of_singles(0)
+
+        def score(number):
+            return [dispatcher.score(stage.sample(LOW), hedged, deadline_s=600, batch=batch) for _ in range(number)]
+
+        futures = score(6)
+        await asyncio.sleep(10)
+        before = len(stage.sent)
+        futures += score(54)
+        await asyncio.sleep(0.5)
+        after = len(stage.sent)
+        await asyncio.gather(*futures)
+        await dispatcher.aclose()
+        return before, after
+
+    before, after = run(main())
+    assert before == 6 + LEAST_HEDGES
+    assert after == 6 + 54 + 6
 
 
 def test_a_call_with_a_strategy_of_its_own_leaves_a_source_to_a_higher_priority(stage):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 
 import slime_adapter
@@ -23,6 +26,18 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 @pytest.mark.parametrize("prompt", [CHATML, LLAMA, GLM, MESSAGES])
 def test_a_templated_prompt_is_read_back_into_messages(make_group, prompt):
     assert to_sample(make_group("42", prompt=prompt)[0]).messages == MESSAGES
+
+
+def test_the_step_is_the_rollout_that_slime_counts(make_group, monkeypatch):
+    (sample,) = make_group("42")
+    monkeypatch.delitem(sys.modules, "slime.rollout.sample_hooks", raising=False)
+    assert to_sample(sample).step is None
+    hooks = ModuleType("slime.rollout.sample_hooks")
+    monkeypatch.setitem(sys.modules, "slime.rollout.sample_hooks", hooks)
+    assert to_sample(sample).step is None, "another version of slime"
+    for number in (None, 0, 7):
+        hooks._current_rollout_id = number
+        assert to_sample(sample).step == number
 
 
 def test_plain_text_is_one_user_message(make_group):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -177,3 +179,18 @@ def request_of() -> Callable[..., Request]:
         return Request(sample=sample, messages=({"role": "user", "content": text},), parameters=parameters)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def self_signed(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+    """The settings of a server whose certificate no client trusts."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1", "-days", "2"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context

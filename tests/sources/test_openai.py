@@ -3,10 +3,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
 import socket
 import ssl
-import subprocess
 import traceback
 import zlib
 from collections.abc import Callable
@@ -25,7 +23,8 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.sources import OpenAISource, aiohttp_client, http, http_reading
+from qreward_plugins.sources import OpenAISource, http, http_reading
+from qreward_plugins.sources.prepared_post import PreparedPost
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 10.0
@@ -371,26 +370,12 @@ async def test_a_foreign_exception_of_any_kind_is_mapped(
         def fail(*args: Any, error: Exception = raised, **kwargs: Any) -> Any:
             raise error
 
-        monkeypatch.setattr(aiohttp_client, "_payload", fail)
+        monkeypatch.setattr(PreparedPost, "send", fail)
         monkeypatch.setattr(httpx.AsyncClient, "build_request", fail)
         error = await failure(source, request_of())
         assert type(error) is TransientError
         assert key not in str(error)
     await source.aclose()
-
-
-@pytest.fixture(scope="module")
-def self_signed(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = folder / "key.pem", folder / "cert.pem"
-    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1", "-days", "2"]
-    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return context
 
 
 async def test_a_certificate_that_does_not_verify_makes_the_source_unusable(

@@ -8,6 +8,10 @@ import time
 
 import pytest
 
+from qreward_plugins.errors import TransientError
+from qreward_plugins.samples import Sample
+from qreward_plugins.sources import Request
+from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.redactor import Redactor
 from qreward_plugins.sources.stream_passing import StreamPassing, progress_of
 from qreward_plugins.sources.streams import StreamBroken
@@ -163,3 +167,30 @@ def test_a_large_event_in_small_pieces_is_searched_once():
     assert time.process_time() - began < 2
     stream.take(b'"}]}\n\n')
     assert len(pieces) == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("begun", [False, True])
+async def test_what_a_server_says_in_a_stream_is_one_line_without_secrets(serve, open_source, begun):
+    secret = "pin-42"  # too short to be redacted in a text, where it may be a word
+    long = "x" * 190 + " sk-0123456789abcdef"
+
+    async def script(exchange):
+        exchange.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        if begun:
+            exchange.write(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
+        error = {"error": {"message": f"{secret} is\nwrong: {long}"}}
+        exchange.write(b"data: " + json.dumps(error).encode() + b"\n\n")
+        await exchange.writer.drain()
+        exchange.writer.close()
+
+    async with serve(script) as server:
+        source = open_source(server.base_url, api_key=secret, headers={"X-Key": "sk-0123456789abcdef"})
+        passed = PassedRequest({"model": "m", "messages": [], "stream": True}, stream=True)
+        request = Request(Sample([], ""), passed=passed, on_text=lambda piece: None)
+        with pytest.raises(TransientError) as error:
+            await source.send(request, on_sent=lambda: None)
+        await source.aclose()
+    said = str(error.value)
+    assert "*** is\\nwrong: xxx" in said
+    assert not any(part in said for part in (secret, "sk-", "\n"))

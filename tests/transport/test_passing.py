@@ -234,7 +234,7 @@ async def test_a_slow_reader_stops_the_source():
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async with echo(lambda number: write) as server, client_of(tree_of(server)) as client:
+    async with echo(lambda number: write) as server, client_of(tree_of(server, engine={"deadline_s": 60})) as client:
         async with client.stream("POST", URL, json={"model": "gpt-5", "stream": True}) as reply:
             pieces = reply.aiter_raw()
             size = len(await anext(pieces))

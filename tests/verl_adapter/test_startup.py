@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 
 import pytest
+from omegaconf import OmegaConf, open_dict
 
 from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from verl_adapter.settings import with_reward_model
-from verl_adapter.startup import _BEYOND_V1, refuse_impossible
+from verl_adapter.startup import _BEYOND_V1, _TREE_KEYS, refuse_impossible
 from verl_adapter.trainers import Trainer, trainer_of
 
 OURS = "reward.reward_manager.name=qreward"
@@ -127,6 +128,72 @@ def test_a_misspelt_tree_ends_the_run_instead_of_being_ignored(compose, key):
     config = compose(f"+{key}.config=judges.yaml")
     with pytest.raises(ConfigurationError, match=rf"{key}: unknown key\. Did you mean `qreward`\?"):
         refuse_impossible(config, trainer_of(config))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "reward.qreward.config",
+        "reward.reward_manager.config",
+        "reward.reward_manager.qreward.config",
+        "reward.reward_kwargs.qreward_config",
+        "trainer.qreward.config",
+        "algorithm.qreward_config",
+    ],
+)
+def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(compose, place):
+    """Without a message, verl's reward function would score in place of the judges."""
+    config = compose("reward.reward_manager.name=qreward", f"+{place}=judges.yaml")
+    with pytest.raises(ConfigurationError, match=r"\+qreward\.config=FILE") as caught:
+        refuse_impossible(config, trainer_of(config))
+    assert len(caught.value.mistakes) == 1
+    assert place.startswith(caught.value.mistakes[0].path)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+reward.custom_reward_function.reward_kwargs.qreward_url=http://judges:8000",
+        "+reward.custom_reward_function.reward_kwargs.qreward={config: judges.yaml}",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.qreward_log=debug",
+        "+trainer.tags.qreward=true",
+        "+data.weights={qreward_math: 1, gsm8k: 2}",
+        "+data.by_number={0: {weight: 1}, 1: {weight: 2}}",
+        "+data.nested.seed=???",
+        "+data.nested.seed=${oc.env:NOBODY_SETS_IT}",
+        "+reward.reward_manager.alpha=1",
+        "+my_experiments.qreward.config=judges.yaml",
+    ],
+)
+def test_names_that_only_look_like_the_trees_are_nobodys_mistake(compose, override):
+    config = compose("reward.reward_manager.name=qreward", "+qreward.config=judges.yaml", override)
+    refuse_impossible(config, trainer_of(config))
+
+
+@pytest.mark.parametrize("resolved", [False, True], ids=["", "resolved"])
+def test_a_tree_that_qreward_refers_to_is_not_misplaced(compose, resolved):
+    config = compose("reward.reward_manager.name=qreward", "+reward.qreward.config=judges.yaml")
+    with open_dict(config):
+        config.qreward = "${reward.qreward}"
+    if resolved:
+        config.qreward = OmegaConf.to_container(config.qreward)
+    refuse_impossible(config, trainer_of(config))
+
+
+def test_the_reward_manager_of_verl_declares_no_key_of_a_tree():
+    import dataclasses
+
+    from verl.workers.config.reward import RewardManagerConfig
+
+    assert not _TREE_KEYS & {one.name for one in dataclasses.fields(RewardManagerConfig)}
+
+
+def test_a_manager_that_is_only_a_name_or_a_class_of_ones_own_is_not_checked(compose):
+    config = compose("reward.reward_manager._target_=my.Config", "+reward.reward_manager.sources=2")
+    refuse_impossible(config, trainer_of(config))
+    with open_dict(config):
+        config.reward.reward_manager = "qreward"
+    refuse_impossible(config, trainer_of(config))
 
 
 def test_the_reward_model_that_verl_serves_is_found_by_its_name(tmp_path):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +35,6 @@ from .responses import Responses
 
 _log = logging.getLogger("qreward_plugins.sources")
 
-_REQUEST_S = 20.0
 _MOST_BYTES = 4_194_304
 _TRIES = 3
 _PAUSE_S = 0.5
@@ -52,7 +52,9 @@ class Undetected(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """The server that is asked. `key` is "" without one; `headers` are those of the configuration."""
+    """The server that is asked. `key` is "" without one; `headers` are those of the configuration. `request_s`: most
+    seconds for one request.
+    """
 
     urls: tuple[str, ...]
     model: str
@@ -60,6 +62,7 @@ class Server:
     headers: Mapping[str, str]
     verify_tls: bool
     connect_s: float
+    request_s: float = 20.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def detect(name: str, server: Server) -> Detected:
 
         def run() -> None:
             try:
-                outcome.append(asyncio.run(_ask(server)))
+                outcome.append(asyncio.run(ask(server)))
             except Exception as error:
                 outcome.append(error)
 
@@ -96,7 +99,8 @@ def detect(name: str, server: Server) -> Detected:
     return _found[known]
 
 
-async def _ask(server: Server) -> Detected:
+async def ask(server: Server) -> Detected:
+    """Return the dialect of the first URL that tells it. Raises `Undetected`."""
     async with open_session(server) as session:
         problems: list[str] = []
         for url in server.urls:
@@ -115,7 +119,7 @@ def open_session(server: Server) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=server.verify_tls),
         cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=_REQUEST_S, connect=server.connect_s),
+        timeout=aiohttp.ClientTimeout(total=server.request_s, connect=server.connect_s),
         trust_env=False,
     )
 
@@ -198,7 +202,7 @@ class Probe:
                     while len(text) < _MOST_BYTES and (more := await response.content.read(_MOST_BYTES - len(text))):
                         text += more
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-                problem = f"no answer ({type(error).__name__})"
+                problem = f"no answer ({_cause(error)})"
                 continue
             self.announced.update(announced_limits(response.headers))
             problem = f"{path} answered {response.status}"
@@ -220,3 +224,9 @@ def lister(body: Any) -> Dialect | None:
     if isinstance(models, list) and any(isinstance(m, dict) and "supportedGenerationMethods" in m for m in models):
         return _GEMINI
     return None
+
+
+def _cause(error: Exception) -> str:
+    """Return the system's words for an error of the network, or the name of its class."""
+    number = error.errno if isinstance(error, OSError) else None
+    return os.strerror(number) if number is not None and number > 0 else type(error).__name__

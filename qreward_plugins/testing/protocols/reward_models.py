@@ -29,7 +29,7 @@ class Wire:
     """One server's `POST path`. `key` is the key of the body that holds the items; no other server at this path has it.
 
     `texts` turns the body into pairs of a prompt and a response, and raises `Refused`. `result` turns the numbers of an
-    item into its result. `fields` makes the reply from the results, the model and the tokens. `activated` tells whether
+    item into its result. `fields` makes the reply from the results, the model and the tokens. `activated`: whether
     the server turns logits into probabilities. `numbered` says whether results state the index of their item.
     """
 
@@ -288,7 +288,7 @@ def _unnumbered(results: list[Any], numbered: bool) -> list[Any]:
 _LISTS: Mapping[FaultKind | None, Callable[[list[Any], bool], list[Any]]] = {
     FaultKind.RESULTS_TOO_FEW: lambda results, numbered: results[:-1],
     FaultKind.RESULTS_TOO_MANY: lambda results, numbered: [*results, results[-1]],
-    # Without an index nobody could tell: such a server is not played.
+    # Without an index the results cannot be matched: such a server is not played.
     FaultKind.RESULTS_SHUFFLED: lambda results, numbered: results[::-1] if numbered else results,
     FaultKind.RESULTS_UNNUMBERED: _unnumbered,
     FaultKind.RESULTS_MISNUMBERED: _renumbered,

@@ -24,12 +24,12 @@ def train_batch(batch: RollDataProto, config: Any) -> tuple[RollDataProto, dict[
     metrics: dict[str, Any] = {}
     parts = []
     for domain, part in batch.group_by("domain").items():
-        told = _mask_samples(part, config)
-        told |= _normalise(part, config)
-        told |= _spread_over_tokens(part, config)
+        of_part = _mask_samples(part, config)
+        of_part |= _normalise(part, config)
+        of_part |= _spread_over_tokens(part, config)
         _advantages(part, config)
-        told |= reduce_metrics(part.meta_info.pop("metrics", {}))
-        metrics |= {f"{domain}/{name}": value for name, value in told.items()}
+        of_part |= reduce_metrics(part.meta_info.pop("metrics", {}))
+        metrics |= {f"{domain}/{name}": value for name, value in of_part.items()}
         parts.append(part)
     whole = RollDataProto.concat(parts)
     whole.reorder(torch.argsort(whole.batch["prompt_id"]))
@@ -61,12 +61,12 @@ def _mask_samples(data: RollDataProto, config: Any) -> dict[str, float]:
     for mask in masks.values():
         kept = kept * mask
     tensors["final_response_mask"] = response_mask * kept.unsqueeze(-1)
-    told = {
+    of_part = {
         f"actor/{name}_mask_ratio": masks[name].mean().item() if name in masks else 1.0
         for name in ("max_len", "difficulty", "error_len")
     }
     return {
-        **told,
+        **of_part,
         "actor/final_mask_ratio": kept.mean().item(),
         "actor/samples_used": kept.sum().item(),
         "actor/samples_total": float(len(data)),
@@ -111,13 +111,13 @@ def _spread_over_tokens(data: RollDataProto, config: Any) -> dict[str, float]:
     tokens = torch.zeros(tensors["attention_mask"].shape, dtype=rewards.dtype)
     tokens[torch.arange(len(data)), last] = rewards
     tokens = tokens[:, 1:]
-    told = {"critic/kl": 0.0}
+    of_part = {"critic/kl": 0.0}
     data.rename("token_level_rewards", "token_level_scores")
     if config.reward_clip:
-        told["critic/token_reward_clip_frac"] = _clipped_share(tokens, config.reward_clip)
+        of_part["critic/token_reward_clip_frac"] = _clipped_share(tokens, config.reward_clip)
         tokens = tokens.clamp(-config.reward_clip, config.reward_clip)
     tensors["token_level_rewards"] = tokens
-    return told
+    return of_part
 
 
 def _advantages(data: RollDataProto, config: Any) -> None:

@@ -64,14 +64,14 @@ class Durations:
 
     def log(self, prefix: str) -> dict[str, float]:
         """The metrics since the last call."""
-        told: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for kind, took_s in self._took_s.items():
-            told[f"{prefix}/{kind}/count"] = len(took_s)
-            told[f"{prefix}/{kind}/min"] = min(took_s, default=0.0)
-            told[f"{prefix}/{kind}/max"] = max(took_s, default=0.0)
-            told[f"{prefix}/{kind}/mean"] = sum(took_s) / len(took_s) if took_s else 0.0
+            metrics[f"{prefix}/{kind}/count"] = len(took_s)
+            metrics[f"{prefix}/{kind}/min"] = min(took_s, default=0.0)
+            metrics[f"{prefix}/{kind}/max"] = max(took_s, default=0.0)
+            metrics[f"{prefix}/{kind}/mean"] = sum(took_s) / len(took_s) if took_s else 0.0
             took_s.clear()
-        return told
+        return metrics
 
 
 def batch_metrics(parts: Mapping[str, RollDataProto], prompts: int, off_policy_ratio: float) -> dict[str, Any]:
@@ -81,16 +81,16 @@ def batch_metrics(parts: Mapping[str, RollDataProto], prompts: int, off_policy_r
         "scheduler/query_use_count": prompts,
         "scheduler/off_policy_ratio": off_policy_ratio,
     }
-    told: dict[str, Any] = dict(own)
+    metrics: dict[str, Any] = dict(own)
     for domain, part in parts.items():
-        told.update(_spread_of(f"scheduler/{domain}/score", part.batch["scores"]))
+        metrics.update(_spread_of(f"scheduler/{domain}/score", part.batch["scores"]))
         for name, value in part.meta_info.get("metrics", {}).items():
             numbers = np.mean(value).item(), np.max(value).item(), np.min(value).item()
-            told.update(_spread(f"scheduler/{domain}/{name}", *numbers))
+            metrics.update(_spread(f"scheduler/{domain}/{name}", *numbers))
         # ROLL adds its own numbers to those of every response first.
         for name, number in own.items():
-            told.update(_spread(f"scheduler/{domain}/{name}", number, number, number))
-    return told
+            metrics.update(_spread(f"scheduler/{domain}/{name}", number, number, number))
+    return metrics
 
 
 def _spread(name: str, mean: float, high: float, low: float) -> dict[str, float]:
@@ -107,12 +107,12 @@ def value_metrics(batch: RollDataProto) -> dict[str, float]:
     rewards = batch.batch["token_level_rewards"].sum(-1)
     trained = batch.batch["final_response_mask"].bool()
     lengths = batch.batch["response_mask"][:, 1:].sum(-1).float()
-    told = {
+    metrics = {
         "critic/correct/mean": (scores == 1).float().mean().item(),
         **_spread_of("critic/score", scores),
         **_spread_of("critic/rewards", rewards),
         **_spread_of("token/response_length", lengths),
     }
     if trained.any():
-        told |= _spread_of("critic/advantages", batch.batch["advantages"][trained])
-    return told
+        metrics |= _spread_of("critic/advantages", batch.batch["advantages"][trained])
+    return metrics

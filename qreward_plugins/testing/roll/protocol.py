@@ -305,12 +305,12 @@ def _joined(parts: Sequence[RollDataProto]) -> dict[str, torch.Tensor]:
 
 def _collected(values: Sequence[Any]) -> dict[str, Any]:
     collected: dict[str, Any] = {}
-    for told in values:
-        if told is None:
+    for metrics_of_one in values:
+        if metrics_of_one is None:
             continue
-        if not isinstance(told, dict):
-            raise TypeError(f"metrics are a dict, not a {type(told).__name__}: {told!r:.100}")
-        for key, value in told.items():
+        if not isinstance(metrics_of_one, dict):
+            raise TypeError(f"metrics are a dict, not a {type(metrics_of_one).__name__}: {metrics_of_one!r:.100}")
+        for key, value in metrics_of_one.items():
             collected.setdefault(key, []).append(value)
     for key, several in collected.items():
         try:

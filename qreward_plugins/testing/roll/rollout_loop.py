@@ -138,7 +138,7 @@ def response_batch(
     whole = torch.full((count, sequence_length), pad_token_id)
     mask = torch.zeros((count, sequence_length), dtype=torch.long)
     response_mask = torch.zeros_like(mask)
-    told = torch.zeros((count, sequence_length - 1))
+    probabilities = torch.zeros((count, sequence_length - 1))
     for row, tokens in enumerate(responses):
         assert 0 < len(tokens) <= room, f"a response of {len(tokens)} tokens; there is room for {room}"
         answers[row, : len(tokens)] = torch.tensor(tokens)
@@ -148,7 +148,7 @@ def response_batch(
         mask[row, :end] = 1
         response_mask[row, len(question) : end] = 1
         if log_probs is not None:
-            told[row, len(question) - 1 : end - 1] = torch.tensor(log_probs[row][: len(tokens)])
+            probabilities[row, len(question) - 1 : end - 1] = torch.tensor(log_probs[row][: len(tokens)])
     batch = {
         "prompts": asked,
         "responses": answers,
@@ -158,7 +158,7 @@ def response_batch(
         "prompt_mask": (mask == 1) & (response_mask == 0),
         "response_mask": response_mask,
     }
-    return batch if log_probs is None else {**batch, "infer_logprobs": told}
+    return batch if log_probs is None else {**batch, "infer_logprobs": probabilities}
 
 
 class UserDefinedRolloutLoop:

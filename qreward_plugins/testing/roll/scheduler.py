@@ -267,9 +267,11 @@ class RollScheduler:
         groups = batch.group_by("domain")
         asked = [domain for domain in self.clusters if domain in groups]
         self.record.reward_calls += sum(len(self.clusters[domain].actors) for domain in asked)
-        told = await asyncio.gather(*(self.clusters[domain].compute_rewards(groups[domain]) for domain in asked))
+        rewards_by_domain = await asyncio.gather(
+            *(self.clusters[domain].compute_rewards(groups[domain]) for domain in asked)
+        )
         parts = []
-        for domain, answers in zip(asked, told, strict=True):
+        for domain, answers in zip(asked, rewards_by_domain, strict=True):
             part = RollDataProto.concat(answers)
             part.batch["prompt_id"] = groups[domain].batch["prompt_id"]
             parts.append(part)

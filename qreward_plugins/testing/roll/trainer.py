@@ -157,14 +157,14 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         parts = self._run(self._sample(self._step))
         logged: dict[str, Any] = {}
         for domain, part in parts.items():
-            told = reduce_metrics(part.meta_info.pop("metrics", {}))
-            logged |= {f"{domain}/{name}": value for name, value in told.items()}
+            of_part = reduce_metrics(part.meta_info.pop("metrics", {}))
+            logged |= {f"{domain}/{name}": value for name, value in of_part.items()}
         batch = RollDataProto.concat(list(parts.values()))
         batch.meta_info["global_step"] = self._step
         raw = [float(number) for number in batch.batch["response_level_rewards"]]
         with torch.no_grad():
-            batch, told = train_batch(batch, self.pipeline_config)
-            logged |= told
+            batch, of_part = train_batch(batch, self.pipeline_config)
+            logged |= of_part
             skipped = not bool(batch.batch["final_response_mask"].any())
             logged["mask/final_mask_sum_eq_0"] = int(skipped)
             if not skipped:
@@ -266,6 +266,9 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         return dict(zip(self._schedulers, sampled, strict=True))
 
     async def _sample_val(self, scheduler: RollScheduler, number: int) -> RollDataProto:
+        if not self.pipeline_config.async_pipeline:
+            # ROLL validates between this call and the rollouts of a step.
+            await self._all_workers("load_states")
         sampling = self.pipeline_config.validation.generating_args.to_dict()
         meta = {"is_offload_states": False, "generation_config": sampling, "global_step": number}
         return await scheduler.get_batch(meta, len(scheduler.dataset))
@@ -303,8 +306,8 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
 
     def _encoded_val(self, row: Row, number: int) -> dict[str, Any]:
         config = self.pipeline_config
-        told = row if isinstance(row, Mapping) else {}
-        domain = told.get("domain") or config.tag_2_domain.get(told.get("tag")) or next(iter(config.rewards))
+        columns = row if isinstance(row, Mapping) else {}
+        domain = columns.get("domain") or config.tag_2_domain.get(columns.get("tag")) or next(iter(config.rewards))
         if domain not in config.rewards:
             raise ValueError(f"a row of val_rows is of the domain {domain!r}, for which there is no reward")
         return self._encoded_row(row, number, domain)

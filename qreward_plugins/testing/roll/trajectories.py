@@ -144,8 +144,8 @@ class FakeTrajEnvManager:
         tokens: list[int] = [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id][:room]
         turn["response_ids"] = tokens
         turn["infer_logprobs"] = [0.0] * len(tokens)
-        told = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        turn["messages"].append({"role": "assistant", "content": told})
+        answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        turn["messages"].append({"role": "assistant", "content": answer})
         return tokens
 
     def format_messages(self, rollout_cache: RolloutCache) -> dict[str, Any]:
@@ -167,14 +167,14 @@ class FakeTrajEnvManager:
     def step(self, llm_output: Sequence[int]) -> RolloutCache:
         """Pass the policy's turn to the environment, and open the next one."""
         cache: RolloutCache = self.rollout_cache
-        said = self.tokenizer.decode(llm_output, skip_special_tokens=False)
-        observation, reward, cache.terminated, cache.truncated, info = self.env.step(action=said)
+        action = self.tokenizer.decode(llm_output, skip_special_tokens=False)
+        observation, reward, cache.terminated, cache.truncated, info = self.env.step(action=action)
         suffix = {"suffix": info.pop("suffix")} if "suffix" in info else {}
         cache.step += 1
         if cache.step >= self.env_config["max_steps"]:
             cache.truncated = cache.truncated or not cache.terminated
             cache.terminated = True
-        cache.history[-1].update(reward=reward, llm_response=said, **info)
+        cache.history[-1].update(reward=reward, llm_response=action, **info)
         self._open_turn(observation, **suffix)
         return cache
 
@@ -186,18 +186,18 @@ class FakeTrajEnvManager:
         history[-1]  # ROLL reads the last turn: an IndexError if there was none
         step_scores = [turn["reward"] for turn in history]
         tokens: list[int] = []
-        said: list[bool] = []
+        is_response: list[bool] = []
         for turn in history:
             tokens += [*turn["prompt_ids"], *turn["response_ids"]]
-            said += [False] * len(turn["prompt_ids"]) + [True] * len(turn["response_ids"])
-        count, first = len(tokens), said.index(True)
+            is_response += [False] * len(turn["prompt_ids"]) + [True] * len(turn["response_ids"])
+        count, first = len(tokens), is_response.index(True)
         scores = [0.0] * (count - 1) + [sum(step_scores)]
         pad = self.tokenizer.pad_token_id
         batch = {
             "input_ids": self._padded(tokens, pad, torch.long),
             "attention_mask": self._padded([1] * count, 0, torch.long),
             "position_ids": self._padded(list(range(count)), 0, torch.long),
-            "response_mask": self._padded(said, False, torch.bool),
+            "response_mask": self._padded(is_response, False, torch.bool),
             "prompt_mask": self._padded([True] * first + [False] * (count - first), False, torch.bool),
             "scores": self._padded(scores, 0.0, torch.float),
         }
@@ -210,7 +210,7 @@ class FakeTrajEnvManager:
         }
         metrics = {f"env/{rollout_cache.tag}/{name}": value for name, value in _metrics(history).items()}
         metrics[f"env/{rollout_cache.tag}/num_actions"] = rollout_cache.step
-        metrics["env/response_length"] = float(sum(said))
+        metrics["env/response_length"] = float(sum(is_response))
         return RollDataProto.from_dict(batch, columns, {"metrics": metrics})
 
     def _padded(self, values: Sequence[Any], padding: Any, kind: torch.dtype) -> torch.Tensor:

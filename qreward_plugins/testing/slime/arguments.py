@@ -18,6 +18,8 @@ ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_pl
 
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 
+DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
 DEFAULTS: dict[str, Any] = {
     # These two defaults differ from slime's: there the first is required, the second is 1.
     "rollout_batch_size": 4,
@@ -27,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "num_steps_per_rollout": None,
     "partial_rollout": False,
     "mask_offpolicy_in_partial_rollout": False,
+    "data_source_path": DEFAULT_DATA_SOURCE,
     "rollout_function_path": DEFAULT_ROLLOUT_FUNCTION,
     "eval_function_path": None,
     "custom_generate_function_path": None,
@@ -82,6 +85,10 @@ DEFAULTS: dict[str, Any] = {
     "use_wandb": False,
     "use_tensorboard": False,
     "ci_test": False,
+    "colocate": False,
+    "offload_train": None,
+    "offload_rollout": None,
+    "release_train": False,
     "debug_rollout_only": False,
     "debug_train_only": False,
     "load_debug_rollout_data": None,
@@ -165,9 +172,23 @@ def resolve_args(flags: Mapping[str, Any], extra: Mapping[str, Any]) -> Namespac
     if isinstance(args.rollout_sample_hook_path, str) or callable(args.rollout_sample_hook_path):
         args.rollout_sample_hook_path = [args.rollout_sample_hook_path]
     args.rollout_sample_hook_path = list(args.rollout_sample_hook_path)
+    _resolve_offloading(args)
     for name, value in extra.items():
         setattr(args, name, value)
     return args
+
+
+def _resolve_offloading(args: Namespace) -> None:
+    """Set who leaves the GPUs to whom, as slime does."""
+    if args.debug_rollout_only:
+        args.colocate = args.offload_train = args.offload_rollout = False
+    if args.colocate:
+        if args.release_train:
+            args.offload_train, args.offload_rollout = False, True
+        args.offload_train = True if args.offload_train is None else args.offload_train
+        args.offload_rollout = True if args.offload_rollout is None else args.offload_rollout
+    args.offload_train = bool(args.offload_train) or args.advantage_estimator == "ppo"
+    args.offload_rollout = bool(args.offload_rollout)
 
 
 def resolve_eval_dataset(

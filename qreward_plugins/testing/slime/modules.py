@@ -27,6 +27,10 @@ def _generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evalua
     return args.qreward_generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
 
 
+def _data_source(args: Namespace) -> Any:
+    return args.qreward_data_source(args)
+
+
 def _check_spread(args: Namespace, samples: list[SlimeSample], **_: Any) -> DynamicFilterOutput:
     rewards = [sample.get_reward_value(args) for sample in samples]
     keep = len(rewards) > 1 and statistics.stdev(map(float, rewards)) > 1e-6
@@ -46,6 +50,7 @@ def _contents() -> dict[str, dict[str, Any]]:
             "RolloutFnEvalOutput": SlimeEvalOutput,
             "RolloutFnTrainOutput": SlimeRolloutOutput,
         },
+        "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": _data_source},
         "slime.rollout.filter_hub": {},
         "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
         "slime.rollout.filter_hub.dynamic_sampling_filters": {"check_reward_nonzero_std": _check_spread},
@@ -62,8 +67,8 @@ def slime_stand_in() -> AbstractContextManager[bool]:
     """Let hooks import a few of slime's names, which a `FakeSlimeTrainer` backs.
 
     They are `Sample`, `DynamicFilterOutput`, `RolloutFnTrainOutput`, `RolloutFnEvalOutput`, `load_function`,
-    `check_reward_nonzero_std`, `generate_rollout`, `compute_rollout_step`, and `log`, whose metrics are in the
-    trainer's result. Anything else under `slime` stays a `ModuleNotFoundError`.
+    `check_reward_nonzero_std`, `generate_rollout`, `RolloutDataSourceWithBuffer`, `compute_rollout_step`, and `log`,
+    whose metrics are in the trainer's result. Anything else under `slime` stays a `ModuleNotFoundError`.
 
     It yields False if slime is installed, whose own names are used then. For a whole test suite, enter it in a session
     fixture or in `conftest.py`, before the first import of a hook. Leaving it removes the modules; hooks imported

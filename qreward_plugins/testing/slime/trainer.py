@@ -26,6 +26,7 @@ from ..fake_trainer import FakeTrainer
 from ..flags import refuse_unknown
 from .advantages import sample_advantages, token_advantages
 from .arguments import (
+    DEFAULT_DATA_SOURCE,
     DEFAULT_ROLLOUT_FUNCTION,
     EVAL_DATASET_KEYS,
     EvalDataset,
@@ -49,10 +50,11 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
 
     `flags` are slime's own, with slime's defaults, except for `rollout_batch_size` and `n_samples_per_prompt`, which
     are 4. Hook flags take a dotted path or the function itself. `custom_config_path` takes a path of a YAML file or the
-    mapping; `qreward` sets its key of that name. The resulting `args` has three attributes more than slime's:
+    mapping; `qreward` sets its key of that name. The resulting `args` has four attributes more than slime's:
     `args.qreward_aborted()` says whether generation was aborted (in slime: `GenerateState.aborted`),
     `args.qreward_log(args, metrics, step_key)` replaces slime's `logging_utils.log`, and
-    `args.qreward_generate_rollout` is `generate_rollout`, for an eval or rollout function that wraps slime's.
+    `args.qreward_generate_rollout` is `generate_rollout`, for an eval or rollout function that wraps slime's, and
+    `args.qreward_data_source(args)` makes the data source, for one that wraps slime's.
 
     `prompts`: rows, each a prompt, a conversation, or `{"prompt": ..., "label": ..., "metadata": {...}}`.
     `eval_datasets`: for each name its rows, or `{"rows": rows}` with settings of its own: `custom_rm_path`,
@@ -102,7 +104,11 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         self.args.eval_datasets = [
             _eval_dataset(self.args, name, given) for name, given in (eval_datasets or {}).items()
         ]
-        self.data_source = SlimeDataSource(self.args, self._loader, prompts)
+        self.args.qreward_data_source = lambda args: SlimeDataSource(args, self._loader, prompts)
+        # slime makes it before it loads other hooks.
+        path = self.args.data_source_path
+        own = path == DEFAULT_DATA_SOURCE
+        self.data_source = (self.args.qreward_data_source if own else self._loader.load(path))(self.args)
         self._generate = self._startup(self.args.rollout_function_path)
         self._evaluate = self._startup(self.args.eval_function_path)
         self._post_process = self._startup(self.args.custom_reward_post_process_path) or post_process_rewards

@@ -146,14 +146,16 @@ def postprocess(
         rewards = np.zeros(mask.shape, dtype=np.float32)
         rewards[np.arange(len(outputs)), there.sum(axis=1) - 1] = float32_column(scores)
         tensors["rm_scores"] = rewards
-    told: dict[str, Any] = {"__num_turns__": np.array([output.num_turns for output in outputs], dtype=np.int32)}
+    columns_by_name: dict[str, Any] = {
+        "__num_turns__": np.array([output.num_turns for output in outputs], dtype=np.int32)
+    }
     if not streamed:
-        told |= columns
+        columns_by_name |= columns
     infos = [output.extra_fields.get("reward_extra_info", {}) for output in outputs]
     keys = list(infos[0])
-    told |= {key: np.array([info[key] for info in infos]) for key in keys}
+    columns_by_name |= {key: np.array([info[key] for info in infos]) for key in keys}
     standing = {"turn_scores", "tool_rewards", "min_global_steps", "max_global_steps", "extras"}
     for name in sorted({name for output in outputs for name in output.extra_fields} | standing):
-        told[name] = objects(output.extra_fields.get(name) for output in outputs)
+        columns_by_name[name] = objects(output.extra_fields.get(name) for output in outputs)
     meta = {"reward_extra_keys": keys} if has_scores else {}
-    return VerlDataProto(TensorColumns(tensors, batch_size=len(outputs)), told, meta)
+    return VerlDataProto(TensorColumns(tensors, batch_size=len(outputs)), columns_by_name, meta)

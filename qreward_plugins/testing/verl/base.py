@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .agent_loop import AgentLoops
+from .checkpoints import MODULE as CHECKPOINTS
 from .data import Row, VerlDataLoader, VerlDataset
 from .engine import VerlEngine
 from .metrics import data_metrics
@@ -34,7 +35,7 @@ LogProbs = Callable[[str, VerlDataProto], Any]
 class Setup:
     """The arguments of a trainer, besides its configuration. `run` runs a coroutine on the event loop of the actors.
 
-    `told` collects what the tracker gets: (step, metrics).
+    `logged` collects what the tracker gets: (step, metrics).
     """
 
     engine: VerlEngine
@@ -45,7 +46,7 @@ class Setup:
     reward: Any = None
     values: Values | None = None
     log_probs: LogProbs | None = None
-    told: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
 
 class TrainerBase(ABC):
@@ -81,9 +82,13 @@ class TrainerBase(ABC):
         return VerlValidation(self.global_steps, self._log(metrics), **self._seen)
 
     def start(self) -> None:
-        """Start the reward workers, then the tracker."""
+        """Start the reward workers, then the tracker, and the inference engines with the weights of the checkpoint."""
         self._setup()
+        # Looked up by its name in verl, because hooks may have wrapped it there.
+        self.checkpoint_manager = sys.modules[CHECKPOINTS].CheckpointEngineManager(self.config)
+        self.checkpoint_manager.sleep_replicas()
         self._start_tracker()
+        self.checkpoint_manager.update_weights(self.global_steps)
 
     async def aclose(self) -> None:  # noqa: B027 (in most trainers nothing does)
         """Stop generation ahead of the steps. Call it on the event loop of the actors."""
@@ -208,22 +213,22 @@ class TrainerBase(ABC):
 
     def _log(self, metrics: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
         """Log metrics, and return what the tracker got. `step`: None for that of the training loop."""
-        before = len(self.setup.told)
+        before = len(self.setup.logged)
         self.logger.log(data=dict(metrics), step=self.global_steps if step is None else step)
         return self._told_since(before)
 
     def _told_since(self, before: int) -> dict[str, Any]:
         """The metrics that the tracker got after its first `before` lines."""
-        told: dict[str, Any] = {}
-        for _, data in self.setup.told[before:]:
-            told |= data
-        return told
+        logged: dict[str, Any] = {}
+        for _, data in self.setup.logged[before:]:
+            logged |= data
+        return logged
 
 
 class Tracking:
     """`verl.utils.tracking.Tracking`, with one backend: a list."""
 
-    told: list[tuple[int, dict[str, Any]]]
+    logged: list[tuple[int, dict[str, Any]]]
 
     def __init__(
         self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
@@ -231,7 +236,7 @@ class Tracking:
         self.project_name, self.experiment_name = project_name, experiment_name
 
     def log(self, data: Mapping[str, Any], step: int, backend: Any = None) -> None:
-        self.told.append((step, dict(data)))
+        self.logged.append((step, dict(data)))
 
     def finish(self, exit_code: int = 0) -> None:
         """Nothing to flush."""

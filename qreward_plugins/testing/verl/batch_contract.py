@@ -44,9 +44,9 @@ class AbstractRewardManager(ABC):
 
     def __call__(self, data: VerlDataProto, return_dict: bool = False) -> Any:
         if "rm_scores" in data.batch:
-            told = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
+            extra = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
             there = data.batch["rm_scores"]
-            return {"reward_tensor": there, "reward_extra_info": told} if return_dict else there
+            return {"reward_tensor": there, "reward_extra_info": extra} if return_dict else there
         responses = data.batch["responses"]
         rewards = np.zeros(responses.shape, dtype=np.float32).view(VerlTensor)
         lengths = np.asarray(data.batch["attention_mask"])[:, data.batch["prompts"].shape[1] :].sum(axis=1)
@@ -106,8 +106,8 @@ class DAPOBatchManager(NaiveBatchManager):
             infos["score"].pop()
             if not infos["score"]:
                 del infos["score"]
-        penalty, told = overlong_penalty(self.overlong_buffer_cfg, self.max_resp_len, length)
-        for key, value in told.items():
+        penalty, extra = overlong_penalty(self.overlong_buffer_cfg, self.max_resp_len, length)
+        for key, value in extra.items():
             infos[key].append(value)
         return with_penalty(score, penalty)
 
@@ -177,7 +177,7 @@ def load_batch_manager(config: Any, tokenizer: Any, num_examine: int, reward: An
 
 
 def compute_reward(data: VerlDataProto, reward_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """The rewards of a batch and what else is said of it. A manager that raises is asked a second time, without
+    """The rewards of a batch and its further values. A manager that raises is asked a second time, without
     `return_dict`; if it raises again, the run ends.
     """
     try:

@@ -122,14 +122,14 @@ class VerlEngine:
                 tokens.append(self.tokenizer.eos_token_id)
             ids += tokens
             mask += [1 - place % 2] * len(tokens)
-        told: dict[str, Any] = {"turn_scores": [], "tool_rewards": [], **versions}
+        fields: dict[str, Any] = {"turn_scores": [], "tool_rewards": [], **versions}
         return AgentOutput(
             prompt_ids=list(self.tokenizer(output.prompt if output.prompt is not None else prompt)["input_ids"]),
             response_ids=ids[:limit],
             response_mask=mask[:limit],
             num_turns=output.num_turns if output.num_turns is not None else len(output.parts) + 1,
             reward_score=output.reward_score,
-            extra_fields={**told, **output.extra_fields},
+            extra_fields={**fields, **output.extra_fields},
         )
 
 

@@ -254,7 +254,7 @@ class FullyAsyncTrainer(LegacyTrainer):
 
     def step(self) -> VerlStep:
         """One batch. Raises `TrainingStopException` when no more come."""
-        before, calls = len(self.setup.told), self._calls
+        before, calls = len(self.setup.logged), self._calls
         self.setup.run(self.rollouter.begin())
         samples = self.setup.run(self._collect())
         if len(samples) < self.required_samples:
@@ -281,8 +281,8 @@ class FullyAsyncTrainer(LegacyTrainer):
     def validate(self) -> VerlValidation:
         """One validation, logged. Generation for training goes on."""
         metrics = self.rollouter.do_validate()
-        told = self._log(metrics, self.current_param_version)
-        return VerlValidation(self.current_param_version, told, **self.rollouter._seen)
+        logged = self._log(metrics, self.current_param_version)
+        return VerlValidation(self.current_param_version, logged, **self.rollouter._seen)
 
     async def aclose(self) -> None:
         """Stop generating."""
@@ -304,11 +304,11 @@ class FullyAsyncTrainer(LegacyTrainer):
     def _metrics_of_samples(self, batch: VerlDataProto) -> dict[str, Any]:
         versions = batch.meta_info["trajectory_param_versions"]
         self._stale += sum(self.current_param_version - version >= 1 for version in versions)
-        told = {name: value for name, value in batch.meta_info.items() if name.startswith("fully_async")}
+        logged = {name: value for name, value in batch.meta_info.items() if name.startswith("fully_async")}
         return {
             "fully_async/count/stale_trajectory_processed": self._stale,
             "fully_async/count/current_param_version": self.current_param_version,
-            **told,
+            **logged,
         }
 
     def _send_weights(self) -> None:

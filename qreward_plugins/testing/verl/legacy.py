@@ -45,12 +45,14 @@ class LegacyTrainer(TrainerBase):
         else:
             asked = prompts
         output = self.setup.run(self.agent_loops.generate_sequences(asked))
+        self.checkpoint_manager.sleep_replicas()
         sampled = output.slice(0, len(prompts))
         if self._estimator == "remax":
             baseline = self._scored(output.slice(len(prompts), None))
             batch.batch["reward_baselines"] = np.asarray(_scores_of(baseline)).sum(axis=-1)
         batch = self._rewarded(self._scored(batch.repeat(count).union(sampled)), validates=False)
         batch, metrics = self._trained(batch)
+        self.checkpoint_manager.update_weights(self.global_steps)
         return self._step_of(batch, self._log(metrics), calls)
 
     def _trained(self, batch: VerlDataProto) -> tuple[VerlDataProto, dict[str, Any]]:
@@ -59,8 +61,8 @@ class LegacyTrainer(TrainerBase):
         batch, metrics = self._advance(batch, sys.modules[self.advantages_of].compute_advantage)
         return batch, {**metrics, **self._metrics(batch)}
 
-    def _step_of(self, batch: VerlDataProto, told: dict[str, Any], calls: int) -> VerlStep:
-        """The step that trains `batch`. `told`: what the tracker got; `calls`: the reward calls before it."""
+    def _step_of(self, batch: VerlDataProto, logged: dict[str, Any], calls: int) -> VerlStep:
+        """The step that trains `batch`. `logged`: what the tracker got; `calls`: the reward calls before it."""
         keys = batch.meta_info.get("reward_extra_keys", [])
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
         return VerlStep(
@@ -70,7 +72,7 @@ class LegacyTrainer(TrainerBase):
             uids=uids,
             sessions=[uids[:row].count(uid) for row, uid in enumerate(uids)],
             extra_info=[{key: batch.non_tensor_batch[key][row] for key in keys} for row in range(len(batch))],
-            metrics=told,
+            metrics=logged,
             reward_calls=self.agent_loops.reward_calls - calls,
             padding=[False] * len(batch),
         )
@@ -91,7 +93,7 @@ class LegacyTrainer(TrainerBase):
             asked, missing = sys.modules[MODULE].pad_dataproto_to_divisor(
                 VerlDataProto(None, dict(batch.non_tensor_batch), meta), rollout.agent.num_workers
             )
-            output = self._scored(self.setup.run(self.agent_loops.generate_sequences(asked)))
+            output = self._scored_apart(self.setup.run(self.agent_loops.generate_sequences(asked)))
             output = output.slice(0, len(asked) - missing)
             texts += [self._text(ids) for ids in output.batch["responses"]]
             batch = self._rewarded(batch.union(output), validates=True)
@@ -121,6 +123,15 @@ class LegacyTrainer(TrainerBase):
         """With the scores of a colocated reward model, if there is one."""
         if self.use_rm and "rm_scores" not in batch.batch:
             return batch.union(self.reward_loop_manager.compute_rm_score(batch))
+        return batch
+
+    def _scored_apart(self, batch: VerlDataProto) -> VerlDataProto:
+        """`_scored` in a validation, for which the inference engines make room."""
+        if not self.use_rm or "rm_scores" in batch.batch:
+            return batch
+        self.checkpoint_manager.sleep_replicas()
+        batch = self._scored(batch)
+        self.checkpoint_manager.update_weights(self.global_steps)
         return batch
 
     def _rewarded(self, batch: VerlDataProto, *, validates: bool) -> VerlDataProto:

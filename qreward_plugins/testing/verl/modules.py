@@ -17,6 +17,8 @@ from ..stand_in_modules import stand_in_modules
 from .base import Tracking
 from .batch_contract import REGISTRY as BATCH_REGISTRY
 from .batch_contract import AbstractRewardManager, BatchTrainer, batch_registry
+from .checkpoints import MODULE as CHECKPOINTS
+from .checkpoints import CheckpointEngineManager
 from .fully_async import ROLLOUTER as FULLY_ASYNC_ROLLOUTER
 from .fully_async import TRAINER as FULLY_ASYNC
 from .fully_async import FullyAsyncRollouter, FullyAsyncTrainer, TrainingStopException
@@ -116,6 +118,7 @@ def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> dict
     return {
         "verl": {"DataProto": VerlDataProto, "__version__": "0.9.1"},
         "verl.protocol": {"DataProto": VerlDataProto, "DataProtoItem": VerlDataProtoItem, **padding},
+        CHECKPOINTS: {"CheckpointEngineManager": _anew(CheckpointEngineManager)},
         "verl.experimental": {},
         reward_loop: loop,
         REWARD_LOOP: {**loop, **padding},
@@ -150,7 +153,7 @@ def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> dict
         "verl.utils": {},
         "verl.utils.import_utils": {"load_extern_object": load_extern_object},
         "verl.utils.reward_score": {"default_compute_score": default_compute_score},
-        "verl.utils.tracking": {"Tracking": _anew(Tracking, told=[])},
+        "verl.utils.tracking": {"Tracking": _anew(Tracking, logged=[])},
         "verl.workers": {},
         BATCH_REGISTRY: {
             "AbstractRewardManager": AbstractRewardManager,

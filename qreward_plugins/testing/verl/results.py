@@ -16,7 +16,7 @@ class VerlStep:
 
     `batch` holds verl's tensors: `responses`, `response_mask`, `token_level_scores`, `token_level_rewards`,
     `advantages` and `returns` of shape (rows, response length). `metrics` is what the tracker gets.
-    `extra_info`: what the reward manager said of each row. `sessions`: which response of its prompt a row is.
+    `extra_info`: what the reward manager returned for each row. `sessions`: which response of its prompt a row is.
 
     V1 only: `dropped` are trajectories whose reward manager raised, as (uid, session, error); `evicted` the uids of
     groups that were replaced; `padding` which rows are verl's own, to fill up a mini-batch.

@@ -101,6 +101,7 @@ class RewardLoopManager:
     def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
         self.config = config
         self.reward_router_address = "fake-router:0" if config.reward.reward_model.enable else None
+        self.reward_loop_workers_class = self.played.ray.remote(RewardLoopWorker)
         # Looked up by its name in verl, because hooks may have replaced it there.
         self.reward_manager_cls = sys.modules["verl.trainer.ppo.reward"].resolve_reward_manager_cls(config)
         self._init_reward_loop_workers()
@@ -112,7 +113,7 @@ class RewardLoopManager:
         return self.reward_loop_workers if not model.enable or model.enable_resource_pool else None
 
     def _init_reward_loop_workers(self) -> None:
-        make = self.played.ray.remote(RewardLoopWorker)
+        make = self.reward_loop_workers_class
         shared = Shared(self.registry, self.played)
         self.reward_loop_workers: list[ActorHandle] = [
             make.options(name=f"reward_loop_worker_{number}").remote(self.config, self.reward_router_address, shared)

@@ -117,8 +117,8 @@ class DAPORewardManager(NaiveRewardManager):
         check_overlong(self.overlong_buffer_cfg, self.max_resp_len)
 
     def _with_penalty(self, score: Any, info: dict[str, Any], length: int) -> dict[str, Any]:
-        penalty, told = overlong_penalty(self.overlong_buffer_cfg, self.max_resp_len, length)
-        return {"reward_score": with_penalty(score, penalty), "reward_extra_info": info | told}
+        penalty, extra = overlong_penalty(self.overlong_buffer_cfg, self.max_resp_len, length)
+        return {"reward_score": with_penalty(score, penalty), "reward_extra_info": info | extra}
 
 
 def check_overlong(cfg: Any, max_resp_len: int | None) -> None:
@@ -140,8 +140,8 @@ def overlong_penalty(cfg: Any, max_resp_len: Any, length: int) -> tuple[Any, dic
     # A length is a tensor in verl, so all that is made of it is float32.
     exceeds = np.float32(length - (max_resp_len - cfg.len))
     penalty: Any = min(-exceeds / np.float32(cfg.len) * np.float32(cfg.penalty_factor), 0)
-    told = {"overlong_reward": float(penalty), "overlong": bool(penalty < 0)}
-    return penalty, told if cfg.log else {}
+    extra = {"overlong_reward": float(penalty), "overlong": bool(penalty < 0)}
+    return penalty, extra if cfg.log else {}
 
 
 def with_penalty(score: Any, penalty: Any) -> Any:
@@ -157,7 +157,7 @@ def with_penalty(score: Any, penalty: Any) -> Any:
 
 
 class GDPORewardManager(NaiveRewardManager):
-    """`gdpo`: `naive` that tells the function the name of the experiment instead of the turns."""
+    """`gdpo`: as `naive`, but the function gets the name of the experiment instead of the turns."""
 
     tools = False
 
@@ -282,7 +282,7 @@ def float32_column(scores: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def _split(result: Any) -> tuple[Any, dict[str, Any]]:
-    """The score in what a reward function returned, and what else is said; a number is `acc`."""
+    """The score in what a reward function returned, and all its values; a number is `acc`."""
     return (result["score"], dict(result)) if isinstance(result, dict) else (result, {"acc": result})
 
 

@@ -71,27 +71,27 @@ def _weight_metrics(
 ) -> dict[str, Any]:
     _check_mask(mask)
     there = mask.astype(bool)
-    told: dict[str, Any] = {"rollout_is_mean": masked_mean32(weights, mask)}
+    metrics: dict[str, Any] = {"rollout_is_mean": masked_mean32(weights, mask)}
     if level == "sequence":
-        told["rollout_is_max"] = _exp(np.minimum(logs.max(), _BOUND))
-        told["rollout_is_min"] = _exp(logs.min())
-        told["rollout_is_ratio_fraction_high"] = mean32(logs > F(math.log(upper)))
-        told["rollout_is_ratio_fraction_low"] = mean32(logs < F(math.log(lower)))
+        metrics["rollout_is_max"] = _exp(np.minimum(logs.max(), _BOUND))
+        metrics["rollout_is_min"] = _exp(logs.min())
+        metrics["rollout_is_ratio_fraction_high"] = mean32(logs > F(math.log(upper)))
+        metrics["rollout_is_ratio_fraction_low"] = mean32(logs < F(math.log(lower)))
     else:
-        told["rollout_is_ratio_fraction_high"] = masked_mean32(raw > upper, mask)
-        told["rollout_is_ratio_fraction_low"] = masked_mean32(raw < lower, mask)
-        told["rollout_is_max"], told["rollout_is_min"] = weights[there].max(), weights[there].min()
+        metrics["rollout_is_ratio_fraction_high"] = masked_mean32(raw > upper, mask)
+        metrics["rollout_is_ratio_fraction_low"] = masked_mean32(raw < lower, mask)
+        metrics["rollout_is_max"], metrics["rollout_is_min"] = weights[there].max(), weights[there].min()
     bounded = np.clip(weights, F(0), F(upper))
     mean = masked_mean32(bounded, mask)
-    told["rollout_is_std"] = _masked_std(bounded, mask)
+    metrics["rollout_is_std"] = _masked_std(bounded, mask)
     relative = bounded / F(mean + _TINY)
-    told["rollout_is_eff_sample_size"] = 1.0 / float(masked_mean32(relative * relative, mask))
+    metrics["rollout_is_eff_sample_size"] = 1.0 / float(masked_mean32(relative * relative, mask))
     means, raw_means = masked_means(weights, mask), masked_means(raw, mask)
-    told |= _of_sequences("rollout_is_seq", means)
-    told["rollout_is_seq_max_deviation"] = np.abs(means - F(1)).max()
-    told["rollout_is_seq_fraction_high"] = mean32(raw_means > upper)
-    told["rollout_is_seq_fraction_low"] = mean32(raw_means < lower)
-    return told
+    metrics |= _of_sequences("rollout_is_seq", means)
+    metrics["rollout_is_seq_max_deviation"] = np.abs(means - F(1)).max()
+    metrics["rollout_is_seq_fraction_high"] = mean32(raw_means > upper)
+    metrics["rollout_is_seq_fraction_low"] = mean32(raw_means < lower)
+    return metrics
 
 
 def _rejected(ratio: Any, mask: Any, options: Any, threshold: Any, metrics: dict[str, Any]) -> Any:
@@ -151,20 +151,20 @@ def _rejection_metrics(
     rows = (by_row if by_row is not None else masked_means(statistic, mask))[trained]
     of_rows = by_row is not None and bool(len(rows))
     extremes = rows if of_rows else statistic[there]
-    told: dict[str, Any] = {f"{prefix}_mean": masked_mean32(statistic, mask)}
-    told |= {f"{prefix}_max": extremes.max(), f"{prefix}_min": extremes.min()}
+    metrics: dict[str, Any] = {f"{prefix}_mean": masked_mean32(statistic, mask)}
+    metrics |= {f"{prefix}_max": extremes.max(), f"{prefix}_min": extremes.min()}
     high, low = (rows > F(upper), rows < F(least)) if of_rows else (statistic > F(upper), statistic < F(least))
-    told[f"{prefix}_fraction_high"] = mean32(high) if of_rows else masked_mean32(high, mask)
-    told[f"{prefix}_fraction_low"] = 0.0
+    metrics[f"{prefix}_fraction_high"] = mean32(high) if of_rows else masked_mean32(high, mask)
+    metrics[f"{prefix}_fraction_low"] = 0.0
     if lower is not None:
-        told[f"{prefix}_fraction_low"] = mean32(low) if of_rows else masked_mean32(low, mask)
-    told[f"{prefix}_std"] = _masked_std(np.clip(statistic, F(least), F(upper)), mask)
-    told |= _of_sequences(f"{prefix}_seq", rows)
-    told[f"{prefix}_seq_max_deviation"] = np.abs(rows).max() if len(rows) else 0.0
-    told[f"{prefix}_seq_fraction_high"] = mean32(rows > F(upper)) if len(rows) else 0.0
+        metrics[f"{prefix}_fraction_low"] = mean32(low) if of_rows else masked_mean32(low, mask)
+    metrics[f"{prefix}_std"] = _masked_std(np.clip(statistic, F(least), F(upper)), mask)
+    metrics |= _of_sequences(f"{prefix}_seq", rows)
+    metrics[f"{prefix}_seq_max_deviation"] = np.abs(rows).max() if len(rows) else 0.0
+    metrics[f"{prefix}_seq_fraction_high"] = mean32(rows > F(upper)) if len(rows) else 0.0
     if lower is not None or not len(rows):
-        told[f"{prefix}_seq_fraction_low"] = mean32(rows < F(least)) if len(rows) else 0.0
-    return told
+        metrics[f"{prefix}_seq_fraction_low"] = mean32(rows < F(least)) if len(rows) else 0.0
+    return metrics
 
 
 def _of_sequences(prefix: str, rows: Any) -> dict[str, Any]:

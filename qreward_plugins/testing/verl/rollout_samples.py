@@ -71,7 +71,7 @@ def assemble_batch(samples: Sequence[RolloutSample]) -> VerlDataProto:
     """One batch of several groups. The first sample's columns and extra-info keys, in their order, are taken for all:
     another's that differ are an `AssertionError`.
 
-    What `meta_info` tells of versions of the weights: `max_global_steps` is the one that finished a response,
+    The versions of the weights in `meta_info`: `max_global_steps` is the one that finished a response,
     `min_global_steps` the one that began it.
     """
     batch = VerlDataProto.concat([sample.full_batch for sample in samples])

@@ -111,8 +111,8 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
             queue = self._modules.enter_context(verl_stand_in(self._ray.modules()))
             manager = sys.modules["verl.experimental.reward_loop.reward_loop"].RewardLoopManager
             manager.played = Played(self._ray, self._engine.tokenizer, reward)
-            told = sys.modules["verl.utils.tracking"].Tracking.told
-            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward, values, log_probs, told)
+            logged = sys.modules["verl.utils.tracking"].Tracking.logged
+            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward, values, log_probs, logged)
             self._trainer = _trainer_class(self.config, experimental, version)(self.config, setup, queue)
             self._trainer.start()
             self._wait_for_workers()
@@ -142,7 +142,7 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     @property
     def tracked(self) -> list[tuple[int, dict[str, Any]]]:
         """What the tracker got so far: the step, and its metrics."""
-        return list(self._trainer.setup.told)
+        return list(self._trainer.setup.logged)
 
     @property
     def reward_managers(self) -> list[Any]:

@@ -72,7 +72,7 @@ def joined(batches: Sequence[VerlDataProto]) -> VerlDataProto:
 
 
 def add_infos(infos: dict[str, list[Any]], scores: Sequence[float], rows: Sequence[Row]) -> None:
-    """Append what the reward manager said of rows of a validation: None where a row or those before it lack a key."""
+    """Append the reward manager's values for rows of a validation: None where a row or those before it lack a key."""
     before = len(infos["reward"])
     infos["reward"] += scores
     for place, row in enumerate(rows):

@@ -59,12 +59,14 @@ class V1Trainer(TrainerBase):
             aggregator.add(metrics, count=int((~batch.non_tensor_batch["is_padding"]).sum()))
             batches.append(batch)
             keys += names
+        if self.trainer_mode != "separate_async":
+            self.checkpoint_manager.update_weights(self.global_steps)
         batch = joined(batches)
         metrics = aggregator.aggregated()
         counts = metrics.pop(FILTERED_COUNTS, None)
-        told = self._log({**metrics, **self._metrics(batch)})
+        logged = self._log({**metrics, **self._metrics(batch)})
         if counts:
-            told[FILTERED_COUNTS] = counts
+            logged[FILTERED_COUNTS] = counts
         rows = [self.queue.taken["train"][key] for key in keys]
         step = VerlStep(
             global_step=self.global_steps,
@@ -73,7 +75,7 @@ class V1Trainer(TrainerBase):
             uids=[key.rsplit("_", 2)[0] for key in keys],
             sessions=[int(key.rsplit("_", 2)[1]) for key in keys],
             extra_info=[dict(row["extra_fields"].get("reward_extra_info", {})) for row in rows],
-            metrics=told,
+            metrics=logged,
             reward_calls=self.agent_loops.reward_calls - calls,
             dropped=self.agent_loops.dropped,
             evicted=self.replay_buffer.evicted,
@@ -96,7 +98,7 @@ class V1Trainer(TrainerBase):
             expected |= {(str(each["data_source"]), each["uid"]): count for each in prompts}
             sampled = self.setup.run(self._generate_and_sample(prompts))
             keys = [key for prompt in sampled for key in prompt.rows]
-            self._reward_batch("val", keys)
+            self._reward_batch_apart("val", keys)
             # Of several outputs of a session the last one counts.
             last = {key.rsplit("_", 1)[0]: key for key in keys}
             rows = [self.queue.taken["val"][key] for key in last.values()]
@@ -163,20 +165,22 @@ class V1Trainer(TrainerBase):
 
     def _step_once(self, size: int) -> tuple[VerlDataProto, list[str], dict[str, Any]]:
         prompts, metrics = self.setup.run(self.replay_buffer.sample(self.global_steps, "train", size))
+        if self.trainer_mode != "separate_async":
+            self.checkpoint_manager.sleep_replicas()
         keys = [key for prompt in prompts for key in prompt.rows]
         self._reward_batch("train", keys)
         keys += self._pad(keys)
         rows = [self.queue.taken["train"][key] for key in keys]
         # Looked up by its name in verl, because hooks may have wrapped it there. Estimators get only the column `uid`.
         compute = sys.modules[MODULE].compute_advantage_for_multi_trajectories
-        data, told = self._advance(training_batch(rows), compute, batch_keys=keys)
+        data, logged = self._advance(training_batch(rows), compute, batch_keys=keys)
         data.non_tensor_batch |= {
             "__num_turns__": np.array([row["num_turns"] for row in rows]),
             "prompt_length": np.array([len(row["prompts"]) for row in rows]),
             "response_length": np.array([len(row["responses"]) for row in rows]),
             "is_padding": np.array([bool(row.get("is_padding")) for row in rows]),
         }
-        return data, keys, {**metrics, **told}
+        return data, keys, {**metrics, **logged}
 
     def _reward_batch(self, partition: str, keys: Sequence[str]) -> None:
         """Score a whole batch, if a colocated reward model takes turns with the rollout."""
@@ -186,6 +190,13 @@ class V1Trainer(TrainerBase):
         output = self.reward_loop_manager.compute_rm_score(rewards_batch(rows))
         for row, rewards in zip(rows, np.asarray(output.batch["rm_scores"]), strict=True):
             row["rm_scores"] = rewards[: len(row["responses"])]
+
+    def _reward_batch_apart(self, partition: str, keys: Sequence[str]) -> None:
+        """`_reward_batch` in a validation, for which the inference engines make room."""
+        if self.reward_loop_manager.reward_loop_worker_handles is None:
+            self.checkpoint_manager.sleep_replicas()
+            self._reward_batch(partition, keys)
+            self.checkpoint_manager.update_weights()
 
     def _pad(self, keys: Sequence[str]) -> list[str]:
         """Rows that fill up the last mini-batch, made of the first row."""

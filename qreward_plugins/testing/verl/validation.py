@@ -50,20 +50,20 @@ def validation_metrics(
 
 def named(metrics: Nested, turns: Sequence[Any]) -> dict[str, Any]:
     """The metrics under the names by which the tracker gets them."""
-    told: dict[str, Any] = {}
+    averages: dict[str, Any] = {}
     for source, by_name in metrics.items():
         core = "acc" if "acc" in by_name else "reward"
         for name, by_metric in by_name.items():
             most = max(int(metric.split("@")[-1].split("/")[0]) for metric in by_metric)
             for metric, value in by_metric.items():
                 is_core = name == core and metric.startswith(("mean", "maj", "best")) and f"@{most}" in metric
-                told[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{metric}"] = value
+                averages[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{metric}"] = value
     if len(turns):
         column = np.asarray(turns)
-        told["val-aux/num_turns/min"] = column.min()
-        told["val-aux/num_turns/max"] = column.max()
-        told["val-aux/num_turns/mean"] = column.mean()
-    return told
+        averages["val-aux/num_turns/min"] = column.min()
+        averages["val-aux/num_turns/max"] = column.max()
+        averages["val-aux/num_turns/mean"] = column.mean()
+    return averages
 
 
 def _count_missing(rows: dict[str, dict[str, _Columns]], expected: Mapping[tuple[str, str], int]) -> None:

@@ -42,6 +42,7 @@ LIMITS = {
 
 CONFIGURATIONS = {"rules": "judges.yaml", "llm": "judges_llm.yaml"}
 STEPS = {"rules": 25, "llm": 12}
+WHO = {"rules": "two judges", "llm": "a language model"}
 
 
 def servers() -> dict[str, JudgeServerProcess]:
@@ -111,7 +112,9 @@ def main() -> int:
     console.print(_limits_kept(reports, _workers()), highlight=False)
     console.print(_step_table(steps))
     plot = out / "reward.png"
-    _plot(steps, plot, options.algorithm)
+    _plot(
+        steps, plot, f"{options.algorithm.upper()} with verl on a CPU, rewarded by {WHO[options.judge]} through qreward"
+    )
     violations = sum(report.violations_total for report in reports.values())
     first, last = _mean(steps[:3]), _mean(steps[-3:])
     console.print(
@@ -143,15 +146,13 @@ def _look_at(plot: Path, journal: Path, config: Path) -> str:
     plot, journal, config = (
         path.relative_to(here) if path.is_relative_to(here) else path for path in (plot, journal, config)
     )
-    query = "SELECT step, judge, source, score, attempts, rationale FROM outcomes ORDER BY random() LIMIT 8"
-    rows = f"import pandas, sqlite3; print(pandas.read_sql('{query}', sqlite3.connect('{journal}')).to_string())"
-    python = Path(sys.executable)
-    python = python.relative_to(here) if python.is_relative_to(here) else python
+    qreward = Path(sys.executable).with_name("qreward")
+    qreward = qreward.relative_to(here) if qreward.is_relative_to(here) else qreward
     return (
         "Three things to look at:\n"
         f"1. the reward, step by step:      {plot}\n"
-        f'2. what the judges said:          {python} -c "{rows}"\n'
-        f"3. what a larger step would cost: {python.with_name('qreward')} plan --config {config} --samples 2048"
+        f"2. what the judges said:          {qreward} journal {journal}\n"
+        f"3. what a larger step would cost: {qreward} plan --config {config} --samples 1024 --seeds 2"
     )
 
 
@@ -236,7 +237,7 @@ def _mean(steps: Sequence[Step]) -> float:
     return sum(step.reward for step in steps) / len(steps)
 
 
-def _plot(steps: Sequence[Step], path: Path, algorithm: str) -> None:
+def _plot(steps: Sequence[Step], path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("agg")
@@ -249,7 +250,7 @@ def _plot(steps: Sequence[Step], path: Path, algorithm: str) -> None:
     axes.plot(numbers, [step.reward for step in steps], "o", markersize=4, alpha=0.5, label="mean reward of a step")
     axes.plot(numbers, smooth, linewidth=2, label=f"mean of the last {window} steps")
     axes.set(xlabel="training step", ylabel="reward (0 to 1)", ylim=(0, 1))
-    axes.set_title(f"{algorithm.upper()} with verl on a CPU, rewarded by two judges through qreward")
+    axes.set_title(title, fontsize="medium")
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

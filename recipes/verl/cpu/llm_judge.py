@@ -21,11 +21,15 @@ from typing import IO, Any
 from scorer import stated_answer
 
 MODEL = "gemma-3-270m (Q4_K_M)"
-_SESSION = "".join(
-    f">>> {one} == {other}\n{one == other}\n" for one, other in ((12, 12), (7, 4), (9, 9), (15, 13), (-6, -6), (3, -3))
+_SHOWN = (
+    *((12, 12), (7, 4), (9, 9), (15, 13), (-6, -6), (3, -3), (18, 18), (10, 11), (0, 0), (-2, 2)),
+    *((5, 5), (21, 12), (8, 9), (16, 16), (-4, -4), (14, 4), (6, 6), (-8, -7), (1, 1), (20, 21)),
 )
-_LEANING = 0.95
-"""Log odds of `True` between those of equal and of different numbers, measured on 60 pairs."""
+"""Pairs that the session shows before it asks. On 224 answers of a training, 6, 12 and 20 pairs did equally well (AUC
+0.97 to 0.98)."""
+_SESSION = "".join(f">>> {one} == {other}\n{one == other}\n" for one, other in _SHOWN)
+_LEANING = 1.25
+"""Log odds of `True` between those of equal and of different numbers, measured on 120 made-up pairs."""
 _STEEPNESS = 4.0
 """Factor on the distance from `_LEANING`; a larger one moves confidences towards 0 and 1."""
 _TOKENS_SEEN = 40

@@ -38,6 +38,14 @@ def grade(response: str, reference: str) -> float:
     return 3.0 * max(0.0, 1.0 - abs(stated - right) / _NEAR)
 
 
-def score(call: JudgeCall) -> float:
-    """The score of one call to a judge server of the demo."""
-    return grade(call.blocks["response"], call.blocks["reference"])
+def score(call: JudgeCall) -> dict[str, object]:
+    """The verdict on one call to a judge server of the demo: the grade, and the reason in words."""
+    response, reference = call.blocks["response"], call.blocks["reference"]
+    stated = stated_answer(response)
+    if stated is None:
+        rationale = "It states no answer, or several."
+    elif stated == int(reference):
+        rationale = f"It states {stated}, which is right."
+    else:
+        rationale = f"It states {stated}, and {reference} is right."
+    return {"score": grade(response, reference), "rationale": rationale}

@@ -20,17 +20,16 @@ if [[ ! -x $folder/bin/python ]]; then
         echo "ROLL's environment needs Python 3.10 or 3.11; set PYTHON=python3.11" >&2
         exit 2
     }
-    "$python" -m venv "$folder"
 fi
 
 installed=$folder/.installed
 if [[ $here/requirements.txt -nt $installed || $project/pyproject.toml -nt $installed || $here/environment.sh -nt $installed ]]; then
-    pip=("$folder/bin/pip" install --quiet --disable-pip-version-check)
-    # First and by its exact version: only so does pip take a build for the CPU where the machine offers one.
-    "${pip[@]}" "$(grep -o '^torch==[0-9.]*' "$here/requirements.txt")"
-    "${pip[@]}" --requirement "$here/requirements.txt" --editable "$project"
+    install=("$python" "$project/scripts/environment.py" "$folder" --packages)
+    # torch first and by its exact version: only so does pip take a build for the CPU where the machine offers one.
+    "${install[@]}" "$(grep -o '^torch==[0-9.]*' "$here/requirements.txt")"
+    "${install[@]}" --requirement "$here/requirements.txt" --editable "$project"
     # Without what it asks for: that is a parser for TeX whose antlr runtime is not the one that Hydra needs.
-    "${pip[@]}" --no-deps gem-llm==0.0.4
+    "${install[@]}" --no-deps gem-llm==0.0.4
     touch "$installed"
 fi
 cd "$project"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+
 from . import real
 
 
@@ -38,3 +43,30 @@ def test_packages_that_do_not_fit_are_named_with_the_remedy(tmp_path, monkeypatc
     assert "numpy<2,>=1.25 is 2.4.6" in reason
     assert "ray==2.48.0 is not there" in reason
     assert "environment.sh" in reason
+
+
+def test_the_script_installs_with_uv_once(tmp_path):
+    log, programs, folder = tmp_path / "log", tmp_path / "programs", tmp_path / "venv"
+    for path in (programs / "uv", folder / "bin" / "python"):
+        path.parent.mkdir(parents=True)
+        path.write_text(f'#!/bin/sh\necho "{path.name} $*" >> "{log}"\n')
+        path.chmod(0o755)
+    environment = {
+        "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
+        "PYTHON": sys.executable,
+        "ROLL_VENV": str(folder),
+        **checkout(tmp_path / "roll"),
+    }
+    bash = shutil.which("bash") or "bash"
+    for run in (1, 2):
+        command = [bash, str(real.HERE / "environment.sh"), "-k", "worker"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        calls = log.read_text().splitlines()
+        assert calls[-1] == "python -m pytest tests/conformance/roll -k worker"
+        installed = [call.split("unsafe-best-match ")[1] for call in calls if call.startswith("uv pip install")]
+        assert len(installed) == 3, f"run {run}"
+    torch, packages, gem = installed
+    assert torch.startswith("torch==")
+    assert packages == f"--requirement {real.HERE}/requirements.txt --editable {real.PROJECT}"
+    assert gem == "--no-deps gem-llm==0.0.4"

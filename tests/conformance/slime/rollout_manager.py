@@ -46,6 +46,9 @@ def make_args(flags: list[str]) -> Namespace:
     args.rollout_num_engines = 1
     # Given so that the parser asks for no trainer; without it the manager goes on to the train data.
     args.debug_rollout_only = False
+    if "--colocate" in flags:
+        # What slime resolves it to where there is a trainer.
+        args.colocate = args.offload_train = args.offload_rollout = True
     return args
 
 

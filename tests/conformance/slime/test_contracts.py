@@ -92,3 +92,11 @@ def test_eval_function_has_the_parameters_of_slimes_own(player):
         player.ask("parameters", path="slime_adapter.eval_rollout").result
         == player.ask("parameters", path="slime.rollout.sglang_rollout.generate_rollout").result
     )
+
+
+def test_the_data_source_has_the_parameters_of_slimes_own(player):
+    """slime's contract test of it has no reward function, which is a mistake of a run."""
+    assert (
+        player.ask("parameters", path="slime_adapter.DataSource").result
+        == player.ask("parameters", path="slime.rollout.data_source.RolloutDataSourceWithBuffer").result
+    )

@@ -1,10 +1,11 @@
-"""Defines `Orders`: the control requests of a pool to one running server, with their checks.
+"""Defines `ServerOperations`: what a pool does at one running server by its control routes, with the checks.
 
 They run on the machine of the server, because the files of a checkpoint are read there.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +18,8 @@ _UNNAMED = "default"
 """The version that servers state for the weights that they were started with."""
 
 
-class Orders:
-    """Carries out orders at the server at `url`. Every method returns plain values and raises `ControlFailed`."""
+class ServerOperations:
+    """The operations at the server at `url`. Every one returns plain values and raises `ControlFailed`."""
 
     def __init__(self, spec: PoolSpec, control: Control | None, url: str) -> None:
         self._spec = spec
@@ -38,6 +39,10 @@ class Orders:
         except CheckpointUnusable as error:
             raise ControlFailed(str(error)) from None
         if self._spec.in_place:
+            if await in_thread(lambda: os.path.isfile(path)):
+                # The server would take it for a name of the hub, and refuse it only after the replica was drained.
+                problem = f"{path} is a file, and {self._spec.server} loads folders"
+                raise ControlFailed(f"{problem}; name its folder, {os.path.dirname(path)}")
             model = await in_thread(lambda: model_checkpoint(self._spec.model))
             lacks = "" if model is None else found.lacks(model)
             if lacks:
@@ -70,12 +75,18 @@ class Orders:
         return {"identity": new}
 
     async def receive(self, begin: Mapping[str, Any] | None, bodies: list[Any], version: str) -> dict[str, Any]:
-        """Receive tensors from the memory of a trainer, then check and return as `load` does."""
+        """Receive tensors from the memory of a trainer, then check and return as `load` does.
+
+        A checksum that is the earlier one tells nothing: some servers always state the same. Verdicts of the earlier
+        weights would be used for the new ones.
+        """
         control, channel, within_s = self._required_control(), self._channel, self._spec.start_within_s
+        old = await control.checksum(channel)
         if begin is not None:
             await control.join(channel, begin, within_s=within_s)
         await control.receive(channel, bodies, version, within_s=within_s)
-        return {"identity": await self._finish_update(version)}
+        new = await self._finish_update(version)
+        return {"identity": "" if new == old else new}
 
     async def sleep(self, level: int) -> None:
         """See `Control.sleep`."""

@@ -1,0 +1,125 @@
+"""`qreward journal`: what the judges said, and which sample each step waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import InputError
+from ..journal.reports import LATEST, Row, SourceReport, StepReport, drawn, read_rows, slowest, sources_of, steps_of
+from ..redaction import one_line
+from .figures import number_of, print_whole, seconds, short
+from .running import OK, say
+
+_WIDEST_NAME = 16
+_WIDEST_CHARS = 20_000
+_LEFT = ("step", "judge", "source", "what it said")
+
+
+def show_journal(path: Path, out: Console, *, step: int | None, steps: int, verdicts: int) -> int:
+    """Print the latest steps, the sources, and some verdicts; with `step` only its rows, the slowest first.
+
+    Raises `JournalError`, and `InputError` for a journal or a step without rows.
+    """
+    rows = read_rows(str(path), step)
+    if not rows:
+        raise InputError(f"{path} has no outcomes" + ("" if step is None else f" of step {step}"))
+    found = steps_of(rows)
+    latest = "the latest " if len(rows) == LATEST else ""
+    failed = sum(row.failed for row in rows)
+    say(out, f"{path}: {latest}{number_of(len(rows), 'outcome')}, {failed:,} of them failed\n")
+    shown = found[-steps:]
+    which = f", the last {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
+    print_whole(out, _steps(shown, f"steps, and the slowest sample of each{which}"))
+    out.print()
+    print_whole(out, _sources(sources_of(rows)))
+    if verdicts:
+        title = "drawn from all" if step is None else "the slowest of the step first"
+        picked = drawn(rows, verdicts) if step is None else slowest(rows, verdicts)
+        out.print()
+        print_whole(out, _verdicts(picked, f"verdicts, {title}"), widest=80)
+    say(out, "\nwaited: in the queue, for a limit, or in tries that failed; the rest is the time of the answer itself")
+    return OK
+
+
+def _steps(found: Sequence[StepReport], title: str) -> Table:
+    table = _table(title, "step", "judge", "n", "failed", "score", "median", "slowest", "waited", "tries", "source")
+    for one in found:
+        last = one.slowest
+        table.add_row(
+            _name(one.label),
+            _name(one.judge),
+            str(one.rows),
+            _failed(one.failed),
+            _score(one.score),
+            seconds(one.median_s),
+            seconds(last.latency_s),
+            seconds(last.waited_s),
+            str(last.attempts),
+            _name(last.source),
+        )
+    return table
+
+
+def _sources(found: Iterable[SourceReport]) -> Table:
+    table = _table("sources", "source", "n", "from journal", "retries", "median", "slowest", "tokens", "USD")
+    for one in found:
+        table.add_row(
+            _name(one.source),
+            str(one.rows),
+            str(one.cached),
+            str(one.retries),
+            seconds(one.median_s),
+            seconds(one.slowest_s),
+            short(one.tokens),
+            f"{one.cost_usd:.4f}" if one.cost_usd else "-",
+        )
+    return table
+
+
+def _verdicts(rows: Sequence[Row], title: str) -> Table:
+    table = _table(title, "step", "judge", "source", "score", "took", "tries", "what it said")
+    table.columns[-1].overflow = "fold"
+    for row in rows:
+        words = (row.detail if row.failed else None) or row.rationale or "-"
+        said = Text(_escaped(words), style="red" if row.failed else "")
+        table.add_row(
+            _name(row.label),
+            _name(row.judge),
+            _name(row.source),
+            _score(row.score),
+            seconds(row.latency_s),
+            str(row.attempts),
+            said,
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=column != _LEFT[-1], justify="left" if column in _LEFT else "right")
+    return table
+
+
+def _name(text: str) -> Text:
+    return Text(one_line(text if len(text) <= _WIDEST_NAME else text[: _WIDEST_NAME - 3] + "...", _WIDEST_CHARS))
+
+
+def _escaped(text: str) -> str:
+    """`text` with its line breaks. Other control characters are escaped: a judge may repeat those of a response, and a
+    terminal would obey them.
+    """
+    return "\n".join(one_line(line, _WIDEST_CHARS) for line in text.splitlines())
+
+
+def _failed(count: int) -> Text:
+    return Text(str(count), style="red" if count else "")
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,1 @@
+"""Data sets of the frameworks: made from questions and answers, and checked, for `recipes/prepare_data.py`."""

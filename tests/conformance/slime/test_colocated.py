@@ -1,0 +1,60 @@
+"""A judge on the GPUs of a real slime run is awake for every reward, and sleeps before slime trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ..judges import Judge
+from .real import Player, play
+from .scenarios import Scenario
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
+from pools import StandIns
+
+STEPS = 2
+
+
+def test_the_judge_sleeps_while_slime_trains(slime_source, tmp_path):
+    stand_ins = StandIns(tmp_path)
+    # The folder of a socket, whose path must be short.
+    runtime = tmp_path / "run"
+    runtime.mkdir()
+    own = {
+        "kind": "replicas",
+        "server": "vllm",
+        "program": stand_ins.program(),
+        "model": str(stand_ins.weights("first")),
+        "platform": "cpu",
+        "colocated": True,
+        "sleep_mode": True,
+    }
+    tree = {
+        "sources": {"own": own},
+        "judges": {"quality": {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}},
+        "engine": {"deadline_s": 30, "shared": "off"},
+    }
+
+    def script(stage):
+        steps = []
+        for number in range(STEPS):
+            steps.append(("eval", stage.evaluate(number)))
+            steps.append(("step", stage.step(number)))
+            with (tmp_path / "notes").open("a") as notes:
+                notes.write("trainer /train\n")
+        return steps
+
+    scenario = Scenario("sleeping", Judge(), "all", steps=STEPS, evaluate=True)
+    (tmp_path / "player").mkdir()
+    with Player(slime_source, tmp_path / "player") as player:
+        played = play(
+            scenario, player, script=script, tree=tree, flags=["--colocate"], env={"XDG_RUNTIME_DIR": str(runtime)}
+        )
+    assert (played.error, played.error_text) == (None, "")
+    events = [line.split()[1].partition("?")[0] for line in stand_ins.notes()]
+    events = [event for event in events if event in ("/sleep", "/wake_up", "/train")]
+    assert events == (["/sleep", "/train", "/wake_up"] * STEPS)[:-1]
+    assert len(played.steps) == len(played.evaluations) == STEPS
+    for step in (*played.steps, *played.evaluations):
+        assert {round(sample.reward, 6) for sample in step.samples} == {0.7}
+    assert stand_ins.living() == [], "the servers end with the process of slime"

@@ -1,0 +1,363 @@
+"""Judges on the trainer's GPUs, in stand-ins for the three frameworks: they sleep unless rewards are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+
+import pytest
+import yaml
+from test_weights import tree
+
+from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted, Sample
+from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlTrainer, roll_stand_in
+
+AWAKE, ASLEEP = {"up"}, {"asleep"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def judges(stand_ins, tmp_path):
+    """A file of judges on the trainer's GPUs. `options`: those of the stand-in servers."""
+
+    def judges(*options, engine=None, **more):
+        sets = {"colocated": True, "sleep_mode": True, "data_parallel": 1, **more}
+        config = tree(stand_ins, *options, engine={"deadline_s": 30, **(engine or {})}, **sets)
+        file = tmp_path / "judges.yaml"
+        file.write_text(yaml.safe_dump(json.loads(json.dumps(config))))
+        return file
+
+    return judges
+
+
+def states_of(engine):
+    return {replica.state for replica in engine.upstreams["own"].source.replicas}
+
+
+def sleeps(stand_ins):
+    """The orders to sleep and to wake up that the first server got, without repetition."""
+    orders = [line.split()[1].partition("?")[0] for line in stand_ins.notes()]
+    return [order for order in orders if order in ("/sleep", "/wake_up")]
+
+
+# verl
+
+MODES = {
+    "v1": [],
+    "colocate_async": ["trainer.v1.trainer_mode=colocate_async"],
+    "legacy": ["trainer.use_v1=False"],
+}
+REFUSED = {
+    "separate_async": [
+        "trainer.v1.trainer_mode=separate_async",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+    ],
+}
+
+
+def verl(file, *overrides, **named):
+    tree = ["reward.reward_manager.name=qreward", "reward.num_workers=2", f"+qreward.config={file}"]
+    return FakeVerlTrainer([*tree, *overrides], **named)
+
+
+def engines_of(trainer):
+    return [manager.engine for manager in trainer.reward_managers]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_verl(mode, judges, stand_ins):
+    pytest.importorskip("torch")
+    seen = []
+
+    def values(batch):  # the critic's, computed on the GPUs
+        seen.append([states_of(engine) for engine in engines_of(trainer)])
+        return 0.0
+
+    rows = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n)} for n in range(8)]
+    critic = ["algorithm.adv_estimator=gae", "critic.enable=True", "+qreward.on_failure=raise"]
+    with verl(judges(), *critic, *MODES[mode], rows=rows, val_rows=rows[:2], values=values) as trainer:
+        assert [states_of(engine) for engine in engines_of(trainer)] == [AWAKE, AWAKE], "before the first rollout"
+        for number in range(2):
+            step = trainer.step()
+            assert seen == [[ASLEEP, ASLEEP]] * (number + 1)
+            assert step.metrics["qreward/failed_rate"] == 0
+            assert {round(score, 6) for score in step.scores} == {0.7}
+            trainer.validate()
+        assert sleeps(stand_ins) == ["/sleep", "/wake_up"] * 2
+    assert stand_ins.living() == []
+
+
+@pytest.mark.parametrize("mode", ["v1", "legacy"])
+def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(mode, judges, stand_ins, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def compute_score(**_):\n    return 0.0\n")
+    model = [
+        "reward.reward_model.enable=True",
+        f"reward.custom_reward_function.path={own}",
+        "+qreward.on_failure=raise",
+        "algorithm.adv_estimator=grpo",
+    ]
+    rows = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n)} for n in range(8)]
+    with verl(judges(), *model, *MODES[mode], rows=rows, val_rows=rows[:2]) as trainer:
+        assert stand_ins.living() == []
+        for _ in range(2):
+            assert {round(score, 6) for score in trainer.step().scores} == {0.7}
+            assert [states_of(engine) for engine in engines_of(trainer)] == [ASLEEP, ASLEEP]
+        trainer.validate()
+        assert [states_of(engine) for engine in engines_of(trainer)] == [ASLEEP, ASLEEP]
+
+
+@pytest.mark.parametrize("mode", REFUSED)
+def test_verl_that_asks_while_it_trains_is_refused(mode, judges, stand_ins):
+    with pytest.raises(ConfigurationError, match=f"verl's trainer {mode} asks for rewards while it trains"):
+        verl(judges(), *REFUSED[mode])
+    assert stand_ins.living() == []
+
+
+@pytest.mark.parametrize("experimental", ["one_step_off", "fully_async"])
+def test_verls_experimental_trainers_are_refused(experimental, judges, stand_ins):
+    with pytest.raises(ConfigurationError, match=f"verl's trainer {experimental} asks for rewards while it trains"):
+        verl(judges(), experimental=experimental)
+
+
+def test_verl_with_a_checkpoint_manager_of_its_own_is_refused(judges):
+    with pytest.raises(ConfigurationError, match=r"checkpoint_manager_class=mine\.Manager, it is not known"):
+        verl(judges(), "+actor_rollout_ref.rollout.checkpoint_manager_class=mine.Manager")
+
+
+def test_older_verl_is_refused(judges):
+    tree = ["+reward_model.reward_manager=qreward", f"+qreward.config={judges()}"]
+    with pytest.raises(ConfigurationError, match="may score a batch while it trains"):
+        FakeVerlTrainer(
+            ["+reward_model.reward_kwargs.qreward.config=" + str(judges()), *tree], version="0.5", rows=["a", "b"] * 4
+        )
+
+
+def test_verl_ends_with_the_error_of_servers_that_do_not_start_or_wake(judges, stand_ins):
+    with pytest.raises(ReplicasNotStarted, match="no memory for the weights"):
+        verl(judges("exit=3"))
+    assert stand_ins.living() == []
+    with verl(judges(sleep_mode=False), "algorithm.adv_estimator=grpo") as trainer:
+        weights = stand_ins.weights("first") / "weights.bin"
+        hook = sys.modules["verl.checkpoint_engine"].CheckpointEngineManager
+        sleep = hook.sleep_replicas
+
+        def lose(self):
+            sleep(self)
+            weights.rename(weights.with_name("gone"))
+
+        hook.sleep_replicas = lose
+        with pytest.raises(ReplicasNotChanged, match="source 'own'"):
+            trainer.step()
+        with pytest.raises(RuntimeError, match="the run has ended"):
+            trainer.step()
+
+
+def test_without_the_key_verl_is_left_alone(judges, stand_ins):
+    with verl(judges(colocated=False), "algorithm.adv_estimator=grpo") as trainer:
+        hook = sys.modules["verl.checkpoint_engine"].CheckpointEngineManager
+        assert not hasattr(hook.sleep_replicas, "_qreward")
+        assert stand_ins.living() == []
+        trainer.step()
+        assert all(states_of(engine) == AWAKE for engine in engines_of(trainer))
+        assert sleeps(stand_ins) == []
+
+
+# slime
+
+HOOKS = {
+    "custom_reward_post_process_path": "slime_adapter.post_process",
+    "custom_rollout_log_function_path": "slime_adapter.log_rollout",
+}
+
+
+def slime(file, **flags):
+    given = {"colocate": True, "qreward": {"config": str(file)}, "custom_rm_path": "slime_adapter.reward", **flags}
+    return FakeSlimeTrainer(**given)
+
+
+@pytest.fixture
+def slime_engine():
+    import slime_adapter
+    from slime_adapter.settings import adapter_of
+
+    yield lambda trainer: adapter_of(trainer.args).portal._engine
+    slime_adapter.close()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_slime(hook, judges, stand_ins, slime_engine):
+    pytest.importorskip("torch")
+    held_out = {"held_out": [{"prompt": "Why?", "label": "so"}]}
+    with slime(judges(), eval_datasets=held_out, **{hook: HOOKS[hook]}) as trainer:
+        evaluation = trainer.evaluate()
+        assert evaluation.data["held_out"]["rewards"] == [0.7]
+        assert states_of(slime_engine(trainer)) == AWAKE, "slime generates next"
+        for _ in range(2):
+            step = trainer.rollout()
+            assert {sample.reward for sample in step.samples} == {0.7}
+            assert states_of(slime_engine(trainer)) == ASLEEP
+        trainer.evaluate()
+        assert states_of(slime_engine(trainer)) == AWAKE
+        assert sleeps(stand_ins) == ["/sleep", "/wake_up", "/sleep", "/wake_up"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"colocate": False}, "without --colocate, slime may ask for rewards while it trains"),
+        ({"offload_train": False}, "with --no-offload-train, slime's training actors keep their GPUs"),
+        ({}, "no hook of this run tells when its last reward is in"),
+        (
+            {
+                "custom_reward_post_process_path": "slime_adapter.post_process",
+                "custom_convert_samples_to_train_data_path": "slime_adapter.post_process",
+            },
+            "no hook of this run tells when its last reward is in",
+        ),
+    ],
+)
+def test_slime_is_refused_where_its_phases_are_not_known(flags, problem, judges, stand_ins, slime_engine):
+    pytest.importorskip("torch")
+    with slime(judges(), **flags) as trainer, pytest.raises(ConfigurationError, match=problem):
+        trainer.rollout()
+    assert stand_ins.living() == []
+
+
+def test_slime_that_only_generates_needs_no_phases(judges, slime_engine):
+    with slime(judges(), debug_rollout_only=True) as trainer:
+        assert {sample.reward for sample in trainer.rollout().samples} == {0.7}
+        assert states_of(slime_engine(trainer)) == AWAKE
+
+
+def test_slime_waits_for_verdicts_of_a_partial_rollout(judges, slime_engine):
+    pytest.importorskip("torch")
+    file = judges("delay=0.1", limits={"concurrency": 2})
+    flags = {hook: path for hook, path in HOOKS.items() if "log" in hook}
+    with slime(file, partial_rollout=True, over_sampling_batch_size=8, **flags) as trainer:
+        trainer.rollout()
+        engine = slime_engine(trainer)
+        assert states_of(engine) == ASLEEP
+        counts = engine.statistics()
+        assert counts.submitted == counts.scored
+
+
+def test_a_reward_that_slime_asks_for_while_the_phase_ends_wakes_nothing(judges, slime_engine):
+    from slime_adapter.settings import adapter_of, end_rewards
+
+    with slime(judges("delay=1"), **HOOKS) as trainer:
+        adapter, engine = adapter_of(trainer.args), slime_engine(trainer)
+        begin = adapter.phases.begin
+        asyncio.run(begin())
+        late = adapter.portal.submit(Sample([{"role": "user", "content": "Why?"}], "Because."))
+        ending = threading.Thread(target=end_rewards)
+        ending.start()
+        while adapter.phases._begun is not None:
+            time.sleep(0.001)
+        asyncio.run(begin())
+        ending.join()
+        assert late.result().reward == 0.7
+        assert states_of(engine) == ASLEEP
+        asyncio.run(begin())
+        assert states_of(engine) == AWAKE, "the next rollout begins a phase of its own"
+
+
+def test_the_error_of_a_server_that_does_not_start_ends_slime(judges, slime_engine):
+    pytest.importorskip("torch")
+    with slime(judges("exit=3"), **HOOKS) as trainer, pytest.raises(ReplicasNotStarted, match="no memory"):
+        trainer.rollout()
+
+
+# ROLL
+
+
+@pytest.fixture
+def roll(stand_ins):
+    pytest.importorskip("torch")
+    trainers = []
+
+    def roll(file, domains=("math",), *, envs=None, **flags):
+        rewards = {
+            domain: {
+                "worker_cls": "roll_adapter.QRewardWorker",
+                "reward_manager_config": [{"config": str(file)}],
+                "tag_included": [domain],
+                "world_size": 2,
+            }
+            for domain in domains
+        }
+        trainer = FakeRollTrainer(rewards, adv_estimator="grpo", **flags)
+        trainers.append(trainer)
+        return trainer
+
+    with roll_stand_in():
+        yield roll
+        for trainer in trainers:
+            trainer.close()
+
+
+def roll_states(trainer, domain="math"):
+    return [states_of(worker.engine) for worker in trainer.workers(domain)]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_roll(level, roll, judges, stand_ins):
+    rows = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n), "tag": "math"} for n in range(12)]
+    trainer = roll(judges(), rows=rows, val_rows=rows[:2], generate_opt_level=level)
+    assert stand_ins.living() == []
+    for _ in range(2):
+        step = trainer.step()
+        assert {round(reward, 6) for reward in step.raw_rewards} == {0.7}
+        assert roll_states(trainer) == [ASLEEP, ASLEEP]
+    trainer.validate()
+    assert roll_states(trainer) == [AWAKE, AWAKE], "ROLL generates next"
+    assert sleeps(stand_ins) == ["/sleep", "/wake_up", "/sleep", "/wake_up"]
+
+
+def test_domains_of_roll_share_the_servers(roll, judges, stand_ins):
+    trainer = roll(judges(), domains=("math", "code"))
+    trainer.step()
+    assert roll_states(trainer, "math") == roll_states(trainer, "code") == [ASLEEP, ASLEEP]
+    assert len(stand_ins.living()) == 1
+    trainer.step()
+    assert sleeps(stand_ins) == ["/sleep", "/wake_up", "/sleep"]
+
+
+def test_asynchronous_roll_is_refused(roll, judges):
+    with pytest.raises(ConfigurationError, match="with async_generation_ratio above 0, ROLL asks for rewards while"):
+        roll(judges(), async_generation_ratio=1)
+
+
+def test_a_pipeline_of_roll_that_does_not_load_its_workers_is_refused(roll, judges, monkeypatch):
+    async def nothing(self, method):
+        """A pipeline that calls its reward workers for rewards only."""
+
+    monkeypatch.setattr(FakeRollTrainer, "_all_workers", nothing)
+    trainer = roll(judges())
+    with pytest.raises(ConfigurationError, match="does not load and offload its reward workers"):
+        trainer.step()
+
+
+def test_the_error_of_a_server_that_does_not_start_ends_roll(roll, judges):
+    trainer = roll(judges("exit=3"))
+    with pytest.raises(ReplicasNotStarted, match="no memory for the weights"):
+        trainer.step()
+
+
+def test_environments_of_roll_are_refused(roll, judges):
+    roll(judges())
+    from roll_adapter.trajectories import _settings_of
+
+    with pytest.raises(ConfigurationError, match="does not tell its environments when it trains"):
+        _settings_of(str(judges()), "maze")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -94,22 +91,6 @@ def score_of() -> Callable[[Sample], float]:
         return overlap_score(JudgeCall("judge", [{"role": "user", "content": sample.response}]))
 
     return score
-
-
-@pytest.fixture
-def open_files() -> Callable[..., int]:
-    """How many file descriptors this process has, sockets included. What an earlier test left to the garbage collector
-    may be closed at any time, so a test may end with fewer than it began with. With `at_most`, the servers of a test,
-    which run in threads, get 5 s to close their ends of the connections.
-    """
-
-    def count(at_most: float = math.inf) -> int:
-        ends_at = time.monotonic() + 5
-        while (files := len(os.listdir("/dev/fd"))) > at_most and time.monotonic() < ends_at:
-            time.sleep(0.02)
-        return files
-
-    return count
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def length_of(sample):
 
 
 def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_works(
-    make_config, make_sample, score_of, open_files, other_tasks
+    make_config, make_sample, score_of, connections_left, other_tasks
 ):
     rng = random.Random(11)
     # In the order in which they are served, which is by length: so the first that has not ended is in flight.
@@ -27,7 +27,6 @@ def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_
 
     async def score(base_url):
         tree = make_config({"a": base_url}, limits={"a": {"concurrency": CONCURRENCY}})
-        files = open_files()
         async with RewardEngine(tree) as engine:
             calls = [asyncio.ensure_future(engine.score(sample)) for sample in samples]
             running = dict.fromkeys(calls)
@@ -49,7 +48,7 @@ def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_
             again = await engine.score_all(samples[:AFTERWARDS])
             at_the_end = engine.statistics()
         assert other_tasks() == []
-        assert open_files(at_most=files) <= files
+        assert await asyncio.to_thread(connections_left, base_url) == []
         return calls, victims, outcomes, again, in_between.sources["a"], at_the_end.sources["a"]
 
     limits = ServerLimits(concurrency=CONCURRENCY)

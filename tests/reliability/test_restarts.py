@@ -53,7 +53,7 @@ async def disturb(a, b, progress, engine):
 
 
 def test_servers_that_stop_and_start_again_cost_no_sample_its_score(
-    make_config, make_sample, score_of, open_files, other_tasks
+    make_config, make_sample, score_of, connections_left, other_tasks
 ):
     samples = [make_sample(number) for number in range(SAMPLES)]
 
@@ -73,7 +73,6 @@ def test_servers_that_stop_and_start_again_cost_no_sample_its_score(
         assert other_tasks() == []
         return outcomes, statistics
 
-    files = open_files()
     a, b = (
         JudgeServer(limits=ServerLimits(concurrency=CONCURRENCY), latency=Latency(median_s=0.01, sigma=0.6), seed=seed)
         for seed in range(2)
@@ -81,7 +80,7 @@ def test_servers_that_stop_and_start_again_cost_no_sample_its_score(
     with a, b:
         outcomes, statistics = asyncio.run(score(a, b))
         reports = {"a": a.report(), "b": b.report()}
-    assert open_files(at_most=files) <= files
+    assert connections_left(a.base_url, b.base_url) == []
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert [outcome.reward for outcome in outcomes] == [score_of(sample) for sample in samples]
     assert (statistics.waiting, statistics.failed_total) == (0, 0)

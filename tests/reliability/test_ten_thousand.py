@@ -1,6 +1,6 @@
 """10,000 samples over two strict judges, every fifth reply spoilt: nothing is lost, broken or left behind.
 
-The servers run in processes of their own, so that every descriptor, thread and task counted here is the client's.
+The servers run in processes of their own, so that every connection, thread and task counted here is the client's.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def met(report, kinds):
 
 
 def test_10000_samples_through_two_judges_with_20_percent_faults(
-    make_config, make_limits, make_sample, score_of, open_files, other_tasks
+    make_config, make_limits, make_sample, score_of, connections_left, other_tasks
 ):
     samples = [make_sample(number) for number in range(SAMPLES)]
     limits = {name: make_limits(**numbers) for name, numbers in LIMITS.items()}
@@ -83,12 +83,11 @@ def test_10000_samples_through_two_judges_with_20_percent_faults(
             # Without hedges every request has its own end, and the books can be compared one by one.
             engine={"max_attempts": MAX_ATTEMPTS, "deadline_s": 280, "scheduling": {"hedge": False}},
         )
-        files = open_files()
         async with RewardEngine(tree) as engine:
             outcomes = await engine.score_all(samples)
             statistics = engine.statistics()
         assert other_tasks() == []
-        assert open_files(at_most=files) <= files
+        assert await asyncio.to_thread(connections_left, *(server.base_url for server in servers.values())) == []
         return outcomes, statistics, engine.statistics()
 
     with judge_server(limits["a"][0], 26) as a, judge_server(limits["b"][0], 36) as b:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
+import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -49,6 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     ranks = {here / name: rank for rank, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+@pytest.fixture
+def short_directory() -> Iterator[str]:
+    """A private directory for sockets, whose paths must be short. That of `tmp_path` may be too long."""
+    # Files may be removed from it meanwhile.
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="qr", ignore_cleanup_errors=True) as path:
+        yield path
 
 
 @pytest.fixture(scope="module", autouse=True)

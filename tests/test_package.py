@@ -28,6 +28,7 @@ FLOORS = [
         "cancelling",
         "registry",
         "named_actors",
+        "private_directory",
     },
     {"replicas"},
     {"sources", "quotas", "telemetry", "groups", "prompts"},
@@ -57,6 +58,7 @@ NEIGHBOURS = {  # what may be imported beside that
     ("config", "samples"),  # what counts as a number
     ("config", "redaction"),
     ("config", "registry"),
+    ("private_directory", "errors"),
     ("registry", "errors"),
     ("registry", "judges"),  # as sources
     ("registry", "redaction"),

@@ -28,7 +28,8 @@ async def serve_judge(path: Path, names: Sequence[str], out: Console, errors: Co
     if unknown or not known:
         missing = f"--source {unknown[0]}: it is no source" if unknown else f"{path}: there is no source"
         raise InputError(f"{missing} of kind replicas" + (f"; such sources: {', '.join(known)}" if known else ""))
-    opened: list[Any] = [open_source(name, config.sources[name]) for name in names or known]
+    where = config.engine.shared_directory
+    opened: list[Any] = [open_source(name, config.sources[name], shared_directory=where) for name in names or known]
     sources: list[ServerSource] = opened
     try:
         with errors.status("starting the servers ..."):

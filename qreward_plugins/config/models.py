@@ -19,6 +19,8 @@ from pydantic import (
     SecretStr,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -162,8 +164,9 @@ class EngineConfig(Node):
     """
 
     shared_directory: Annotated[str, Field(min_length=1)] | None = None
-    """For `shared: machine`: the directory in which the processes find each other, private to the user (mode 700) and
-    on a local disk. Processes with different directories share nothing. Default: /tmp/qreward-UID."""
+    """The directory in which the processes of one user on one machine find what they share: limits (`shared: machine`)
+    and the servers of sources of kind `replicas`. It is private to the user (mode 700) and on a local disk. Processes
+    with different directories share nothing. Default: /tmp/qreward-UID, in every process."""
 
     shared_server: Annotated[
         SharedServer | None, BeforeValidator(_url_alone), takes("a URL, or a mapping with `url`")
@@ -177,8 +180,6 @@ class EngineConfig(Node):
             raise ValueError("`shared: server` needs shared_server, with the url of a reward server")
         if self.shared != "server" and self.shared_server is not None:
             raise ValueError("shared_server is for `shared: server` only")
-        if self.shared != "machine" and self.shared_directory is not None:
-            raise ValueError("shared_directory is for `shared: machine` only")
         return self
 
     scheduling: Scheduling = Scheduling()
@@ -330,6 +331,15 @@ class Config(Node):
     out. Default: each model is answered by the sources whose `model` it is."""
 
     engine: EngineConfig = EngineConfig()
+
+    @field_validator("engine")
+    @classmethod
+    def _shares_something(cls, value: EngineConfig, info: ValidationInfo) -> EngineConfig:
+        if value.shared_directory is None or value.shared == "machine" or "sources" not in info.data:
+            return value
+        if not any(registry.sources.load(source.kind).has_servers for source in info.data["sources"].values()):
+            raise ValueError("shared_directory is for `shared: machine` and for sources of kind replicas only")
+        return value
 
     observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()
     """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`, or a name that

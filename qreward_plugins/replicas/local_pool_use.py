@@ -22,10 +22,11 @@ from typing import Any
 
 import orjson
 
+from ..errors import ConfigurationError
+from ..private_directory import is_own_user, private_directory
 from .group_weights import GroupWeights
 from .pool import PoolFailed
 from .pool_use import PoolUse
-from .runtime_folder import NoRuntimeFolder, runtime_folder
 from .spec import PoolSpec
 
 _log = logging.getLogger("qreward_plugins.replicas")
@@ -121,9 +122,9 @@ class LocalPoolUse(PoolUse):
     def _connect(self) -> socket.socket:
         """Connect to the pool; start it if there is none."""
         try:
-            folder = runtime_folder()
-        except NoRuntimeFolder as error:
-            raise PoolFailed(str(error)) from None
+            folder = private_directory(self.spec.directory)
+        except ConfigurationError as error:
+            raise PoolFailed(str(error.mistakes[0])) from None
         path = folder / f"{self.spec.key}.sock"
         found = _connected(path)
         if found is not None:
@@ -150,10 +151,13 @@ def _connected(path: Path) -> socket.socket | None:
     channel = socket.socket(socket.AF_UNIX)
     try:
         channel.connect(str(path))
+        # The spec that it is sent may hold secrets.
+        if is_own_user(channel):
+            return channel
     except OSError:
-        channel.close()
-        return None
-    return channel
+        pass
+    channel.close()
+    return None
 
 
 def _start_process(path: Path, folder: Path, key: str) -> None:

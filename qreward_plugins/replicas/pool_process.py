@@ -1,7 +1,7 @@
 """The process that runs a pool for all processes of a user on this machine.
 
-The first process that needs a pool starts it, the others find it by a socket in the runtime folder. A connection is a
-use: the pool ends with its last user, however that one ended, because the kernel closes its connections. If this
+The first process that needs a pool starts it, the others find it by a socket in the private directory. A connection is
+a use: the pool ends with its last user, however that one ended, because the kernel closes its connections. If this
 process is killed, the guards end the servers.
 
 A user sends its `PoolSpec` as one line of JSON. It gets a line after each change: `{"replicas": [...], "weights":
@@ -28,9 +28,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import orjson
 
 from ..named_actors import in_thread
+from ..private_directory import is_own_user
 from .commands import Commands
 from .launch import LocalServer
 from .local_pool_use import LINE_BYTES
@@ -41,6 +43,8 @@ from .weights import Weights
 _FIRST_USER_S = 30.0
 """Seconds after which a pool ends that nobody has begun to use."""
 _FAILURE_SHOWN_S = 5.0
+_TOUCH_EVERY_S = 3600.0
+"""Seconds after which the files of a pool are touched: systems remove files from /tmp that are some days old."""
 
 
 class PoolProcess:
@@ -67,7 +71,10 @@ class PoolProcess:
         server = self._server = await asyncio.start_unix_server(self._serve, sock=self._listening, limit=LINE_BYTES)
         loop.add_signal_handler(signal.SIGTERM, self._unused.set)
         first = loop.call_later(_FIRST_USER_S, lambda: None if self._users else self._unused.set())
-        await self._unused.wait()
+        while not self._unused.is_set():
+            with anyio.move_on_after(_TOUCH_EVERY_S):
+                await self._unused.wait()
+            self._touch()
         first.cancel()
         # Whoever comes now is refused, and starts a pool of its own, which waits for the lock of this one.
         server.close()
@@ -83,6 +90,11 @@ class PoolProcess:
         for writer in list(self._users):
             writer.close()
 
+    def _touch(self) -> None:
+        for path in (self._folder, *self._folder.glob(f"{self._key}.*")):
+            with suppress(OSError):
+                os.utime(path)
+
     def _tidy(self) -> None:
         """Remove the socket, unless it is that of a later pool, and the logs."""
         if self._logs is not None:
@@ -96,6 +108,9 @@ class PoolProcess:
                     (self._folder / f"{self._key}.log").unlink()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not is_own_user(writer.get_extra_info("socket")):
+            writer.close()
+            return
         try:
             spec, known = await reader.readline(), await reader.readline()
             if not known or self._unused.is_set():

@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 
 from ..named_actors import in_thread, ray_is_up
+from ..private_directory import private_directory
 from .launch import LocalServer, ServerFailed
-from .runtime_folder import runtime_folder
 from .spec import PoolSpec
 from .topology import Platform
 from .weights import Weights
@@ -47,7 +47,8 @@ class ReplicaActor:
 
         self._spec = PoolSpec.from_json(spec)
         folder = self._spec.log_folder
-        path = Path(folder) if folder is not None else runtime_folder() / f"{self._spec.key}-logs"
+        private = self._spec.directory
+        path = Path(folder) if folder is not None else private_directory(private) / f"{self._spec.key}-logs"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._private_logs = path if folder is None else None
         self._number = number

@@ -24,7 +24,8 @@ class PoolSpec:
     `name` is that of the source. `restarts` is how often in a row a replica that dies is started again.
     `stop_within_s` is the time between SIGTERM and SIGKILL. `in_place`: servers load other weights while they run;
     otherwise they are started again with them. `sleep_mode`: servers free their devices by their own sleep; otherwise
-    they are stopped for it. `api_key` is the key that the servers demand. The repr leaves it out, and the values of
+    they are stopped for it. `directory` is where processes of a machine find the pool; default: that of
+    `private_directory`. `api_key` is the key that the servers demand. The repr leaves it out, and the values of
     `environment` and the words of the command line, which may hold secrets, too.
     """
 
@@ -44,6 +45,7 @@ class PoolSpec:
     sleep_mode: bool = False
     api_key: str = field(default="", repr=False)
     log_folder: str | None = None
+    directory: str | None = None
 
     @property
     def file_name(self) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Protocol
 
 from ..config import EngineConfig
 from ..errors import ConfigurationError, Mistake
 from ..named_actors import missing_ray, ray_is_up, start_ahead
+from ..private_directory import private_directory
 from .membership import Channel
 from .ray_keeper import NAME, KeeperActor, RayKeeper
 
@@ -35,8 +38,10 @@ def open_channel(settings: EngineConfig) -> OpenedChannel | None:
     """
     shared = settings.shared
     if shared == "machine":
+        if not hasattr(socket, "AF_UNIX") or not hasattr(os, "fork"):
+            problem = "needs Unix domain sockets, which this system does not have."
+            raise ConfigurationError([Mistake("engine.shared", problem, "Use `local`, or `server`.")])
         from .machine_channel import MachineChannel
-        from .private_directory import private_directory
 
         return MachineChannel(private_directory(settings.shared_directory))
     if shared == "server":

@@ -21,11 +21,11 @@ import anyio
 
 from ..errors import ConfigurationError, KeeperSilent
 from ..named_actors import in_thread
+from ..private_directory import is_own_user, private_directory
 from .frames import receive, send
 from .keeper_lock import latest, socket_path
 from .machine_keeper import MachineKeeper, take_over
 from .messages import Answer, Report
-from .private_directory import is_own_user, private_directory
 from .wire import Unreadable, read_answer, write_report
 
 CONNECT_WITHIN_S = 2.0

@@ -21,12 +21,12 @@ from typing import Any
 
 import anyio
 
+from ..private_directory import is_own_user
 from .frames import receive, send
 from .keeper import Keeper
 from .keeper_lock import STAMP_EVERY_S, KeeperLock, socket_path
 from .keeper_loop import KeeperLoop
 from .messages import Report
-from .private_directory import is_own_user
 from .wire import Unreadable, read_report, write_answer
 
 _log = logging.getLogger("qreward_plugins.sharing")

@@ -82,6 +82,11 @@ class ReplicaSet(SourceKind):
     def answered(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
         return (TEXT,) if settings.get("task", CHAT) == CHAT else (LOGITS,)
 
+    def share_in(self, directory: str) -> None:
+        # The processes of a job may have different working directories, and a pool ends in none of them.
+        where = os.path.abspath(os.path.expanduser(directory))
+        self._spec = self._use.spec = replace(self._spec, directory=where)
+
     @property
     def spec(self) -> PoolSpec:
         """What its servers are started with."""

@@ -19,16 +19,15 @@ sources:
     data_parallel: 2
 judges:
   quality: {{kind: llm, score_range: [0, 10]}}
+engine: {{shared_directory: {directory}}}
 """
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
+def config(tmp_path, short_directory):
     def write(more=""):
         path = tmp_path / "config.yaml"
-        path.write_text(CONFIG.format(python=sys.executable, stand_in=STAND_IN, more=more))
+        path.write_text(CONFIG.format(python=sys.executable, stand_in=STAND_IN, more=more, directory=short_directory))
         return path
 
     return write

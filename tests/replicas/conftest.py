@@ -20,3 +20,10 @@ def stand_ins(tmp_path: Path) -> Iterator[StandIns]:
     for pid in left:
         os.kill(pid, 9)
     assert left == []
+
+
+@pytest.fixture(autouse=True)
+def shared_directory(short_directory: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Pools of this test are found here, so no other run's are used."""
+    monkeypatch.setattr("qreward_plugins.private_directory.USUAL", short_directory)
+    return Path(short_directory)

@@ -18,11 +18,6 @@ from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlT
 AWAKE, ASLEEP = {"up"}, {"asleep"}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
 @pytest.fixture
 def judges(stand_ins, tmp_path):
     """A file of judges on the trainer's GPUs. `options`: those of the stand-in servers."""

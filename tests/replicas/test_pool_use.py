@@ -5,28 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 from pools import comes, lives, parent_of
 
+from qreward_plugins.replicas import local_pool_use, pool_process
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.pool import PoolFailed
+from qreward_plugins.replicas.pool_process import PoolProcess
 from qreward_plugins.replicas.pool_use import PoolUse
-from qreward_plugins.replicas.runtime_folder import NoRuntimeFolder, runtime_folder
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "qreward"
+@pytest.fixture
+def folder(shared_directory):
+    return shared_directory
 
 
 def running(program, *arguments):
@@ -34,7 +33,7 @@ def running(program, *arguments):
 
 
 async def test_processes_share_one_pool_which_ends_with_the_last_of_them(stand_ins, folder):
-    spec = stand_ins.spec(replicas=2)
+    spec = stand_ins.spec(replicas=2, directory=str(folder))
     program = """
         import asyncio, sys
         from qreward_plugins.replicas.spec import PoolSpec
@@ -126,27 +125,53 @@ async def test_closing_during_the_start_leaves_nothing(stand_ins):
     assert stand_ins.living() == []
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path, folder):
-    assert runtime_folder() == folder
+async def test_processes_with_other_variables_come_to_the_same_pool(stand_ins, monkeypatch, tmp_path):
+    """As a login shell and a worker of Ray of one user."""
+    uses = []
+    for variable in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+        uses.append(LocalPoolUse(stand_ins.spec()))
+        await uses[-1].start()
+    assert len(stand_ins.living()) == 1
+    await asyncio.gather(*(use.aclose() for use in uses))
+
+
+async def test_a_folder_that_others_may_enter_starts_nothing(stand_ins, folder):
     folder.chmod(0o755)
-    assert runtime_folder().stat().st_mode & 0o777 == 0o700
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
-    with pytest.raises(NoRuntimeFolder, match="belongs to somebody else"):
-        runtime_folder()
+    use = LocalPoolUse(stand_ins.spec())
+    with pytest.raises(PoolFailed, match=r"engine\.shared_directory: .* is not private.*chmod 700"):
+        await use.start()
+    assert list(folder.iterdir()) == []
 
 
-def test_a_folder_whose_path_is_too_long_for_a_socket_is_not_used(tmp_path, monkeypatch):
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    # The folder of a test may itself be too deep for a socket.
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        monkeypatch.setattr("tempfile.tempdir", short)
-        assert runtime_folder() == Path(short) / f"qreward-{os.getuid()}"
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    with pytest.raises(NoRuntimeFolder, match="set XDG_RUNTIME_DIR to a shorter folder"):
-        runtime_folder()
+async def test_a_pool_of_another_user_gets_no_spec(stand_ins, folder, monkeypatch):
+    """Its spec holds the variables of the servers, which may be secrets."""
+    spec = stand_ins.spec()
+    monkeypatch.setattr(local_pool_use, "is_own_user", lambda peer: False)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / f"{spec.key}.sock"))
+        listening.listen()
+        assert local_pool_use._connected(folder / f"{spec.key}.sock") is None
+        theirs, _ = listening.accept()
+        with theirs:
+            assert theirs.recv(1) == b""
+
+
+async def test_the_files_of_a_pool_stay_young(folder, monkeypatch):
+    """Systems remove files from /tmp that are some days old, and a training may take longer."""
+    (folder / "other.lock").touch()
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(folder / "key.sock"))
+    listening.listen()
+    for name in ("key.sock", "other.lock"):
+        os.utime(folder / name, (0, 0))
+    monkeypatch.setattr(pool_process, "_TOUCH_EVERY_S", 0.01)
+    pool = PoolProcess(listening, folder, "key")
+    running = asyncio.ensure_future(pool.run())
+    await comes(lambda: (folder / "key.sock").stat().st_mtime > 0)
+    pool._unused.set()
+    await running
+    assert (folder / "other.lock").stat().st_mtime == 0
 
 
 async def test_a_pool_that_says_nothing_ends_the_wait(stand_ins, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -22,22 +24,20 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def private(tmp_path_factory):
-    """The runtime folder of the cluster's processes, which have the environment of the one that starts it."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("runtime")
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        yield folder / "qreward"
+def private():
+    """The directory of the cluster's processes, in which replicas write their logs."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="qr", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
-def cluster(private):
+def cluster():
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
 
-def tree(command, **more):
+def tree(command, directory=None, **more):
     own = {
         "kind": "replicas",
         "model": "judge",
@@ -47,7 +47,8 @@ def tree(command, **more):
         **more,
     }
     judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64}
-    return {"sources": {"own": own}, "judges": {"quality": judge}, "engine": {"seed": 7, "shared": "off"}}
+    engine = {"seed": 7, "shared": "off", "shared_directory": directory and str(directory)}
+    return {"sources": {"own": own}, "judges": {"quality": judge}, "engine": engine}
 
 
 def samples(count):
@@ -61,7 +62,7 @@ def groups():
 async def test_a_pool_on_ray(cluster, stand_ins, private):
     first_weights, second = stand_ins.weights("first"), stand_ins.weights("second")
     servers = {"server": "vllm", "program": stand_ins.program(), "model": str(first_weights)}
-    own = tree({**servers, "weight_updates": "in_place"}, data_parallel=2)
+    own = tree({**servers, "weight_updates": "in_place"}, private, data_parallel=2)
     async with RewardEngine(own) as first, RewardEngine(own) as other:
         assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=180)] == [0.7] * 10
         assert [outcome.reward for outcome in await other.score_all(samples(10), deadline_s=180)] == [0.7] * 10

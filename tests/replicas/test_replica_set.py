@@ -15,11 +15,6 @@ from qreward_plugins.sources.replica_set import pool_spec
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
 def tree(source, **more):
     judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64}
     own = {"kind": "replicas", "model": "judge", "platform": "cpu", "start_within_s": 30.0, **source}

@@ -27,8 +27,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def early_restarts(monkeypatch):
     monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.05, 0.1))
 
 

@@ -20,12 +20,10 @@ from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.config import EngineConfig, Limits
 from qreward_plugins.errors import KeeperSilent
 from qreward_plugins.quotas import SharedQuota
-from qreward_plugins.sharing import Demand, Member, keeper_lock, machine_channel, machine_keeper, open_channel
-from qreward_plugins.sharing import private_directory as directories
+from qreward_plugins.sharing import Demand, Member, channels, keeper_lock, machine_channel, machine_keeper, open_channel
 from qreward_plugins.sharing.keeper import MARGIN_S, TTL_S
 from qreward_plugins.sharing.keeper_lock import STAMP_EVERY_S, KeeperLock, latest, socket_path
 from qreward_plugins.sharing.machine_channel import MachineChannel
-from qreward_plugins.sharing.private_directory import private_directory
 
 pytestmark = pytest.mark.anyio
 LIMIT = 100
@@ -248,12 +246,6 @@ async def test_a_process_of_another_user_is_not_heard(directory, monkeypatch):
     await worker.channel.aclose()
 
 
-async def test_the_mode_and_the_credentials_of_a_peer_are_those_of_this_user(directory):
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with ours, theirs:
-        assert directories.is_own_user(ours)
-
-
 def test_a_channel_goes_on_in_the_next_event_loop(directory):
     worker = Worker(directory)
     boots = [asyncio.run(worker.ask()).boot for _ in range(2)]
@@ -318,69 +310,13 @@ def test_a_later_file_ends_the_one_before(directory):
         lock.release()
 
 
-# The directory
-
-
-def problem(found):
-    (mistake,) = found.value.mistakes
-    return f"{mistake.path}: {mistake.problem} {mistake.remedy}"
-
-
-def test_a_directory_that_others_may_enter_is_refused(directory):
-    directory.chmod(0o755)
-    with pytest.raises(ConfigurationError) as found:
-        private_directory(str(directory))
-    assert "not private" in problem(found)
-    assert f"chmod 700 {directory}" in problem(found)
-
-
-def test_a_directory_of_another_user_is_refused(directory, monkeypatch):
-    monkeypatch.setattr(directories.os, "getuid", lambda: directory.stat().st_uid + 1)
-    with pytest.raises(ConfigurationError) as found:
-        private_directory(str(directory))
-    assert "another user" in problem(found)
-
-
-def test_a_link_and_a_file_are_no_directories(directory):
-    (directory / "there").mkdir(mode=0o700)
-    (directory / "link").symlink_to(directory / "there")
-    (directory / "file").touch()
-    with pytest.raises(ConfigurationError, match="no directory"):
-        private_directory(str(directory / "link"))
-    with pytest.raises(ConfigurationError, match="cannot be made"):
-        private_directory(str(directory / "file"))
-
-
-def test_a_path_that_is_too_long_for_a_socket_is_refused_with_its_length(directory):
-    with pytest.raises(ConfigurationError) as found:
-        private_directory(str(directory / ("x" * 100)))
-    assert "too long" in problem(found)
-    assert "shorter" in problem(found)
-
-
-def test_a_system_without_unix_sockets_is_told_so(directory, monkeypatch):
-    monkeypatch.delattr(directories.socket, "AF_UNIX")
-    with pytest.raises(ConfigurationError) as found:
-        private_directory(str(directory))
-    assert "Unix domain sockets" in problem(found)
-
-
-def test_the_place_does_not_depend_on_the_environment(monkeypatch):
-    for name in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME"):
-        monkeypatch.setenv(name, "/nowhere")
-    made = []
-
-    def mkdir(path, *_, **__):
-        made.append(path)
-        raise OSError(errno.EROFS, "not in a test")
-
-    monkeypatch.setattr(directories.Path, "mkdir", mkdir)
-    with pytest.raises(ConfigurationError, match="not in a test"):
-        private_directory(None)
-    assert made == [Path("/tmp")]
-
-
 # The configuration
+
+
+async def test_a_system_without_unix_sockets_is_told_so(directory, monkeypatch):
+    monkeypatch.delattr(channels.socket, "AF_UNIX")
+    with pytest.raises(ConfigurationError, match="Unix domain sockets"):
+        open_channel(EngineConfig(shared="machine", shared_directory=str(directory)))
 
 
 @pytest.mark.parametrize(
@@ -388,7 +324,10 @@ def test_the_place_does_not_depend_on_the_environment(monkeypatch):
     [
         ({"shared": "server"}, "needs shared_server"),
         ({"shared": "machine", "shared_server": {"url": "http://a"}}, "for `shared: server` only"),
-        ({"shared": "auto", "shared_directory": "/tmp/x"}, "for `shared: machine` only"),
+        (
+            {"shared": "auto", "shared_directory": "/tmp/x"},
+            "for `shared: machine` and for sources of kind replicas only",
+        ),
         ({"shared": "server", "shared_server": {"url": "a:80"}}, "must start with http"),
         ({"shared": "server", "shared_server": "a:80"}, "must start with http"),
         ({"shared": "server", "shared_server": {"url": "http://a", "token_env": "QREWARD_NO_SUCH"}}, "is not set"),

@@ -15,11 +15,8 @@ from pools import StandIns
 STEPS = 2
 
 
-def test_the_judge_sleeps_while_slime_trains(slime_source, tmp_path):
+def test_the_judge_sleeps_while_slime_trains(slime_source, tmp_path, short_directory):
     stand_ins = StandIns(tmp_path)
-    # The folder of a socket, whose path must be short.
-    runtime = tmp_path / "run"
-    runtime.mkdir()
     own = {
         "kind": "replicas",
         "server": "vllm",
@@ -32,7 +29,7 @@ def test_the_judge_sleeps_while_slime_trains(slime_source, tmp_path):
     tree = {
         "sources": {"own": own},
         "judges": {"quality": {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}},
-        "engine": {"deadline_s": 30, "shared": "off"},
+        "engine": {"deadline_s": 30, "shared": "off", "shared_directory": short_directory},
     }
 
     def script(stage):
@@ -47,9 +44,7 @@ def test_the_judge_sleeps_while_slime_trains(slime_source, tmp_path):
     scenario = Scenario("sleeping", Judge(), "all", steps=STEPS, evaluate=True)
     (tmp_path / "player").mkdir()
     with Player(slime_source, tmp_path / "player") as player:
-        played = play(
-            scenario, player, script=script, tree=tree, flags=["--colocate"], env={"XDG_RUNTIME_DIR": str(runtime)}
-        )
+        played = play(scenario, player, script=script, tree=tree, flags=["--colocate"])
     assert (played.error, played.error_text) == (None, "")
     events = [line.split()[1].partition("?")[0] for line in stand_ins.notes()]
     events = [event for event in events if event in ("/sleep", "/wake_up", "/train")]

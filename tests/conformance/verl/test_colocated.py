@@ -29,13 +29,9 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_judge_sleeps_while_verl_trains(mode, tmp_path, monkeypatch):
+def test_the_judge_sleeps_while_verl_trains(mode, tmp_path, short_directory):
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
-    # The folder of a socket, whose path must be short.
-    runtime = tmp_path / "run"
-    runtime.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     stand_ins, modules = StandIns(tmp_path), recipe()
     assets = modules.tasks.prepare(
         tmp_path / "assets", modules.tasks.Sizes(learning_steps=5, habit_steps=2, val_questions=8)
@@ -51,7 +47,8 @@ def test_the_judge_sleeps_while_verl_trains(mode, tmp_path, monkeypatch):
     }
     judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}
     file = tmp_path / "judges.yaml"
-    file.write_text(yaml.safe_dump({"sources": {"own": own}, "judges": {"sums": judge}}))
+    engine = {"shared_directory": short_directory}
+    file.write_text(yaml.safe_dump({"sources": {"own": own}, "judges": {"sums": judge}, "engine": engine}))
     out = tmp_path / "out"
     modules.training.train(
         assets,

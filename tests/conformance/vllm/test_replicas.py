@@ -26,7 +26,7 @@ from .servers import START_WITHIN_S
 from .test_judges import VERDICT
 from .weight_updates import Part, change_weights, refused, rolling, slept
 
-pytestmark = pytest.mark.usefixtures("runtime_folder")
+pytestmark = pytest.mark.usefixtures("own_directory")
 SAMPLES = 1000
 Say = Callable[[str, float], None]
 """Prints what has been done since a time of the monotonic clock."""

@@ -12,6 +12,7 @@ fault=FILE      a word in this file is done at the next load, and the file is re
                 says that it has loaded), `unsaid` (it does not take the version), `stuck` (the cache is not reset); or
                 at the next pause: `no-pause`
 notes=FILE      what it was told, one line each
+questions       notes also its start and each question
 
 ready_after=S   seconds until it listens        exit=CODE   ends at once with this code, after a line of log
 never           it does not listen, ever        wrong       lists another model
@@ -51,7 +52,9 @@ def main() -> None:
     note(options, os.getpid())
     if "only" in options and f"-{options['only']}-" not in name:
         options = {
-            key: options[key] for key in ("pids", "host", "pieces", "weights", "delay", "notes") if key in options
+            key: options[key]
+            for key in ("pids", "host", "pieces", "weights", "delay", "notes", "questions")
+            if key in options
         }
     print(f"stand-in {name} on {port}", flush=True)
     if "stubborn" in options:
@@ -108,6 +111,8 @@ class Weights:
 
     def read(self, prompt: str) -> str:
         """Answer with the names of all weights that took part."""
+        if "questions" in self.options:
+            self.note("/ask")
         self.free.wait()
         begun = self.has
         cached = self.cached.setdefault(prompt[:200], begun)
@@ -141,10 +146,13 @@ class Weights:
         self.unsaid = fault == "unsaid"
         return 200, {"results": [None]}
 
-    def told(self, order: str, query: str, body: dict) -> tuple[int, object]:
+    def note(self, what: str) -> None:
         if "notes" in self.options:
             with open(self.options["notes"], "a") as file:
-                file.write(f"{self.name} {order}{query and '?' + query}\n")
+                file.write(f"{self.name} {what}\n")
+
+    def told(self, order: str, query: str, body: dict) -> tuple[int, object]:
+        self.note(f"{order}{query and '?' + query}")
         if order == "/pause":
             if self.fault("no-pause"):
                 return 500, {"error": "cannot pause"}
@@ -181,6 +189,8 @@ class Weights:
 def serve(port: int, models: list[str], options: dict[str, str]) -> None:
     asked = [0]
     server = Weights(options, models[-1])
+    if "questions" in options:
+        server.note("/start")
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -19,6 +19,8 @@ TAG = "judged_tag"
 LOOP = "roll_adapter.QRewardRolloutLoop"
 OWN_LOOP = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
 WORKER = "roll_adapter.QRewardWorker"
+NOTES = "CONFORMANCE_NOTES"
+"""The environment variable that names the file in which a training worker notes when it uses its devices."""
 SEED = 42
 """ROLL's seed: it fixes the order in which items are drawn."""
 VAL_ITEMS = 3
@@ -30,6 +32,8 @@ LATE_S = 0.5
 """By how much a declared window is longer than the server's, which gets no processor at times."""
 WATCHDOG_S = 90.0
 """A request that takes longer hangs: the slowest starts a dozen processes."""
+PIPELINE_S = 900.0
+"""A whole run of the pipeline that takes longer hangs. On a busy machine its dozen processes take minutes to start."""
 
 Mode = Literal["single", "group", "batch"]
 """How the worker is asked: a sample at a time (`is_num_return_sequences_expand: true`), a group at a time, or all

@@ -12,10 +12,9 @@ from qreward_plugins.testing import Faults
 from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, dying, uneven
 from .checks import close
 from .real import played_sample, scenario_keys
-from .scenarios import CORRECT_AT, DOMAIN, MINUTE, MINUTE_S, TAG, TRAIN_ITEMS, VAL_ITEMS, Scenario
+from .scenarios import CORRECT_AT, DOMAIN, MINUTE, MINUTE_S, PIPELINE_S, TAG, TRAIN_ITEMS, VAL_ITEMS, Scenario
 from .test_worker import RULED
 
-TIMEOUT_S = 400.0
 LONG_S = 20.0
 """More than a step waits whose judge is there, on a busy machine."""
 PATIENT = {"deadline_s": 50.0, "max_attempts": 20}
@@ -32,7 +31,7 @@ def run(player):
             for name, value in more.items():
                 keys[name] = {**keys.get(name, {}), **value} if isinstance(value, dict) else value
             reply = player.ask(
-                "pipeline", keys=keys, tags=tags or {TAG: DOMAIN}, val_tags=val_tags or {}, timeout_s=TIMEOUT_S
+                "pipeline", keys=keys, tags=tags or {TAG: DOMAIN}, val_tags=val_tags or {}, timeout_s=PIPELINE_S
             )
         assert reply.error is None, reply.text
         assert not reply.complaints, "\n".join(reply.complaints)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from roll.models.model_providers import default_tokenizer_provider
 from ..judges import GROUP_SIZE, Draft, decode, encode, item_of
 from .describe import describe
 from .generated import generated
+from .scenarios import NOTES
 
 RECORD = "trained.jsonl"
 """The file in the pipeline's output directory to which the training worker writes one line a step."""
@@ -70,14 +72,19 @@ class InferWorker(Worker):
 
 
 class TrainWorker(Worker):
-    """Writes down what it is given to train."""
+    """Writes down what it is given to train, and when it begins and ends to use its devices."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self, pipeline_config: Any) -> None:
         self.pipeline_config = pipeline_config
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        self._note("offload_states")
+
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def compute_log_probs(self, data: DataProto) -> DataProto:
+        self._note("compute_log_probs")
         rows, length = data.batch["input_ids"].shape
         zeros = torch.zeros(rows, length - 1)
         return DataProto.from_dict(tensors={"log_probs": zeros, "entropy": zeros.clone()}, meta_info={"metrics": {}})
@@ -89,10 +96,16 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def train_step(self, data: DataProto) -> DataProto:
+        self._note("train_step")
         if self.cluster_name == "actor_train":
             with (Path(self.pipeline_config.output_dir) / RECORD).open("a") as record:
                 record.write(json.dumps(describe(data)) + "\n")
         return DataProto(meta_info={"metrics": {f"{self.cluster_name}/loss": 0.0}})
+
+    def _note(self, use: str) -> None:
+        if path := os.environ.get(NOTES):
+            with open(path, "a") as notes:
+                notes.write(f"{self.cluster_name} /{use}\n")
 
 
 __all__ = ["RECORD", "InferWorker", "TrainWorker"]

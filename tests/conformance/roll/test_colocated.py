@@ -1,0 +1,111 @@
+"""A judge on the GPUs of a real ROLL pipeline sleeps whenever ROLL trains, and is awake for every reward."""
+
+from __future__ import annotations
+
+import sys
+import time
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from ..judges import GROUP_SIZE, GROUPS
+from .scenarios import DOMAIN, LOOP, NOTES, PIPELINE_S, TAG, WORKER
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
+from pools import StandIns
+
+STEPS = 3
+GONE_S = 60.0
+"""Servers end after the workers that ROLL's end kills."""
+
+
+@pytest.fixture
+def stand_ins(tmp_path):
+    return StandIns(tmp_path)
+
+
+@pytest.fixture
+def run(player, stand_ins, tmp_path):
+    """Run the pipeline with a judge on its GPUs and these further keys. Returns what the player tells."""
+    # The folder of a socket, whose path must be short.
+    runtime = tmp_path / "run"
+    runtime.mkdir()
+    own = {
+        "kind": "replicas",
+        "server": "vllm",
+        "program": stand_ins.program("questions", "delay=0.05"),
+        "model": str(stand_ins.weights("first")),
+        "platform": "cpu",
+        "colocated": True,
+        "sleep_mode": True,
+    }
+    tree = {
+        "sources": {"own": own},
+        "judges": {"quality": {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}},
+        "engine": {"deadline_s": 60},
+    }
+    worker = {
+        "worker_cls": WORKER,
+        "model_args": {"model_name_or_path": "${pretrain}"},
+        "tag_included": [TAG],
+        "world_size": 2,
+        "system_envs": {"XDG_RUNTIME_DIR": str(runtime)},
+        "reward_manager_config": [tree],
+    }
+
+    noting = {"system_envs": {NOTES: str(tmp_path / "notes")}}
+
+    def run(**more):
+        keys = {
+            "rewards": {DOMAIN: worker},
+            "user_defined_rollout_loop_cls": LOOP,
+            "actor_train": noting,
+            "reference": noting,
+            "enable_reference": True,
+            "enable_old_logprobs_recompute": True,
+            "validation": {"generating_args": {"max_new_tokens": 16, "num_return_sequences": 1}},
+            "max_steps": STEPS,
+            **more,
+        }
+        reply = player.ask("pipeline", keys=keys, tags={TAG: DOMAIN}, val_tags={TAG: DOMAIN}, timeout_s=PIPELINE_S)
+        assert reply.error is None, reply.text
+        assert not reply.complaints, "\n".join(reply.complaints)
+        return reply.result
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        # ROLL has its batch while responses that it does not need are still judged.
+        pytest.param({"is_use_additional_prompts": True, "max_additional_running_prompts": 4}, id="each response"),
+        pytest.param({"generate_opt_level": 0}, id="whole batches"),
+    ],
+)
+def test_the_judge_sleeps_while_roll_trains(more, run, stand_ins):
+    told = run(**more)
+    assert told["stage"] == "done", (told["error"], told["text"])
+    assert len(told["trained"]) == len(told["logged"]) == STEPS
+    for step, metrics in zip(told["trained"], told["logged"], strict=True):
+        assert len(step["samples"]) == GROUPS * GROUP_SIZE
+        assert all(sample["mask"] for sample in step["samples"]), "every sample has its reward"
+        assert metrics["val_correct/all/mean"] == 1.0, "so has every sample of the validation"
+    events = [event for event, _ in groupby(line.split()[1].partition("?")[0] for line in stand_ins.notes())]
+    begins = ["/start", *["/wake_up"] * (STEPS - 1)]
+    trains = ["/compute_log_probs", "/train_step"]
+    # ROLL's actor keeps the GPUs until the next step begins.
+    assert events == [event for begin in begins for event in ("/offload_states", begin, "/ask", "/sleep", *trains)]
+    until = time.monotonic() + GONE_S
+    while stand_ins.living():
+        assert time.monotonic() < until, "the servers end with the training"
+        time.sleep(0.05)
+
+
+def test_asynchronous_roll_is_refused(run, stand_ins):
+    told = run(async_generation_ratio=1)
+    assert (told["stage"], told["error"]) == ("set-up", "ConfigurationError")
+    assert "sources.own.colocated" in told["text"]
+    assert "with async_generation_ratio above 0, ROLL asks for rewards while it trains" in told["text"]
+    assert stand_ins.notes() == []

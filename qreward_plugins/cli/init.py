@@ -38,6 +38,14 @@ _PROTOCOLS = {"vllm": "", "sglang": "sglang_classify", "tei": "tei_predict"}
 """The protocol of a reward model behind each server; "" for the default one."""
 _RENDERED_HERE = ("sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf")
 """Protocols that need the chat template of the model."""
+_OF_ENDPOINTS = ("url", "model", "api_key_env", "rpm", "tpm", "concurrency")
+_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "judge": ("rubric", *_OF_ENDPOINTS),
+    "reward-model": ("protocol", "chat_template", *_OF_ENDPOINTS),
+    "function": ("function",),
+    "mixture": ("rubric", "function", *_OF_ENDPOINTS),
+}
+"""The flags that have an effect, for each choice of what scores."""
 _LOCAL_CONCURRENCY = "64"
 _MOST_LISTED = 8
 
@@ -120,6 +128,7 @@ class _Collecting:
         file = self._path(name) if self._questions is None or self._options.out is not None else None
         self._heading("2. What scores a response?")
         score = cast(Score, self._implied_score() or self._choice("score", SCORES, "judge"))
+        self._check_flags(score)
         rubric = function = None
         if score in ("judge", "mixture"):
             label = "what counts, in a line, or @FILE"
@@ -139,6 +148,31 @@ class _Collecting:
         if given.score is not None or self._questions is not None or given.function is None:
             return given.score
         return "mixture" if given.url is not None else "function"
+
+    def _check_flags(self, score: Score) -> None:
+        """Refuse flags that have no effect or cannot be read, before anything is sent. Raises `InputError`."""
+        parsers: Mapping[str, Callable[[str], object]] = {
+            "url": parsing.url,
+            "model": parsing.model,
+            "protocol": parsing.protocol,
+            "chat_template": parsing.chat_template,
+            "rpm": parsing.rate,
+            "tpm": parsing.rate,
+            "concurrency": parsing.places,
+        }
+        given = [flag for flags in _FLAGS.values() for flag in flags if getattr(self._options, flag) is not None]
+        for flag in dict.fromkeys(given):
+            if flag not in _FLAGS[score]:
+                users = " or ".join(f"--score {name}" for name, flags in _FLAGS.items() if flag in flags)
+                raise InputError(f"{_option(flag)} has no effect with --score {score}; leave it out, or use {users}")
+            if flag in parsers:
+                self._parsed(flag, parsers[flag], getattr(self._options, flag))
+
+    def _parsed(self, flag: str, parse: Callable[[str], T], given: object) -> T:
+        try:
+            return parse(str(given))
+        except ValueError as error:
+            raise InputError(f"{_option(flag)}: {error}") from None
 
     def _heading(self, text: str) -> None:
         if self._questions is not None:
@@ -161,15 +195,11 @@ class _Collecting:
         read, and for a missing one without a default where there is no terminal.
         """
         given = getattr(self._options, flag)
-        name = f"--{flag.replace('_', '-')}"
         if given is None and self._questions is not None:
             return self._questions.ask(label, parse, default=default)
         if given is None and default is None:
-            raise InputError(f"{name} is missing")
-        try:
-            return parse(str(default if given is None else given))
-        except ValueError as error:
-            raise InputError(f"{name}: {error}") from None
+            raise InputError(f"{_option(flag)} is missing: {label}")
+        return self._parsed(flag, parse, default if given is None else given)
 
     def _function(self) -> Function:
         found = self._answer("function", "module:function, or file.py:function", parsing.function, default=None)
@@ -284,6 +314,10 @@ class _Collecting:
                 return path, True
             if self._questions is None or self._options.out is not None:
                 raise InputError(f"{path} exists; add --overwrite, or another --out")
+
+
+def _option(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
 
 
 async def _check_opens(config: Config, path: Path) -> None:

@@ -17,6 +17,7 @@ from ..judges.prompt import Prompt
 from ..registry import judges
 from ..sources.function_arguments import arguments_taken
 from ..sources.loading import PathLoader, load
+from ..sources.reward_protocols import PROTOCOLS
 from .api_keys import is_local, without_key
 from .init_answers import Function
 
@@ -28,7 +29,9 @@ LEARNED = "learned"
 
 def url(answer: str) -> str:
     """A base URL. A missing scheme is added; the path of one call, and a comma that was copied with it, are removed."""
-    text = without_key(answer).rstrip(",;/")
+    text = without_key(answer).rstrip(",;")
+    if not text.endswith("://"):
+        text = text.rstrip("/")
     if "://" not in text:
         host = text.split("/", 1)[0]
         if "." not in host and ":" not in host and host != "localhost":
@@ -41,9 +44,18 @@ def url(answer: str) -> str:
 
 def model(answer: str) -> str:
     """The name of a model."""
+    if not answer.strip():
+        raise ValueError("write the name of a model, as its server lists it")
     if not answer.isprintable():
         raise ValueError("the name has characters that cannot be printed")
-    return _valid(ModelName, without_key(answer))
+    return _valid(ModelName, without_key(answer.strip()))
+
+
+def protocol(answer: str) -> str:
+    """The protocol of a reward model's server."""
+    if answer not in PROTOCOLS:
+        raise ValueError(f"write one of: {', '.join(PROTOCOLS)}")
+    return answer
 
 
 def rate(answer: str) -> float | None:
@@ -72,7 +84,7 @@ def rubric(answer: str) -> str:
     """A rubric, or `@FILE` with one; "" for the answer "default"."""
     if answer == "default":
         return ""
-    text = answer
+    text = answer.strip()
     if answer.startswith("@"):
         try:
             data = Path(answer[1:]).expanduser().read_bytes()
@@ -81,7 +93,8 @@ def rubric(answer: str) -> str:
         if len(data) > _MOST_RUBRIC_BYTES:
             raise ValueError(f"the file has more than {_MOST_RUBRIC_BYTES:,} bytes")
         try:
-            text = data.decode().strip()
+            # Some editors begin a file with a byte order mark.
+            text = data.decode("utf-8-sig").strip()
         except UnicodeDecodeError:
             raise ValueError("the file is not UTF-8 text") from None
     without_key(text)
@@ -148,4 +161,4 @@ def _valid(form: Any, text: str) -> str:
     raise ValueError(problem.removeprefix("Value error, "))
 
 
-__all__ = ["LEARNED", "chat_template", "function", "model", "out", "places", "rate", "rubric", "url"]
+__all__ = ["LEARNED", "chat_template", "function", "model", "out", "places", "protocol", "rate", "rubric", "url"]

@@ -60,6 +60,8 @@ In a mapping called `kwargs`, `parameters` or `arguments`, values from the envir
 
 
 def _plain_name(name: str) -> str:
+    if not name.strip():
+        raise ValueError("the name of a model must not be blank")
     if "://" in name and "@" in name:
         # The name is shown in metrics, messages and the journal.
         raise ValueError("the name of a model must not have credentials; put a key into api_key or headers")

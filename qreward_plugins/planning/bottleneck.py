@@ -110,7 +110,7 @@ def _words(config: Config, resource: Resource, names: tuple[str, ...]) -> str:
     if resource == "places":
         return "the places of " + listed([f"{name} ({_places(config, name)})" for name in names])
     return {
-        "latency": f"how long {named} {'take' if many else 'takes'} to answer",
+        "latency": f"the answers of {named}",
         "stragglers": f"stragglers at {named}",
         "failures": f"failed requests at {named}, and trying them again",
         "pauses": f"pauses that {named} {'ask' if many else 'asks'} for",

@@ -151,20 +151,38 @@ def check_messages(messages: Sequence[object]) -> None:
 
 
 def overlap_score(call: JudgeCall) -> float:
-    """The built-in scorer: deterministic, and plausible enough for a demo.
+    """The built-in scorer: deterministic, and plausible enough for a demo and for `qreward check`.
 
-    With a reference: the share of its distinct words that the response contains. Without: a share that depends only on
-    the response. The score is in the requested range, rounded to three digits; each criterion gets the same.
+    With a reference: the share of its distinct words that the response contains. Without: nine tenths are the share of
+    the question's words, because an answer takes them up and nonsense does not, and one tenth depends only on the
+    response, so that few responses have equal scores. A text without a question, such as the rendered conversation that
+    a reward model gets, is divided where the assistant's turn begins; if it has none, the score depends only on the
+    text. The score is in the requested range, rounded to three digits; each criterion gets the same.
     """
-    response = call.blocks.get("response", call.prompt)
+    question, response = call.blocks.get("question", ""), call.blocks.get("response", call.prompt)
     wanted = _words(call.blocks.get("reference", ""))
     if wanted:
         share = len(wanted & _words(response)) / len(wanted)
     else:
+        if not question:
+            question, response = _divided(response)
         digest = hashlib.blake2b(response.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         share = int.from_bytes(digest, "big") / 2**64
+        asked = _words(question)
+        if asked:
+            share = 0.9 * len(asked & _words(response)) / len(asked) + 0.1 * share
     low, high = call.score_range
     return round(low + share * (high - low), 3)
+
+
+_TURN = re.compile(r"<\|?\w+\|?>(?:assistant|model)\b|\[/INST\]|\bassistant:", re.I)
+"""Where the assistant's turn begins, in the chat templates of Qwen, Llama, Gemma and Mistral, and in plain ones."""
+
+
+def _divided(text: str) -> tuple[str, str]:
+    """A rendered conversation, as what precedes the assistant's last turn, and this turn; ("", text) if it has none."""
+    turns = list(_TURN.finditer(text))
+    return (text[: turns[-1].start()], text[turns[-1].end() :]) if turns else ("", text)
 
 
 def _words(text: str) -> set[str]:

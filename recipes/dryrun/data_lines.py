@@ -54,7 +54,7 @@ def data_lines(
 
 
 def _line(framework: str, split: str, report: Report) -> Line:
-    measured = f"{report.lengths[0]} to {report.lengths[-1]} tokens" if report.lengths else "tokens not measured"
+    measured = f"of {report.lengths[0]} to {report.lengths[-1]} tokens" if report.lengths else "of unknown length"
     found = f"{report.path}: {len(report.tasks):,} rows, prompts {measured}"
     if report.problems:
         more = f", and {len(report.problems) - 1} more" if len(report.problems) > 1 else ""

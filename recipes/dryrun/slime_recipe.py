@@ -64,7 +64,7 @@ def slime_lines(judges: Path, flags: Sequence[str], *, ask: bool) -> list[Line]:
     try:
         settings = load_layers(_tree(judges), origin="qreward")
     except (ConfigurationError, OSError, ValueError) as error:
-        return [*lines, Line("judges", "FAIL", str(error), "qreward check FILE says it with line numbers")]
+        return [*lines, Line("judges", "FAIL", str(error), "mend the file, then: qreward check FILE")]
     gpus = int(args.actor_num_gpus_per_node)
     nodes = int(args.actor_num_nodes)
     if not args.colocate and args.rollout_num_gpus:

@@ -63,7 +63,7 @@ def verl_lines(folder: Path, name: str, overrides: Sequence[str], *, ask: bool) 
     try:
         settings = load_settings(config)
     except ConfigurationError as error:
-        lines += [_gpus(config, ()), Line("judges", "FAIL", str(error), "qreward check FILE says it with line numbers")]
+        lines += [_gpus(config, ()), Line("judges", "FAIL", str(error), "mend the file, then: qreward check FILE")]
         return lines
     lines.append(_gpus(config, judge_devices(settings)))
     lines += _sleeping(config, settings)

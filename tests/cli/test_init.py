@@ -263,7 +263,22 @@ def test_a_reward_model(init):
         (("--yes", "--function", "math:pi"), "--function: the function cannot be loaded: pi of math is of type float"),
         (("--yes", "--function", "math:isclose"), "--function: it takes ("),
         (("--yes", "--function", "score"), "--function: write package.module:function, or path/to/file.py:function"),
-        (("--yes", "--score", "reward-model", "--url", NOWHERE, "--model", "m", "--protocol", "x"), "protocol"),
+        (
+            ("--yes", "--score", "reward-model", "--url", NOWHERE, "--model", "m", "--protocol", "x"),
+            "--protocol: write one of: vllm_classify, ",
+        ),
+        (("--yes", "--url", NOWHERE, "--model", ""), "--model: write the name of a model, as its server lists it"),
+        (("--yes", "--url", NOWHERE, "--model", "  "), "--model: write the name of a model, as its server lists it"),
+        (("--yes", "--url", "http://", "--model", "m"), "--url: a URL must start with http:// or https:// and have a"),
+        (("--yes", "--url", NOWHERE, "--model", "m", "--rubric", " "), "--rubric: the rubric is empty"),
+        (
+            ("--yes", "--url", NOWHERE, "--protocol", "tei_predict"),
+            "--protocol has no effect with --score judge; leave",
+        ),
+        (
+            ("--yes", "--score", "function", "--function", "math:isclose", "--rpm", "3"),
+            "--rpm has no effect with --score function; leave it out, or use --score judge or --score reward-model or",
+        ),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_message_and_nothing_is_written(init, flags, message):
@@ -273,6 +288,22 @@ def test_what_is_missing_or_wrong_is_one_message_and_nothing_is_written(init, fl
     assert "pw@" not in result.output
     assert KEY not in result.output
     assert files() == []
+
+
+@pytest.mark.parametrize("flags", [("--rpm", "0"), ("--tpm", "nan"), ("--concurrency", "-4"), ("--model", " ")])
+def test_a_flag_that_cannot_be_used_is_refused_before_anything_is_sent(init, judge, flags):
+    asked = judge.report().requests
+    result = init("--yes", "--url", judge.base_url, *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {flags[0]}: write ")
+    assert judge.report().requests == asked
+
+
+def test_a_rubric_of_a_file_with_a_byte_order_mark(init):
+    Path("rubric.txt").write_bytes(b"\xef\xbb\xbfIs it polite?\r\n")
+    result = init("--yes", "--offline", "--model", "m", "--rubric", "@rubric.txt")
+    assert result.exit_code == 0, result.output
+    assert load_config("judges.yaml").judges["quality"].instructions == "Is it polite?"
 
 
 GIVEN = ("--framework", "verl", "--url", NOWHERE, "--model", "m", "--rpm", "5")

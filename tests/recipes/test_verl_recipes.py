@@ -109,7 +109,7 @@ def test_a_dry_run_checks_everything_on_verl(verl_recipe, compose, prepared, mon
     lines = verl_recipe.verl_lines(RECIPES, "grpo", [], ask=False)
     assert [line for line in lines if line.status in ("FAIL", "note")] == []
     found = {line.what: line.found for line in lines}
-    assert found["training data"].endswith("train.parquet: 6 rows, prompts 4 to 4 tokens")
+    assert found["training data"].endswith("train.parquet: 6 rows, prompts of 4 to 4 tokens")
     assert "failed samples: neutral" in found["reward manager"]
     assert found["GPUs"] == "asks for 1 x 8; this machine shows 8"
     assert found["plan"].startswith("16 samples of a step need about")

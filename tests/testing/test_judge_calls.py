@@ -6,6 +6,8 @@ import pytest
 
 from qreward_plugins.testing import JudgeCall, count_tokens, overlap_score
 from qreward_plugins.testing.judge_calls import Completion, as_verdict, duration
+from qreward_plugins.testing.scores import ScoreCall
+from qreward_plugins.trial import PAIRS
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,30 @@ def test_the_built_in_scorer_counts_words_in_the_range_that_is_asked_for() -> No
     assert overlap_score(JudgeCall("judge", message)) == 0.5
     assert overlap_score(JudgeCall("judge", message, asked)) == 0.0
     assert JudgeCall("judge", message, {"response_format": {"type": "json_object"}}).score_range == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>",
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n{}",
+        "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n{}<end_of_turn>",
+        "<s>[INST] {} [/INST] {}</s>",
+        "User: {}\n\nAssistant: {}",
+    ],
+)
+def test_the_built_in_scorer_scores_an_answer_to_the_question_higher_than_nonsense(template: str) -> None:
+    for pair in PAIRS:
+        good, bad = (
+            overlap_score(ScoreCall("rm", [], {}, template.format(pair.question, text)))
+            for text in (pair.good, pair.bad)
+        )
+        assert good > bad
+
+
+def test_a_text_without_turns_gets_a_score_of_its_own() -> None:
+    scores = [overlap_score(ScoreCall("rm", [], {}, f"text {number}")) for number in range(20)]
+    assert len(set(scores)) == 20
 
 
 def asking(*criteria: str) -> JudgeCall:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qreward_plugins import Outcome, Scored
+from qreward_plugins import BatchReport, Outcome, Scored
 from qreward_plugins.adapters import METRICS, Facts, summary
 
 FAILED = "qreward_failed"
@@ -76,7 +76,7 @@ class Metrics:
             **{f"{metric.name}_sum": share * totals[metric.name] for metric in METRICS if not metric.mean},
             "latency_s_mean": sum(fact["latency_s"] for fact in facts) / len(facts),
             "latency_s_p99": totals["latency_s/p99"],
-            "latency_s@max": totals["latency_s/max"],
+            "latency_s_max": totals["latency_s/max"],
             **{f"source/{name}_sum": share * answered[name] for name in self._sources},
             **{
                 f"score/{name}_mean": totals[f"score/{name}"]
@@ -94,6 +94,25 @@ class Metrics:
     def _sources_of(self, source: str) -> Sequence[str]:
         """The sources of a verdict. A sum joins those of its parts by `+`."""
         return (source,) if source in self._sources else source.split("+")
+
+
+class Blames:
+    """Reports what each batch waited for, once, in the metrics of a call that ended with it.
+
+    A worker does not know when a step ends, so ROLL reduces over the batches of a step: it keeps the largest number
+    (`_max`). Samples that come one by one and are under way together are one batch (`RewardEngine.last_batch`), so a
+    step that waits for its judge is one batch.
+    """
+
+    def __init__(self) -> None:
+        self._reported: BatchReport | None = None
+
+    def metrics(self, report: BatchReport | None) -> dict[str, float]:
+        """Seconds by source and part of the batch that ended last; empty if it was reported before."""
+        if report is None or report is self._reported:
+            return {}
+        self._reported = report
+        return {f"qreward/{name}_max": seconds for name, seconds in report.metrics().items()}
 
 
 class Validations:

@@ -22,7 +22,7 @@ from roll.models.model_providers import default_tokenizer_provider
 from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored
 from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
 
-from .rewards import DETAIL, FAILED, GROUPS, Metrics, Validations, tensors
+from .rewards import DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
 from .settings import domain_of, load_settings, phases_problem, processes_of
 
@@ -42,6 +42,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         super().__init__(worker_config=worker_config)
         self._means = RunningMeans()
         self._validations = Validations()
+        self._blames = Blames()
         self._warned = False
         self._warned_of_correctness = False
         self._phases_known = False
@@ -86,6 +87,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         )
         streamed, validation = is_streamed(data), is_validation(data)
         metrics, facts = self._metrics.of(outcomes, streamed=streamed)
+        metrics |= self._blames.metrics(self.engine.last_batch())
         rewards, causes = self._rewards(data, outcomes, [str(fact["cause"]) for fact in facts])
         if validation:
             # `on_failure` does not apply, because nothing trains on a validation.

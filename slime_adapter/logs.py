@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from qreward_plugins import BatchReport
 from qreward_plugins.adapters import summary
 
 from .late import settle
@@ -37,8 +36,9 @@ def log_rollout(
         give_stand_ins(args, unscored)
     settle(samples)  # so that no verdict arrives between these metrics and the training
     numbers = _summary(samples)
-    if numbers:
-        numbers.update(_blame(adapter_of(args).portal.last_batch()))
+    report = adapter_of(args).portal.last_batch()
+    if numbers and report is not None:
+        numbers.update(report.metrics())
     _log(
         args,
         rollout_id,
@@ -91,16 +91,6 @@ def _only(values: Any, kept: Sequence[bool]) -> Any:
     if not isinstance(values, list) or len(values) != len(kept):
         return values
     return [value for value, keep in zip(values, kept, strict=True) if keep]
-
-
-def _blame(report: BatchReport | None) -> dict[str, float]:
-    if report is None:
-        return {}
-    return {
-        f"blame_s/{source or 'none'}/{kind}": seconds
-        for source, kinds in report.by_source().items()
-        for kind, seconds in kinds.items()
-    }
 
 
 def _log(

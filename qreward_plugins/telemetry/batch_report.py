@@ -60,6 +60,14 @@ class BatchReport:
             kinds[part.kind] = kinds.get(part.kind, 0.0) + part.seconds
         return dict(sorted(total.items(), key=lambda item: -sum(item[1].values())))
 
+    def metrics(self) -> dict[str, float]:
+        """The makespan for trackers: seconds by `blame_s/SOURCE/PART`. An arrival has the source `none`."""
+        return {
+            f"blame_s/{source or 'none'}/{kind}": seconds
+            for source, kinds in self.by_source().items()
+            for kind, seconds in kinds.items()
+        }
+
     def describe(self) -> str:
         """Say in one line what the batch waited for."""
         blames = []

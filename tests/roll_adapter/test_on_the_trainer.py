@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins import ConfigurationError, JudgeUnavailable, RewardMissing
-from qreward_plugins.testing import Faults, JudgeServer
+from qreward_plugins.testing import Faults, JudgeServer, Latency
 
 SINGLE = pytest.param({"is_num_return_sequences_expand": True}, id="single")
 GROUP = pytest.param({}, id="group")
@@ -326,7 +326,16 @@ def test_sums_are_right_whether_a_group_is_one_call_or_four(train, words, mode) 
     assert metrics["judged/qreward/failed_rate"] == pytest.approx(0.25)
     assert metrics["judged/qreward/source/judge_sum"] == pytest.approx(6.0)
     assert metrics["judged/qreward/attempts_mean"] == pytest.approx(1.0)
-    assert metrics["judged/qreward/latency_s@max"] > 0
+    assert metrics["judged/qreward/latency_s_max"] > 0
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_step_tells_what_its_rewards_waited_for(train, words, mode) -> None:
+    with JudgeServer(lambda call: 7.0, latency=Latency(median_s=0.02)) as server:
+        source = {"kind": "openai", "base_url": server.base_url, "model": "judge", "limits": {"concurrency": 1}}
+        metrics = train(words("1", "2", "3", "4"), tree={"sources": {"judge": source}}, **mode).step().metrics
+    assert metrics["judged/qreward/blame_s/judge/queue_max"] > 0
+    assert metrics["judged/qreward/blame_s/judge/service_max"] > 0
 
 
 def test_several_workers_share_the_work_and_the_masks(train, words) -> None:

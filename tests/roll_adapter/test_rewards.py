@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from qreward_plugins import BatchReport, Part
+
 MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), pytest.param({}, id="group")]
 
 
@@ -53,7 +55,7 @@ def test_causes_are_told_in_the_order_of_the_rows(answer_of, words) -> None:
 
 EXPECTED = {
     *("samples_sum", "failed_sum", "failed_rate", "failed/infra_sum", "failed/verdict_sum", "failed/policy_sum"),
-    *("attempts_mean", "latency_s_mean", "latency_s_p99", "latency_s@max", "tokens_sum", "cost_usd_sum"),
+    *("attempts_mean", "latency_s_mean", "latency_s_p99", "latency_s_max", "tokens_sum", "cost_usd_sum"),
     *("floor/verdict_sum", "floor/policy_sum"),
     *("floor_rate", "cached_rate", "cut_rate", "source/judge_sum"),
 }
@@ -69,8 +71,24 @@ def test_the_documentation_lists_them() -> None:
 def test_metrics_have_the_same_names_in_every_call(answer_of, words, mode) -> None:
     for result in answer_of(words("1", "break", "nan", "4"), **mode):
         metrics = result.meta_info["metrics"]
-        assert set(metrics) == {f"qreward/{name}" for name in EXPECTED}
+        told = {name for name in metrics if not name.startswith("qreward/blame_s/")}
+        assert told == {f"qreward/{name}" for name in EXPECTED}
         assert all(type(value) in (int, float) for value in metrics.values())
+
+
+def test_what_a_batch_waited_for_is_told_once() -> None:
+    from roll_adapter.rewards import Blames
+
+    def report(seconds: float) -> BatchReport:
+        parts = (Part("arrival", "", 0.5), Part("queue", "judge", seconds))
+        return BatchReport(4, 4, 0, 4, 0, 0.5 + seconds, parts)
+
+    blames, first, second = Blames(), report(2.0), report(2.0)
+    assert blames.metrics(None) == {}
+    told = {"qreward/blame_s/judge/queue_max": 2.0, "qreward/blame_s/none/arrival_max": 0.5}
+    assert blames.metrics(first) == told
+    assert blames.metrics(first) == {}
+    assert blames.metrics(second) == told, "two batches may have waited for as long"
 
 
 def test_sums_are_per_sample_where_roll_copies_them(answer_of, words) -> None:

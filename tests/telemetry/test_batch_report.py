@@ -44,6 +44,19 @@ def test_one_line_says_who_is_to_blame_for_what():
     )
 
 
+def test_metrics_name_source_and_part():
+    assert report(("arrival", "", 3.0), *PARTS).metrics() == pytest.approx(
+        {
+            "blame_s/none/arrival": 3.0,
+            "blame_s/a/queue": 2.0,
+            "blame_s/a/service": 1.0,
+            "blame_s/b/quota": 9.1,
+            "blame_s/b/straggler": 4.0,
+            "blame_s/b/retry": 1.1,
+        }
+    )
+
+
 def test_what_is_nobodys_fault_names_nobody():
     assert report(("arrival", "", 3.0), ("service", "a", 1.0), failed=2).describe() == (
         "512 samples in 4.0 s, 2 failed; waited 3.0 s: 3.0 arrival; 1.0 s on a: 1.0 service"

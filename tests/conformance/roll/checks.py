@@ -27,7 +27,7 @@ METRICS = frozenset(
         "attempts_mean",
         "latency_s_mean",
         "latency_s_p99",
-        "latency_s@max",
+        "latency_s_max",
         "tokens_sum",
         "cost_usd_sum",
         "cached_rate",

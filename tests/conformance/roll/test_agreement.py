@@ -83,8 +83,10 @@ def told(sample: PlayedSample, scenario: Scenario) -> dict[str, float | None]:
 
 
 def names(step: PlayedStep) -> set[str]:
-    """The metrics of the scheduler, those of rewards among them."""
-    return {name for name in step.metrics if name.startswith(("qreward/", "scheduler/"))}
+    """The metrics of the scheduler, those of rewards among them, but for what a batch waited for: that is by chance."""
+    return {
+        name for name in step.metrics if name.startswith(("qreward/", "scheduler/")) and "qreward/blame_s/" not in name
+    }
 
 
 def numbers(step: PlayedStep) -> dict[str, float]:

@@ -26,11 +26,8 @@ def stand_ins(tmp_path):
 
 
 @pytest.fixture
-def run(player, stand_ins, tmp_path):
+def run(player, stand_ins, tmp_path, short_directory):
     """Run the pipeline with a judge on its GPUs and these further keys. Returns what the player tells."""
-    # The folder of a socket, whose path must be short.
-    runtime = tmp_path / "run"
-    runtime.mkdir()
     own = {
         "kind": "replicas",
         "server": "vllm",
@@ -43,14 +40,13 @@ def run(player, stand_ins, tmp_path):
     tree = {
         "sources": {"own": own},
         "judges": {"quality": {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}},
-        "engine": {"deadline_s": 60},
+        "engine": {"deadline_s": 60, "shared_directory": short_directory},
     }
     worker = {
         "worker_cls": WORKER,
         "model_args": {"model_name_or_path": "${pretrain}"},
         "tag_included": [TAG],
         "world_size": 2,
-        "system_envs": {"XDG_RUNTIME_DIR": str(runtime)},
         "reward_manager_config": [tree],
     }
 

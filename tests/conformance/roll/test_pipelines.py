@@ -150,6 +150,7 @@ def test_ppo_over_a_judge_that_dies_ends_with_one_error(run):
     assert all(sample.mask and math.isfinite(sample.advantage) for sample in samples)
     assert all(sample.score == float(sample.draft.reward >= CORRECT_AT) for sample in samples)
     assert told["logged"][0]["judged/qreward/failed_sum"] == 0
+    assert any(name.startswith("judged/qreward/blame_s/judge/") for name in told["logged"][0])
 
 
 def test_a_mistake_in_the_configuration_ends_the_run_before_it_begins(run):

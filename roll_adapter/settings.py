@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ DEADLINE_SHARE = 0.8
 
 
 _NO_TREE = "is missing or empty. ROLL drops a key that it does not know, so it may be misspelt."
+_NO_LIST = "is a {}, but ROLL's field is a list with one tree."
 _TREE = "Write in the domain: reward_manager_config: [{config: /path/to/judges.yaml}]"
 
 _NO_SERVER = (
@@ -52,10 +53,7 @@ def load_settings(
     all mistakes.
     """
     origin = f"rewards.{domain}.reward_manager_config"
-    trees = list(getattr(worker_config, "reward_manager_config", None) or [])
-    if len(trees) > 1:
-        problem = f"has {len(trees)} trees, but a domain has one configuration."
-        raise ConfigurationError([Mistake(origin, problem, "Put all sources and judges into one tree.")])
+    trees = trees_of(getattr(worker_config, "reward_manager_config", None), origin)
     # Workers of other domains also call this, and their environment differs.
     envs = _envs(worker_config)
     tree = trees[0] if trees else envs.get(ENVIRONMENT)
@@ -81,6 +79,18 @@ def load_settings(
             rpc_timeout_s,
         )
     return adapted(settings, partial(_within, allowed_s=float(allowed_s)))
+
+
+def trees_of(value: Any, origin: str) -> list[Any]:
+    """The trees in a `reward_manager_config`: one, or none. Raises `ConfigurationError` for more, and for no list."""
+    if value and (isinstance(value, str) or not isinstance(value, Sequence)):
+        kind = "mapping" if isinstance(value, Mapping) else type(value).__name__
+        raise ConfigurationError([Mistake(origin, _NO_LIST.format(kind), _TREE)])
+    trees = list(value or [])
+    if len(trees) > 1:
+        problem = f"has {len(trees)} trees, but a domain has one configuration."
+        raise ConfigurationError([Mistake(origin, problem, "Put all sources and judges into one tree.")])
+    return trees
 
 
 def _warn_of_printed_variables(settings: Config, envs: Mapping[str, str], domain: str) -> None:

@@ -51,6 +51,11 @@ def roll_lines(folder: Path, name: str, roll: Path, *, ask: bool) -> list[Line]:
         from dacite import Config, from_dict
         from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 
+        from roll_adapter.settings import trees_of
+
+        for domain, worker in tree["rewards"].items():
+            # The error of ROLL's reader names neither the key nor the remedy.
+            trees_of(worker.get("reward_manager_config"), f"rewards.{domain}.reward_manager_config")
         # ROLL reads it without `strict`, and drops unknown keys without a word.
         # It makes the folder of its logs at once, so this is one of `_elsewhere`.
         configs.append(from_dict(RLVRConfig, {**tree, "logging_dir": "./logs"}, Config(strict=True)))

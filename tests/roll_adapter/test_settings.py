@@ -83,6 +83,15 @@ def test_a_domain_has_one_tree() -> None:
         load_settings(reward(tree(), tree()), domain="maths")
 
 
+@pytest.mark.parametrize("given", [{"config": "judges.yaml"}, "judges.yaml"])
+def test_a_tree_that_is_in_no_list_is_told_so(given) -> None:
+    node = SimpleNamespace(reward_manager_config=given, system_envs=None)
+    with pytest.raises(ConfigurationError, match=r"is a (mapping|str), but ROLL's field is a list") as raised:
+        load_settings(node, domain="maths")
+    assert "rewards.maths.reward_manager_config" in str(raised.value)
+    assert "reward_manager_config: [{config: /path/to/judges.yaml}]" in str(raised.value)
+
+
 def test_mistakes_have_the_path_that_they_stand_at() -> None:
     broken = tree(engine={"deadline": 3})
     broken["sources"]["judge"]["kind"] = "opnai"

@@ -91,3 +91,23 @@ def test_a_judge_without_its_variables_hides_no_other_check(roll_source, tmp_pat
     done, failed = dry_run(roll_source, tmp_path, "grpo", "HOSTED_MODEL")
     assert {"judges", "GPUs"} <= failed, done.stdout + done.stderr
     assert "export HOSTED_MODEL=" in done.stdout
+
+
+def test_a_tree_that_is_in_no_list_is_told_with_its_key(roll_source, tmp_path):
+    for file in RECIPES.glob("*.yaml"):
+        (tmp_path / file.name).write_text(file.read_text().replace("- config: ${oc", "config: ${oc"))
+    keys = dict.fromkeys(("JUDGE_BASE_URL", "HOSTED_BASE_URL", "HOSTED_MODEL"), "http://127.0.0.1:1/v1")
+    paths = {"PRETRAIN": str(tmp_path), "OUTPUT_DIR": str(tmp_path), "QREWARD_CONFIG": str(tmp_path / "judges.yaml")}
+    command = ["--offline", "roll", str(tmp_path), "grpo", str(roll_source)]
+    done = subprocess.run(
+        [sys.executable, str(RECIPES.parent / "dry_run.py"), *command],
+        env={**os.environ, **keys, **paths, "PYTHONPATH": os.pathsep.join((str(RECIPES.parents[1]), str(roll_source)))},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    told = " ".join(done.stdout.split())
+    assert "rewards.judged.reward_manager_config: is a mapping, but ROLL's field is a list with one tree" in told, told
+    assert "reward_manager_config: [{config: /path/to/judges.yaml}]" in told

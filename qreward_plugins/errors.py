@@ -249,7 +249,15 @@ class SampleFault(TransientError):
 
 
 class PermanentError(SourceError):
-    """The source will not answer this request, however often it is asked (400, 413, 422)."""
+    """The source will not answer this request, however often it is asked (400, 413, 422).
+
+    `refusal`: only one of its servers has refused, and another one may answer. The next request of the same call to
+    this source carries it (`Request.refusal`), and a refusal of that one is the source's. None: the source refuses.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, refusal: object | None = None) -> None:
+        super().__init__(message, status=status)
+        self.refusal = refusal
 
 
 class SampleRefused(PermanentError):

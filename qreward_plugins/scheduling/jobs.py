@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -139,6 +139,8 @@ class Job:
     """`SampleRefused.reason` of the last source that refused this sample; "" if none did."""
     refused_at: frozenset[str] = NOWHERE
     """Sources that refused this request with 400, 413 or 422."""
+    refusals: Mapping[str, object] = field(init=False)
+    """By source: the refusal of one of its servers, which another one is to decide about."""
     undecided: bool = False
     """Whether all its tries are used up, and its outcome depends on whether its sources answer other samples."""
     last_problem: str = ""
@@ -158,7 +160,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.size = self.request.size
-        self.backoff_until = self.answers_before = _NOTHING
+        self.backoff_until = self.answers_before = self.refusals = _NOTHING
 
     @property
     def hedgeable(self) -> bool:
@@ -169,6 +171,11 @@ class Job:
         if self.call.rules is not None:  # `timed_hedges.py` decides
             return False
         return len(self.live) < MAX_LIVE and self.hedges < MAX_HEDGES and not self.ended
+
+    def request_to(self, source: str) -> Request:
+        """What is sent to a source: `request`, with the refusal of one of its servers, if there was one."""
+        refusal = self.refusals.get(source) if self.refusals else None
+        return self.request if refusal is None else replace(self.request, refusal=refusal)
 
     def asks(self, request: Request) -> None:
         """Send `request` from now on."""
@@ -243,6 +250,7 @@ class Job:
         self.refused_at -= names
         self.backoff_until = {name: at for name, at in self.backoff_until.items() if name not in names}
         self.answers_before = {name: count for name, count in self.answers_before.items() if name not in names}
+        self.refusals = {name: refusal for name, refusal in self.refusals.items() if name not in names}
 
     def let_go(self) -> None:
         """Forget the attempts when nobody needs them any more. They refer to the job; without this cycle its memory is

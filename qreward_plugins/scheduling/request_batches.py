@@ -148,9 +148,13 @@ class RequestBatches:
         await asyncio.sleep(0)
 
     def _alone(self, job: Job) -> bool:
-        """Whether `job` must not share a request. A probe goes alone, because its end decides about the source."""
+        """Whether `job` must not share a request. A probe goes alone, because its end decides about the source, and a
+        call that one server refused, because its end decides about the call.
+        """
         upstream = self._upstream
-        return job.most_together < 2 or not upstream.breaker.closed or upstream.oversize(job.request)
+        if job.most_together < 2 or upstream.name in job.refusals:
+            return True
+        return not upstream.breaker.closed or upstream.oversize(job.request)
 
     def _exceeds(self, batch: RequestBatch, tokens: int) -> bool:
         most = self._limits.max_tokens

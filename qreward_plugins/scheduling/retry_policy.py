@@ -16,6 +16,9 @@
                       after `max_attempts` failures; failures that no sample can have caused do not count
                       (`Health.excuses`). After a time-out that does, it goes after all other samples, for a while
     begun             a job whose caller has a piece of the answer fails (`broken`), whatever ended its attempt
+    one server's      a source with several servers says that one of them has refused the request, and another may
+    refusal           answer: one more try, there or at another source, within its retry budget. Not a failure, and
+                      nobody's fault yet
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is unusable: jobs without another source fail at once, and later jobs probe it
@@ -292,6 +295,15 @@ class RetryPolicy:
 
     def _permanent(self, attempt: Attempt, error: PermanentError, now: float, *, gone: bool) -> None:
         job, upstream = attempt.job, attempt.upstream
+        if self._is_one_servers(attempt, error):
+            job.refusals = {**job.refusals, upstream.name: error.refusal}
+            # Like one that throttles a request, the server has done nothing with it.
+            job.begun &= not job.call.once
+            self.note_refusal(attempt, error)
+            if not (gone or job.ended):
+                job.not_before = now + self._withdrawn_s(attempt, now)
+                self.retry(attempt, str(error))
+            return
         job.barred |= {upstream.name}
         if isinstance(error, SampleRefused):
             job.refused_for = error.reason
@@ -310,6 +322,14 @@ class RetryPolicy:
             self._blame(attempt, str(error))
         else:
             self.retry(attempt, str(error))
+
+    def _is_one_servers(self, attempt: Attempt, error: PermanentError) -> bool:
+        """Whether another server of the source may answer what one refused. It is asked once: an attempt that was sent
+        after the first refusal decides. A job whose caller has a piece of an answer is not asked again.
+        """
+        job = attempt.job
+        again = not job.begun or job.call.once
+        return error.refusal is not None and attempt.request.refusal is None and again
 
     def note_refusal(self, attempt: Attempt, error: PermanentError) -> None:
         """Note for its source that it refused a request."""

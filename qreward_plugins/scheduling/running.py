@@ -56,7 +56,7 @@ class Running:
         attempt = Attempt(
             job,
             upstream,
-            job.request,
+            job.request_to(upstream.name),
             upstream.reserve(job.request, now, spare=spare, shares_request=batch is not None),
             now,
             expected_s=expected_s,

@@ -80,7 +80,9 @@ class _Collector:
 def _replicas(now: EngineStatistics) -> Iterator[Metric]:
     labels = ["source", "replica"]
     requests = CounterMetricFamily("qreward_replica_requests", "Requests that were sent.", labels=labels)
-    failures = CounterMetricFamily("qreward_replica_failures", "Requests without a reply below 500.", labels=labels)
+    failures = CounterMetricFamily(
+        "qreward_replica_failures", "Requests that it did not answer, or alone refused.", labels=labels
+    )
     in_flight = GaugeMetricFamily("qreward_replica_in_flight", "Requests under way.", labels=labels)
     pending = GaugeMetricFamily("qreward_replica_pending_tokens", "Tokens under way (estimated).", labels=labels)
     hits = GaugeMetricFamily("qreward_replica_prefix_hit_rate", "Share of cached prompt tokens.", labels=labels)

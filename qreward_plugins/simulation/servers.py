@@ -102,6 +102,10 @@ class Server:
     """How many calls one request may carry. It counts once against the limits of requests and concurrency, takes as
     long as its longest call and a tenth of the others, and fails as a whole. None: one."""
 
+    replicas: int = 1
+    """Servers that share these limits, behind the routing of a real source. From 2 on, the last one answers every
+    request with status 400, as one with a broken checkpoint does."""
+
     price_per_request: float = 0.0
     """US dollars."""
     price_per_million_tokens: float = 0.0
@@ -125,6 +129,8 @@ class Server:
             raise ValueError(f"Server.window must be 'sliding' or 'bucket', not {self.window!r}")
         if self.window == "sliding" and self.requests_per_window == 0:
             raise ValueError(f"{self.name} admits less than one request in {self.window_s} s: make the window longer")
+        if self.replicas < 1:
+            raise ValueError(f"Server.replicas must be at least 1, not {self.replicas!r}")
         if self.burst < 1:
             raise ValueError(f"Server.burst must be at least 1, not {self.burst!r}")
 

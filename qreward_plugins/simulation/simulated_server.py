@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..config import Batch
-from ..errors import SourceError, Throttled, TransientError
+from ..errors import QRewardError, SourceError, Throttled, TransientError
 from ..sources.base import Reply, Request
+from ..sources.replica import Refusal, ReplicaStatistics
+from ..sources.replicas import Replicas, RoutingHints
 from ..spent import Usage
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .draws import Draw, Luck
@@ -82,6 +84,7 @@ class SimulatedServer:
         self._trace = trace
         self._phases = phases(server.faults)
         self._limits = ServerLimits(server)
+        self._replicas = Replicas([f"{server.name}/{number}" for number in range(server.replicas)], name=server.name)
 
     @property
     def model(self) -> str:
@@ -104,13 +107,17 @@ class SimulatedServer:
         on_sent()
         sample = request.sample
         work = work_of(request)
-        served = await self.serve(
-            sample.id or "",
-            work,
-            prompt_tokens(request.size),
-            completion_tokens(work, request.max_completion_tokens),
-            poison=poison_of(sample),
-            sender=sender,
+        served = await self._routed(
+            request,
+            poison_of(sample),
+            lambda poison: self.serve(
+                sample.id or "",
+                work,
+                prompt_tokens(request.size),
+                completion_tokens(work, request.max_completion_tokens),
+                poison=poison,
+                sender=sender,
+            ),
         )
         return Reply(
             text=self._answer(request) if served.valid else "I would rather not say.",
@@ -133,14 +140,18 @@ class SimulatedServer:
         ]
         poisons = [poison_of(request.sample) for request in requests]
         samples = [request.sample.id or "" for request in requests]
-        served = await self.serve(
-            samples[0],
-            max(works) + _FURTHER_CALL * (sum(works) - max(works)),
-            sum(prompts),
-            sum(completions),
-            poison=next((poison for poison in poisons if poison and poison not in OF_ONE_REPLY), poisons[0]),
-            sender=sender,
-            others=list(zip(samples[1:], poisons[1:], strict=True)),
+        served = await self._routed(
+            requests[0],
+            next((poison for poison in poisons if poison and poison not in OF_ONE_REPLY), poisons[0]),
+            lambda poison: self.serve(
+                samples[0],
+                max(works) + _FURTHER_CALL * (sum(works) - max(works)),
+                sum(prompts),
+                sum(completions),
+                poison=poison,
+                sender=sender,
+                others=list(zip(samples[1:], poisons[1:], strict=True)),
+            ),
         )
         replies = []
         for request, prompt, completion, poison, valid in zip(
@@ -193,8 +204,37 @@ class SimulatedServer:
             self._cancelled(call)
             raise
 
+    def replica_statistics(self, now: float) -> Sequence[ReplicaStatistics]:
+        """Return the statistics of each replica at this time of the event loop; empty if there is only one."""
+        return self._replicas.statistics(now) if self._replicas.several else ()
+
     async def aclose(self) -> None:
         self.closed = True
+
+    async def _routed(
+        self, request: Request, poison: Poison | None, serve: Callable[[Poison | None], Awaitable[Served]]
+    ) -> Served:
+        """Serve a request at one of the replicas, which is chosen and learns of its end as in a real source."""
+        if not self._replicas.several:
+            return await serve(poison)
+        loop = asyncio.get_running_loop()
+        refusal = request.refusal if isinstance(request.refusal, Refusal) else None
+        failure: QRewardError | None = None
+        with self._replicas.acquire(loop.time(), RoutingHints(refusal=refusal)) as lease:
+            try:
+                served = await serve("refused" if lease.replica is self._replicas.all[-1] else poison)
+            except QRewardError as error:
+                failure = error
+            except asyncio.CancelledError:
+                lease.cancelled(loop.time())
+                raise
+
+        def read() -> Served:
+            if failure is not None:
+                raise failure
+            return served
+
+        return lease.read(loop.time(), read)
 
     # Timers
 

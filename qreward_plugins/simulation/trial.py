@@ -17,7 +17,7 @@ from ..config import Batch, load_config
 from ..reloading import difference
 from ..samples import Sample
 from .draws import normal
-from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of
+from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of, replicas_of
 from .priorities import Priorities, random_priorities
 from .random_servers import random_servers
 from .reloads import Reload, random_reloads
@@ -200,7 +200,7 @@ def _poisoned(seed: int, servers: tuple[Server, ...], config: dict[str, Any], st
     """A trial in which nothing but poison keeps a sample from its verdict: no fault, short deadline or caller that
     leaves.
     """
-    servers = tuple(healthy(server) for server in servers)
+    servers = tuple(replace(healthy(server), replicas=replicas_of(seed)) for server in servers)
     limits = {server.name: server.limits() for server in servers}
     config = {
         **config,

@@ -53,6 +53,9 @@ class Request:
     """Called with each further piece of the answer, without thoughts, by a source whose reply is streamed. All
     pieces so far, joined, are a prefix of `Reply.text`. It does not raise. It is not sent. None: nobody reads the
     pieces."""
+    refusal: object | None = field(default=None, repr=False, compare=False)
+    """The `PermanentError.refusal` of an earlier request of the same call to this source: it asks another server. It is
+    not sent. None: no server has refused it."""
     passed: PassedRequest | None = field(default=None, repr=False)
     """A client's own request, which is sent instead of everything else here, to sources with `passes`."""
     size: int = field(init=False, repr=False, compare=False)
@@ -231,7 +234,8 @@ class Source(Protocol):
         """Send the request once, and return the reply.
 
         Raises a `SourceError`, or `InvalidReply` for an answer that cannot be a verdict: the model or a content filter
-        refused, or the value of a service is not JSON.
+        refused, or the value of a service is not JSON. A source with several servers says by `PermanentError.refusal`
+        that another one may answer a request that this one refused. It is asked once more, with `Request.refusal`.
 
         Calls `on_sent` when the request is written to the connection, because a server's limits count from then on; a
         local source calls it before it starts. Only connecting has a time limit here: the scheduler cancels an attempt

@@ -29,7 +29,7 @@ from .kind import class_path
 from .parameter_demands import ParameterDemands
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
 from .redactor import Redactor
-from .replica import ReplicaStatistics
+from .replica import Refusal, ReplicaStatistics
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints
 from .replies import Answer, streamed_reply
 from .stream_passing import StreamPassing
@@ -239,11 +239,14 @@ class Endpoint(EndpointKind):
         # The requests of a batch go to one replica; the first of them decides.
         routing = self._replicas.routing
         by_prefix = "prefix_aware" in routing.strategies
+        # A call that was refused goes alone.
+        refusal = requests[0].refusal
         return RoutingHints(
             sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
             sum(demand.completion for demand in demands),
             shared_prefix(requests[0], routing.prefix_tokens) if by_prefix else None,
             group,
+            refusal if isinstance(refusal, Refusal) else None,
         )
 
     def _of_other_weights(self, requests: Sequence[Request]) -> Collection[int]:

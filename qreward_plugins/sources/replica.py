@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Literal, NamedTuple
 from ..spent import Usage
 from .base import ServedWeights
 from .prefixes import Prefix
+
+_log = logging.getLogger("qreward_plugins.sources")
 
 FIRST_BACKOFF_S = 1.0
 """Seconds for which a replica is avoided after its first failure in a row. Each further one doubles the time."""
@@ -53,7 +56,8 @@ class ReplicaStatistics:
     """Requests that were sent to it."""
     failures: int
     """Those of them that it did not answer, or answered with a status from 500 on, a refusal that may concern all
-    requests (401, 404, a redirect ...), or what cannot be read."""
+    requests (401, 404, a redirect ...), what cannot be read, or a refusal (400, 413, 422) of what another one
+    answered."""
     prompt_tokens: int
     """Prompt tokens of its replies, as it stated them."""
     cached_tokens: int
@@ -74,6 +78,7 @@ class Replica:
     """One base URL. Times are seconds of the event loop's clock."""
 
     __slots__ = (
+        "_avoided_at",
         "_backoff_s",
         "_cache_use",
         "_cached",
@@ -93,6 +98,7 @@ class Replica:
         "last_used",
         "mark",
         "pending_tokens",
+        "refuses_alone",
         "requests",
         "seed",
         "weights",
@@ -111,6 +117,8 @@ class Replica:
         self._failures = 0
         self._failures_in_a_row = 0
         self._failed_at = 0.0
+        self._avoided_at = 0.0
+        """Time from which its backoff counts: that of its last failure, or of a refusal while it was half-open."""
         self._backoff_s = 0.0
         self._draining = False
         self._trial: object | None = None
@@ -119,6 +127,8 @@ class Replica:
         self._prompt = self._cached = 0
         self._cache_use: float | None = None
         self._read_at = 0.0
+        self.refuses_alone = False
+        """Whether a warning has said that it refuses what another one answers."""
 
     def health(self, now: float) -> Health:
         if self.mark != "up":
@@ -126,7 +136,7 @@ class Replica:
         if not self._failures_in_a_row:
             return "up"
         # The difference is negative if the failure comes from an event loop whose clock is ahead.
-        if 0 <= now - self._failed_at < self._backoff_s:
+        if 0 <= now - self._avoided_at < self._backoff_s:
             return "draining" if self._draining else "backing_off"
         return "half_open"
 
@@ -179,17 +189,33 @@ class Replica:
     def failed(self, now: float, *, began_at: float, draining: bool = False) -> None:
         """Record that a call which began at `began_at` was not answered, or not with what is an answer."""
         self._failures += 1
-        waits = 0 <= now - self._failed_at < self._backoff_s
+        waits = 0 <= now - self._avoided_at < self._backoff_s
         if self._failures_in_a_row and began_at <= self._failed_at and waits and not (draining and not self._draining):
             # Of the calls that were under way together, the first failure tells all. Otherwise a crash under load would
             # keep the replica out for the longest time at once.
             return
         self._failures_in_a_row += 1
-        self._failed_at = now
+        self._failed_at = self._avoided_at = now
         self._draining = draining
         self._backoff_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self._failures_in_a_row - 1, 16))
         if draining:
             self._backoff_s = max(self._backoff_s, DRAINING_BACKOFF_S)
+
+    def refused(self, now: float) -> None:
+        """Record that it refused a request which another replica may answer: neither an answer nor a failure. A
+        half-open one has not shown that it answers, so it is avoided for as long again.
+        """
+        if self.health(now) == "half_open":
+            self._avoided_at = now
+
+    def refused_alone(self, now: float, *, began_at: float) -> None:
+        """Record that another replica answered what it had refused in a call which began at `began_at`. If it has
+        answered nothing since then, this is a failure. Otherwise it refuses only some requests, and takes the others.
+        """
+        if self.answered_at < began_at:
+            self.failed(now, began_at=began_at)
+        else:
+            self._failures += 1
 
     def used(self, usage: Usage) -> None:
         """Count the usage that a reply states."""
@@ -199,6 +225,7 @@ class Replica:
     def reset(self) -> None:
         """Forget its failures and its prefixes: another server may have taken its place."""
         self._failures_in_a_row, self._draining = 0, False
+        self.refuses_alone = False
         self._prefixes.clear()
 
     # Its KV cache
@@ -231,3 +258,37 @@ class Replica:
 
     def __repr__(self) -> str:
         return f"Replica({self.base_url!r}, {self.mark}, {self.in_flight} in flight)"
+
+
+class Refusal:
+    """A request that a replica refused (400, 413, 422), before it is known whether the request or the replica is at
+    fault. Another replica decides: if it answers, the first one has failed; if it refuses, too, the request is at
+    fault, and no replica is.
+    """
+
+    __slots__ = ("_began_at", "_decided", "_error", "_replica", "asked")
+
+    def __init__(self, replica: Replica, error: str, *, began_at: float) -> None:
+        self._replica = replica
+        self._error = error
+        self._began_at = began_at
+        self._decided = False
+        self.asked = {replica}
+        """The replicas that cannot decide: the first one, and those that failed to answer."""
+
+    def answered_by(self, other: Replica, now: float) -> None:
+        """Record that `other` answered the request, and warn of the first replica, once."""
+        first = self._replica
+        if self._decided or other is first:
+            return
+        self._decided = True
+        first.refused_alone(now, began_at=self._began_at)
+        if not first.refuses_alone:
+            first.refuses_alone = True
+            _log.warning(
+                "%s, and the replica %s answers the same request. What %s refuses is asked elsewhere from now on; give "
+                "all replicas the same model, chat template and longest context",
+                self._error,
+                other.base_url,
+                first.base_url,
+            )

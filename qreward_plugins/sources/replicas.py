@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ..config.source_models import Routing
-from ..errors import QRewardError, SourceHeld, SourceUnusable, TransientError
+from ..errors import PermanentError, QRewardError, SourceHeld, SourceUnusable, TransientError
 from ..replicas.group_weights import GroupWeights, Named
 from ..spent import Usage
 from .base import ServedWeights
 from .prefixes import Prefix
-from .replica import Mark, Replica, ReplicaStatistics
+from .replica import Mark, Refusal, Replica, ReplicaStatistics
 from .routing import STALE_S, chosen
 
 T = TypeVar("T")
@@ -35,13 +35,15 @@ replica: it may have been hedged.
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
     """What is known of a request before a replica is chosen: its prompt tokens (estimated), the most completion tokens
-    (0: no bound), the part that its siblings share, and its group if one version of the weights is to judge it.
+    (0: no bound), the part that its siblings share, its group if one version of the weights is to judge it, and its
+    refusal by a replica, which another one is to decide about.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prefix: Prefix | None = None
     group: str = ""
+    refusal: Refusal | None = None
 
 
 NO_HINTS = RoutingHints()
@@ -83,6 +85,7 @@ class Lease:
         "_of",
         "_open",
         "_over",
+        "_refusal",
         "_task",
         "_tokens",
         "aborted",
@@ -96,6 +99,7 @@ class Lease:
         self._of = of
         self.replica = replica
         self.group = hints.group
+        self._refusal = hints.refusal
         self._tokens = tokens
         self._began_at = now
         self._open = True
@@ -164,7 +168,8 @@ class Lease:
         """Return what `read` reads of the reply, and record whether the replica answered.
 
         A refusal that may concern all requests (a key, a URL) is that of one replica while another one answers. The
-        call then goes there. Raises what `read` raises, and TransientError for such a refusal.
+        call then goes there. Raises what `read` raises, and TransientError for such a refusal. A PermanentError gets
+        its `refusal` if another replica is to decide.
         """
         refusal: SourceUnusable | None = None
         try:
@@ -177,13 +182,34 @@ class Lease:
         except TransientError:
             self.failed(now)
             raise
+        except PermanentError as error:
+            error.refusal = self._refused(now, str(error))
+            raise
         except QRewardError:
             self.answered(now)
             raise
         else:
             self.answered(now)
+            if self._refusal is not None:
+                self._refusal.answered_by(self.replica, now)
             return found
         raise TransientError(str(refusal), status=refusal.status)
+
+    def _refused(self, now: float, error: str) -> Refusal | None:
+        """Record that the replica refused the request; return the refusal if another replica is to decide about it."""
+        if self._refusal is not None or not self._of.others(self.group, {self.replica}):
+            # The server is up: it has read the request.
+            self.answered(now)
+            return None
+        if not self._over:
+            self._over = True
+            self.replica.refused(now)
+        return Refusal(self.replica, error, began_at=self._began_at)
+
+    def _undecided(self) -> None:
+        """Note that this replica does not decide about a refusal by another one."""
+        if self._refusal is not None:
+            self._refusal.asked.add(self.replica)
 
     def answered(self, now: float) -> None:
         """Record that the replica answered."""
@@ -198,6 +224,7 @@ class Lease:
         """
         if not self._over:
             self._over = True
+            self._undecided()
             self.replica.failed(now, began_at=self._began_at, draining=draining)
 
     def cancelled(self, now: float) -> None:
@@ -207,6 +234,7 @@ class Lease:
         if self._over:
             return
         self._over = True
+        self._undecided()
         waited_s, usual_s = now - self._began_at, self._of.mean_answer_s
         is_long = waited_s > 0.0 if usual_s is None else waited_s > _PATIENCE * usual_s
         if is_long and self.replica.answered_at < self._began_at:
@@ -247,6 +275,11 @@ class Replicas:
     def others_answer(self, replica: Replica) -> bool:
         """Whether there is another replica that has not failed since its last answer."""
         return any(other is not replica and other.is_healthy for other in self._replicas)
+
+    def others(self, group: str, without: Collection[Replica]) -> list[Replica]:
+        """Return the replicas that take calls of this group, if there is one, except those of `without`."""
+        up = [replica for replica in self._replicas if replica.mark == "up"]
+        return [replica for replica in (self._of_group(group, up) if group else up) if replica not in without]
 
     @property
     def routing(self) -> Routing:
@@ -312,14 +345,15 @@ class Replicas:
     def _chosen(self, now: float, hints: RoutingHints) -> Replica:
         if len(self._replicas) == 1 and self._replicas[0].mark == "up":
             return self._replicas[0]
-        up = [replica for replica in self._replicas if replica.mark == "up"]
-        if hints.group:
-            up = self._of_group(hints.group, up)
+        up = self.others(hints.group, ())
         if not up:
             held = "" if self.gate is None else self.gate.held()
             if held:
                 raise SourceHeld(f"source {self._name!r}: {held}")
             raise TransientError(f"source {self._name!r}: no replica is up")
+        if hints.refusal is not None:
+            # Without another one that can decide, the refusal stands: any replica may repeat it.
+            up = [replica for replica in up if replica not in hints.refusal.asked] or up
         candidates = [replica for replica in up if replica.takes_calls(now)] or up
         same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
         return chosen(candidates, self._routing, hints.prefix, same_prefix=same_prefix, now=now)

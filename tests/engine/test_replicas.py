@@ -97,6 +97,47 @@ async def test_a_server_that_answers_wrongly_loses_no_sample(tree, groups, fault
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("fault", ["error_400", "error_413", "error_422"])
+@pytest.mark.parametrize("routing", [("prefix_aware", "least_pending_tokens"), ("least_requests",)])
+async def test_a_server_that_alone_refuses_loses_no_sample(tree, groups, fault, routing, caplog):
+    """Its checkpoint is broken, its context is shorter, or its chat template is another one."""
+    with Seen() as one, JudgeServer(faults=Faults(rates={fault: 1.0})) as other, Seen() as two:
+        config = tree(one, other, two, routing=routing, engine={"max_attempts": 1, "scheduling": {"hedge": False}})
+        async with RewardEngine(config) as engine:
+            outcomes = await engine.score_all(groups, deadline_s=30)
+            statistics = engine.statistics().sources["judge"]
+        assert [outcome.describe() for outcome in outcomes if not isinstance(outcome, Scored)] == []
+        failures = [replica.failures for replica in statistics.replicas]
+        assert failures == [0, statistics.permanent, 0]
+        assert len(one.calls) + len(two.calls) == len(groups)
+        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in statistics.replicas)
+        (warning,) = [message for message in caplog.messages if "answers the same request" in message]
+        assert other.base_url in warning
+
+
+@pytest.mark.anyio
+async def test_a_response_that_all_servers_refuse_is_its_own_failure(tree, groups, caplog):
+    """Two servers are asked, and neither is avoided for it."""
+    asked = []
+
+    def scored(call):
+        asked.append(call.blocks["response"])
+        if "it is 3." in call.blocks["response"]:
+            raise PlayFault("error_400")
+        return 5.0
+
+    with JudgeServer(scored) as one, JudgeServer(scored) as two, JudgeServer(scored) as three:
+        async with RewardEngine(tree(one, two, three, engine={"scheduling": {"hedge": False}})) as engine:
+            outcomes = await engine.score_all(groups[:16], deadline_s=30)
+            replicas = engine.statistics().sources["judge"].replicas
+        refused = [number for number, outcome in enumerate(outcomes) if not isinstance(outcome, Scored)]
+        assert refused == [3, 11]
+        assert sum("it is 3." in response for response in asked) == 4
+        assert [(replica.failures, replica.health) for replica in replicas] == [(0, "up")] * 3
+        assert "answers the same request" not in caplog.text
+
+
+@pytest.mark.anyio
 async def test_what_all_servers_refuse_is_refused(tree, groups):
     with JudgeServer(api_key="right") as one, JudgeServer(api_key="right") as two:
         async with RewardEngine(tree(one, two)) as engine:

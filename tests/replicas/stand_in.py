@@ -21,6 +21,7 @@ pids=FILE       file of its process ids         only=N      what is said here go
 host=H          listens there, not on 127.0.0.1
 key=K           answers below /v1 only with this key, as vLLM does
 die_after=N     dies after N chat requests, with exit code 0
+refuses=STATUS  answers every question with this status
 pieces          sends the list of its models in two pieces
 private         states its own name as the model that answered, as SGLang and llama.cpp do
 """
@@ -221,6 +222,11 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
             asked[0] += 1
             if asked[0] > int(options.get("die_after", 1_000_000)):
                 os._exit(0)
+            if "refuses" in options:
+                self._say(
+                    {"error": {"message": "this model's maximum context length is 16 tokens"}}, int(options["refuses"])
+                )
+                return
             if "input" in body or "messages" not in body or self.path.endswith("/classify"):
                 number = float(len(str(body)) % 17)
                 self._say({"data": [{"index": 0, "label": "LABEL_0", "probs": [number], "num_classes": 1}]})

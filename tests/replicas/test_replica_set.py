@@ -55,6 +55,27 @@ async def test_the_calls_of_a_replica_that_dies_go_to_the_others(stand_ins):
     assert stand_ins.living() == []
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_a_replica_that_alone_refuses_fails_no_sample(stand_ins, status, caplog):
+    own = {"command": stand_ins.command("only=0", f"refuses={status}"), "data_parallel": 2}
+    async with RewardEngine(tree(own, engine={"seed": 7, "scheduling": {"hedge": False}})) as engine:
+        outcomes = await engine.score_all(samples(60), deadline_s=30)
+        shown = engine.statistics().sources["own"].replicas
+    good, refusing = sorted(shown, key=lambda replica: replica.failures)
+    assert [outcome.describe() for outcome in outcomes if outcome.reward is None] == []
+    assert (refusing.failures, good.failures, good.requests) == (refusing.requests, 0, 60)
+    (warning,) = [message for message in caplog.messages if "answers the same request" in message]
+    assert f"answered {status} (this model's maximum context length is 16 tokens)" in warning
+    assert stand_ins.living() == []
+
+
+async def test_the_only_replica_decides_about_a_refusal(stand_ins):
+    async with RewardEngine(tree({"command": stand_ins.command("refuses=400")})) as engine:
+        outcomes = await engine.score_all(samples(4), deadline_s=30)
+        assert engine.statistics().sources["own"].requests == 4
+    assert {outcome.reason for outcome in outcomes} == {"no_source"}
+
+
 async def test_servers_that_list_their_models_only_to_who_has_the_key(stand_ins, monkeypatch):
     monkeypatch.setenv("OWN_KEY", "sk-own-0123456789")
     own = {"command": stand_ins.command("key=sk-own-0123456789"), "api_key_env": "OWN_KEY"}

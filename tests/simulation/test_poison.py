@@ -34,6 +34,17 @@ def test_nothing_else_goes_wrong_in_these_trials(poisoned):
         assert all(step.close_after_s is None for step in trial.steps)
 
 
+def test_some_servers_have_a_replica_that_refuses_everything(poisoned):
+    """No sample fails because of it, and it soon gets few requests."""
+    assert {server.replicas for trial in poisoned for server in trial.servers} == {1, 2, 3}
+    trial = next(trial for trial in poisoned if trial.servers[0].replicas == 2 and not trial.reloads)
+    record = play(trial)
+    assert broken_promises(trial, record) == []
+    asked = {name: server.replica_statistics(0.0) for name, server in record.servers.items()}
+    assert all(refusing.failures > 0 for _, refusing in asked.values())
+    assert sum(good.requests for good, _ in asked.values()) > sum(refusing.requests for _, refusing in asked.values())
+
+
 @pytest.mark.parametrize("poison", get_args(Poison))
 def test_a_poison_is_answered_with_an_error_or_a_verdict(poison):
     error = error_of(poison, "s0")

@@ -23,6 +23,7 @@ from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, ReadyQueue, Upstream, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
+from qreward_plugins.scheduling.retry_policy import RetryPolicy
 from qreward_plugins.scheduling.timers import TimeLimits
 from qreward_plugins.scheduling.upstreams import Upstreams
 from qreward_plugins.scoring import Scoring
@@ -284,6 +285,10 @@ def a_slow_source_takes_what_is_small_whatever_its_priority(monkeypatch):
     monkeypatch.setattr(Planner, "_urgent", lambda self, upstream, job, left_s, now: None)
 
 
+def one_replica_refuses_for_all(monkeypatch):
+    monkeypatch.setattr(RetryPolicy, "_is_one_servers", lambda self, attempt, error: False)
+
+
 MUTATIONS = [
     (no_deadline, "P1", "was due at", 40),
     (no_cutoff, "P1", "its batch was to be cut off", 150),
@@ -319,6 +324,7 @@ MUTATIONS = [
     (hedges_go_before_higher_priorities, "higher priorities", "as a hedge", 60),
     (a_slow_source_takes_what_is_small_whatever_its_priority, "higher priorities", "waited since", 200),
     (blame_forgets_a_part, "blame", "add up to", 10),
+    (one_replica_refuses_for_all, "P11", "is not poisoned", 10),
 ]
 """What was done to the code, which promise that breaks, words of the finding, and seeds that suffice."""
 

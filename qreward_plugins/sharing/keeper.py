@@ -12,12 +12,20 @@ A restarted keeper does not know what was spent. It counts every limit as fully 
 for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more. A keeper that
 ends in order passes on what is spent (`charged`), and nothing waits. It passes on what it did not know itself,
 too: a source that nobody reported to it counts as spent as long as it would have counted here (`expired_at`).
+
+Waiting for a share to expire is forced only where nothing proves what became of its worker. Who can prove it, says so:
+- `died`: a dead worker sends nothing more. What it may have sent until then counts for one window.
+- `unheard`: the workers that may hold shares of earlier keepers. Once each has reported or died, nobody holds a share
+  that this keeper does not know, and the rest of every limit counts for one window from then.
+That one window is forced: nobody knows what a dead worker sent last. So is the time of a stopped or unreachable worker,
+which may go on sending until its share expires.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ..quotas import Resource
@@ -41,6 +49,8 @@ REMEMBERED = 65_536
 """Number of workers whose last report number is kept, to detect reports that arrive out of order."""
 LONGEST_NEWS_S = 60.0
 """Longest pause or cooldown in seconds that is relayed; workers discover a longer one again by themselves."""
+_NO_MORE = sys.maxsize
+"""Number of the last report of a dead worker."""
 
 
 class Due(NamedTuple):
@@ -95,6 +105,7 @@ class Keeper:
     `boot` identifies this keeper among all keepers of the job. `first` says that no keeper ran before it. Otherwise
     `charged` says what the last one knew of shares, by source and limit. All shares that are not in it have expired at
     `expired_at`; default: with `charged`, there are none; without it, two times `ttl_s` and a margin from now.
+    `unheard` names the workers that may hold such shares; None if they are not known by name.
     """
 
     def __init__(
@@ -106,6 +117,7 @@ class Keeper:
         ttl_s: float = TTL_S,
         expired_at: float | None = None,
         charged: Mapping[str, Mapping[Resource, Charged]] | None = None,
+        unheard: Iterable[str] | None = None,
     ) -> None:
         self.boot = boot
         if expired_at is None:
@@ -130,6 +142,14 @@ class Keeper:
             for resource, amounts in resources.items():
                 shared.pools[resource] = pool = Pool(amounts.limit, amounts.window_s)
                 pool.take_over(amounts)
+        self._unheard = None if unheard is None else dict.fromkeys(unheard)
+        self._margin_s = 0.0  # expired_at contains one
+        self._know_all_if_heard(now)
+
+    @property
+    def unheard(self) -> tuple[str, ...]:
+        """The workers that may hold shares of earlier keepers and have neither reported nor died."""
+        return tuple(self._unheard or ())
 
     @property
     def workers(self) -> int:
@@ -164,6 +184,7 @@ class Keeper:
                 self._to_answer[worker] = None
         if not behind:
             self._answered[worker] = answered, self._news  # the newest items are its own
+        self._heard(worker, now)
         if report.leaves:
             del self._reported_at[worker]
             self._forget(worker, now, silent=False)
@@ -171,6 +192,17 @@ class Keeper:
             return
         self._held_reports[worker] = (number, now)
         self._to_answer.update(dict.fromkeys(self._revisions.report(worker, report.revision)))
+
+    def died(self, worker: str, now: float) -> None:
+        """Remove a worker whose process is dead, and hear no report of it that is still under way."""
+        self._numbers[worker] = _NO_MORE
+        if self._reported_at.pop(worker, None) is not None and worker in self._held_reports:
+            self._superseded.append(Due(worker, self._held_reports.pop(worker)[0], None))
+        for shared in self._sources.values():
+            for pool in shared.pools.values():
+                pool.died(worker, now, MARGIN_S)
+        self._forget(worker, now, silent=True)
+        self._heard(worker, now)
 
     def due(self, now: float) -> list[Due]:
         """Return the answers that are due now."""
@@ -231,7 +263,7 @@ class Keeper:
             if pool is None:
                 pool = shared.pools[resource] = Pool(limit, window_s)
                 if self.expired_at > -math.inf:
-                    pool.hold(self.expired_at + window_s)
+                    pool.hold(self.expired_at + max(window_s, self._margin_s))
             pool.report(worker, source_report.parts[resource], now, limit=limit, window_s=window_s)
             pool.raise_to_fair(worker, now)
             if pool.share(worker) > source_report.parts[resource].share:
@@ -291,6 +323,7 @@ class Keeper:
     # Removal of workers
 
     def _expire(self, now: float) -> None:
+        self._know_all_if_heard(now)
         unused = [key for key, shared in self._sources.items() if not shared.workers and shared.is_empty(now)]
         for key in unused:
             del self._sources[key]
@@ -307,6 +340,23 @@ class Keeper:
             if worker in self._held_reports:  # the keeper's process was stopped for that long
                 self._superseded.append(Due(worker, self._held_reports.pop(worker)[0], None))
             self._forget(worker, now, silent=True)
+
+    def _heard(self, worker: str, now: float) -> None:
+        """Note that an earlier keeper's worker has reported, or died."""
+        if self._unheard is not None:
+            self._unheard.pop(worker, None)
+            self._know_all_if_heard(now)
+
+    def _know_all_if_heard(self, now: float) -> None:
+        """If no share of an earlier keeper is unknown any more, count the unknown rest for one window from now."""
+        if self._unheard is None or (self._unheard and now < self.expired_at):
+            return
+        self._unheard = None
+        if now < self.expired_at:
+            self.expired_at, self._margin_s = now, MARGIN_S
+        for shared in self._sources.values():
+            for pool in shared.pools.values():
+                pool.all_known(now, MARGIN_S)
 
     def _forget(self, worker: str, now: float, *, silent: bool) -> None:
         for key in self._sources_of.pop(worker, ()):

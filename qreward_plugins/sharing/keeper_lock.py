@@ -7,8 +7,8 @@ old keeper checks before each answer that its file is still there and is the las
 comes back.
 
 The file also holds the keeper's last sign of life: when (the machine's monotonic clock), and who. No share was given
-later, so the next keeper knows when all shares have expired. A keeper that ends in order leaves its state in
-`keeper.state`.
+later, so the next keeper knows when all shares have expired. It also says whether the next keeper can know whom it has
+to hear before that (worker_locks.py). A keeper that ends in order leaves its state in `keeper.state`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Inheritance(NamedTuple):
     """
     charged: Mapping[str, Mapping[Resource, Charged]] | None
     """What counts as spent, if the last one ended in order."""
+    listed: bool
+    """Whether all workers that may hold shares of them have files, see worker_locks.py."""
 
 
 def latest(directory: Path) -> int:
@@ -72,6 +74,7 @@ class KeeperLock:
         self.number = number
         self._descriptor = descriptor
         self._stamped_at = -math.inf
+        self._listed = False
 
     @classmethod
     def lock(cls, directory: Path, number: int) -> KeeperLock | None:
@@ -109,7 +112,7 @@ class KeeperLock:
         if written == b"" and self.number > 1:
             # The keeper that is replaced has the file before.
             written = self._read(_path(self.directory, self.number - 1))
-        inherited = Inheritance(True, None, None)
+        inherited = Inheritance(True, None, None, True)
         if not first:
             inherited = self._inherited(written, now)
         for number in range(max(1, self.number - 8), self.number):
@@ -118,13 +121,15 @@ class KeeperLock:
                     path.unlink()
         return inherited
 
-    def stamp(self, now: float, boot: str) -> bool:
-        """Record a sign of life of the keeper `boot` if the last one is `STAMP_EVERY_S` old. Return False if neither
-        that, nor that the time is unknown, can be recorded: then the keeper must end.
+    def stamp(self, now: float, boot: str, *, listed: bool = False) -> bool:
+        """Record a sign of life of the keeper `boot` if the last one is `STAMP_EVERY_S` old, or if `listed` has
+        changed: whether all workers that may hold a share have files. Return False if neither that, nor that the time
+        is unknown, can be recorded: then the keeper must end.
         """
-        if now - self._stamped_at < STAMP_EVERY_S:
+        if now - self._stamped_at < STAMP_EVERY_S and listed == self._listed:
             return True
-        stamp = orjson.dumps({"clock": _clock(), "boot": boot, "at": now}).ljust(_STAMP_BYTES)
+        self._listed = listed
+        stamp = orjson.dumps({"clock": _clock(), "boot": boot, "at": now, "listed": listed}).ljust(_STAMP_BYTES)
         try:
             if os.pwrite(self._descriptor, stamp, 0) != len(stamp):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -162,22 +167,22 @@ class KeeperLock:
             os.close(descriptor)
 
     def _inherited(self, written: bytes, now: float) -> Inheritance:
-        expired_at, boot = None, ""
+        expired_at, boot, listed = None, "", False
         with suppress(Unreadable):
             stamp = load(written)
             at, by = stamp.get("at"), stamp.get("boot")
             if stamp.get("clock") == _clock() and isinstance(at, (int, float)) and isinstance(by, str):
                 # Whoever was answered had sent its report before; it keeps its share for TTL_S from then.
                 expired_at = min(now, at + STAMP_EVERY_S) + TTL_S + MARGIN_S
-                boot = by
+                boot, listed = by, stamp.get("listed") is True
         expired_at = now + TTL_S + MARGIN_S if expired_at is None else expired_at
         with suppress(Unreadable, KeyError):
             state = load(self._read(self.directory / _STATE))
             if boot and (state.get("boot"), state.get("clock")) == (boot, _clock()):
                 unknown = state["expired_at"]
                 if unknown is None or isinstance(unknown, (int, float)):
-                    return Inheritance(False, unknown, read_charged(state.get("sources")))
-        return Inheritance(False, expired_at, None)
+                    return Inheritance(False, unknown, read_charged(state.get("sources")), listed)
+        return Inheritance(False, expired_at, None, listed)
 
     @staticmethod
     def _read(path: Path) -> bytes:

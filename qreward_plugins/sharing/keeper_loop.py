@@ -37,6 +37,11 @@ class KeeperLoop:
         self._pump()
         return await answered
 
+    def died(self, worker: str) -> None:
+        """Tell the keeper that a worker's process is dead."""
+        self.keeper.died(worker, asyncio.get_running_loop().time())
+        self._pump()
+
     def stop(self) -> None:
         """Give no more answers; reports wait until their callers give up."""
         self._stopped = True

@@ -46,6 +46,16 @@ class LostWorkers:
         """Count the whole limit until `until`: an earlier keeper gave it to unknown workers."""
         self._unknown, self._unknown_until = limit, until
 
+    def end_by(self, name: str, until: float) -> None:
+        """Count the amount of a worker until `until` at most."""
+        if name in self._amounts:
+            before, amount = self._amounts[name]
+            self.hold(name, min(before, until), amount)
+
+    def end_all_by(self, until: float) -> None:
+        """Count the amount of unknown workers until `until` at most."""
+        self._unknown_until = min(self._unknown_until, until)
+
     def claimed(self, amount: float) -> None:
         """Reduce the amount of unknown workers by what a worker now reports to hold."""
         self._unknown = max(0.0, self._unknown - amount)

@@ -2,12 +2,16 @@
 
 Nothing here proves to a worker that a keeper is dead, so shares are never prolonged: they expire as if the keeper were
 silent. The next keeper is there within milliseconds, and a report that got no answer goes to it.
+
+The channel holds a lock for each worker that reports over it (worker_locks.py), from before the first report until the
+channel is closed. The lock proves to the keeper whether the worker is dead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import socket
 import threading
@@ -27,9 +31,12 @@ from .keeper_lock import latest, socket_path
 from .machine_keeper import MachineKeeper, take_over
 from .messages import Answer, Report
 from .wire import Unreadable, read_answer, write_report
+from .worker_locks import WorkerLock
 
 CONNECT_WITHIN_S = 2.0
 """Seconds for finding a keeper or starting one."""
+LOOK_AT_LOCKS_EVERY_S = 600.0
+"""Seconds between two looks at the locks. A look keeps programs that remove old files from removing these."""
 _LOOK_EVERY_S = 0.02
 _ENDED = "the quota keeper of this machine has ended"
 
@@ -123,6 +130,8 @@ class MachineChannel:
         self._met = False
         self._closed = False
         self._silent = 0  # number of the keeper that did not answer
+        self._locks: dict[str, WorkerLock] = {}
+        self._looked_at = -math.inf
 
     async def exchange(self, report: Report) -> Answer | None:
         for again in (True, False):
@@ -131,7 +140,10 @@ class MachineChannel:
             connection = self._open_connection()
             if connection is None and report.leaves:
                 return None  # the last report of a worker does not start a keeper
-            connection = connection or await self._connect()
+            if connection is None:
+                connection = await self._connect()
+                self._looked_at = -math.inf
+            self._hold_lock(report)
             try:
                 return await connection.ask(report)
             except ConnectionError:
@@ -165,6 +177,7 @@ class MachineChannel:
     async def aclose(self) -> None:
         """Close the connection. The last channel of a process ends the keeper of the process."""
         self._closed = True
+        locks, self._locks = self._locks, {}
         connection, self._connection = self._connection, None
         connecting, self._connecting = self._connecting, None
         if self._pid != os.getpid():
@@ -176,6 +189,8 @@ class MachineChannel:
             await connection.aclose()
         elif connection is not None:
             connection.drop()
+        for lock in locks.values():
+            lock.release()
         self._pid = -1
         with _lock:
             _users[self._directory] -= 1
@@ -186,6 +201,19 @@ class MachineChannel:
         for keeper in kept:
             if keeper.is_running:
                 await asyncio.shield(in_thread(keeper.end))
+
+    def _hold_lock(self, report: Report) -> None:
+        """Hold the lock of the worker that reports. Without one, the keeper cannot learn that the worker is dead."""
+        now = asyncio.get_running_loop().time()
+        held = self._locks.get(report.worker)
+        if held is not None and now - self._looked_at < LOOK_AT_LOCKS_EVERY_S:
+            return
+        self._looked_at = now
+        if held is None or not held.refresh():
+            if held is not None:
+                held.close()
+            with suppress(OSError):
+                self._locks[report.worker] = WorkerLock.hold(self._directory, report.worker)
 
     def _open_connection(self) -> _Connection | None:
         connection = self._connection

@@ -3,6 +3,9 @@
 It has an event loop of its own, because the process's other loops may be blocked or closed. It serves a Unix socket, to
 its own process, too. It ends when the last channel of its process is closed or the process exits, and leaves its state
 to the next keeper; or when another keeper has replaced it.
+
+It looks whether a worker is dead when the worker's connection has ended, and whether those are dead that an earlier
+keeper may have given shares and that do not report. Their shares then wait for no time to expire (worker_locks.py).
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ import anyio
 
 from ..private_directory import is_own_user
 from .frames import receive, send
-from .keeper import Keeper
-from .keeper_lock import STAMP_EVERY_S, KeeperLock, socket_path
+from .keeper import MARGIN_S, TTL_S, Keeper
+from .keeper_lock import STAMP_EVERY_S, Inheritance, KeeperLock, socket_path
 from .keeper_loop import KeeperLoop
 from .messages import Report
 from .wire import Unreadable, read_report, write_answer
+from .worker_locks import not_dead, state
 
 _log = logging.getLogger("qreward_plugins.sharing")
 
@@ -36,6 +40,8 @@ MOST_PEERS = 4096
 MOST_OPEN_REPORTS = 4096
 """Most reports of one connection that wait for an answer; no more are read meanwhile."""
 END_WITHIN_S = 2.0
+DEAD_WITHIN_S = 0.1
+"""Seconds between two looks for dead workers, while there are any that may be dead."""
 
 _keepers: weakref.WeakSet[MachineKeeper] = weakref.WeakSet()
 _of_the_parent: list[MachineKeeper] = []
@@ -56,6 +62,14 @@ class MachineKeeper:
         self._running: KeeperLoop
         self._sockets: set[socket.socket] = set()
         self._peers: set[asyncio.Task[None]] = set()
+        self._connections: dict[str, socket.socket] = {}
+        """The last connection of each worker that reported."""
+        self._gone: dict[str, float] = {}
+        """Workers whose connection has ended, and when their shares have expired."""
+        self._ended: asyncio.Event | None = None
+        """Set when a connection of a worker has ended."""
+        self._inherited = Inheritance(True, None, None, True)
+        self._all_have_files = True
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._stopping = threading.Event()
@@ -115,7 +129,7 @@ class MachineKeeper:
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         stop = self._stop = asyncio.Event()
-        inherited = self.lock.inherit(loop.time(), met=self._met)
+        inherited = self._inherited = self.lock.inherit(loop.time(), met=self._met)
         # The clock is read anew: an earlier keeper may have answered until its file was replaced, which is before now.
         self._running = KeeperLoop(
             Keeper(
@@ -124,10 +138,11 @@ class MachineKeeper:
                 first=inherited.first,
                 expired_at=inherited.expired_at,
                 charged=inherited.charged,
+                unheard=not_dead(self.lock.directory) if inherited.listed else None,
             ),
             may_answer=self._may_answer,
         )
-        if not self.lock.stamp(loop.time(), self._boot):
+        if not self._stamp():
             _log.error("the quota keeper cannot write to %s, and ends", self.lock.directory)
             return
         path = socket_path(self.lock.directory, self.lock.number)
@@ -136,7 +151,7 @@ class MachineKeeper:
         listener = self._own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(os.fspath(path))
         listener.listen(128)
-        accepting = loop.create_task(self._accept(listener))
+        serving = [loop.create_task(self._accept(listener)), loop.create_task(self._look_for_dead())]
         try:
             while not (stop.is_set() or self._stopping.is_set()):
                 with anyio.move_on_after(STAMP_EVERY_S):
@@ -150,7 +165,7 @@ class MachineKeeper:
                 self.lock.leave(self._boot, keeper.charged(loop.time()), keeper.expired_at)
                 with suppress(OSError):
                     path.unlink()
-            ending = [accepting, *self._peers]
+            ending = [*serving, *self._peers]
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
@@ -161,11 +176,56 @@ class MachineKeeper:
         if self._stop.is_set() or self._stopping.is_set():
             return False
         # The sign of life comes first: a keeper that replaces this one after the check can read it.
-        if self.lock.stamp(self._loop.time(), self._boot) and self.lock.is_current():
+        if self._stamp() and self.lock.is_current():
             return True
         _log.warning("this quota keeper ends: another process has replaced it, or its directory is gone or full")
         self._stop.set()
         return False
+
+    def _stamp(self) -> bool:
+        assert self._loop is not None
+        now = self._loop.time()
+        listed = self._all_have_files and (self._inherited.listed or now >= self._running.keeper.expired_at)
+        return self.lock.stamp(now, self._boot, listed=listed)
+
+    async def _look_for_dead(self) -> None:
+        """Tell the keeper which workers are dead, of those that may be."""
+        ended = self._ended = asyncio.Event()
+        loop, keeper = asyncio.get_running_loop(), self._running.keeper
+        while True:
+            ended.clear()
+            now = loop.time()
+            self._gone = {worker: until for worker, until in self._gone.items() if now < until}
+            for worker in {*self._gone, *keeper.unheard}:
+                if state(self.lock.directory, worker) == "dead":
+                    self._gone.pop(worker, None)
+                    self._running.died(worker)
+            if self._gone or keeper.unheard:
+                await asyncio.sleep(DEAD_WITHIN_S)
+            else:
+                await ended.wait()
+
+    def _came(self, report: Report, stream: socket.socket) -> None:
+        """Note who reports on a connection."""
+        worker = report.worker
+        if report.leaves:
+            self._connections.pop(worker, None)
+        else:
+            if worker not in self._connections and state(self.lock.directory, worker) != "alive":
+                self._all_have_files = False
+            self._connections[worker] = stream
+        self._gone.pop(worker, None)
+
+    def _went(self, stream: socket.socket) -> None:
+        """Note that a connection has ended."""
+        assert self._loop is not None
+        expire_at = self._loop.time() + TTL_S + MARGIN_S
+        gone = [worker for worker, last in self._connections.items() if last is stream]
+        for worker in gone:
+            del self._connections[worker]
+            self._gone[worker] = expire_at
+        if gone and self._ended is not None:
+            self._ended.set()
 
     def _own(self, each: socket.socket) -> socket.socket:
         each.setblocking(False)
@@ -215,10 +275,12 @@ class MachineKeeper:
             for task in answering:
                 task.cancel()
             await asyncio.gather(*answering, return_exceptions=True)
+            self._went(stream)
             self._sockets.discard(stream)
             stream.close()
 
     async def _answer(self, stream: socket.socket, report: Report, sending: asyncio.Lock) -> None:
+        self._came(report, stream)
         answer = await self._running.exchange(report)
         message: dict[str, Any] = {"worker": report.worker, "number": report.number, "answer": None}
         if answer is not None:

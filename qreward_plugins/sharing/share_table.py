@@ -114,6 +114,22 @@ class ShareTable:
         if self._states and state.declared == (self.limit, self.window_s):
             self._find_lowest()
 
+    def died(self, worker: str, now: float, margin_s: float) -> None:
+        """Remove a worker that cannot send any more. What it may have sent counts for a window, or for `margin_s` if
+        that is longer.
+        """
+        until = now + max(self.window_s, margin_s)
+        if worker in self._states:
+            charge = self._states[worker].charge
+            self.drop(worker, now, silent=True)
+            self._lost.hold(worker, until, charge)
+        else:
+            self._lost.end_by(worker, until)
+
+    def all_known(self, now: float, margin_s: float) -> None:
+        """Note that unknown workers can send no more: as `died`, for what `hold` and `take_over` count."""
+        self._lost.end_all_by(now + max(self.window_s, margin_s))
+
     def _raise(self, worker: str, share: float, now: float) -> None:
         """Set a share to `share`. The caller raises it by no more than what is free."""
         state = self._states[worker]

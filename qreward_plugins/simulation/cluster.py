@@ -105,6 +105,20 @@ class Cluster:
         elif handle == len(self.keepers) - 1:
             self._start_keeper()
 
+    def holders(self) -> list[str]:
+        """Return the living workers that may hold shares: those that have reported, and have not left."""
+        return [worker.name for worker in self.workers.values() if worker.alive and worker.may_hold]
+
+    def prove_dead(self, worker: SimulatedWorker) -> None:
+        """Tell the keepers soon that a worker is dead, also those that start meanwhile."""
+        if self.plan.proves_deaths:
+            for later_s in (0.0, 0.001, 0.1):
+                self.at(self.now + later_s, self._tell_dead, worker.name)
+
+    def _tell_dead(self, worker: str) -> None:
+        for keeper in self.keepers:
+            keeper.happen(keeper.dead, worker)
+
     def replaced(self, keeper: KeeperNode) -> None:
         """A keeper of a machine finds that there is a later one: it ends, and closes its connections."""
         keeper.alive = False

@@ -95,11 +95,20 @@ class KeeperNode(Node):
         before = [one for one in self.cluster.keepers[: self.number] if one.stamped_at > -math.inf]
         if not before:
             return Keeper(now, boot=str(self.number), first=True)
+        unheard = self.cluster.holders() if self.cluster.plan.proves_deaths else None
         number, charged, expired_at = self.cluster.left
         if number == before[-1].number:
-            return Keeper(now, boot=str(self.number), first=False, charged=charged, expired_at=expired_at)
+            return Keeper(
+                now, boot=str(self.number), first=False, charged=charged, expired_at=expired_at, unheard=unheard
+            )
         expired_at = min(now, before[-1].stamped_at + STAMP_EVERY_S) + TTL_S + MARGIN_S
-        return Keeper(now, boot=str(self.number), first=False, expired_at=expired_at)
+        return Keeper(now, boot=str(self.number), first=False, expired_at=expired_at, unheard=unheard)
+
+    def dead(self, worker: str) -> None:
+        """Learn that a worker is dead."""
+        if self.keeper is not None:
+            self.keeper.died(worker, self.now())
+            self._answer()
 
     def _answer(self) -> None:
         assert self.keeper is not None

@@ -110,12 +110,14 @@ class Plan:
     """How keepers follow each other. `ray`: Ray knows that a keeper is dead, and a silent one is killed. `machine`: a
     silent one is replaced and may come back, nobody learns that it is dead, and one that ends in order leaves its
     state to the next one."""
+    proves_deaths: bool = False
+    """Whether a keeper can tell which workers are dead, as on one machine, and not over a server."""
 
     def describe(self) -> str:
         """The plan as text."""
         lines = [
             f"seed {self.seed}: {len(self.workers)} workers, messages {self.message_s}, lost {self.lost:.0%}, doubled"
-            f" {self.doubled:.0%}, {self.protocol}, keeper"
+            f" {self.doubled:.0%}, {self.protocol}{' that proves deaths' if self.proves_deaths else ''}, keeper"
             f" {'restarts' if self.restarts else 'is started by a worker that notices'}"
         ]
         lines += [f"  {source}" for source in self.sources]
@@ -142,7 +144,8 @@ def random_plan(seed: int) -> Plan:
         replace(fault, kind="end keeper") if fault.kind == "kill keeper" and rng.random() < 0.4 else fault
         for fault in plan.faults
     )
-    return replace(plan, faults=faults, restarts=False, protocol="machine")
+    proves = random.Random(f"proofs {seed}").random() < 0.7
+    return replace(plan, faults=faults, restarts=False, protocol="machine", proves_deaths=proves)
 
 
 _MACHINE = (1, 2, 4)

@@ -69,6 +69,11 @@ class SimulatedWorker(Node):
         self._next_at = math.inf
         cluster.at(worker.joins_s, self.happen, self._begin)
 
+    @property
+    def may_hold(self) -> bool:
+        """Whether a keeper may have given it shares."""
+        return self.reports > 0 and not self._left
+
     # Work
 
     def expect(self, work: Work) -> None:
@@ -277,6 +282,7 @@ class SimulatedWorker(Node):
         """End the process, as SIGKILL does, and its connections with it."""
         self.alive = False
         self._disconnect()
+        self.cluster.prove_dead(self)
 
     def stop(self) -> None:
         super().stop()

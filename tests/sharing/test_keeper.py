@@ -12,7 +12,7 @@ from qreward_plugins.sharing.keeper import (
     TTL_S,
     Keeper,
 )
-from qreward_plugins.sharing.messages import Part, Report, SourceNews, SourceReport
+from qreward_plugins.sharing.messages import Charged, Part, Report, SourceNews, SourceReport
 from qreward_plugins.sharing.pool import TURN_S
 
 LIMIT, WINDOW_S = 100.0, 60.0
@@ -26,9 +26,9 @@ def said(share=0.0, spent=(), more=0.0, unit=1.0, news=NO_NEWS, limit=LIMIT):
 class Desk:
     """A keeper and its clock."""
 
-    def __init__(self, *, first=True):
+    def __init__(self, *, first=True, unheard=None):
         self.now = 1000.0
-        self.keeper = Keeper(self.now, boot="k", first=first)
+        self.keeper = Keeper(self.now, boot="k", first=first, unheard=unheard)
 
     def report(self, worker, number, key="s", leaves=False, accepted=None, **what):
         accepted = number if accepted is None else accepted
@@ -127,6 +127,47 @@ def test_a_silent_worker_is_forgotten_after_its_time_and_a_margin_and_is_a_ghost
     assert desk.now - forgotten_at == pytest.approx(WINDOW_S, abs=0.5)
 
 
+def test_what_a_dead_worker_may_have_sent_counts_for_a_window_from_its_death(desk):
+    desk.share("dead", 0, more=1000.0)
+    desk.wait(5.0)
+    desk.keeper.died("dead", desk.now)
+    assert desk.keeper.workers == 0
+    assert desk.share("a", 0, more=1000.0) == 0.0
+    number = 1
+    for _ in range(int(WINDOW_S) - 1):
+        answers = desk.wait(1.0) | desk.report("a", number, more=1000.0)
+        assert all(not one.sources["s"].grants["requests"].share for one in answers.values() if one)
+        number += 1
+    desk.wait(1.1)
+    desk.report("a", number, more=1000.0)
+    assert desk.keeper._sources["s"].pools["requests"].share("a") == LIMIT
+
+
+def test_a_report_of_a_dead_worker_that_was_under_way_is_not_heard(desk):
+    desk.share("dead", 0, more=1000.0)
+    desk.keeper.died("dead", desk.now)
+    assert desk.report("dead", 1, more=1000.0) == {("dead", 1): None}
+    assert desk.keeper.workers == 0
+
+
+def test_what_runs_at_a_dead_worker_ends_with_its_connections(desk):
+    """The source sees a moment later that they have ended."""
+    limits, part = {"concurrency": (LIMIT, 0.0)}, Part(0.0, (), 1000.0)
+    said = {"s": SourceReport(limits, {"concurrency": part}, NO_NEWS)}
+
+    def share(worker, number):
+        desk.keeper.report(Report(worker, number, said), desk.now)
+        return desk.due()[worker, number].sources["s"].grants["concurrency"].share
+
+    assert share("dead", 0) == LIMIT
+    desk.keeper.died("dead", desk.now)
+    assert share("a", 0) == 0.0
+    answers = desk.wait(MARGIN_S - 0.1)
+    assert not answers
+    desk.keeper.report(Report("a", 1, said), desk.now)
+    assert desk.wait(0.2)["a", 1].sources["s"].grants["concurrency"].share == LIMIT
+
+
 def test_who_leaves_is_forgotten_at_once_and_what_it_spent_since_its_last_report_is_not(desk):
     known(desk, "a", "b")
     desk.report("a", 1, share=LIMIT)
@@ -176,6 +217,59 @@ def test_an_heir_believes_what_workers_say_they_hold():
     # What `b` had spent is spent, and the rest of what it gave up is free.
     answers = desk.report("b", 1, share=5.0, more=0.0, spent=[(30.0, 20.0)])
     assert answers["a", 1].sources["s"].grants["requests"].share == 80.0
+
+
+def heir_gives_after_s(desk, worker="a"):
+    """Return after how many seconds an heir gives a worker something."""
+    began_at, number = desk.now, 1
+    while True:
+        answers = desk.report(worker, number, more=1000.0) | desk.wait(0.5)
+        if any(one.sources["s"].grants["requests"].share for one in answers.values() if one):
+            return desk.now - began_at
+        number += 1
+
+
+def test_an_heir_that_has_heard_everybody_waits_for_a_window_only():
+    desk = Desk(first=False, unheard=["a", "b", "dead"])
+    desk.report("a", 0, more=1000.0)
+    desk.wait(2.0)
+    desk.report("b", 0)
+    assert desk.keeper.unheard == ("dead",)
+    desk.wait(1.0)
+    desk.keeper.died("dead", desk.now)
+    assert desk.keeper.unheard == ()
+    assert WINDOW_S <= heir_gives_after_s(desk) <= WINDOW_S + 1.0
+
+
+def test_an_heir_waits_for_a_worker_that_lives_and_does_not_report():
+    desk = Desk(first=False, unheard=["a", "stopped"])
+    desk.report("a", 0, more=1000.0)
+    assert WINDOW_S + 2 * TTL_S + MARGIN_S <= heir_gives_after_s(desk) <= WINDOW_S + 2 * TTL_S + MARGIN_S + 1.0
+    assert desk.keeper.unheard == ()
+
+
+def test_a_source_that_comes_later_counts_as_spent_from_when_everybody_was_heard():
+    desk = Desk(first=False, unheard=["a"])
+    desk.report("a", 0, key="other")
+    desk.wait(WINDOW_S / 2)
+    desk.report("b", 0, more=1000.0)
+    assert WINDOW_S / 2 <= heir_gives_after_s(desk, "b") <= WINDOW_S / 2 + 1.0
+
+
+def test_an_heir_that_knows_of_nobody_waits_for_a_window_only():
+    desk = Desk(first=False, unheard=[])
+    desk.report("a", 0, more=1000.0)
+    assert WINDOW_S <= heir_gives_after_s(desk) <= WINDOW_S + 1.0
+
+
+def test_what_an_earlier_keeper_charged_to_a_dead_worker_counts_for_a_window():
+    charged = {"s": {"requests": Charged(LIMIT, WINDOW_S, {"dead": (5000.0, 70.0), "stopped": (5000.0, 30.0)})}}
+    desk = Desk()
+    desk.keeper = Keeper(desk.now, boot="k", first=False, charged=charged, unheard=["stopped"])
+    desk.report("a", 0, more=1000.0)
+    desk.keeper.died("dead", desk.now)
+    assert WINDOW_S <= heir_gives_after_s(desk) <= WINDOW_S + 1.0
+    assert desk.keeper._sources["s"].pools["requests"].share("a") == 70.0
 
 
 def test_two_resources_go_to_the_same_worker_first():

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from qreward_plugins.sharing.keeper import TTL_S
 from qreward_plugins.sharing.machine_channel import MachineChannel
 from qreward_plugins.sharing.messages import Report
 from qreward_plugins.testing import JudgeServer, ServerLimits
@@ -61,9 +62,9 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER), json.dumps(tree)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self.pid = self._process.pid
         self._lines = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.pid = self.hear()["pid"]
 
     def say(self, *words):
         print(*words, file=self._process.stdin, flush=True)
@@ -97,6 +98,7 @@ def start():
     def start(count, tree):
         these = [Process(tree) for _ in range(count)]
         started.extend(these)
+        assert [process.hear()["pid"] for process in these] == [process.pid for process in these]
         return these
 
     yield start
@@ -128,18 +130,39 @@ def keeper_of(processes):
     return found[0]
 
 
+def longest_pause_s(server, until):
+    """Return the longest time in seconds in which no request came to a server, until something is so."""
+    longest_s, seen, last_at = 0.0, server.report().requests, time.monotonic()
+
+    def is_so():
+        nonlocal longest_s, seen, last_at
+        requests, now = server.report().requests, time.monotonic()
+        longest_s = max(longest_s, now - last_at)
+        if requests != seen:
+            seen, last_at = requests, now
+        return until()
+
+    comes(is_so)
+    return longest_s
+
+
 def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken(directory, server, start):
+    """The killed process holds the whole limit, and the others wait no longer than what it may have sent counts."""
     config = tree(server.base_url, shared="machine", shared_directory=directory)
-    processes = start(3, config)
-    for number, process in enumerate(processes):
-        process.say("score", 1000 * number, 75)
+    # The one that comes later takes no part until it is told to: a process takes a second to start.
+    *processes, heir = start(4, config)
+    keeper, *others = processes
+    keeper.say("score", 0, 150)
     comes(lambda: server.report().requests >= PER_WINDOW)
-    keeper = keeper_of(processes)
+    for number, process in enumerate(others, 1):
+        process.say("score", 1000 * number, 75)
+    assert keeper_of(processes) is keeper
     keeper.signal(signal.SIGKILL)
+    sent = server.report().requests
+    assert longest_pause_s(server, lambda: server.report().requests > sent + PER_WINDOW) < TTL_S
     # What the killed process had to score is scored by the one that replaces it.
-    (heir,) = start(1, config)
     heir.say("score", 5000, 75)
-    left = [process for process in processes if process is not keeper] + [heir]
+    left = [*others, heir]
     assert [process.hear() for process in left] == [{"scored": 75, "problems": []}] * 3
     new = {process.ask("stats")["kept_by"] for process in left}
     assert "this process" in new

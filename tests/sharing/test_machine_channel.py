@@ -9,6 +9,8 @@ import logging
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from contextlib import suppress
@@ -47,9 +49,10 @@ def nothing_is_left():
 class Worker:
     """A member and its channel."""
 
-    def __init__(self, directory, name="w", source="a"):
+    def __init__(self, directory, name="w", source="a", window_s=60.0):
         self.source = source
-        self.quota = SharedQuota(Limits(requests_per_minute=LIMIT), source=source)
+        limits = Limits(requests_per_minute=LIMIT * 60 / window_s, window_s=window_s, window="sliding")
+        self.quota = SharedQuota(limits, source=source)
         self.member = Member(name, {source: self.quota})
         self.channel = MachineChannel(directory)
 
@@ -171,6 +174,104 @@ async def test_files_of_dead_processes_are_in_nobody_s_way(directory):
     await worker.leave()
 
 
+TAKES_ALL = """
+import asyncio, sys, time
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from test_machine_channel import Worker
+
+async def main():
+    worker = Worker(Path(sys.argv[1]), "killed", window_s=1.0)
+    await worker.ask()
+    print(worker.share, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def one_that_takes_all(directory):
+    """Return a function that starts a process which holds the whole limit. It is asked at the end only how it ended, so
+    a killed one is a zombie until then."""
+    started = []
+
+    def start():
+        script = [sys.executable, "-c", TAKES_ALL, os.fspath(directory), os.fspath(Path(__file__).parent)]
+        process = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert float(process.stdout.readline()) == LIMIT
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+async def gets_all(worker):
+    """Return after how many seconds a worker has the whole limit."""
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
+    while worker.share < LIMIT:
+        await worker.ask()
+        assert loop.time() - began_at < 60.0
+    return loop.time() - began_at
+
+
+async def test_a_killed_worker_s_share_counts_for_a_window_and_not_until_it_would_expire(directory, one_that_takes_all):
+    keeps, worker = Worker(directory, "keeps", source="b"), Worker(directory, window_s=1.0)
+    await keeps.ask()
+    killed = one_that_takes_all()
+    await worker.ask(1)
+    assert (worker.share, worker.channel.kept_by) == (0, "this process")
+    killed.kill()
+    assert 0.9 <= await gets_all(worker) < TTL_S
+    await worker.leave()
+    await keeps.leave()
+
+
+async def test_after_a_killed_keeper_all_are_heard_and_the_rest_counts_for_a_window(directory, one_that_takes_all):
+    killed = one_that_takes_all()
+    worker = Worker(directory, window_s=1.0)
+    await worker.ask(1)
+    assert (worker.share, worker.channel.kept_by) == (0, f"process {killed.pid} of this machine")
+    killed.kill()
+    assert 0.9 <= await gets_all(worker) < TTL_S
+    assert worker.channel.kept_by == "this process"
+    await worker.leave()
+
+
+@pytest.mark.parametrize("lost", ["the worker's file", "the worker's file, of which no keeper knew"])
+async def test_a_worker_without_a_file_is_waited_for(directory, lost, monkeypatch):
+    """The other one lives, and may spend its share until it expires."""
+    if "no keeper" in lost:
+        monkeypatch.setattr(machine_channel.WorkerLock, "hold", no_space)
+    other = Worker(directory, "other", window_s=1.0)
+    await other.ask()
+    assert other.share == LIMIT
+    monkeypatch.undo()
+    if "no keeper" not in lost:
+        (directory / "workers" / "other.lock").unlink()
+        other.channel._connection._end()
+        await other.ask()  # with a new connection it makes its file anew
+    worker = Worker(directory, "worker", window_s=1.0)
+    await worker.channel.end_keeper()
+    await worker.ask()
+    assert latest(directory) == 2
+    await asyncio.sleep(1.5)
+    await worker.ask()
+    assert worker.share == 0
+    await other.ask()
+    assert other.share == LIMIT
+    await other.leave()
+    await worker.leave()
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 async def test_however_many_begin_at_once_there_is_one_keeper(directory):
     workers = [Worker(directory, str(number)) for number in range(20)]
     answers = await asyncio.gather(*(worker.ask(1) for worker in workers))
@@ -269,13 +370,13 @@ async def test_who_keeps_is_told_without_taking_part(directory):
 def test_one_holds_the_lock_and_what_is_known_of_it_afterwards(directory):
     held = KeeperLock.lock(directory, 1)
     assert held is not None
-    assert held.inherit(100.0, met=False) == (True, None, None)
+    assert held.inherit(100.0, met=False) == (True, None, None, True)
     assert KeeperLock.lock(directory, 1) is None
     assert held.stamp(100.0, "boot")
     assert held.stamp(100.0 + STAMP_EVERY_S / 2, "boot")  # too early for another one
     held.release()
     heir = KeeperLock.lock(directory, 1)
-    assert heir.inherit(500.0, met=False) == (False, 100.0 + STAMP_EVERY_S + TTL_S + MARGIN_S, None)
+    assert heir.inherit(500.0, met=False) == (False, 100.0 + STAMP_EVERY_S + TTL_S + MARGIN_S, None, False)
     heir.release()
 
 
@@ -283,14 +384,25 @@ def test_one_holds_the_lock_and_what_is_known_of_it_afterwards(directory):
 def test_what_cannot_be_understood_counts_as_if_it_had_lived_until_now(directory, written):
     (directory / "keeper.1.lock").write_bytes(written)
     held = KeeperLock.lock(directory, 1)
-    assert held.inherit(500.0, met=False) == (False, 500.0 + TTL_S + MARGIN_S, None)
+    assert held.inherit(500.0, met=False) == (False, 500.0 + TTL_S + MARGIN_S, None, False)
     held.release()
 
 
 def test_whoever_has_met_a_keeper_does_not_believe_that_there_was_none(directory):
     held = KeeperLock.lock(directory, 1)
-    assert held.inherit(500.0, met=True) == (False, 500.0 + TTL_S + MARGIN_S, None)
+    assert held.inherit(500.0, met=True) == (False, 500.0 + TTL_S + MARGIN_S, None, False)
     held.release()
+
+
+def test_a_stamp_says_at_once_when_a_worker_without_a_file_gets_shares(directory):
+    for before, listed in ((False, True), (True, False)):
+        held = KeeperLock.lock(directory, 1)
+        assert held.stamp(100.0, "boot", listed=before)
+        assert held.stamp(100.1, "boot", listed=listed)
+        held.release()
+        heir = KeeperLock.lock(directory, 1)
+        assert heir.inherit(500.0, met=False).listed is listed
+        heir.release()
 
 
 def test_a_later_file_ends_the_one_before(directory):
@@ -301,7 +413,7 @@ def test_a_later_file_ends_the_one_before(directory):
     new = KeeperLock.lock(directory, 2)
     assert not old.is_current()
     assert KeeperLock.lock(directory, 1) is None
-    assert new.inherit(500.0, met=True) == (False, 7.0 + STAMP_EVERY_S + TTL_S + MARGIN_S, None)
+    assert new.inherit(500.0, met=True) == (False, 7.0 + STAMP_EVERY_S + TTL_S + MARGIN_S, None, False)
     third = KeeperLock.lock(directory, 3)
     third.inherit(500.0, met=True)
     # The second file is gone, and the first one still knows that it is not current.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -376,6 +377,72 @@ def test_a_rule_of_taking_over_is_kept_and_noticed_when_it_is_broken(faulty, mut
     assert [broken_in(plan) for plan in plans] == [[]] * MACHINES
     mutate(monkeypatch)
     assert any(broken_in(plan) for plan in plans)
+
+
+# A machine: the kernel proves that a worker is dead
+
+
+def cut_off_while_the_keeper_dies(seed):
+    """A worker lives, and goes on with a share that the next keeper has not heard of."""
+    return replace(cut_off_while_the_keeper_goes("kill keeper")(seed), proves_deaths=True)
+
+
+def killed(*kinds):
+    """A worker is killed after it has sent something, alone or just before the keeper."""
+
+    def plan(seed):
+        faults = [ClusterFault(5.0 + 0.13 * seed, kind, 0 if kind == "kill" else -1) for kind in kinds]
+        limits = {"requests_per_minute": 180, "window_s": 10.0, "window": "sliding"}
+        return two_workers(limits, 300, faults, seed=seed, restarts=False, protocol="machine", proves_deaths=True)
+
+    return plan
+
+
+def believes_that_nobody_is_unheard(monkeypatch):
+    monkeypatch.setattr(Cluster, "holders", lambda self: [])
+
+
+def forgets_what_a_dead_worker_sent(monkeypatch):
+    monkeypatch.setattr(LostWorkers, "end_by", lambda self, name, until: self.release(name))
+    monkeypatch.setattr(ShareTable, "died", lambda self, worker, now, margin_s: self.drop(worker, now, silent=False))
+    monkeypatch.setattr(WorkerState, "remains", lambda self: [])
+
+
+def forgets_what_the_dead_sent_before_it_came(monkeypatch):
+    monkeypatch.setattr(LostWorkers, "end_all_by", lambda self, until: self.hold_all(0.0, until))
+    around(monkeypatch, Pool, "hold", lambda original: lambda self, until: original(self, until - self.window_s))
+
+
+@pytest.mark.parametrize(
+    ("faulty", "mutate"),
+    [
+        (cut_off_while_the_keeper_dies, believes_that_nobody_is_unheard),
+        (killed("kill"), forgets_what_a_dead_worker_sent),
+        (killed("kill", "kill keeper"), forgets_what_the_dead_sent_before_it_came),
+    ],
+)
+def test_a_rule_of_proved_deaths_is_kept_and_noticed_when_it_is_broken(faulty, mutate, monkeypatch):
+    plans = [faulty(seed) for seed in range(MACHINES)]
+    assert [broken_in(plan) for plan in plans] == [[]] * MACHINES
+    mutate(monkeypatch)
+    assert any(broken_in(plan) for plan in plans)
+
+
+@pytest.mark.parametrize("faults", [("kill",), ("kill", "kill keeper")])
+@pytest.mark.parametrize("proves_deaths", [False, True])
+def test_what_a_dead_worker_held_waits_for_one_window_if_its_death_is_proved(faults, proves_deaths):
+    """The dead one held the whole limit. What it sent last is unknown, so one window is forced."""
+    at_s = 2.0
+    faults = tuple(ClusterFault(at_s, kind, 0 if kind == "kill" else -1) for kind in faults)
+    source = SharedSource("s", SHORT_WINDOW, (0.0, 0.0), (0.01, 0.02))
+    work = (Work(0.0, 0, "s", 15), Work(at_s, 1, "s", 10))
+    plan = Plan(0, (source,), (Worker(),) * 2, work, faults, protocol="machine", restarts=False)
+    cluster = Cluster(replace(plan, proves_deaths=proves_deaths))
+    waited_s = cluster.run(60.0) - at_s
+    if proves_deaths:
+        assert 1.0 < waited_s < 1.0 + 3.5  # the window, and what it takes to notice that the keeper is dead
+    else:
+        assert waited_s > keeper.TTL_S
 
 
 def test_concurrency_of_one_goes_round_quickly():

@@ -45,6 +45,20 @@ def missing_ray() -> str:
     return "needs Ray, which is not initialised in this process."
 
 
+def join_cluster() -> None:
+    """Join the Ray cluster of this machine, or of `RAY_ADDRESS`, unless that is done. Raises `ConnectionError`."""
+    if ray_is_up():
+        return
+    if find_spec("ray") is None:
+        raise ConnectionError(missing_ray())
+    import ray
+
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError) as error:
+        raise ConnectionError(str(error).splitlines()[0]) from None
+
+
 def get_or_start(name: str, cls: type) -> Any:
     """The handle of this job's actor `name`, an instance of `cls` without arguments, started if there is none.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -10,8 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..config import Config
 from ..engine import RewardEngine
+from ..errors import InputError
 from ..replicas import PoolSpec, ReplicaState
+from ..sources import kind_of, open_source
 from .running import say
 
 
@@ -29,6 +33,20 @@ class ServerSource(Protocol):
     async def start(self) -> None: ...
 
     async def aclose(self) -> None: ...
+
+
+def opened_servers(config: Config, path: Path, names: Sequence[str]) -> list[Any]:
+    """Open the sources `names` of a configuration, or all that start servers of their own. Nothing is started.
+
+    Raises `ConfigurationError`, and `InputError` for a name that is not such a source.
+    """
+    known = [name for name, source in config.sources.items() if kind_of(source).has_servers]
+    unknown = [name for name in names if name not in known]
+    if unknown or not known:
+        missing = f"--source {unknown[0]}: it is no source" if unknown else f"{path}: there is no source"
+        raise InputError(f"{missing} of kind replicas" + (f"; such sources: {', '.join(known)}" if known else ""))
+    where = config.engine.shared_directory
+    return [open_source(name, config.sources[name], shared_directory=where) for name in dict.fromkeys(names or known)]
 
 
 async def start_servers(engine: RewardEngine, out: Console, errors: Console) -> None:

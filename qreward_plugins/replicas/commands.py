@@ -1,4 +1,4 @@
-"""Defines `Commands`: carries out the updates, sleeps and wake-ups that processes ask a pool for.
+"""Defines `Commands`: carries out the updates, sleeps and wake-ups that processes ask a pool for, and tells its status.
 
 A user is a process that uses the pool. A command goes on when its user stops waiting or ends, so that no pool stays
 half changed. Only an update from the memory of a trainer ends with its user, because no further tensors would come.
@@ -12,18 +12,23 @@ from typing import Any
 
 from .changes import Changes
 from .pool import ChangeFailed, Pool
+from .pool_status import PoolStatus, Reports
 from .replica_state import ReplicaState
 from .weights import Update
 
-Send = Callable[[dict[str, Any]], None]
+Send = Callable[[Any, dict[str, Any]], None]
 """Sends a message to a user."""
 
 
 class Commands:
-    """Carries out the commands of the users of one pool. `users` returns those that use it now."""
+    """Carries out the commands of the users of one pool. `users` returns those that use it now, and `send` sends a
+    message to one of them.
+    """
 
-    def __init__(self, users: Callable[[], Collection[Hashable]]) -> None:
+    def __init__(self, users: Callable[[], Collection[Hashable]], send: Send) -> None:
         self._users = users
+        self._send = send
+        self._reports = Reports(send)
         self._changes: Changes | None = None
         self._pool: Pool | None = None
         self._starting: asyncio.Future[None] | None = None
@@ -43,9 +48,11 @@ class Commands:
         while any(self._tickets.get(user, {}).get(state.number, 0) < state.ticket for user in self._users()):
             await self._changed.wait()
 
-    def receive(self, user: Hashable, message: Mapping[str, Any], send: Send) -> None:
-        """Handle a message of a user; see `pool_process.py`. `send` sends it the replies."""
-        if "idle" in message:
+    def receive(self, user: Hashable, message: Mapping[str, Any]) -> None:
+        """Handle a message of a user; see `pool_process.py`."""
+        if "loads" in message:
+            self._reports.receive(user, message["loads"])
+        elif "idle" in message:
             tickets = self._tickets.setdefault(user, {})
             tickets.update((number, ticket) for number, ticket in message["idle"])
             self._change()
@@ -55,13 +62,14 @@ class Commands:
                     task.cancel()
         elif "command" in message:
             name, number, arguments = message["command"], message["id"], message["arguments"]
-            task = asyncio.ensure_future(self._carry_out(name, number, arguments, send))
+            task = asyncio.ensure_future(self._carry_out(user, name, number, arguments))
             self._tasks[task] = (user, number, name == "update" and not arguments["path"])
             task.add_done_callback(lambda task: self._tasks.pop(task, None))
 
     def left(self, user: Hashable) -> None:
         """Forget a user that has ended its use, and cancel the commands that end with it."""
         self._tickets.pop(user, None)
+        self._reports.left(user)
         for task, (who, _, ends_with_user) in self._tasks.items():
             if who == user and ends_with_user:
                 task.cancel()
@@ -74,8 +82,14 @@ class Commands:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _carry_out(self, name: str, number: int, arguments: dict[str, Any], send: Send) -> None:
+    async def _carry_out(self, user: Hashable, name: str, number: int, arguments: dict[str, Any]) -> None:
+        def send(message: dict[str, Any]) -> None:
+            self._send(user, message)
+
         try:
+            if name == "status":
+                send({"id": number, "result": (await self._status(user)).as_mapping()})
+                return
             assert self._starting is not None
             await asyncio.wait([self._starting])
             result = await self._run(name, arguments, lambda some: send({"id": number, "receiving": some}))
@@ -101,6 +115,13 @@ class Commands:
         else:
             await self._changes.wake()
         return {}
+
+    async def _status(self, asking: Hashable) -> PoolStatus:
+        """Return the status for a user that sends no requests itself."""
+        others = [user for user in self._users() if user != asking]
+        loads, silent = await self._reports.ask(others)
+        assert self._pool is not None
+        return PoolStatus(self._pool.states, self._pool.weights, len(others), silent, loads)
 
     def _change(self) -> None:
         self._changed.set()

@@ -41,7 +41,9 @@ LINE_BYTES = 2**24
 """Most bytes of a message to a pool. It reads no longer one, and would take its user for gone."""
 _CONNECT_TRIES = 40
 _BETWEEN_TRIES_S = 0.05
-_LOST_TRIES = 3
+_DESCRIBED_WITHIN_S = 2.0
+_POOL = "[0-9a-f]" * 16
+"""The key of a pool, as a pattern."""
 
 
 class LocalPoolUse(PoolUse):
@@ -58,13 +60,12 @@ class LocalPoolUse(PoolUse):
         os.register_at_fork(after_in_child=lambda: (method := forget()) is not None and method())
 
     def follow(self) -> None:
-        lost = 0
         while not self._is_leaving():
             for attempt in range(_CONNECT_TRIES):
                 channel = self._channel = self._connect()
                 with channel, suppress(OSError):
-                    known = orjson.dumps({"weights": self.weights.as_mapping(), "asleep": self.asleep})
-                    channel.sendall(self.spec.to_json() + b"\n" + known + b"\n")
+                    known = {"weights": self.weights.as_mapping(), "asleep": self.asleep, "starts": not self.finds}
+                    channel.sendall(self.spec.to_json() + b"\n" + orjson.dumps(known) + b"\n")
                     self._is_connected = True
                     self._resend()
                     if self._is_leaving():
@@ -84,10 +85,7 @@ class LocalPoolUse(PoolUse):
             self._channel = None
             self._lost()
             if not self._is_leaving():
-                lost += 1
-                if lost > _LOST_TRIES:
-                    raise PoolFailed("the process of the pool has ended too often")
-                _log.warning("the pool of %s has ended; it is started again", self.spec.name)
+                self._count_loss()
 
     def _listen(self, lines: Any) -> bool:
         """Handle the messages of the pool until its end. Return whether there was any."""
@@ -120,7 +118,7 @@ class LocalPoolUse(PoolUse):
                 os.close(self._channel.detach())
 
     def _connect(self) -> socket.socket:
-        """Connect to the pool; start it if there is none."""
+        """Connect to the pool. If there is none, start it, or raise `PoolFailed` if this use only finds one."""
         try:
             folder = private_directory(self.spec.directory)
         except ConfigurationError as error:
@@ -129,6 +127,8 @@ class LocalPoolUse(PoolUse):
         found = _connected(path)
         if found is not None:
             return found
+        if self.finds:
+            raise PoolFailed(_none_runs(folder, self.spec))
         lock = -1
         try:
             lock = os.open(folder / f"{self.spec.key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -158,6 +158,32 @@ def _connected(path: Path) -> socket.socket | None:
         pass
     channel.close()
     return None
+
+
+def _none_runs(folder: Path, spec: PoolSpec) -> str:
+    """Say that no pool of a spec runs, and what differs in one of the same source that does."""
+    problem = f"no servers of it run for this user on this machine (the directory is {folder})"
+    for path in sorted(folder.glob(f"{_POOL}.sock")):
+        digests = _described(path)
+        if digests.get("name") == spec.name:
+            differs = ", ".join(sorted(name for name, digest in spec.digests.items() if digests.get(name) != digest))
+            problem += f"; those of another source {spec.name!r} run, which differs in: {differs}"
+            return problem + ". Use the configuration and the environment of the process that started them"
+    return problem
+
+
+def _described(path: Path) -> Mapping[str, Any]:
+    """Return the digests of the spec of a pool; empty if it does not answer."""
+    channel = _connected(path)
+    if channel is None:
+        return {}
+    with channel, suppress(OSError, ValueError):
+        channel.settimeout(_DESCRIBED_WITHIN_S)
+        channel.sendall(b'{}\n{"describe": true}\n')
+        with channel.makefile("rb") as lines:
+            found: Mapping[str, Any] = orjson.loads(lines.readline())
+            return found
+    return {}
 
 
 def _start_process(path: Path, folder: Path, key: str) -> None:

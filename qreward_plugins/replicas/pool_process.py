@@ -11,14 +11,17 @@ its side, and the pool closes the connection; to the last user, once every serve
 A user sends further lines: first `{"weights": {...}, "asleep": bool}`, what an earlier pool had; `{"idle": [[replica,
 ticket], ...]}` when it has no calls at replicas that are draining; `{"command": "update" | "sleep" | "wake",
 "id": n, "arguments": {...}}`, which is answered by `{"id": n, "result": {...}}` or `{"id": n, "error": {...}}`; and
-`{"cancel": n}`. `{"id": n, "receiving": [...]}` says which replicas begin to receive tensors.
+`{"cancel": n}`. `{"id": n, "receiving": [...]}` says which replicas begin to receive tensors. The command "status" asks
+the other users for their counts: they get `{"report": true}`, and send `{"loads": {...}}` (`PoolStatus`).
+
+A user whose second line has `"starts": false` begins no pool: if none has begun, the connection is closed. `{}` and
+`{"describe": true}` ask for the digests of the spec (`PoolSpec.digests`), and are no use.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import functools
 import logging
 import os
 import shutil
@@ -113,18 +116,24 @@ class PoolProcess:
             return
         try:
             spec, known = await reader.readline(), await reader.readline()
-            if not known or self._unused.is_set():
+            about = orjson.loads(known or b"{}")
+            if about.get("describe"):
+                _send(writer, {} if self._pool is None else dict(self._pool.spec.digests))
+                about = {}
+            may_begin = self._pool is not None or about.get("starts", True)
+            if not about or self._unused.is_set() or not may_begin:
                 writer.close()
                 return
             self._users.add(writer)
+            weights = Weights(**about["weights"])
             if self._pool is None:
-                self._begin(PoolSpec.from_json(spec), **_known(known))
+                self._begin(PoolSpec.from_json(spec), weights, about["asleep"])
             else:
-                self._pool.learn(_known(known)["weights"])
+                self._pool.learn(weights)
             self._send_state(writer)
             assert self._commands is not None
             while line := await reader.readline():
-                self._commands.receive(writer, orjson.loads(line), functools.partial(_send, writer))
+                self._commands.receive(writer, orjson.loads(line))
         except (OSError, ValueError):
             pass
         if self._commands is not None:
@@ -144,7 +153,7 @@ class PoolProcess:
         def server(number: int) -> LocalServer:
             return LocalServer(spec, number, folder=folder, held=(self._lock,))
 
-        commands = self._commands = Commands(lambda: self._users)
+        commands = self._commands = Commands(lambda: self._users, _send)
         pool = self._pool = Pool(
             spec, server, on_change=self._broadcast, idle=commands.idle, weights=weights, asleep=asleep
         )
@@ -185,11 +194,6 @@ class PoolProcess:
         if self._failed is not None:
             state = {"failed": self._failed.problem, "log": self._failed.log}
         _send(writer, state)
-
-
-def _known(line: bytes) -> dict[str, Any]:
-    known = orjson.loads(line)
-    return {"weights": Weights(**known["weights"]), "asleep": known["asleep"]}
 
 
 def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:

@@ -13,12 +13,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from ..named_actors import in_thread
 from .gate import Gate
 from .group_weights import GroupWeights
 from .pool import ChangeFailed, PoolFailed
+from .pool_status import PoolStatus, ReplicaLoad
 from .replica_state import ReplicaState
 from .spec import PoolSpec
 from .weights import Drain, Update, Weights
@@ -27,6 +29,8 @@ _log = logging.getLogger("qreward_plugins.replicas")
 
 _SILENT_S = 120.0
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
+_LOST_TRIES = 3
+"""How often a pool is started again that has ended although it was used."""
 _ENDED: Mapping[str, Any] = {"error": {"problem": "the pool has ended", "replicas": [], "log": ""}}
 
 
@@ -85,6 +89,34 @@ class _Command:
             self.result.set_result(message["result"])
 
 
+class _Once:
+    """Something that happens once, in the thread that follows a pool. Tasks of any event loop wait for it."""
+
+    def __init__(self) -> None:
+        self.happened = False
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    async def wait(self, within_s: float) -> bool:
+        """Wait, at most `within_s` seconds. Return whether it has happened."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            if self.happened:
+                return True
+            self._waiting.append((loop, future))
+        await asyncio.wait([future], timeout=within_s)
+        return future.done()
+
+    def happen(self) -> None:
+        with self._lock:
+            self.happened = True
+            waiting, self._waiting = self._waiting, []
+        for loop, future in waiting:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(_wake, future)
+
+
 class PoolUse(ABC):
     """One process's use of a pool. `follow`, which runs in a thread of its own, reports the states of the replicas by
     `_set_states`, and the end of the start by `_end_start`.
@@ -106,10 +138,15 @@ class PoolUse(ABC):
         self._commands: dict[int, _Command] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self.ended = False
         """Whether the pool is not followed any more: it failed, or this use has ended."""
-        self._over = False
+        self.finds = False
+        """Whether it only finds a pool that runs, and starts none."""
+        self.loads: Callable[[], Mapping[int, ReplicaLoad]] = dict
+        """Returns what this process has sent to each replica, by number. The thread that follows the pool calls it."""
+        self._reported = _Once()
+        self._start_over = _Once()
+        self._losses = 0
         self._failure: PoolFailed | None = None
         self._closing = False
         self._pid = os.getpid()
@@ -117,7 +154,7 @@ class PoolUse(ABC):
     @property
     def started(self) -> bool:
         """Whether the start of the pool is over, successfully."""
-        return self._over and self._failure is None
+        return self._start_over.happened and self._failure is None
 
     @property
     def begun(self) -> bool:
@@ -129,23 +166,27 @@ class PoolUse(ABC):
 
         Raises `PoolFailed`.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
+        spec = self.spec
+        # An earlier pool may have to end first. A process that takes longer than this hangs.
+        await self._followed(self._start_over, spec.start_within_s + spec.stop_within_s + _SILENT_S)
+
+    async def find(self) -> None:
+        """Find the pool that runs, and wait until it reports, ready or not. This use starts none, also not later.
+
+        Raises `PoolFailed` if none runs.
+        """
+        self.finds = True
+        await self._followed(self._reported, _SILENT_S)
+
+    async def _followed(self, until: _Once, longest_s: float) -> None:
+        """Follow the pool, and wait. Raises `PoolFailed`."""
         with self._lock:
             if self._closing:
                 raise PoolFailed("it is closed")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="qreward-pool", daemon=True)
                 self._thread.start()
-            if self._over:
-                future.set_result(None)
-            else:
-                self._waiting.append((loop, future))
-        spec = self.spec
-        # An earlier pool may have to end first. A process that takes longer than this hangs.
-        longest_s = spec.start_within_s + spec.stop_within_s + _SILENT_S
-        await asyncio.wait([future], timeout=longest_s)
-        if not future.done():
+        if not await until.wait(longest_s):
             raise PoolFailed(f"its process has reported nothing for {longest_s:g} s")
         if self._failure is not None:
             raise PoolFailed(self._failure.problem, self._failure.log)
@@ -190,13 +231,20 @@ class PoolUse(ABC):
         """End the sleep of the pool; see `Changes.wake`. Cancelling ends only the wait."""
         await self._command("wake", {})
 
+    async def status(self) -> PoolStatus:
+        """Ask a pool that `find` has found, ready or not, for its status. Raises `ChangeFailed` and `PoolFailed`."""
+        return PoolStatus.of(await self._command("status", {}))
+
     async def _command(
         self,
         name: str,
         arguments: Mapping[str, Any],
         on_receiving: Callable[[list[int]], None] = lambda numbers: None,
     ) -> dict[str, Any]:
-        await self.start()
+        if name == "status":
+            await self.find()
+        else:
+            await self.start()
         number = next(self._numbers)
         message = {"command": name, "id": number, "arguments": dict(arguments)}
         from_memory = name == "update" and not arguments["path"]
@@ -254,9 +302,13 @@ class PoolUse(ABC):
             if command is not None:
                 command.receive(message)
             return
+        if "report" in message:
+            self.send({"loads": {str(number): asdict(load) for number, load in self.loads().items()}})
+            return
         self.weights = Weights(**message["weights"])
         self.asleep = all(state["state"] == "asleep" for state in message["replicas"])
         self._set_states([ReplicaState(**state) for state in message["replicas"]])
+        self._reported.happen()
         if message["ready"]:
             self._end_start()
 
@@ -264,6 +316,15 @@ class PoolUse(ABC):
         """Forget the replicas of a pool that has ended, and the commands that were sent to it."""
         self._set_states(())
         self._lose_commands()
+
+    def _count_loss(self) -> None:
+        """Note that the pool has ended although it was used. Raises `PoolFailed` if it is not to be started again."""
+        self._losses += 1
+        if self.finds:
+            raise PoolFailed("it has ended")
+        if self._losses > _LOST_TRIES:
+            raise PoolFailed("it has ended too often")
+        _log.warning("the pool of %s has ended; it is started again", self.spec.name)
 
     def _resend(self) -> None:
         """Send a pool the commands that its predecessor has not finished. Messages reach it by now."""
@@ -319,16 +380,10 @@ class PoolUse(ABC):
         self.on_change()
 
     def _end_start(self, failure: PoolFailed | None = None) -> None:
-        with self._lock:
-            if self._over and failure is None:
-                return
-            if not self._over:
-                self._failure = failure
-            self._over = True
-            waiting, self._waiting = self._waiting, []
-        for loop, future in waiting:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(_wake, future)
+        if not self._start_over.happened:
+            self._failure = failure
+        self._reported.happen()
+        self._start_over.happen()
 
 
 def _wake(future: asyncio.Future[None]) -> None:

@@ -8,7 +8,6 @@ started again.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +36,7 @@ class RayPoolActor:
         """Users that have not polled for a while."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._pool: Pool | None = None
-        self._commands = Commands(self._present)
+        self._commands = Commands(self._present, self._send)
         self._replies: dict[str, list[dict[str, Any]]] = {}
         """By user: the answers to its commands that it has not fetched yet."""
         self._version = 0
@@ -47,15 +46,19 @@ class RayPoolActor:
         self._stopping: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
-    async def join(self, user: str, spec: bytes, weights: Mapping[str, Any], asleep: bool) -> None:
-        """Begin a use of the pool. The first one starts it, with the `weights` that an earlier pool of its user had."""
+    async def join(self, user: str, spec: bytes, weights: Mapping[str, Any], asleep: bool, starts: bool = True) -> bool:
+        """Begin a use of the pool. The first one starts it, with the `weights` that an earlier pool of its user had.
+        Without `starts`, nothing is begun if no pool runs. Return whether one does.
+        """
         while self._stopping is not None:
             await asyncio.wait([self._stopping])
+        if self._pool is None and not starts:
+            return False
         self._users.add(user)
         if self._pool is None:
             known = PoolSpec.from_json(spec)
             self._ready, self._failed = False, None
-            commands = self._commands = Commands(self._present)
+            commands = self._commands = Commands(self._present, self._send)
             self._pool = Pool(
                 known,
                 lambda number: RayServer(known, number),
@@ -68,11 +71,12 @@ class RayPoolActor:
             commands.serve(self._pool, self._starting)
         else:
             self._pool.learn(Weights(**weights))
+        return True
 
     async def receive(self, user: str, message: Mapping[str, Any]) -> None:
         """Handle a message of a user; see `Commands.receive`."""
         if user in self._users:
-            self._commands.receive(user, message, functools.partial(self._send, user))
+            self._commands.receive(user, message)
 
     def _send(self, user: str, message: dict[str, Any]) -> None:
         self._replies.setdefault(user, []).append(message)

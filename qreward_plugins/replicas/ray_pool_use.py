@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,9 +14,7 @@ from .pool_use import PoolUse
 from .ray_pool import RayPoolActor
 from .spec import PoolSpec
 
-_log = logging.getLogger("qreward_plugins.replicas")
-
-_LOST_TRIES = 3
+_NONE = "no servers of it run on this Ray cluster"
 
 
 class RayPoolUse(PoolUse):
@@ -34,28 +31,41 @@ class RayPoolUse(PoolUse):
         import ray
         from ray.exceptions import RayActorError
 
-        lost = 0
         while not self._is_leaving():
             try:
-                self._actor = get_or_start(f"qreward-replicas-{self.spec.key}", RayPoolActor)
-                ray.get(
-                    self._actor.join.remote(self._user, self.spec.to_json(), self.weights.as_mapping(), self.asleep)
-                )
+                self._actor = self._found() if self.finds else get_or_start(self._actor_name, RayPoolActor)
+                known = (self.spec.to_json(), self.weights.as_mapping(), self.asleep, not self.finds)
+                if not ray.get(self._actor.join.remote(self._user, *known)):
+                    raise PoolFailed(_NONE)
                 self._joined = True
                 self._resend()
                 self._listen(ray)
             except RayActorError:
-                lost += 1
                 self._lost()
-                if lost > _LOST_TRIES:
-                    raise PoolFailed("the actor of the pool has ended too often") from None
-                _log.warning("the pool of %s has ended; it is started again", self.spec.name)
+                self._count_loss()
             finally:
                 self._joined = False
                 self._lose_commands()
         if self._actor is not None:
             with suppress(Exception):  # Ray may be shut down
                 ray.get(self._actor.leave.remote(self._user))
+
+    @property
+    def _actor_name(self) -> str:
+        return f"qreward-replicas-{self.spec.key}"
+
+    def _found(self) -> Any:
+        """Return the actor of the pool, of whatever job of the cluster. Raises `PoolFailed`."""
+        import ray
+
+        named = ray.util.list_named_actors(all_namespaces=True)
+        jobs = [one["namespace"] for one in named if one["name"] == self._actor_name]
+        if len(jobs) > 1:
+            raise PoolFailed(f"{len(jobs)} jobs of the cluster have such servers, each its own; end the others first")
+        try:
+            return ray.get_actor(self._actor_name, namespace=jobs[0])
+        except (IndexError, ValueError):
+            raise PoolFailed(_NONE) from None
 
     def _listen(self, ray: Any) -> None:
         version = -1

@@ -57,6 +57,15 @@ class PoolSpec:
         """16 hexadecimal digits that identify it: equal pools have equal keys, in all processes."""
         return hashlib.blake2b(self.to_json(), digest_size=8, person=b"qreward pool").hexdigest()
 
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """A digest of each field, and of each of its topology: another process finds what differs, and no secret."""
+        fields = asdict(self)
+        fields |= fields.pop("topology")
+        texts = {name: json.dumps(value, sort_keys=True).encode() for name, value in fields.items()}
+        digests = {name: hashlib.blake2b(text, digest_size=8).hexdigest() for name, text in texts.items()}
+        return {**digests, "name": self.name}
+
     def launch(self, name: str, host: str, port: int, weights: Weights | None = None) -> Launch:
         """Return what a server that lists `name` and listens on `host` and `port` is started with. `weights` that are
         not loaded in place take the place of the model's.

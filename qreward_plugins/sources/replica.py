@@ -238,9 +238,13 @@ class Replica:
         """Return the share of its KV cache that is in use; None if it was not read within `most_s` seconds."""
         return self._cache_use if 0 <= now - self._read_at <= most_s else None
 
+    @property
+    def prefix_counts(self) -> tuple[int, int]:
+        """Prompt tokens that came from the prefix cache, and of how many: as the server states it, or estimated."""
+        return (self._cached, self._prompt) if self._cached else (self._prefix_hits, self._prefix_tokens)
+
     def statistics(self, now: float, stale_s: float) -> ReplicaStatistics:
-        states = self._cached > 0
-        hits, of = (self._cached, self._prompt) if states else (self._prefix_hits, self._prefix_tokens)
+        hits, of = self.prefix_counts
         return ReplicaStatistics(
             base_url=self.base_url,
             health=self.health(now),
@@ -251,7 +255,7 @@ class Replica:
             prompt_tokens=self._prompt,
             cached_tokens=self._cached,
             prefix_hit_rate=hits / of if of else math.nan,
-            prefix_hits_estimated=not states,
+            prefix_hits_estimated=not self._cached,
             cache_use=self.cache_use(now, stale_s),
             version="" if self.weights is None else self.weights.version,
         )

@@ -6,6 +6,7 @@ those of the kind `openai` or `reward_model`: an inner source of this kind sends
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,6 +25,7 @@ from ..errors import (
 from ..redaction import environment_secrets, secrets_in
 from ..replicas.group_weights import GroupWeights, group_of
 from ..replicas.pool import ChangeFailed, PoolFailed
+from ..replicas.pool_status import PoolStatus, ReplicaLoad
 from ..replicas.replica_state import ReplicaState
 from ..replicas.server_kinds import CHAT, SERVER_KINDS
 from ..replicas.spec import PoolSpec
@@ -69,6 +71,8 @@ class ReplicaSet(SourceKind):
             self._inner.replicas_asked.groups = self._groups
         self._inner.replicas_asked.gate = _Gate(self)
         self._use = pool_use(name, config, spec, self._groups)
+        self._use.loads = self._loads
+        self._time: Callable[[], float] | None = None
         self._path = "/v1" if config.task == CHAT else ""
         self._seen = -1
         self._states: tuple[ReplicaState, ...] = ()
@@ -141,6 +145,7 @@ class ReplicaSet(SourceKind):
         Raises `ReplicasNotStarted`. Cancelling ends only the wait; `aclose` stops the servers.
         """
         problem, log = "", ""
+        self._time = asyncio.get_running_loop().time
         try:
             await self._use.start()
         except PoolFailed as error:
@@ -151,6 +156,41 @@ class ReplicaSet(SourceKind):
         if problem:
             raise ReplicasNotStarted(f"source {self._name!r} cannot start its servers: {problem}{self._shown(log)}")
         self._look()
+
+    async def find(self) -> None:
+        """Find the servers that another process has started, ready or not. This source starts none, also not later.
+
+        Raises `ReplicasNotStarted` if none run.
+        """
+        try:
+            await self._use.find()
+            self._look()
+            return
+        except PoolFailed as error:
+            problem, log = self._redactor.of(error.problem, 4 * _LOG_CHARS), error.log
+        raise ReplicasNotStarted(f"source {self._name!r}: {problem}{self._shown(log)}")
+
+    async def status(self) -> PoolStatus:
+        """Return the state of the servers that `find` has found, and what all processes have sent them.
+
+        Raises `ReplicasNotStarted`, and `ReplicasNotChanged` if they end meanwhile.
+        """
+        await self.find()
+        found = await self._changed(self._use.status(), at_once=True)
+        shown = [replace(state, problem=self._redactor.of(state.problem, _LOG_CHARS)) for state in found.replicas]
+        return replace(found, replicas=tuple(shown))
+
+    def _loads(self) -> Mapping[int, ReplicaLoad]:
+        """What this process has sent to each replica. Called in the thread that follows the pool."""
+        if self._time is None:
+            return {}
+        numbers = {state.url + self._path: state.number for state in self._use.states if state.url}
+        now, loads = self._time(), {}
+        for replica in tuple(self._inner.replicas_asked.all):
+            if replica.base_url in numbers:
+                counts = (replica.requests, replica.in_flight, replica.pending_tokens, *replica.prefix_counts)
+                loads[numbers[replica.base_url]] = ReplicaLoad(*counts, health={replica.health(now): 1})
+        return loads
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """See `Source.send`. The first request starts the servers, if `start` has not."""
@@ -274,10 +314,12 @@ class ReplicaSet(SourceKind):
         """See `RewardEngine.wake_up`."""
         await self._changed(self._use.wake_up())
 
-    async def _changed(self, change: Coroutine[Any, Any, _T]) -> _T:
+    async def _changed(self, change: Coroutine[Any, Any, _T], *, at_once: bool = False) -> _T:
+        """Carry out a command of the pool, once it is ready or `at_once`. Raises `ReplicasNotChanged`."""
         replicas: Sequence[int] = ()
         try:
-            await self.start()
+            if not at_once:
+                await self.start()
             result = await change
             self.look()
             return result

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
@@ -59,7 +64,18 @@ def groups():
     return [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
 
 
-async def test_a_pool_on_ray(cluster, stand_ins, private):
+async def in_a_shell(folder, tree, command, *options):
+    """Run `qreward pool` outside the job, and return its exit code and output."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    words = ("-m", "qreward_plugins.cli", "pool", command, str(folder / "config.yaml"), *options)
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    shell = await asyncio.create_subprocess_exec(sys.executable, *words, env=env, **pipes)
+    out, err = await shell.communicate()
+    return shell.returncode, out.decode(), err.decode()
+
+
+async def test_a_pool_on_ray(cluster, stand_ins, private, tmp_path):
     first_weights, second = stand_ins.weights("first"), stand_ins.weights("second")
     servers = {"server": "vllm", "program": stand_ins.program(), "model": str(first_weights)}
     own = tree({**servers, "weight_updates": "in_place"}, private, data_parallel=2)
@@ -84,13 +100,22 @@ async def test_a_pool_on_ray(cluster, stand_ins, private):
         outcomes = await first.score_all(samples(10), deadline_s=180)
         assert {outcome.verdict.rationale for outcome in outcomes} == {"second"}
         assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-1"}
-        await first.sleep("own")
+        code, out, _ = await in_a_shell(tmp_path, own, "status", "--json")
+        (found,) = json.loads(out)["sources"]
+        assert (code, found["processes"], found["silent"], found["weights"]["version"]) == (0, 2, 0, "step-1")
+        assert {replica["url"] for replica in found["replicas"]} == {state.url for state in source.replicas}
+        assert sum(replica["requests"] for replica in found["replicas"]) >= 20
+        assert (await in_a_shell(tmp_path, own, "sleep"))[0] == 0
         assert stand_ins.living() == []
         await comes(lambda: {state.state for state in other.upstreams["own"].source.replicas} == {"asleep"})
         await other.wake_up("own")
         outcomes = await first.score_all(samples(10), deadline_s=180)
         assert {outcome.verdict.rationale for outcome in outcomes} == {"second"}
     await comes(lambda: not stand_ins.living() and not groups() and not list(private.glob("*-logs")))
+    # The actor of the pool is still there, without a pool.
+    code, out, err = await in_a_shell(tmp_path, own, "status")
+    assert (code, out, err) == (2, "", "error: source 'own': no servers of it run on this Ray cluster\n")
+    assert groups() == []
 
 
 async def test_a_pool_that_the_cluster_cannot_place(cluster, stand_ins):

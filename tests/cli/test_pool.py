@@ -1,0 +1,167 @@
+"""`qreward pool` finds the servers that run, shows and changes them, and starts none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qreward_plugins import RewardEngine, Sample
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "replicas"))
+from pools import StandIns
+
+COMMANDS = {
+    "status": (),
+    "sleep": (),
+    "wake": (),
+    "update": ("--weights", "new"),
+}
+
+
+@pytest.fixture
+def stand_ins(tmp_path):
+    made = StandIns(tmp_path)
+    yield made
+    assert made.living() == []
+
+
+@pytest.fixture
+def config(tmp_path, stand_ins, short_directory):
+    """Write a configuration of stand-ins for vLLM, and return its path."""
+
+    def write(*options, name="config.yaml", others=(), **more):
+        own = {
+            "kind": "replicas",
+            "server": "vllm",
+            "program": stand_ins.program(*options),
+            "model": str(stand_ins.weights("first")),
+            "platform": "cpu",
+            "data_parallel": 2,
+            "weight_updates": "in_place",
+            "sleep_mode": True,
+            **more,
+        }
+        tree = {
+            "sources": dict.fromkeys(("own", *others), own),
+            "judges": {"quality": {"kind": "llm", "score_range": [0, 10]}},
+            "engine": {"shared_directory": short_directory, "seed": 7},
+        }
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return write
+
+
+def samples(count):
+    return [Sample([{"role": "user", "content": "Why?"}], f"Because of {n}.", id=str(n)) for n in range(count)]
+
+
+def test_status_shows_what_all_processes_have_sent(run_cli, config):
+    path = config()
+    with RewardEngine(str(path)).portal() as first, RewardEngine(str(path)).portal() as second:
+        for portal, count in ((first, 12), (second, 30)):
+            assert {outcome.reward for outcome in portal.score_all(samples(count), deadline_s=60)} == {0.7}
+        counted = [portal.statistics().sources["own"].replicas for portal in (first, second)]
+        found = run_cli("pool", "status", path, "--json")
+        (source,) = json.loads(found.stdout)["sources"]
+        table = run_cli("pool", "status", path)
+    assert (found.exit_code, table.exit_code) == (0, 0)
+    assert (source["source"], source["processes"], source["silent"]) == ("own", 2, 0)
+    replicas = source["replicas"]
+    for replica in replicas:
+        own = [each for process in counted for each in process if each.base_url == f"{replica['url']}/v1"]
+        assert (len(own), replica["requests"]) == (2, sum(each.requests for each in own))
+        assert (replica["in_flight"], replica["pending_tokens"]) == (0, 0)
+    assert sum(replica["requests"] for replica in replicas) >= 42  # with hedges
+    assert any(replica["prefix_hit_rate"] for replica in replicas)
+    assert {replica["state"] for replica in replicas} == {"up"}
+    assert sum(replica["health"]["up"] for replica in replicas) == 4
+
+    lines = table.stdout.splitlines()
+    assert lines[:2] == [f"own: 2 replicas of {source['model']} on vllm (cpu)", "used by 2 processes"]
+    assert lines[2].split() == [
+        *("replica", "address", "devices", "state", "version"),
+        *("requests", "pending", "tokens", "hit", "rate", "health", "restarts"),
+    ]
+    for line, replica in zip(lines[3:], replicas, strict=True):
+        number, address, devices, state, version, requests, pending, rate, health, restarts = line.split()
+        assert (number, address, devices) == (str(replica["replica"]), replica["url"], "cpu")
+        assert (state, version, pending, health, restarts) == ("up", "-", "0", "up", "0")
+        assert requests == str(replica["requests"])
+        assert rate == ("-" if replica["prefix_hit_rate"] is None else f"{replica['prefix_hit_rate']:.0%}")
+
+
+def test_servers_of_serve_judge_sleep_wake_and_get_other_weights(run_cli, start_cli, config, stand_ins):
+    path, new = config(), stand_ins.weights("second")
+    server = start_cli("serve-judge", path)
+    while "stop them with Ctrl-C" not in server.stdout.readline():
+        assert server.poll() is None
+
+    def status():
+        (source,) = json.loads(run_cli("pool", "status", path, "--json").stdout)["sources"]
+        return source["weights"], [(replica["state"], replica["version"]) for replica in source["replicas"]]
+
+    asleep = run_cli("pool", "sleep", path, "--level", "2", "--drain", "abort", "--within", "30")
+    assert asleep.stdout == f"own: the servers sleep; wake them with: qreward pool wake {path}\n"
+    assert status()[1] == [("asleep", "")] * 2
+    assert sum("/sleep?level=2" in line for line in stand_ins.notes()) == 2
+
+    assert run_cli("pool", "wake", path).stdout == "own: the servers are awake\n"
+    assert status()[1] == [("up", "")] * 2
+
+    updated = run_cli("pool", "update", path, "--weights", new, "--version", "step-2", "--mode", "together")
+    assert updated.stdout == f"own: the servers have the weights of {new} as step-2\n"
+    assert status() == ({"version": "step-2", "path": str(new), "revision": 1}, [("up", "step-2")] * 2)
+    assert "weights step-2 (" in run_cli("pool", "status", path).stdout
+
+    failed = run_cli("pool", "update", path, "--weights", path.parent / "none")
+    assert failed.exit_code == 2
+    assert failed.stderr.startswith("error: source 'own': replica 0: ")
+    assert "none does not exist" in failed.stderr
+    assert status()[1] == [("up", "step-2")] * 2
+    server.end(15)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_starts_servers(run_cli, config, stand_ins, short_directory, command):
+    path = config()
+    result = run_cli("pool", command, path, *COMMANDS[command])
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = f"no servers of it run for this user on this machine (the directory is {short_directory})"
+    assert result.stderr.splitlines() == [f"error: source 'own': {said}"]
+    assert list(Path(short_directory).iterdir()) == []
+    assert stand_ins.notes() == []
+
+
+def test_servers_with_other_settings_are_not_taken_for_these(run_cli, config):
+    with RewardEngine(str(config())).portal() as portal:
+        portal.score(samples(1)[0], deadline_s=60)
+        other = config(name="other.yaml", data_parallel=1, environment={"HF_TOKEN": "hf_secret"})
+        result = run_cli("pool", "sleep", other)
+    assert result.exit_code == 2
+    assert "those of another source 'own' run, which differs in: data_parallel, environment. Use" in result.stderr
+    assert "hf_secret" not in result.output
+
+
+def test_an_update_of_several_sources_names_one(run_cli, config):
+    result = run_cli("pool", "update", config(others=("other",)), "--weights", "new")
+    assert result.exit_code == 2
+    assert "several sources have servers; name one of them by --source: other, own" in result.stderr
+
+
+def test_a_source_without_servers_is_named(run_cli, config):
+    result = run_cli("pool", "status", config(), "--source", "else")
+    assert result.exit_code == 2
+    assert "--source else: it is no source of kind replicas; such sources: own" in result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_fits_a_terminal(run_cli, command):
+    result = run_cli("pool", command, "--help")
+    assert f"Usage: qreward pool {command}" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80

@@ -35,13 +35,14 @@ async def test_a_pool_is_found_before_it_is_ready(stand_ins):
         await starting
 
 
-async def test_what_is_found_and_then_lost_is_not_started_again(stand_ins):
+async def test_what_is_found_and_then_lost_is_not_started_again(stand_ins, caplog):
     starts, finds = LocalPoolUse(stand_ins.spec()), LocalPoolUse(stand_ins.spec())
     await starts.start()
     await finds.find()
     assert (await finds.status()).processes == 1
     pool = parent_of(stand_ins.living()[0], 3)
     leaving = asyncio.ensure_future(starts.aclose())
+    await asyncio.sleep(0)  # it leaves now, so it does not start the pool again
     os.kill(pool, signal.SIGKILL)
     await leaving
     await comes(lambda: finds.ended and not stand_ins.living())
@@ -49,6 +50,7 @@ async def test_what_is_found_and_then_lost_is_not_started_again(stand_ins):
         with pytest.raises((PoolFailed, ChangeFailed), match="it has ended"):
             await command()
     assert stand_ins.living() == []
+    assert "started again" not in caplog.text
     await finds.aclose()
 
 

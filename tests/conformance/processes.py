@@ -1,7 +1,8 @@
 """The process in which a framework plays: requests go to it and answers come back as JSON, one a line.
 
 Frameworks keep state where no test can reset it, and some hang when they fail. So each has a process of its own, in
-which a module of the tests (`player`) listens, and nobody waits for an answer longer than a watchdog allows.
+which a module of the tests (`player`) listens, and nobody waits for an answer longer than a watchdog allows. It ends
+with the process that started it, however that ends (parents.py).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class PlayerProcess:
     def __enter__(self) -> Any:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", self._module, *self.arguments],
+                [sys.executable, "-X", "faulthandler", "-m", "conformance.parents", self._module, *self.arguments],
                 cwd=self.folder,
                 env=dict(self._environment),
                 stdin=subprocess.PIPE,

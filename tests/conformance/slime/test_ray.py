@@ -53,7 +53,7 @@ def job(request, slime_source, tmp_path_factory):
         path = folder / "job.json"
         path.write_text(json.dumps(told))
         done = subprocess.run(
-            [sys.executable, "-m", "conformance.slime.ray_player", str(path)],
+            [sys.executable, "-m", "conformance.parents", "conformance.slime.ray_player", str(path)],
             cwd=folder,
             env=environment(slime_source),
             capture_output=True,

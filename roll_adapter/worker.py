@@ -19,7 +19,7 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 
-from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored
+from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
 from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
 
 from .rewards import DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
@@ -47,6 +47,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         self._warned_of_correctness = False
         self._phases_known = False
         """Whether the pipeline has called `load_states`, so it calls `offload_states`, too."""
+        self._scoring: set[asyncio.Task[list[Outcome]]] = set()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> None:
@@ -74,7 +75,8 @@ class QRewardWorker(Worker):  # type: ignore[misc]
 
         All numbers are finite. A failed sample gets the mean of its prompt's samples that this worker has scored so
         far (0.0 if there are none). `meta_info["qreward_failed"]` has its cause, by which `QRewardRolloutLoop` masks
-        it. Raises `RewardMissing` with `on_failure: raise`.
+        it. Raises `RewardMissing` with `on_failure: raise`, and `CancelledError` if ROLL offloads the worker meanwhile
+        and the judge is on its GPUs.
         """
         if self.engine.colocated and not self._phases_known:
             raise ConfigurationError(
@@ -82,9 +84,10 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             )
         loop = asyncio.get_running_loop()
         samples = await loop.run_in_executor(self._decoder, partial(to_samples, data, self._tokenizer))
-        outcomes: list[Outcome] = (
-            [await self.engine.score(samples[0])] if len(samples) == 1 else await self.engine.score_all(samples)
-        )
+        scoring = asyncio.ensure_future(self._score(samples))
+        self._scoring.add(scoring)
+        scoring.add_done_callback(self._scoring.discard)
+        outcomes = await scoring
         streamed, validation = is_streamed(data), is_validation(data)
         metrics, facts = self._metrics.of(outcomes, streamed=streamed)
         metrics |= self._blames.metrics(self.engine.last_batch())
@@ -129,15 +132,23 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         """ROLL's call after the rollouts of a step, before anything trains; it waits for all workers. Lets judges on
         the trainer's GPUs sleep. Raises what `RewardEngine.end_rewards` raises, which ends the training.
 
-        ROLL has all its rewards by then. A response that it asked for and does not need any more may still be judged
-        in one worker when another lets the servers sleep; it then ends at its deadline, and nobody waits for it.
+        ROLL has all its rewards by then. What is still judged are responses that it asked for and does not need
+        (`is_use_additional_prompts`). They are cancelled, because the training would wait for the slowest of them.
         """
+        if self.engine.colocated:
+            for scoring in self._scoring:
+                scoring.cancel()
         await self.engine.end_rewards()
 
     async def close(self) -> None:
         """Close the engine and its thread. ROLL never does; tests and other callers should."""
         await self.engine.aclose()
         self._decoder.shutdown()
+
+    async def _score(self, samples: list[Sample]) -> list[Outcome]:
+        if len(samples) == 1:
+            return [await self.engine.score(samples[0])]
+        return await self.engine.score_all(samples)
 
     def _rewards(self, data: Any, outcomes: list[Outcome], causes: list[str]) -> tuple[list[float], list[str]]:
         """The number of every sample, and its cause if the number is a stand-in, else ""."""

@@ -8,6 +8,7 @@ development mode, and takes the text of `weights.bin` in the folder of the model
 weights at its begin, at its end, and those of the cached prefix; more than one means a mixed reply.
 
 delay=S         seconds that a reply takes
+slow=S/REGEX    seconds that a reply takes to a question with this text
 fault=FILE      a word in this file is done at the next load, and the file is removed: `fail`, `die`, `hang`, `lie` (it
                 says that it has loaded), `unsaid` (it does not take the version), `stuck` (the cache is not reset); or
                 at the next pause: `no-pause`
@@ -117,7 +118,8 @@ class Weights:
         self.free.wait()
         begun = self.has
         cached = self.cached.setdefault(prompt[:200], begun)
-        time.sleep(float(self.options.get("delay", 0)))
+        slow_s, _, text = self.options.get("slow", "").partition("/")
+        time.sleep(float(slow_s if slow_s and re.search(text, prompt) else self.options.get("delay", 0)))
         self.free.wait()
         return "+".join(sorted({begun, cached, self.has}))
 

@@ -323,6 +323,28 @@ def test_roll(level, roll, judges, stand_ins):
     assert events == ["/start", "/ask", "/sleep", "/wake_up", "/ask", "/sleep", "/wake_up", "/ask"]
 
 
+def test_roll_does_not_wait_for_responses_that_it_does_not_need(roll, judges, stand_ins):
+    """Additional prompts are there so that it need not."""
+    rows = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n), "tag": "math"} for n in range(24)]
+    trainer = roll(
+        judges("questions", "slow=20/hesitating"),
+        rows=rows,
+        rollout_batch_size=2,
+        user_defined_rollout_loop_cls="roll_adapter.QRewardRolloutLoop",
+        is_num_return_sequences_expand=True,
+        is_use_additional_prompts=True,
+        max_additional_running_prompts=4,
+        respond=lambda draft, rng: "hesitating" if int(draft.ground_truth) % 2 else "quick",
+    )
+    for _ in range(2):
+        begun = time.monotonic()
+        step = trainer.step()
+        assert time.monotonic() - begun < 15
+        assert {round(reward, 6) for reward in step.raw_rewards} == {0.7}
+        assert set(step.responses) == {"quick"}
+        assert roll_states(trainer) == [ASLEEP, ASLEEP]
+
+
 def test_domains_of_roll_share_the_servers(roll, judges, stand_ins):
     trainer = roll(judges(), domains=("math", "code"))
     trainer.step()

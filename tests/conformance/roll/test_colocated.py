@@ -16,6 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
 from pools import StandIns
 
 STEPS = 3
+SLOW = r"item [0-4]?[147] :"
+"""Prompts whose responses are judged slowly; none of them is in the validation."""
+SLOW_S = 240.0
+DEADLINE_S = 120.0
+"""So long would a step take that waits for a slow one. Else it takes seconds, also on a busy machine."""
 GONE_S = 60.0
 """Servers end after the workers that ROLL's end kills."""
 
@@ -27,11 +32,10 @@ def stand_ins(tmp_path):
 
 @pytest.fixture
 def run(player, stand_ins, tmp_path, short_directory):
-    """Run the pipeline with a judge on its GPUs and these further keys. Returns what the player tells."""
+    """Run the pipeline with a judge on its GPUs, options of its stand-in, and further keys. Returns what is told."""
     own = {
         "kind": "replicas",
         "server": "vllm",
-        "program": stand_ins.program("questions", "delay=0.05"),
         "model": str(stand_ins.weights("first")),
         "platform": "cpu",
         "colocated": True,
@@ -40,7 +44,7 @@ def run(player, stand_ins, tmp_path, short_directory):
     tree = {
         "sources": {"own": own},
         "judges": {"quality": {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}},
-        "engine": {"deadline_s": 60, "shared_directory": short_directory},
+        "engine": {"deadline_s": DEADLINE_S, "shared_directory": short_directory},
     }
     worker = {
         "worker_cls": WORKER,
@@ -52,7 +56,8 @@ def run(player, stand_ins, tmp_path, short_directory):
 
     noting = {"system_envs": {NOTES: str(tmp_path / "notes")}}
 
-    def run(**more):
+    def run(*options, **more):
+        own["program"] = stand_ins.program("questions", "delay=0.05", *options)
         keys = {
             "rewards": {DOMAIN: worker},
             "user_defined_rollout_loop_cls": LOOP,
@@ -72,16 +77,8 @@ def run(player, stand_ins, tmp_path, short_directory):
     return run
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        # ROLL has its batch while responses that it does not need are still judged.
-        pytest.param({"is_use_additional_prompts": True, "max_additional_running_prompts": 4}, id="each response"),
-        pytest.param({"generate_opt_level": 0}, id="whole batches"),
-    ],
-)
-def test_the_judge_sleeps_while_roll_trains(more, run, stand_ins):
-    told = run(**more)
+def check(told, stand_ins):
+    """What must hold of every run that trains to its end."""
     assert told["stage"] == "done", (told["error"], told["text"])
     assert len(told["trained"]) == len(told["logged"]) == STEPS
     for step, metrics in zip(told["trained"], told["logged"], strict=True):
@@ -97,6 +94,19 @@ def test_the_judge_sleeps_while_roll_trains(more, run, stand_ins):
     while stand_ins.living():
         assert time.monotonic() < until, "the servers end with the training"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("more", [{}, {"generate_opt_level": 0}], ids=["each response", "whole batches"])
+def test_the_judge_sleeps_while_roll_trains(more, run, stand_ins):
+    check(run(**more), stand_ins)
+
+
+def test_roll_does_not_wait_for_responses_that_it_does_not_need(run, stand_ins):
+    """Additional prompts are there so that it need not. Some are still judged when ROLL has its batch."""
+    more = {"is_use_additional_prompts": True, "max_additional_running_prompts": 8}
+    told = run(f"slow={SLOW_S}/{SLOW}", **more)
+    check(told, stand_ins)
+    assert max(metrics["time/step_generate"] for metrics in told["logged"]) < DEADLINE_S
 
 
 def test_asynchronous_roll_is_refused(run, stand_ins):

@@ -76,7 +76,8 @@ async def test_a_server_that_dies_loses_no_sample(tree, groups):
             await engine.score_all(groups[:8])
             one.stop()
             outcomes = await engine.score_all(groups, deadline_s=30)
-            replicas = engine.statistics().sources["judge"].replicas
+        # A hedge that lost may end a moment after the outcome.
+        replicas = engine.statistics().sources["judge"].replicas
         assert all(isinstance(outcome, Scored) for outcome in outcomes)
         assert replicas[0].failures > 0
         assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
@@ -89,7 +90,8 @@ async def test_a_server_that_answers_wrongly_loses_no_sample(tree, groups, fault
     with Seen() as one, JudgeServer(faults=Faults(rates={fault: 1.0})) as other, Seen() as two:
         async with RewardEngine(tree(one, other, two)) as engine:
             outcomes = await engine.score_all(groups, deadline_s=30)
-            replicas = engine.statistics().sources["judge"].replicas
+        # A hedge that lost may end a moment after the outcome.
+        replicas = engine.statistics().sources["judge"].replicas
         assert [outcome.describe() for outcome in outcomes if not isinstance(outcome, Scored)] == []
         assert [replica.failures > 0 for replica in replicas] == [False, True, False]
         assert replicas[1].requests < len(groups) / 3

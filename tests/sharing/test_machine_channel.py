@@ -22,7 +22,16 @@ from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.config import EngineConfig, Limits
 from qreward_plugins.errors import KeeperSilent
 from qreward_plugins.quotas import SharedQuota
-from qreward_plugins.sharing import Demand, Member, channels, keeper_lock, machine_channel, machine_keeper, open_channel
+from qreward_plugins.sharing import (
+    Demand,
+    Member,
+    channels,
+    keeper,
+    keeper_lock,
+    machine_channel,
+    machine_keeper,
+    open_channel,
+)
 from qreward_plugins.sharing.keeper import MARGIN_S, TTL_S
 from qreward_plugins.sharing.keeper_lock import STAMP_EVERY_S, KeeperLock, latest, socket_path
 from qreward_plugins.sharing.machine_channel import MachineChannel
@@ -44,6 +53,12 @@ def nothing_is_left():
     yield
     assert not [thread for thread in threading.enumerate() if thread.name == "qreward-keeper"]
     gc.collect()  # an open socket would be a ResourceWarning
+
+
+@pytest.fixture(autouse=True)
+def reports_are_held_shortly(monkeypatch):
+    """A report that the keeper has nothing to say to is answered soon."""
+    monkeypatch.setattr(keeper, "HOLD_S", 0.05)
 
 
 class Worker:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from ..config import Batch
 from ..errors import QRewardError, SourceError, Throttled, TransientError
 from ..sources.base import Reply, Request
+from ..sources.lease import RoutingHints
 from ..sources.replica import Refusal, ReplicaStatistics
-from ..sources.replicas import Replicas, RoutingHints
+from ..sources.replicas import Replicas
 from ..spent import Usage
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .draws import Draw, Luck

@@ -26,11 +26,12 @@ from .endpoint_kind import EndpointKind
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply, Streaming
 from .kind import class_path
+from .lease import NO_HINTS, Lease, RoutingHints
 from .parameter_demands import ParameterDemands
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
 from .redactor import Redactor
 from .replica import Refusal, ReplicaStatistics
-from .replicas import NO_HINTS, Lease, Replicas, RoutingHints
+from .replicas import Replicas
 from .replies import Answer, streamed_reply
 from .stream_passing import StreamPassing
 

@@ -15,8 +15,9 @@ from qreward_plugins.errors import (
     TransientError,
 )
 from qreward_plugins.sources.base import ServedWeights
+from qreward_plugins.sources.lease import Lease, RoutingHints
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, Refusal
-from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
+from qreward_plugins.sources.replicas import Replicas
 
 REFUSED = PermanentError("source 's' (a/v1) answered 400 (too long)", status=400)
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from qreward_plugins.config.source_models import EndpointConfig, Routing, RoutingStrategy
+from qreward_plugins.sources.lease import RoutingHints
 from qreward_plugins.sources.prefixes import Prefix
-from qreward_plugins.sources.replicas import Replicas, RoutingHints
+from qreward_plugins.sources.replicas import Replicas
 from qreward_plugins.sources.routing import STALE_S
 
 

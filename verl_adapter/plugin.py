@@ -2,7 +2,8 @@
 
 verl imports this in every process and logs errors at level DEBUG only (verl/__init__.py). Then the run would end with
 "reward manager is not registered" and no reason, so errors are logged here. verl 0.9 also ignores, without a message,
-the key that selected reward managers up to 0.8; a warning says so.
+the key that selected reward managers up to 0.8; a warning says so. Only the program of fully_async still reads it
+(fully_async_main.py: `migrate_legacy_reward_impl`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ _log = logging.getLogger("verl_adapter")
 NAME = "qreward"
 _LEGACY_KEY = "reward_model.reward_manager"
 _KEY = "reward.reward_manager.name"
+_READS_LEGACY_KEY = "fully_async_main"
+"""The module of the one program that still reads it."""
 
 
 def register() -> list[str]:
@@ -35,8 +38,12 @@ def register() -> list[str]:
     return registered
 
 
-def ignored_selection(arguments: Sequence[str]) -> str | None:
-    """The command-line override that asks for qreward in a way that this verl ignores, if there is one."""
+def ignored_selection(program: str, arguments: Sequence[str]) -> str | None:
+    """The command-line override that asks for qreward in a way that this verl ignores, if there is one. `program` is
+    the module or the file that runs.
+    """
+    if program.removesuffix(".py").endswith(_READS_LEGACY_KEY):
+        return None
     chosen = [argument for argument in arguments if argument.lstrip("+").startswith(f"{_LEGACY_KEY}=")]
     selected = any(argument.lstrip("+").startswith((f"{_KEY}=", "reward_manager=")) for argument in arguments)
     if chosen and chosen[-1].endswith(f"={NAME}") and not selected and _drops_legacy_key():
@@ -54,6 +61,14 @@ def _drops_legacy_key() -> bool:
     return (major, minor) >= (0, 9)
 
 
+def _program() -> str:
+    """The module or the file that runs. With `python -m`, `sys.argv[0]` is "-m" until the module is found, and verl is
+    imported before.
+    """
+    command = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
+    return command[-1] if command else ""
+
+
 def _load() -> None:
     try:
         registered = register()
@@ -62,7 +77,7 @@ def _load() -> None:
         raise
     if not registered:
         _log.error("qreward found no registry of reward managers in this verl; verl 0.4 or later is required")
-    override = ignored_selection(sys.argv[1:])
+    override = ignored_selection(_program(), sys.argv[1:])
     if override is not None:
         _log.warning("this verl ignores %r; select the reward manager with %s=%s", override, _KEY, NAME)
 

@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
-from .app import main
+import sys
+
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it with code 130 and no traceback, also while its modules are imported, which
+    takes a second.
+    """
+    try:
+        from .app import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+
 
 __all__ = ["main"]

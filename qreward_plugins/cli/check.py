@@ -49,10 +49,15 @@ async def check_config(
     lines are its problems.
     """
     code = await (_check_offline(path, out) if offline else _check(path, rollouts, out, errors, timeout_s))
-    if code == OK:
+    if code == OK and _trains(load_config(path)):
         wrapped = list(read_yaml(str(path), origin=str(path))) == ["qreward"]
         say_how_to_train(out, path, framework or framework_of(path, wrapped=wrapped), wrapped=wrapped)
     return code
+
+
+def _trains(config: Config) -> bool:
+    """Whether a trainer can use the file: one for clients has no judges."""
+    return bool(config.judges) or config.engine.server is not None
 
 
 async def _check_offline(path: Path, out: Console) -> int:

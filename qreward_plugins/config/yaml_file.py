@@ -158,8 +158,16 @@ def _marked(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str]:
         what = "`!` starts an unknown tag"
         remedy = "Put a text that starts with `!` in quotes."
     elif "that cannot start any token" in what:
-        what = "found a character that cannot start a value"
-        remedy = "Put a text that starts with a special character in quotes; indent with spaces."
+        at = error.problem_mark
+        if at and at.line < len(lines) and lines[at.line][at.column : at.column + 1] == "\t":
+            what, remedy = "a tab", "Indent with spaces."
+        else:
+            what = "found a character that cannot start a value"
+            remedy = "Put a text that starts with a special character in quotes."
+    elif "found another document" in what:
+        what, remedy = "`---` starts a second document", "Keep one document in the file."
+    elif "'<stream end>'" in what:
+        what, remedy = "the file ends within a list or a mapping", "Close it, or save the whole file."
     elif what.startswith("duplicate key"):
         remedy = "Merge the two, or rename one of them."
     elif mark and mark.line < len(lines) and "${" in lines[mark.line]:

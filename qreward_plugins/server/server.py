@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -117,7 +118,11 @@ class RewardServer:
             await web.TCPSite(self._runner, self._host, self._port).start()
         except OSError as error:
             await self.aclose()
-            raise InputError(f"cannot listen on {self._host}:{self._port} ({error.strerror})") from None
+            # asyncio writes a sentence of its own around the system's.
+            why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror
+            raise InputError(
+                f"cannot listen on {self._host}:{self._port} ({why}); choose another port or host"
+            ) from None
         # Begins to watch the configuration and to share limits. Otherwise the first sample would.
         self._engine.dispatcher()
         port = self._runner.addresses[0][1]

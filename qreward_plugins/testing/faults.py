@@ -142,8 +142,9 @@ def fault_kind(name: str) -> FaultKind:
     """Return the kind with this name. Raises `ValueError` with similar names if there is none."""
     if name in _KINDS:
         return _KINDS[name]
-    near = difflib.get_close_matches(str(name), _KINDS, n=3) or _KINDS
-    raise ValueError(f"unknown fault {name!r}; did you mean {', '.join(near)}?")
+    near = difflib.get_close_matches(str(name), _KINDS, n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else "`qreward judge-server --list-faults` shows all"
+    raise ValueError(f"unknown fault {name!r}; {hint}")
 
 
 class PlayFault(Exception):

@@ -499,3 +499,11 @@ def test_the_trial_server_serves_a_reward_model_that_can_judge(check, tmp_path, 
         result = check()
         assert server.report().requests == TRIED
     assert result.exit_code == 0, result.output
+
+
+def test_a_file_for_clients_does_not_end_with_a_line_to_train_with(check, tmp_path):
+    source = {"kind": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
+    tree = {"sources": {"a": source}, "models": {"gpt-*": {"sources": "a"}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    result = check("--offline")
+    assert (result.exit_code, "Train with" in result.stdout) == (0, False), result.output

@@ -50,6 +50,21 @@ def test_the_module_is_the_command(tmp_path):
     assert done.stderr.startswith("error: missing.yaml: there is no such file")
 
 
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback():
+    program = (
+        "import sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'qreward_plugins.engine':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from qreward_plugins.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_functions_of_the_working_directory_are_found(tmp_path, write_config):
     """Also by an installed command, which lives in another folder."""
     (tmp_path / "bin").mkdir()

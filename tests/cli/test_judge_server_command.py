@@ -62,6 +62,7 @@ def test_a_taken_port_is_one_line(run_cli):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--fault", "x=0.1"], "unknown fault 'x'; `qreward judge-server --list-faults` shows all"),
         (["--fault", "eror_500=0.1"], "unknown fault 'eror_500'; did you mean error_500"),
         (["--fault", "error_500"], "--fault error_500: write KIND=RATE"),
         (["--fault", "error_500=2"], "share between 0 and 1"),

@@ -209,7 +209,10 @@ def test_a_node_inside_a_mapping_is_resolved_once() -> None:
     ("content", "problem"),
     [
         ("a: [1\n", "not valid YAML"),
-        ("a:\n\tb: 1", "line 2, column 1"),
+        ("a:\n\tb: 1", "not valid YAML: a tab (line 2, column 1). Indent with spaces."),
+        ("a: 1\n---\nb: 2", "`---` starts a second document (line 2, column 1). Keep one document in the file."),
+        ('{"a": {"b": ', "the file ends within a list or a mapping (line 1, column 13). Close it, or save the whole"),
+        ("a: @b", "a character that cannot start a value (line 1, column 4). Put a text that starts with a special"),
         ("a: 1\na: 2", "duplicate key `a` (line 2, column 1)"),
         ("a: b: c", "line 1, column 5"),
         ("a: {x: ${oc.env:A}}", "Within { } or [ ], put `${...}` in quotes"),

@@ -288,5 +288,7 @@ async def test_readiness_metrics_and_description(serve, row):
 async def test_a_taken_port_is_a_clear_error(serve):
     async with serve() as served:
         port = int(served.url.rpartition(":")[2])
-        with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(
+            InputError, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use\); choose another"
+        ):
             await RewardServer(served.engine, port=port).start()

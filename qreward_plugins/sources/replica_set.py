@@ -6,7 +6,6 @@ those of the kind `openai` or `reward_model`: an inner source of this kind sends
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -25,7 +24,7 @@ from ..errors import (
 from ..redaction import environment_secrets, secrets_in
 from ..replicas.group_weights import GroupWeights, group_of
 from ..replicas.pool import ChangeFailed, PoolFailed
-from ..replicas.pool_status import PoolStatus, ReplicaLoad
+from ..replicas.pool_status import PoolStatus
 from ..replicas.replica_state import ReplicaState
 from ..replicas.server_kinds import CHAT, SERVER_KINDS
 from ..replicas.spec import PoolSpec
@@ -33,17 +32,15 @@ from ..replicas.weights import Drain, Mode, Update, Weights, check_drain
 from ..samples import Sample
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, SourceKind
+from .pool_view import PROBLEM_CHARS, PoolView
 from .provider import Provider
-from .replica import Mark, ReplicaChange
+from .replica import ReplicaChange
 from .replica_pools import inner_source, pool_spec, pool_use
 from .replica_set_config import ReplicaSetConfig
 from .transfers import WeightTransfer
 
 _T = TypeVar("_T")
 _LOG_LINES = 20
-_MOST_CHANGES = 1000
-_LOG_CHARS = 300
-_MARKS: Mapping[str, Mark] = {"up": "up", "draining": "draining"}
 
 
 class ReplicaSet(SourceKind):
@@ -69,18 +66,12 @@ class ReplicaSet(SourceKind):
         if self._groups is not None:
             self._inner.keeps_groups = True
             self._inner.replicas_asked.groups = self._groups
-        self._inner.replicas_asked.gate = _Gate(self)
         self._use = pool_use(name, config, spec, self._groups)
-        self._use.loads = self._loads
-        self._time: Callable[[], float] | None = None
-        self._path = "/v1" if config.task == CHAT else ""
-        self._seen = -1
-        self._states: tuple[ReplicaState, ...] = ()
-        self._changes: list[ReplicaChange] = []
         given = [config.arguments, list(config.command or ()), list(config.program or ())]
         self._redactor = self._inner.redactor.beside(
             [*environment_secrets(), *spec.environment.values(), *secrets_in(given)]
         )
+        self._view = PoolView(name, self._use, self._inner, self._redactor, "/v1" if config.task == CHAT else "")
 
     @classmethod
     def answered(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -145,17 +136,17 @@ class ReplicaSet(SourceKind):
         Raises `ReplicasNotStarted`. Cancelling ends only the wait; `aclose` stops the servers.
         """
         problem, log = "", ""
-        self._time = asyncio.get_running_loop().time
+        self._view.use_clock()
         try:
             await self._use.start()
         except PoolFailed as error:
-            problem, log = self._redactor.of(error.problem, _LOG_CHARS), error.log
+            problem, log = self._redactor.of(error.problem, PROBLEM_CHARS), error.log
             absent = "" if self._config.program or self._config.placement != "local" else self._kind.absent()
             if absent:
                 problem += f"; {absent}"
         if problem:
             raise ReplicasNotStarted(f"source {self._name!r} cannot start its servers: {problem}{self._shown(log)}")
-        self._look()
+        self._view.look()
 
     async def find(self) -> None:
         """Find the servers that another process has started, ready or not. This source starts none, also not later.
@@ -164,10 +155,10 @@ class ReplicaSet(SourceKind):
         """
         try:
             await self._use.find()
-            self._look()
+            self._view.look()
             return
         except PoolFailed as error:
-            problem, log = self._redactor.of(error.problem, 4 * _LOG_CHARS), error.log
+            problem, log = self._redactor.of(error.problem, 4 * PROBLEM_CHARS), error.log
         raise ReplicasNotStarted(f"source {self._name!r}: {problem}{self._shown(log)}")
 
     async def status(self) -> PoolStatus:
@@ -177,20 +168,8 @@ class ReplicaSet(SourceKind):
         """
         await self.find()
         found = await self._changed(self._use.status(), at_once=True)
-        shown = [replace(state, problem=self._redactor.of(state.problem, _LOG_CHARS)) for state in found.replicas]
+        shown = [replace(state, problem=self._redactor.of(state.problem, PROBLEM_CHARS)) for state in found.replicas]
         return replace(found, replicas=tuple(shown))
-
-    def _loads(self) -> Mapping[int, ReplicaLoad]:
-        """What this process has sent to each replica. Called in the thread that follows the pool."""
-        if self._time is None:
-            return {}
-        numbers = {state.url + self._path: state.number for state in self._use.states if state.url}
-        now, loads = self._time(), {}
-        for replica in tuple(self._inner.replicas_asked.all):
-            if replica.base_url in numbers:
-                counts = (replica.requests, replica.in_flight, replica.pending_tokens, *replica.prefix_counts)
-                loads[numbers[replica.base_url]] = ReplicaLoad(*counts, health={replica.health(now): 1})
-        return loads
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """See `Source.send`. The first request starts the servers, if `start` has not."""
@@ -275,7 +254,7 @@ class ReplicaSet(SourceKind):
     def _weights_of(self, sample: Sample) -> ServedWeights:
         """The weights that are to judge a sample: those that have begun to judge its group, if a replica has them."""
         begun = None if self._groups is None else self._groups.begun(group_of(sample))
-        if begun is None or not any((state.version, state.identity) == begun for state in self._states):
+        if begun is None or not any((state.version, state.identity) == begun for state in self._view.states):
             return self.weights
         return ServedWeights(*begun)
 
@@ -329,7 +308,7 @@ class ReplicaSet(SourceKind):
             problem, log = error.problem, error.log
         finally:
             change.close()
-        shown = self._redactor.of(problem, 4 * _LOG_CHARS)
+        shown = self._redactor.of(problem, 4 * PROBLEM_CHARS)
         raise ReplicasNotChanged(f"source {self._name!r}: {shown}{self._shown(log)}", replicas=replicas)
 
     def held(self) -> str:
@@ -344,9 +323,8 @@ class ReplicaSet(SourceKind):
         """Update the states of the replicas from the pool, and return the changes since the last call. Call it in the
         event loop.
         """
-        self._look()
-        changes, self._changes = self._changes, []
-        return changes
+        self._view.look()
+        return self._view.take_changes()
 
     async def aclose(self) -> None:
         """Close the connections, and stop the servers if no other process uses them. Idempotent."""
@@ -371,8 +349,8 @@ class ReplicaSet(SourceKind):
                 problem = str(error)
         if problem:
             raise SourceUnusable(problem, certain=True)
-        self._look()
-        states = self._states
+        self._view.look()
+        states = self._view.states
         if any(state.state == "up" for state in states) or self._use.gate.awaits_groups():
             return
         if self._use.held:
@@ -383,60 +361,9 @@ class ReplicaSet(SourceKind):
             raise SourceUnusable(f"source {self._name!r}: no replica is left ({shown})", certain=True)
         raise TransientError(f"source {self._name!r}: no replica is up ({shown})")
 
-    def _look(self) -> None:
-        """Update the inner source from the states of the pool, which another thread receives."""
-        if self._seen == self._use.version:
-            return
-        self._seen = self._use.version
-        before, self._states = self._states, self._use.states
-        asked = self._inner.replicas_asked
-        running = {state.url + self._path: state for state in self._states if state.url}
-        self._inner.move(list(running))
-        for url, state in running.items():
-            asked.mark(url, _MARKS.get(state.state, "down"))
-            if state.state == "up":
-                asked.serves(url, ServedWeights(state.version, state.identity))
-            elif state.abort:
-                asked.abort(url)
-        were = {state.number: state for state in before}
-        for state in self._states:
-            was = were.get(state.number)
-            if was is None or (was.state, was.version) != (state.state, state.version):
-                earlier = "" if was is None else was.state
-                problem = self._redactor.of(state.problem, _LOG_CHARS)
-                self._changes.append(
-                    ReplicaChange(self._name, state.number, state.state, earlier, state.version, problem)
-                )
-        del self._changes[:-_MOST_CHANGES]
-
     def _shown(self, log: str) -> str:
-        lines = [self._redactor.of(line, _LOG_CHARS) for line in log.splitlines()[-_LOG_LINES:]]
+        lines = [self._redactor.of(line, PROBLEM_CHARS) for line in log.splitlines()[-_LOG_LINES:]]
         return "".join(["\nthe last lines of its log:", *(f"\n  {line}" for line in lines if line)]) if lines else ""
-
-
-class _Gate:
-    """The `CallGate` of a source: counts its calls, and admits them to replicas that are up."""
-
-    def __init__(self, source: ReplicaSet) -> None:
-        self._source = source
-
-    def look(self) -> None:
-        self._source._look()
-
-    def enter(self, base_url: str, group: str) -> bool:
-        return self._source._use.gate.enter(self._url(base_url), group)
-
-    def ends(self, base_url: str, group: str) -> bool:
-        return self._source._use.gate.ends(self._url(base_url), group)
-
-    def leave(self, base_url: str) -> None:
-        self._source._use.leave_replica(self._url(base_url))
-
-    def held(self) -> str:
-        return self._source._use.held
-
-    def _url(self, base_url: str) -> str:
-        return base_url.removesuffix(self._source._path)
 
 
 def _absolute(path: object) -> str:

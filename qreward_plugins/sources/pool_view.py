@@ -1,0 +1,108 @@
+"""Defines `PoolView`: what the event loop knows of a pool of servers.
+
+Another thread receives the states of the pool. The view passes them to the inner source of a `ReplicaSet`, which sends
+the requests, and admits its calls to replicas that are up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from ..replicas.pool_status import ReplicaLoad
+from ..replicas.pool_use import PoolUse
+from ..replicas.replica_state import ReplicaState
+from .base import ServedWeights
+from .endpoint import Endpoint
+from .redactor import Redactor
+from .replica import Mark, ReplicaChange
+
+PROBLEM_CHARS = 300
+"""Most characters of a problem that a server or its log states."""
+_MOST_CHANGES = 1000
+_MARKS: Mapping[str, Mark] = {"up": "up", "draining": "draining"}
+
+
+class PoolView:
+    """The pool `use` of the source `name`, whose requests `inner` sends to URLs that end with `path`.
+
+    It is the `CallGate` of `inner`.
+    """
+
+    def __init__(self, name: str, use: PoolUse, inner: Endpoint, redactor: Redactor, path: str) -> None:
+        self._name = name
+        self._use = use
+        self._inner = inner
+        self._redactor = redactor
+        self._path = path
+        self._time: Callable[[], float] | None = None
+        self._seen = -1
+        self._changes: list[ReplicaChange] = []
+        self.states: tuple[ReplicaState, ...] = ()
+        """The states of the replicas at the last look."""
+        inner.replicas_asked.gate = self
+        use.loads = self._loads
+
+    def use_clock(self) -> None:
+        """Tell the loads by the clock of the running event loop."""
+        self._time = asyncio.get_running_loop().time
+
+    def look(self) -> None:
+        """Update the inner source from the states of the pool."""
+        if self._seen == self._use.version:
+            return
+        self._seen = self._use.version
+        before, self.states = self.states, self._use.states
+        asked = self._inner.replicas_asked
+        running = {state.url + self._path: state for state in self.states if state.url}
+        self._inner.move(list(running))
+        for url, state in running.items():
+            asked.mark(url, _MARKS.get(state.state, "down"))
+            if state.state == "up":
+                asked.serves(url, ServedWeights(state.version, state.identity))
+            elif state.abort:
+                asked.abort(url)
+        were = {state.number: state for state in before}
+        for state in self.states:
+            was = were.get(state.number)
+            if was is None or (was.state, was.version) != (state.state, state.version):
+                earlier = "" if was is None else was.state
+                problem = self._redactor.of(state.problem, PROBLEM_CHARS)
+                self._changes.append(
+                    ReplicaChange(self._name, state.number, state.state, earlier, state.version, problem)
+                )
+        del self._changes[:-_MOST_CHANGES]
+
+    def take_changes(self) -> Sequence[ReplicaChange]:
+        """Return the changes since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    # The `CallGate` of the inner source
+
+    def enter(self, base_url: str, group: str) -> bool:
+        return self._use.gate.enter(self._url(base_url), group)
+
+    def ends(self, base_url: str, group: str) -> bool:
+        return self._use.gate.ends(self._url(base_url), group)
+
+    def leave(self, base_url: str) -> None:
+        self._use.leave_replica(self._url(base_url))
+
+    def held(self) -> str:
+        return self._use.held
+
+    def _url(self, base_url: str) -> str:
+        return base_url.removesuffix(self._path)
+
+    def _loads(self) -> Mapping[int, ReplicaLoad]:
+        """What this process has sent to each replica. Called in the thread that follows the pool."""
+        if self._time is None:
+            return {}
+        numbers = {state.url + self._path: state.number for state in self._use.states if state.url}
+        now, loads = self._time(), {}
+        for replica in tuple(self._inner.replicas_asked.all):
+            if replica.base_url in numbers:
+                counts = (replica.requests, replica.in_flight, replica.pending_tokens, *replica.prefix_counts)
+                loads[numbers[replica.base_url]] = ReplicaLoad(*counts, health={replica.health(now): 1})
+        return loads

@@ -67,7 +67,8 @@ def test_metrics_are_numbers_with_the_same_keys_whoever_failed(companies):
     blame = "qreward/blame_s/"
     told = [frozenset(name for name in answer["metrics"] if not name.startswith(blame)) for answer in answers]
     assert set(told) == {told[0]}
-    assert any(f"{blame}judge/service_max" in answer["metrics"] for answer in answers)
+    # A judge that spoils the last sample of all is waited for in retries.
+    assert any(name.startswith(f"{blame}judge/") for answer in answers for name in answer["metrics"])
     assert set(answers[0]["metrics"]) >= METRICS
     for answer in answers:
         assert all(type(value) in (int, float) for value in answer["metrics"].values()), answer["metrics"]

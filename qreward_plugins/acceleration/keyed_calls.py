@@ -37,7 +37,7 @@ class KeyedCalls:
         """Serve the running event loop from now on. `sequence` numbers the calls of all keys."""
         self.upstream.abandon_attempts(asyncio.get_running_loop().time())
         self.waiting = 0
-        if channel is not None:
+        if channel is not None and self.membership is None:
             self.membership = Membership({self.channel_key: self.upstream}, channel)
         self.dispatcher = Dispatcher(
             {self.name: self.upstream},

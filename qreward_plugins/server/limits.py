@@ -23,7 +23,7 @@ class LimitsDoor:
     """Passes reports on to the keeper that `settings` selects."""
 
     def __init__(self, settings: EngineConfig) -> None:
-        self._channel: OpenedChannel | None = open_channel(settings)
+        self._channel: OpenedChannel | None = open_channel(settings, relays=True)
 
     async def answer(self, body: bytes) -> dict[str, Any]:
         """Answer the message of a worker.

@@ -29,9 +29,10 @@ class OpenedChannel(Channel, Protocol):
         ...
 
 
-def open_channel(settings: EngineConfig) -> OpenedChannel | None:
+def open_channel(settings: EngineConfig, *, relays: bool = False) -> OpenedChannel | None:
     """Open the channel that `engine.shared` selects; None if limits are not shared: for `local` and `off`, and for
-    `auto` if Ray is not initialised. A keeper on Ray starts in the background.
+    `auto` if Ray is not initialised. A keeper on Ray starts in the background. `relays`: the channel carries reports of
+    workers in other processes, which may outlive this one.
 
     Raises `ConfigurationError` for `ray` if Ray is not initialised, for `machine` if the system has no Unix sockets or
     the directory cannot be used, and for `server` if the token is missing.
@@ -43,7 +44,7 @@ def open_channel(settings: EngineConfig) -> OpenedChannel | None:
             raise ConfigurationError([Mistake("engine.shared", problem, "Use `local`, or `server`.")])
         from .machine_channel import MachineChannel
 
-        return MachineChannel(private_directory(settings.shared_directory))
+        return MachineChannel(private_directory(settings.shared_directory), relays=relays)
     if shared == "server":
         from .server_channel import ServerChannel
 

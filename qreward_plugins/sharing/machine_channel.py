@@ -3,8 +3,9 @@
 Nothing here proves to a worker that a keeper is dead, so shares are never prolonged: they expire as if the keeper were
 silent. The next keeper is there within milliseconds, and a report that got no answer goes to it.
 
-The channel holds a lock for each worker that reports over it (worker_locks.py), from before the first report until the
-channel is closed. The lock proves to the keeper whether the worker is dead.
+The channel holds a lock for each worker of this process that reports over it (worker_locks.py), from before its first
+report until it leaves. The lock proves to the keeper whether the worker is dead. A channel that relays the reports of
+other processes holds none: its own death would prove nothing of theirs.
 """
 
 from __future__ import annotations
@@ -119,11 +120,14 @@ _connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
 
 
 class MachineChannel:
-    """The `Channel` to the keeper of this user on this machine, in `directory`."""
+    """The `Channel` to the keeper of this user on this machine, in `directory`. `relays`: the workers that report over
+    it are in other processes.
+    """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, relays: bool = False) -> None:
         self.kept_by = ""
         self._directory = directory
+        self._relays = relays
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[_Connection] | None = None
         self._pid = -1
@@ -134,6 +138,14 @@ class MachineChannel:
         self._looked_at = -math.inf
 
     async def exchange(self, report: Report) -> Answer | None:
+        try:
+            return await self._exchange(report)
+        finally:
+            lock = self._locks.pop(report.worker, None) if report.leaves else None
+            if lock is not None:
+                lock.release()
+
+    async def _exchange(self, report: Report) -> Answer | None:
         for again in (True, False):
             if self._closed:
                 raise KeeperSilent("the channel to the quota keeper is closed")
@@ -143,7 +155,8 @@ class MachineChannel:
             if connection is None:
                 connection = await self._connect()
                 self._looked_at = -math.inf
-            self._hold_lock(report)
+            if not self._relays:
+                self._hold_lock(report.worker)
             try:
                 return await connection.ask(report)
             except ConnectionError:
@@ -202,10 +215,10 @@ class MachineChannel:
             if keeper.is_running:
                 await asyncio.shield(in_thread(keeper.end))
 
-    def _hold_lock(self, report: Report) -> None:
-        """Hold the lock of the worker that reports. Without one, the keeper cannot learn that the worker is dead."""
+    def _hold_lock(self, worker: str) -> None:
+        """Hold the lock of a worker. Without one, the keeper cannot learn that the worker is dead."""
         now = asyncio.get_running_loop().time()
-        held = self._locks.get(report.worker)
+        held = self._locks.get(worker)
         if held is not None and now - self._looked_at < LOOK_AT_LOCKS_EVERY_S:
             return
         self._looked_at = now
@@ -213,7 +226,7 @@ class MachineChannel:
             if held is not None:
                 held.close()
             with suppress(OSError):
-                self._locks[report.worker] = WorkerLock.hold(self._directory, report.worker)
+                self._locks[worker] = WorkerLock.hold(self._directory, worker)
 
     def _open_connection(self) -> _Connection | None:
         connection = self._connection

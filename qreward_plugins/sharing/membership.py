@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ class Membership:
         self._channel = channel
         quotas = {key: upstream.quota for key, upstream in upstreams.items() if isinstance(upstream.quota, SharedQuota)}
         self.member = Member(secrets.token_hex(8), quotas)
+        self._pid = os.getpid()
         self.reloads: Reloads | None = None
         """Shares reloads of the configuration with the other workers."""
         self._dispatcher: Dispatcher
@@ -159,6 +161,9 @@ class Membership:
 
     def start(self, dispatcher: Dispatcher) -> None:
         """Start to report what waits in `dispatcher`, in the running event loop; drop the state of an earlier loop."""
+        if self._pid != os.getpid():
+            # An engine that was made before a fork is a worker of its own in each child.
+            self._pid, self.member.name = os.getpid(), secrets.token_hex(8)
         self._dispatcher = dispatcher
         self._urgent = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -108,3 +108,20 @@ def test_equal_keys_have_the_same_name_and_others_do_not():
     assert len({shared_name(key) for key in different}) == len(different)
     models = [f"model {number}" for number in range(20)]
     assert shared_name(Account("a", frozenset(models))) == shared_name(Account("a", frozenset(reversed(models))))
+
+
+def test_a_function_is_one_worker_in_all_its_event_loops(process):
+    async def body(key):
+        return key
+
+    function = process(body, rate="12/s", window="sliding")
+    names = set()
+
+    async def main():
+        await function("a")
+        names.update(keyed.membership.member.name for keyed in function._calls._keys.values())
+
+    for _ in range(2):
+        run(main())
+    run(function.aclose())
+    assert len(names) == 1

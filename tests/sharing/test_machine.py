@@ -237,6 +237,32 @@ def test_a_forked_child_does_not_hold_what_its_dead_parent_kept(directory):
         os.kill(child, signal.SIGKILL)
 
 
+PREFORKED = """
+import asyncio, json, os, sys
+from qreward_plugins import RewardEngine
+
+async def name():
+    engine.dispatcher()
+    print(engine._wiring.membership.member.name)
+    await engine.aclose()
+
+engine = RewardEngine(json.loads(sys.argv[1]))
+for _ in range(2):
+    if not os.fork():
+        asyncio.run(name())
+        sys.exit()
+    os.wait()
+asyncio.run(name())
+"""
+
+
+def test_processes_forked_from_one_that_made_the_engine_are_workers_of_their_own(directory):
+    """As with `gunicorn --preload`: under one name, each would spend the share of all."""
+    config = json.dumps(tree("http://localhost:9", shared="machine", shared_directory=directory))
+    told = subprocess.run([sys.executable, "-c", PREFORKED, config], stdout=subprocess.PIPE, text=True, check=True)
+    assert len(set(told.stdout.split())) == 3
+
+
 def test_a_reload_of_one_process_is_one_of_all(directory, start, tmp_path):
     file = tmp_path / "judges.yaml"
 

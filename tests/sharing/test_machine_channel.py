@@ -22,6 +22,7 @@ from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.config import EngineConfig, Limits
 from qreward_plugins.errors import KeeperSilent
 from qreward_plugins.quotas import SharedQuota
+from qreward_plugins.server.limits import LimitsDoor
 from qreward_plugins.sharing import (
     Demand,
     Member,
@@ -35,6 +36,9 @@ from qreward_plugins.sharing import (
 from qreward_plugins.sharing.keeper import MARGIN_S, TTL_S
 from qreward_plugins.sharing.keeper_lock import STAMP_EVERY_S, KeeperLock, latest, socket_path
 from qreward_plugins.sharing.machine_channel import MachineChannel
+from qreward_plugins.sharing.messages import Report
+from qreward_plugins.sharing.wire import dump, write_report
+from qreward_plugins.sharing.worker_locks import not_dead
 
 pytestmark = pytest.mark.anyio
 LIMIT = 100
@@ -285,6 +289,28 @@ async def test_a_worker_without_a_file_is_waited_for(directory, lost, monkeypatc
 
 def no_space(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def test_a_relaying_process_proves_nothing_of_the_workers_whose_reports_it_relays(directory):
+    """A reward server may be killed while they live, and their shares are valid for a while."""
+    door = LimitsDoor(EngineConfig(shared="machine", shared_directory=str(directory)))
+    await door.answer(dump({"report": write_report(Report("far", 1, {}))}))
+    near = Worker(directory, "near")
+    await near.ask()
+    assert not_dead(directory) == {"near"}
+    await near.leave()
+    await door.aclose()
+
+
+async def test_a_worker_that_leaves_lets_go_of_its_lock_though_its_channel_stays_open(directory):
+    first, second = Worker(directory, "first"), Worker(directory, "second")
+    second.channel = first.channel
+    await first.ask()
+    await second.ask()
+    assert not_dead(directory) == {"first", "second"}
+    await first.channel.exchange(first.member.last_report(asyncio.get_running_loop().time()))
+    assert not_dead(directory) == {"second"}
+    await second.leave()
 
 
 async def test_however_many_begin_at_once_there_is_one_keeper(directory):

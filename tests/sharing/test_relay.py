@@ -459,7 +459,7 @@ class Recording:
 def test_a_client_of_a_reward_server_changes_nobody(monkeypatch):
     """A configuration may name code to load."""
     recording = Recording()
-    monkeypatch.setattr("qreward_plugins.server.limits.open_channel", lambda settings: recording)
+    monkeypatch.setattr("qreward_plugins.server.limits.open_channel", lambda settings, relays: recording)
     report = Report("w", 1, {}, revision=state("2", 0, ["1"], 1))
     asyncio.run(LimitsDoor(None).answer(dump({"report": write_report(report)})))
     assert recording.reports == [report._replace(revision=None)]

@@ -299,7 +299,8 @@ class RetryPolicy:
             job.refusals = {**job.refusals, upstream.name: error.refusal}
             # Like one that throttles a request, the server has done nothing with it.
             job.begun &= not job.call.once
-            self.note_refusal(attempt, error)
+            # It says nothing about the source: all others may be down, and this one refuse whatever it is asked.
+            upstream.breaker.abandoned(probe=attempt.decides)
             if not (gone or job.ended):
                 job.not_before = now + self._withdrawn_s(attempt, now)
                 self.retry(attempt, str(error))

@@ -164,13 +164,15 @@ class Lease:
 
     def _refused(self, now: float, error: str) -> Refusal | None:
         """Record that the replica refused the request; return the refusal if another replica is to decide about it."""
+        if self._refusal is not None:
+            self._refusal.refused_by(self.replica)
         if self._refusal is not None or not self._of.others(self.group, {self.replica}):
             # The server is up: it has read the request.
             self.answered(now)
             return None
         if not self._over:
             self._over = True
-            self.replica.refused(now)
+            self.replica.refused(now, began_at=self._began_at)
         return Refusal(self.replica, error, began_at=self._began_at)
 
     def _undecided(self) -> None:

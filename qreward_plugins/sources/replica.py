@@ -91,6 +91,7 @@ class Replica:
         "_prefixes",
         "_prompt",
         "_read_at",
+        "_suspected_at",
         "_trial",
         "answered_at",
         "base_url",
@@ -121,6 +122,8 @@ class Replica:
         """Time from which its backoff counts: that of its last failure, or of a refusal while it was half-open."""
         self._backoff_s = 0.0
         self._draining = False
+        self._suspected_at: float | None = None
+        """Time of its last refusal, unless it has answered since then or another replica has refused the same."""
         self._trial: object | None = None
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._prefix_hits = self._prefix_tokens = 0
@@ -146,9 +149,21 @@ class Replica:
         return self.mark == "up" and not self._failures_in_a_row
 
     def takes_calls(self, now: float) -> bool:
-        """Whether it may get a call while others are there. A half-open one gets one call at a time."""
+        """Whether it may get a call while others are there. A half-open one gets one call at a time.
+
+        One that has refused a request gets none for `FIRST_BACKOFF_S`, then one at a time, until it answers or another
+        one refuses the same. A broken one refuses sooner than others answer, so it would get most of the calls.
+        """
+        if self._on_trial(now):
+            return self._trial is None
+        return self.health(now) == "up" and self._suspected_at is None
+
+    def _on_trial(self, now: float) -> bool:
+        """Whether it gets one call at a time."""
         health = self.health(now)
-        return health == "up" or (health == "half_open" and self._trial is None)
+        if health == "up" and self._suspected_at is not None:
+            return not 0 <= now - self._suspected_at < FIRST_BACKOFF_S
+        return health == "half_open"
 
     def knows(self, prefix: int) -> bool:
         """Whether a prompt with this prefix was sent to it."""
@@ -158,7 +173,7 @@ class Replica:
 
     def began(self, call: object, tokens: int, prefix: Prefix | None, prompt_tokens: int, now: float) -> None:
         """Count a call that is sent to it, until `ended`."""
-        if self._failures_in_a_row and self._trial is None and self.health(now) == "half_open":
+        if self._trial is None and self._on_trial(now):
             self._trial = call
         self.in_flight += 1
         self.pending_tokens += tokens
@@ -183,6 +198,7 @@ class Replica:
     def answered(self, now: float) -> None:
         """Record that it answered."""
         self.answered_at = now
+        self._suspected_at = None
         self._failures_in_a_row = 0
         self._draining = False
 
@@ -201,12 +217,19 @@ class Replica:
         if draining:
             self._backoff_s = max(self._backoff_s, DRAINING_BACKOFF_S)
 
-    def refused(self, now: float) -> None:
-        """Record that it refused a request which another replica may answer: neither an answer nor a failure. A
-        half-open one has not shown that it answers, so it is avoided for as long again.
+    def refused(self, now: float, *, began_at: float) -> None:
+        """Record that it refused a request, sent at `began_at`, which another replica may answer: neither an answer nor
+        a failure. A half-open one has not shown that it answers, so it is avoided for as long again. Another one is
+        suspect if it has answered nothing since then (`takes_calls`).
         """
         if self.health(now) == "half_open":
             self._avoided_at = now
+        elif self.answered_at < began_at:
+            self._suspected_at = now
+
+    def refused_rightly(self) -> None:
+        """Record that another replica refused the same, so the request is at fault."""
+        self._suspected_at = None
 
     def refused_alone(self, now: float, *, began_at: float) -> None:
         """Record that another replica answered what it had refused in a call which began at `began_at`. If it has
@@ -225,6 +248,7 @@ class Replica:
     def reset(self) -> None:
         """Forget its failures and its prefixes: another server may have taken its place."""
         self._failures_in_a_row, self._draining = 0, False
+        self._suspected_at = None
         self.refuses_alone = False
         self._prefixes.clear()
 
@@ -270,19 +294,20 @@ class Refusal:
     fault, and no replica is.
     """
 
-    __slots__ = ("_began_at", "_decided", "_error", "_replica", "asked")
+    __slots__ = ("_began_at", "_decided", "_error", "asked", "replica")
 
     def __init__(self, replica: Replica, error: str, *, began_at: float) -> None:
-        self._replica = replica
+        self.replica = replica
+        """The one that refused, which never decides."""
         self._error = error
         self._began_at = began_at
         self._decided = False
         self.asked = {replica}
-        """The replicas that cannot decide: the first one, and those that failed to answer."""
+        """The first replica, and those that failed to answer: they are asked when all others have been."""
 
     def answered_by(self, other: Replica, now: float) -> None:
         """Record that `other` answered the request, and warn of the first replica, once."""
-        first = self._replica
+        first = self.replica
         if self._decided or other is first:
             return
         self._decided = True
@@ -296,3 +321,9 @@ class Refusal:
                 other.base_url,
                 first.base_url,
             )
+
+    def refused_by(self, other: Replica) -> None:
+        """Record that `other` refused the request, too."""
+        if other is not self.replica:
+            self._decided = True
+            self.replica.refused_rightly()

@@ -158,8 +158,10 @@ class Replicas:
                 raise SourceHeld(f"source {self._name!r}: {held}")
             raise TransientError(f"source {self._name!r}: no replica is up")
         if hints.refusal is not None:
-            # Without another one that can decide, the refusal stands: any replica may repeat it.
-            up = [replica for replica in up if replica not in hints.refusal.asked] or up
+            # One that failed is asked again, as without a refusal. If there is no other, the first one repeats itself.
+            refusal = hints.refusal
+            unasked = [replica for replica in up if replica not in refusal.asked]
+            up = unasked or [replica for replica in up if replica is not refusal.replica] or up
         candidates = [replica for replica in up if replica.takes_calls(now)] or up
         same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
         return chosen(candidates, self._routing, hints.prefix, same_prefix=same_prefix, now=now)

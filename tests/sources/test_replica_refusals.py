@@ -130,7 +130,7 @@ def test_the_only_replica_with_the_weights_of_a_group_decides() -> None:
 
 
 def test_a_replica_that_does_not_answer_does_not_decide() -> None:
-    """The third one decides; where there is none, the refusal stands."""
+    """The third one decides; where there is none, the second one is asked again, never the first."""
     replicas = of("a", "b", "c")
     _, refusal = ask(replicas, REFUSED)
     assert ask(replicas, TransientError("502"), refusal)[0] == "b"
@@ -143,8 +143,42 @@ def test_a_replica_that_does_not_answer_does_not_decide() -> None:
     lease.release()
     lease.cancelled(60.0)  # it hangs
     assert lease.base_url == "b"
-    assert ask(replicas, REFUSED, refusal, now=60.0) == ("a", None)
     assert health(replicas, 60.0) == ["up", "backing_off"]
+    assert ask(replicas, TransientError("502"), refusal, now=60.0) == ("b", None)
+    assert ask(replicas, None, refusal, now=60.0) == ("b", None)
+    assert failures(replicas) == [1, 2]
+    replicas.mark("b", "down")
+    assert ask(replicas, REFUSED, refusal, now=60.0) == ("a", None)
+
+
+def test_a_replica_that_refused_gets_one_request_at_a_time_until_that_is_decided() -> None:
+    """A broken one refuses sooner than others answer: it would get most requests before the first is decided."""
+    replicas = of("a", "b")
+    url, _ = ask(replicas, REFUSED)
+    assert url == "a"
+    assert {ask(replicas)[0] for _ in range(4)} == {"b"}
+    now = FIRST_BACKOFF_S
+    leases = [replicas.acquire(now) for _ in range(6)]
+    assert sorted(lease.base_url for lease in leases) == ["a", *"bbbbb"]
+    (trial,) = (lease for lease in leases if lease.base_url == "a")
+    assert read(trial, REFUSED, now) is not None
+    assert {ask(replicas, now=now + 0.9)[0] for _ in range(4)} == {"b"}
+    now = 2 * FIRST_BACKOFF_S
+    assert ask(replicas, now=now) == ("a", None)
+    assert {ask(replicas, now=now)[0] for _ in range(4)} == {"a"}, "b has requests under way"
+
+
+def test_a_replica_that_refused_rightly_goes_on_at_once() -> None:
+    replicas = of("a", "b")
+    _, refusal = ask(replicas, REFUSED)
+    assert ask(replicas, REFUSED, refusal) == ("b", None)
+    assert {ask(replicas)[0] for _ in range(2)} == {"a", "b"}
+
+
+def test_replicas_that_all_refused_are_all_asked() -> None:
+    replicas = of("a", "b")
+    assert {ask(replicas, REFUSED)[0] for _ in range(2)} == {"a", "b"}
+    assert {replicas.acquire(0.0).base_url for _ in range(2)} == {"a", "b"}
 
 
 def test_a_replica_that_failed_decides_if_it_is_the_only_other_one() -> None:
@@ -186,11 +220,11 @@ def test_a_half_open_replica_that_refuses_is_avoided_for_as_long_again() -> None
 def test_a_replica_that_answers_others_meanwhile_is_not_avoided() -> None:
     """It has a smaller context, and refuses only the long ones."""
     replicas = of("a", "b")
-    url, refusal = ask(replicas, REFUSED, now=1.0)
-    assert url == "a"
-    with replicas.acquire(1.0) as other, replicas.acquire(1.0) as lease:
-        assert {other.base_url, lease.base_url} == {"a", "b"}
-        (lease if lease.base_url == "a" else other).answered(2.0)
+    with replicas.acquire(0.5) as other, replicas.acquire(0.5):
+        url, refusal = ask(replicas, REFUSED, now=1.0)
+        assert url == other.base_url == "a"
+        other.answered(2.0)
+    assert {ask(replicas, now=2.0)[0] for _ in range(2)} == {"a", "b"}
     ask(replicas, None, refusal, now=3.0)
     assert health(replicas, 3.0) == ["up", "up"]
     assert failures(replicas) == [1, 0]

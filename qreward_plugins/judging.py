@@ -168,6 +168,11 @@ class Judging(Pending):
             known = await self._recall(call, keys)
             if known is not None:
                 self._recalled = True
+                found = _verdict_of(known, call.name)
+                if found is not None:
+                    # Without a row, a step would have too few samples in the journal, and the mean of the others.
+                    self._recorded = True
+                    await self._record(keys.get(known.source), Scored(replace(found, cached=True)))
                 # As after a failure: the journal may answer without waiting.
                 await asyncio.sleep(0)
                 return known
@@ -347,7 +352,8 @@ class _Asked:
         """The outcome to record for a result; None for an answer that is no verdict."""
         name = self._call.name
         if isinstance(result, Answer):
-            return Scored(judged(result, name)) if isinstance(result.value, Verdict) else None
+            found = _verdict_of(result, name)
+            return None if found is None else Scored(found)
         try:
             instead = None if self._call.instead is None else self._call.instead(result)
         except Exception:
@@ -376,3 +382,8 @@ class _Asked:
     def forget(self) -> None:
         """Release the job, which refers to this object: memory must not wait for the garbage collector."""
         self._job = None
+
+
+def _verdict_of(answer: Answer[Any], name: str) -> Verdict | None:
+    """The verdict of the judge `name` in an answer; None for an answer that is no verdict."""
+    return judged(answer, name) if isinstance(answer.value, Verdict) else None

@@ -291,7 +291,12 @@ def test_each_call_of_a_judge_is_on_record_by_itself():
     book = Remembered()
     first, second, arrivals = played(Cascade, main, journal=book)
     assert (first.reward, second.reward, arrivals) == (0.25, 0.25, [1, 1])
-    assert [row.verdict.judge for row in book.rows] == ["small", "large"]
+    assert [(row.verdict.judge, row.verdict.cached) for row in book.rows] == [
+        ("small", False),
+        ("large", False),
+        ("small", True),
+        ("large", True),
+    ]
     assert (second.verdict.cached, second.verdict.attempts, second.verdict.cost_usd) == (True, 0, 0.0)
 
 

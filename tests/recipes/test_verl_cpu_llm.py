@@ -58,11 +58,12 @@ def test_the_judge_asks_for_one_token_and_not_about_a_response_without_an_answer
 def test_the_agreement_of_two_judges(cpu_recipe, tmp_path):
     journal = tmp_path / "journal"
     connection = sqlite3.connect(journal)
-    connection.execute("CREATE TABLE outcomes (sample_id, judge, score, service_s)")
+    connection.execute("CREATE TABLE outcomes (sample_id, judge, score, service_s, cached)")
     scores = {"a": (0.9, 1.0), "b": (0.2, 0.3), "c": (0.8, 0.0), "d": (None, 1.0)}
     for sample, (llm, rule) in scores.items():
-        connection.execute("INSERT INTO outcomes VALUES (?, 'language_model', ?, 0.5)", (sample, llm))
-        connection.execute("INSERT INTO outcomes VALUES (?, 'rule', ?, 0.1)", (sample, rule))
+        connection.execute("INSERT INTO outcomes VALUES (?, 'language_model', ?, 0.5, 0)", (sample, llm))
+        connection.execute("INSERT INTO outcomes VALUES (?, 'rule', ?, 0.1, 0)", (sample, rule))
+    connection.execute("INSERT INTO outcomes VALUES ('a', 'rule', 1.0, 0.1, 1)")
     connection.commit()
     connection.close()
     found = cpu_recipe.verdicts.agreement(journal)
@@ -111,7 +112,7 @@ def test_the_demo_says_its_phases_and_ends_with_three_things_to_look_at(
     def train(assets, out, algorithm, steps, environment, console):
         used.update(environment)
         with sqlite3.connect(environment["QREWARD_JOURNAL"]) as connection:
-            connection.execute("CREATE TABLE outcomes (sample_id, judge, source, outcome, score, service_s)")
+            connection.execute("CREATE TABLE outcomes (sample_id, judge, source, outcome, score, service_s, cached)")
         connection.close()
         return training.Training([training.Step(1, 0.2, 1.0), training.Step(2, 0.6, 1.0)], 0.0, 0.5)
 

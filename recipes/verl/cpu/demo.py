@@ -184,7 +184,9 @@ def _read_journal(path: Path) -> tuple[dict[str, int], int]:
     """Verdicts by source, and the number of samples without a reward."""
     connection = sqlite3.connect(path)
     try:
-        scored = connection.execute("SELECT source, count(*) FROM outcomes WHERE outcome = 'scored' GROUP BY source")
+        scored = connection.execute(
+            "SELECT source, count(*) FROM outcomes WHERE outcome = 'scored' AND cached = 0 GROUP BY source"
+        )
         failed = connection.execute("SELECT count(*) FROM outcomes WHERE outcome != 'scored'")
         return dict(scored.fetchall()), int(failed.fetchone()[0])
     finally:

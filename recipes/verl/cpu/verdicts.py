@@ -9,7 +9,7 @@ from pathlib import Path
 _PAIRS = """
 SELECT llm.score, rule.score, llm.service_s FROM outcomes AS llm JOIN outcomes AS rule
 ON llm.sample_id = rule.sample_id AND llm.judge = 'language_model' AND rule.judge = 'rule'
-WHERE llm.score IS NOT NULL AND rule.score IS NOT NULL
+WHERE llm.score IS NOT NULL AND rule.score IS NOT NULL AND llm.cached = 0 AND rule.cached = 0
 """
 
 

@@ -29,6 +29,7 @@ FLOORS = [
         "registry",
         "named_actors",
         "private_directory",
+        "output_files",
     },
     {"replicas"},
     {"sources", "quotas", "telemetry", "groups", "prompts"},
@@ -59,6 +60,7 @@ NEIGHBOURS = {  # what may be imported beside that
     ("config", "redaction"),
     ("config", "registry"),
     ("private_directory", "errors"),
+    ("output_files", "errors"),
     ("registry", "errors"),
     ("registry", "judges"),  # as sources
     ("registry", "redaction"),

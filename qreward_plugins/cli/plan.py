@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
+from ..output_files import check_writable
 from ..planning import (
     Advice,
     Assumptions,
@@ -71,8 +72,8 @@ async def plan_step(options: PlanOptions, out: Console, errors: Console) -> int:
     """
     if options.plot is not None:
         check_picture(options.plot)
-    if options.json_file is not None and not options.json_file.parent.is_dir():
-        raise InputError(f"{options.json_file}: there is no directory {str(options.json_file.parent)!r}")
+    if options.json_file is not None:
+        check_writable(options.json_file)
     for written in (options.json_file, options.plot):
         _check_is_no_input(written, options)
     found = await _rehearsed(options, errors)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import InputError
+from ..output_files import check_writable
 
 Format = Literal["jsonl", "parquet"]
 
@@ -29,10 +30,7 @@ def check_output(out: Path, *, source: Path, overwrite: bool = False) -> None:
     kind = format_of(out)
     if kind == "parquet" and format_of(source) != "parquet":
         raise InputError(f"{out}: parquet output needs parquet input, whose column types it keeps; write to .jsonl")
-    if not out.parent.is_dir():
-        raise InputError(f"{out}: the folder {out.parent} does not exist")
-    if out.is_dir():
-        raise InputError(f"{out}: is a folder; name a file")
+    check_writable(out)
     if out.resolve() == source.resolve():
         raise InputError(f"{out}: is the input itself; name another file")
     if out.exists() and not overwrite:

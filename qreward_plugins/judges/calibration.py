@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError, InputError, Mistake
+from ..output_files import check_writable
 from ..samples import Sample, fits_float32
 from ..sources.base import Request
 
@@ -130,10 +131,7 @@ class Calibration:
     @classmethod
     def check_place(cls, path: Path) -> None:
         """Raise `InputError` if a file cannot be written at `path`, or if another kind of file is there."""
-        if not path.parent.is_dir():
-            raise InputError(f"{path}: there is no directory {str(path.parent)!r}")
-        if not os.access(path.parent, os.W_OK):
-            raise InputError(f"{path}: the directory {str(path.parent)!r} cannot be written; name a file elsewhere")
+        check_writable(path)
         if path.exists():
             try:
                 cls._parsed(path.read_text(encoding="utf-8"))

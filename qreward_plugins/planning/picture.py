@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..output_files import check_writable
 from .timeline import COLOURS, Bar, Colour, Timeline, rows
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def check_picture(path: Path) -> None:
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in known:
         raise InputError(f"{path}: a picture ends with .{', .'.join(sorted({'png', 'svg', 'pdf'} & set(known)))}")
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: there is no directory {str(path.parent)!r}")
+    check_writable(path)
 
 
 def draw_timeline(timeline: Timeline, path: Path, *, title: str = "", subtitle: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -100,6 +101,15 @@ def test_mistakes_are_one_message(run_cli, config, options, message):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--plot", "--json"])
+def test_a_folder_that_cannot_be_written_is_a_mistake_before_the_step_is_played(run_cli, config, monkeypatch, option):
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    result = run_cli("plan", "-c", config, "-n", 4, option, "plan.svg")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "plan.svg: the directory '.' cannot be written; name a file elsewhere" in result.stderr
 
 
 def test_a_mistake_in_the_configuration_is_told_as_ever(run_cli, write_config):

@@ -19,7 +19,7 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 
-from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
+from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored
 from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
 
 from .rewards import DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
@@ -82,9 +82,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             raise ConfigurationError(
                 [Mistake(f"sources.{name}.colocated", _NO_PHASES, _INSTEAD) for name in self.engine.colocated]
             )
-        loop = asyncio.get_running_loop()
-        samples = await loop.run_in_executor(self._decoder, partial(to_samples, data, self._tokenizer))
-        scoring = asyncio.ensure_future(self._score(samples))
+        scoring = asyncio.ensure_future(self._score(data))
         self._scoring.add(scoring)
         scoring.add_done_callback(self._scoring.discard)
         outcomes = await scoring
@@ -145,7 +143,9 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         await self.engine.aclose()
         self._decoder.shutdown()
 
-    async def _score(self, samples: list[Sample]) -> list[Outcome]:
+    async def _score(self, data: DataProto) -> list[Outcome]:
+        loop = asyncio.get_running_loop()
+        samples = await loop.run_in_executor(self._decoder, partial(to_samples, data, self._tokenizer))
         if len(samples) == 1:
             return [await self.engine.score(samples[0])]
         return await self.engine.score_all(samples)

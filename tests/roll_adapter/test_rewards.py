@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from qreward_plugins import BatchReport, Part
+from qreward_plugins import BatchReport, Part, RewardEngine
 
 MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), pytest.param({}, id="group")]
 
@@ -117,3 +119,27 @@ def test_no_reward_of_any_kind_is_not_finite(answer_of, words, judge) -> None:
         for result in answer_of(respond, tree=tree, generate_opt_level=0):
             assert result.batch["response_level_rewards"].isfinite().all()
             assert result.batch["scores"].isfinite().all()
+
+
+def test_a_response_that_is_still_decoded_when_roll_offloads_is_cancelled_too(train, words, monkeypatch) -> None:
+    """Else it would be asked while the judge sleeps, and judged for nobody in the next phase."""
+    from roll_adapter import QRewardWorker
+
+    monkeypatch.setattr(RewardEngine, "colocated", ("judge",))
+    begun, ends = [], []
+
+    class Offloaded(QRewardWorker):
+        async def compute_rewards(self, data):
+            if not begun:
+                begun.append(data)
+                free = threading.Event()
+                self._decoder.submit(free.wait)
+                late = asyncio.ensure_future(super().compute_rewards(data))
+                await asyncio.sleep(0)
+                await self.offload_states()
+                free.set()
+                ends.extend(await asyncio.gather(late, return_exceptions=True))
+            return await super().compute_rewards(data)
+
+    train(words("1", "2", "3", "4"), reward={"worker_cls": Offloaded}).step()
+    assert [type(end) for end in ends] == [asyncio.CancelledError]

@@ -223,10 +223,10 @@ class MachineChannel:
             return
         self._looked_at = now
         if held is None or not held.refresh():
-            if held is not None:
-                held.close()
             with suppress(OSError):
                 self._locks[worker] = WorkerLock.hold(self._directory, worker)
+                if held is not None:
+                    held.close()  # not before: a file that is in place and not locked says that the worker is dead
 
     def _open_connection(self) -> _Connection | None:
         connection = self._connection

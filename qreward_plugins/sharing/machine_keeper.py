@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
 import os
 import secrets
 import socket
@@ -27,11 +28,11 @@ import anyio
 from ..private_directory import is_own_user
 from .frames import receive, send
 from .keeper import MARGIN_S, TTL_S, Keeper
-from .keeper_lock import STAMP_EVERY_S, Inheritance, KeeperLock, socket_path
+from .keeper_lock import STAMP_EVERY_S, KeeperLock, socket_path
 from .keeper_loop import KeeperLoop
 from .messages import Report
 from .wire import Unreadable, read_report, write_answer
-from .worker_locks import not_dead, state
+from .worker_locks import named, not_dead, state
 
 _log = logging.getLogger("qreward_plugins.sharing")
 
@@ -68,8 +69,9 @@ class MachineKeeper:
         """Workers whose connection has ended, and when their shares have expired."""
         self._ended: asyncio.Event | None = None
         """Set when a connection of a worker has ended."""
-        self._inherited = Inheritance(True, None, None, True)
-        self._all_have_files = True
+        self._listed_from = -math.inf
+        """When all living workers that may hold a share have files, as far as is known."""
+        self._looked_at = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._stopping = threading.Event()
@@ -129,7 +131,8 @@ class MachineKeeper:
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         stop = self._stop = asyncio.Event()
-        inherited = self._inherited = self.lock.inherit(loop.time(), met=self._met)
+        inherited = self.lock.inherit(loop.time(), met=self._met)
+        unheard = self._not_dead() if inherited.listed else None
         # The clock is read anew: an earlier keeper may have answered until its file was replaced, which is before now.
         self._running = KeeperLoop(
             Keeper(
@@ -138,10 +141,12 @@ class MachineKeeper:
                 first=inherited.first,
                 expired_at=inherited.expired_at,
                 charged=inherited.charged,
-                unheard=not_dead(self.lock.directory) if inherited.listed else None,
+                unheard=unheard,
             ),
             may_answer=self._may_answer,
         )
+        if unheard is None:
+            self._found_one_without_file()
         if not self._stamp():
             _log.error("the quota keeper cannot write to %s, and ends", self.lock.directory)
             return
@@ -185,8 +190,32 @@ class MachineKeeper:
     def _stamp(self) -> bool:
         assert self._loop is not None
         now = self._loop.time()
-        listed = self._all_have_files and (self._inherited.listed or now >= self._running.keeper.expired_at)
-        return self.lock.stamp(now, self._boot, listed=listed)
+        if now - self._looked_at >= STAMP_EVERY_S:
+            self._looked_at = now
+            self._look_for_files()
+        return self.lock.stamp(now, self._boot, listed=now >= self._listed_from)
+
+    def _not_dead(self) -> frozenset[str] | None:
+        """Return the workers that are not proved dead; None if they cannot be listed."""
+        try:
+            return not_dead(self.lock.directory)
+        except OSError as error:
+            _log.warning("the quota keeper cannot list the workers of this machine (%s)", error.strerror)
+            return None
+
+    def _look_for_files(self) -> None:
+        """Note whether the file of a worker was removed, by hand for example."""
+        try:
+            have = named(self.lock.directory)
+        except OSError:
+            have = frozenset()
+        if not have.issuperset(self._connections) or not have.issuperset(self._gone):
+            self._found_one_without_file()
+
+    def _found_one_without_file(self) -> None:
+        """Note that a worker without a file may hold a share, until the share has expired or is seen again."""
+        assert self._loop is not None
+        self._listed_from = max(self._loop.time() + TTL_S + MARGIN_S, self._running.keeper.expired_at)
 
     async def _look_for_dead(self) -> None:
         """Tell the keeper which workers are dead, of those that may be."""
@@ -211,8 +240,8 @@ class MachineKeeper:
         if report.leaves:
             self._connections.pop(worker, None)
         else:
-            if worker not in self._connections and state(self.lock.directory, worker) != "alive":
-                self._all_have_files = False
+            if self._connections.get(worker) is not stream and state(self.lock.directory, worker) != "alive":
+                self._found_one_without_file()
             self._connections[worker] = stream
         self._gone.pop(worker, None)
 

@@ -57,12 +57,9 @@ class WorkerLock:
 
     def refresh(self) -> bool:
         """Return whether the file is still in place, and mark it as used, for programs that remove old files."""
-        try:
+        with suppress(OSError):
             os.utime(self._descriptor)
-            mine, there = os.fstat(self._descriptor), os.stat(self._path)
-        except OSError:
-            return False
-        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+        return _is_at(self._descriptor, self._path)
 
     def release(self) -> None:
         """Remove the file and free the lock."""
@@ -87,6 +84,8 @@ def state(directory: Path, worker: str) -> Literal["alive", "dead", "unknown"]:
         return "unknown"
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_at(descriptor, path):
+            return "unknown"  # the file was replaced after it was opened
         path.unlink()
     except BlockingIOError:
         return "alive"
@@ -97,14 +96,27 @@ def state(directory: Path, worker: str) -> Literal["alive", "dead", "unknown"]:
     return "dead"
 
 
-def not_dead(directory: Path) -> frozenset[str]:
-    """Return the workers that have a file and are not proved dead. Raises OSError if the directory cannot be read."""
+def named(directory: Path) -> frozenset[str]:
+    """Return the workers that have a file. Raises OSError if the directory cannot be read."""
     try:
         files = os.listdir(directory / _DIRECTORY)
     except FileNotFoundError:
         return frozenset()
     names = (file.removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX))
-    return frozenset(name for name in names if _NAME.fullmatch(name) and state(directory, name) != "dead")
+    return frozenset(name for name in names if _NAME.fullmatch(name))
+
+
+def not_dead(directory: Path) -> frozenset[str]:
+    """Return the workers that have a file and are not proved dead. Raises OSError if the directory cannot be read."""
+    return frozenset(name for name in named(directory) if state(directory, name) != "dead")
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        mine, there = os.fstat(descriptor), os.stat(path)
+    except OSError:
+        return False
+    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
 
 def _path(directory: Path, worker: str) -> Path:

@@ -38,7 +38,7 @@ from qreward_plugins.sharing.keeper_lock import STAMP_EVERY_S, KeeperLock, lates
 from qreward_plugins.sharing.machine_channel import MachineChannel
 from qreward_plugins.sharing.messages import Report
 from qreward_plugins.sharing.wire import dump, write_report
-from qreward_plugins.sharing.worker_locks import not_dead
+from qreward_plugins.sharing.worker_locks import not_dead, state
 
 pytestmark = pytest.mark.anyio
 LIMIT = 100
@@ -284,6 +284,57 @@ async def test_a_worker_without_a_file_is_waited_for(directory, lost, monkeypatc
     await other.ask()
     assert other.share == LIMIT
     await other.leave()
+    await worker.leave()
+
+
+async def test_a_worker_without_a_file_is_waited_for_also_after_a_keeper_that_ended_in_order(directory, monkeypatch):
+    """The second keeper knows what the other one holds, and the third one does not."""
+    monkeypatch.setattr(machine_channel.WorkerLock, "hold", no_space)
+    other = Worker(directory, "other", window_s=1.0)
+    await other.ask()
+    assert other.share == LIMIT
+    monkeypatch.undo()
+    (first,) = machine_channel._kept[directory]
+    first.end()
+    worker = Worker(directory, "worker", window_s=1.0)
+    await worker.ask()
+    await worker.channel.end_keeper()
+    await worker.ask()
+    assert latest(directory) == 2
+    await asyncio.sleep(1.5)
+    await worker.ask()
+    assert (worker.share, other.share) == (0, LIMIT)
+    await worker.leave()
+    await other.leave()
+
+
+async def test_a_file_that_is_removed_while_its_worker_is_connected_is_missed(directory):
+    """Else the next keeper would not wait for the worker, which lives and may spend its share."""
+    other, worker = Worker(directory, "other", window_s=1.0), Worker(directory, "worker", window_s=1.0)
+    await other.ask()
+    (directory / "workers" / "other.lock").unlink()
+    await worker.ask()
+    await asyncio.sleep(1.5 * STAMP_EVERY_S)
+    await worker.channel.end_keeper()
+    await worker.ask()
+    assert latest(directory) == 2
+    await asyncio.sleep(1.5)
+    await worker.ask()
+    assert (worker.share, other.share) == (0, LIMIT)
+    await worker.leave()
+    await other.leave()
+
+
+async def test_a_lock_is_held_until_there_is_another_one(directory, monkeypatch):
+    """A file that is in place and not locked would prove that the worker is dead."""
+    worker = Worker(directory)
+    await worker.ask()
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_channel.WorkerLock, "refresh", lambda self: False)
+        patch.setattr(machine_channel.WorkerLock, "hold", no_space)
+        worker.channel._connection._end()
+        await worker.ask()
+    assert state(directory, "w") == "alive"
     await worker.leave()
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from qreward_plugins.sharing import worker_locks
 from qreward_plugins.sharing.worker_locks import WorkerLock, not_dead, state
 
 HOLDS = """
@@ -93,6 +97,34 @@ def test_a_removed_file_proves_nothing(tmp_path):
     held.release()
     assert state(tmp_path, "w") == "alive"
     other.release()
+
+
+def test_a_file_that_is_replaced_while_it_is_looked_at_is_left_alone(tmp_path, monkeypatch):
+    WorkerLock.hold(tmp_path, "w").close()
+    held = []
+
+    def late(descriptor, operation):
+        monkeypatch.undo()
+        assert state(tmp_path, "w") == "dead"  # another process has looked meanwhile
+        held.append(WorkerLock.hold(tmp_path, "w"))
+        fcntl.flock(descriptor, operation)
+
+    monkeypatch.setattr(worker_locks, "fcntl", SimpleNamespace(**{**vars(fcntl), "flock": late}))
+    assert state(tmp_path, "w") == "unknown"
+    assert held[0].refresh()
+    assert state(tmp_path, "w") == "alive"
+    held[0].release()
+
+
+def test_a_file_that_cannot_be_marked_is_still_in_place(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    held = WorkerLock.hold(tmp_path, "w")
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_locks.os, "utime", fails)
+        assert held.refresh()
+    held.release()
 
 
 @pytest.mark.parametrize("name", ["", "../keeper.1", "a/b", "x" * 65])

@@ -101,7 +101,7 @@ def test_paths_that_lead_nowhere(refused, write_rows, tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     assert "missing.jsonl: cannot be read (No such file or directory)" in refused(rows="missing.jsonl")
     assert "folder.jsonl: cannot be read (Is a directory)" in refused(rows="folder.jsonl")
-    assert "there is no directory 'no/such'" in refused(out="no/such/out.jsonl")
+    assert "out.jsonl: there is no directory" in refused(out="no/such/out.jsonl")
     assert "folder.jsonl: is a directory" in refused(out="folder.jsonl")
     assert "missing.yaml: there is no such file" in refused(config="missing.yaml")
 

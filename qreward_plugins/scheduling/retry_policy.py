@@ -299,8 +299,7 @@ class RetryPolicy:
             job.refusals = {**job.refusals, upstream.name: error.refusal}
             # Like one that throttles a request, the server has done nothing with it.
             job.begun &= not job.call.once
-            # It says nothing about the source: all others may be down, and this one refuse whatever it is asked.
-            upstream.breaker.abandoned(probe=attempt.decides)
+            self.note_refusal(attempt, error)
             if not (gone or job.ended):
                 job.not_before = now + self._withdrawn_s(attempt, now)
                 self.retry(attempt, str(error))
@@ -333,9 +332,9 @@ class RetryPolicy:
         return error.refusal is not None and attempt.request.refusal is None and again
 
     def note_refusal(self, attempt: Attempt, error: PermanentError) -> None:
-        """Note for its source that it refused a request."""
+        """Note for its source that it, or one of its servers, refused a request. The others may be down meanwhile."""
         upstream = attempt.upstream
-        if error.status in OF_THE_REQUEST:
+        if error.status in OF_THE_REQUEST and error.refusal is None:
             # The source is up: it has read the request.
             upstream.breaker.succeeded()
             self.backoff.release(upstream)

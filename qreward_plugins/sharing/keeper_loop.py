@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .keeper import Keeper
 from .messages import Answer, Report
@@ -37,9 +37,11 @@ class KeeperLoop:
         self._pump()
         return await answered
 
-    def died(self, worker: str) -> None:
-        """Tell the keeper that a worker's process is dead."""
-        self.keeper.died(worker, asyncio.get_running_loop().time())
+    def died(self, workers: Iterable[str]) -> None:
+        """Tell the keeper that the processes of workers are dead."""
+        now = asyncio.get_running_loop().time()
+        for worker in workers:
+            self.keeper.died(worker, now)
         self._pump()
 
     def stop(self) -> None:

@@ -225,10 +225,12 @@ class MachineKeeper:
             ended.clear()
             now = loop.time()
             self._gone = {worker: until for worker, until in self._gone.items() if now < until}
-            for worker in {*self._gone, *keeper.unheard}:
-                if state(self.lock.directory, worker) == "dead":
+            may_be = {*self._gone, *keeper.unheard}
+            dead = [worker for worker in may_be if state(self.lock.directory, worker) == "dead"]
+            if dead:
+                for worker in dead:
                     self._gone.pop(worker, None)
-                    self._running.died(worker)
+                self._running.died(dead)
             if self._gone or keeper.unheard:
                 await asyncio.sleep(DEAD_WITHIN_S)
             else:

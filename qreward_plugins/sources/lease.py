@@ -136,7 +136,8 @@ class Lease:
 
         A refusal that may concern all requests (a key, a URL) is that of one replica while another one answers. The
         call then goes there. Raises what `read` raises, and TransientError for such a refusal. A PermanentError gets
-        its `refusal` if another replica is to decide.
+        its `refusal` if another replica is to decide; a TransientError takes its place if this one is known to refuse
+        what others answer, and none of them is up.
         """
         refusal: SourceUnusable | None = None
         try:
@@ -150,6 +151,10 @@ class Lease:
             self.failed(now)
             raise
         except PermanentError as error:
+            if self.replica.refuses_alone and self._of.waits_for_others(self.replica):
+                self.failed(now)
+                problem = f"{error}, but it refuses what other replicas answer, and none of them is up"
+                raise TransientError(problem, status=error.status) from None
             error.refusal = self._refused(now, str(error))
             raise
         except QRewardError:

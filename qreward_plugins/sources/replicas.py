@@ -82,6 +82,10 @@ class Replicas:
         """Whether there is another replica that has not failed since its last answer."""
         return any(other is not replica and other.is_healthy for other in self._replicas)
 
+    def waits_for_others(self, replica: Replica) -> bool:
+        """Whether there are other replicas, and none of them is up."""
+        return self.several and not self.others("", {replica})
+
     def others(self, group: str, without: Collection[Replica]) -> list[Replica]:
         """Return the replicas that take calls of this group, if there is one, except those of `without`."""
         up = [replica for replica in self._replicas if replica.mark == "up"]

@@ -49,6 +49,10 @@ def read(lease: Lease, end: Exception | None, now: float) -> object:
     return None
 
 
+def raised(error: Exception) -> None:
+    raise error
+
+
 def health(replicas: Replicas, now: float = 0.0) -> list[str]:
     return [replica.health(now) for replica in replicas.all]
 
@@ -116,6 +120,22 @@ def test_the_only_replica_decides() -> None:
     replicas.mark("b", "down")
     assert ask(replicas, REFUSED) == ("a", None)
     assert health(replicas) == ["up", "down"]
+
+
+def test_a_replica_that_refuses_alone_does_not_decide_while_the_others_are_drained() -> None:
+    """An update of the weights drains one replica after the other."""
+    replicas = of("a", "b")
+    _, refusal = ask(replicas, REFUSED)
+    assert ask(replicas, None, refusal) == ("b", None)
+    replicas.mark("b", "draining")
+    lease = replicas.acquire(0.0)
+    with pytest.raises(TransientError, match=r"400 \(too long\), but it refuses what other replicas answer"):
+        lease.read(0.0, lambda: raised(REFUSED))
+    replicas.remove("b")
+    lease = replicas.acquire(0.0)
+    with pytest.raises(PermanentError) as final:
+        lease.read(0.0, lambda: raised(REFUSED))
+    assert final.value.refusal is None
 
 
 def test_the_only_replica_with_the_weights_of_a_group_decides() -> None:

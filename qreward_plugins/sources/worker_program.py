@@ -18,6 +18,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,8 @@ from ..errors import InvalidReply, SourceError
 from .raised import describe, is_transient
 
 END_WITHIN_S = 2.0
-"""Seconds that a worker has to end by itself after the parent has closed the channel."""
+"""Seconds that a worker has to end by itself after the parent has closed the channel. If the parent is dead: none."""
+_LOOK_EVERY_S = 0.02
 
 HEADER = struct.Struct("!Qc")
 CALL = b"c"
@@ -44,12 +46,13 @@ UNFIT = b"u"
 
 def main(descriptor: int) -> None:
     """Serve the parent at the socket `descriptor` until the parent closes it."""
+    parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)
     # Children of the function must not keep the channel open: the parent detects a crash by its end.
     os.register_at_fork(after_in_child=channel.close)
-    threading.Thread(target=_die_with_parent, args=(channel.fileno(),), daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(channel.fileno(), parent), daemon=True).start()
     try:
         function = _load(channel)
         while function is not None:
@@ -113,11 +116,14 @@ def _receive_exactly(channel: socket.socket, count: int) -> bytes:
     return bytes(received)
 
 
-def _die_with_parent(descriptor: int) -> None:
+def _die_with_parent(descriptor: int, parent: int) -> None:
     # An idle worker ends by itself when its parent dies. A worker whose call hangs would run for ever, and so would
     # the processes that it started.
     poll = select.poll()
     poll.register(descriptor, 0)
     poll.poll()
-    threading.Event().wait(END_WITHIN_S)
+    ends_at = time.monotonic() + END_WITHIN_S
+    # The concurrency of a dead process is soon given to others (`MARGIN_S` in sharing/keeper.py).
+    while os.getppid() == parent and time.monotonic() < ends_at:
+        time.sleep(_LOOK_EVERY_S)
     os.killpg(0, signal.SIGKILL)

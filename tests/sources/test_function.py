@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from qreward_plugins.errors import (
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import FunctionSource, Request, function, threads
 from qreward_plugins.sources.loading import PathLoader
+from qreward_plugins.sources.worker_program import END_WITHIN_S
 
 pytestmark = pytest.mark.anyio
 FUNCTIONS = Path(__file__).parent / "scoring" / "functions.py"
@@ -400,8 +402,10 @@ async def test_a_parent_that_is_killed_leaves_no_worker_behind(tmp_path: Path) -
     parent = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parents[2])
     pid = int(await until(functools.partial(written, started)))
     parent.send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
     await parent.wait()
     await until(functools.partial(is_gone, pid))
+    assert time.monotonic() - killed_at < END_WITHIN_S  # others are soon given its concurrency
 
 
 def test_a_parent_that_forgets_to_close_ends_cleanly(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import load_config
-from ..errors import InputError
+from ..errors import InputError, QRewardError
 from ..named_actors import in_thread, join_cluster
 from ..redaction import one_line
 from ..replicas.pool_status import PoolStatus, ReplicaLoad
@@ -40,6 +40,9 @@ class PoolSource(Protocol):
     @property
     def spec(self) -> PoolSpec: ...
 
+    @property
+    def asleep(self) -> bool: ...
+
     async def find(self) -> None: ...
 
     async def status(self) -> PoolStatus: ...
@@ -54,15 +57,21 @@ class PoolSource(Protocol):
 
 
 async def show_status(path: Path, names: Sequence[str], out: Console, *, as_json: bool) -> int:
-    """Print the status of the servers. Raises `ConfigurationError`, `InputError` and `ReplicasNotStarted`."""
-    async with _found(path, names) as sources:
-        statuses = await asyncio.gather(*(source.status() for source in sources))
+    """Print the status of the servers, also if those of another source do not run. Raises `ConfigurationError`,
+    `InputError` and, if no servers run, `ReplicasNotStarted`.
+    """
+    async with _opened(path, names) as sources:
+        statuses = await asyncio.gather(*map(_status, sources), return_exceptions=True)
+        found = [(source, one) for source, one in zip(sources, statuses, strict=True) if isinstance(one, PoolStatus)]
+        failures = [one for one in statuses if isinstance(one, BaseException)]
+        if not found:
+            _raise_all(failures)
         if as_json:
-            found = [_as_json(source, status) for source, status in zip(sources, statuses, strict=True)]
-            say(out, json.dumps({"sources": found}, indent=2))
-            return OK
-        for source, status in zip(sources, statuses, strict=True):
-            _show(source, status, out)
+            say(out, json.dumps({"sources": [_as_json(source, status) for source, status in found]}, indent=2))
+        else:
+            for source, status in found:
+                _show(source, status, out)
+        _raise_all(failures)
     return OK
 
 
@@ -70,21 +79,27 @@ async def sleep(
     path: Path, names: Sequence[str], out: Console, errors: Console, *, level: int, drain: str, within_s: float
 ) -> int:
     """Let the servers free their devices. Raises as `show_status` does, and `ReplicasNotChanged`."""
+
+    async def change(source: PoolSource) -> str:
+        await source.sleep(level=level, drain=drain, within_s=within_s)
+        return f"the servers sleep; wake them with: qreward pool wake {path}"
+
     async with _found(path, names) as sources:
-        with errors.status("the servers end their calls and go to sleep ..."):
-            await asyncio.gather(*(source.sleep(level=level, drain=drain, within_s=within_s) for source in sources))
-        for source in sources:
-            say(out, f"{source.name}: the servers sleep; wake them with: qreward pool wake {path}")
+        with _changing(path, errors, "the servers end their calls and go to sleep ..."):
+            await _change_all(sources, change, out)
     return OK
 
 
 async def wake(path: Path, names: Sequence[str], out: Console, errors: Console) -> int:
     """Let the servers take calls again. Raises as `sleep` does."""
+
+    async def change(source: PoolSource) -> str:
+        await source.wake_up()
+        return "the servers are awake"
+
     async with _found(path, names) as sources:
-        with errors.status("the servers wake up ..."):
-            await asyncio.gather(*(source.wake_up() for source in sources))
-        for source in sources:
-            say(out, f"{source.name}: the servers are awake")
+        with _changing(path, errors, "the servers wake up ..."):
+            await _change_all(sources, change, out)
     return OK
 
 
@@ -92,20 +107,33 @@ async def update(path: Path, name: str | None, weights: Path, out: Console, erro
     """Give the servers of one source other weights. `how`: see `RewardEngine.update_weights`. Raises as `sleep` does,
     and `InputError` if several sources could be meant.
     """
-    async with _found(path, () if name is None else (name,), only_one=True) as (source,):
-        try:
-            with errors.status("the servers get other weights ..."):
-                await source.update_weights(weights, **how)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        said = f" as {how['version']}" if how["version"] else ""
-        say(out, f"{source.name}: the servers have the weights of {weights}{said}")
+    named = f"{weights} as {how['version']}" if how["version"] else f"{weights}"
+
+    async def change(source: PoolSource) -> str:
+        await source.update_weights(weights, **how)
+        if source.asleep:
+            return f"the servers sleep; they load the weights of {named} when they wake up"
+        return f"the servers have the weights of {named}"
+
+    async with _found(path, () if name is None else (name,), only_one=True) as sources:
+        with _changing(path, errors, "the servers get other weights ..."):
+            await _change_all(sources, change, out)
     return OK
 
 
 @asynccontextmanager
 async def _found(path: Path, names: Sequence[str], *, only_one: bool = False) -> AsyncIterator[list[PoolSource]]:
     """Find the servers of all sources, before those of one are changed."""
+    async with _opened(path, names) as sources:
+        if only_one and len(sources) > 1:
+            known = ", ".join(source.name for source in sources)
+            raise InputError(f"{path}: several sources have servers; name one of them by --source: {known}")
+        await asyncio.gather(*(source.find() for source in sources))
+        yield sources
+
+
+@asynccontextmanager
+async def _opened(path: Path, names: Sequence[str]) -> AsyncIterator[list[PoolSource]]:
     config = load_config(path)
     meant = [config.sources[name] for name in names if name in config.sources] or config.sources.values()
     if any(getattr(source, "placement", "") == "ray" for source in meant):
@@ -115,18 +143,55 @@ async def _found(path: Path, names: Sequence[str], *, only_one: bool = False) ->
             raise InputError(f"the servers run on Ray, and there is no cluster to be joined: {error}") from None
     sources: list[PoolSource] = opened_servers(config, path, names)
     try:
-        if only_one and len(sources) > 1:
-            known = ", ".join(source.name for source in sources)
-            raise InputError(f"{path}: several sources have servers; name one of them by --source: {known}")
-        await asyncio.gather(*(source.find() for source in sources))
         yield sources
     finally:
         await asyncio.gather(*(source.aclose() for source in sources))
 
 
+async def _status(source: PoolSource) -> PoolStatus:
+    await source.find()
+    return await source.status()
+
+
+@contextmanager
+def _changing(path: Path, errors: Console, what: str) -> Iterator[None]:
+    """Show `what` is under way. Raises `InputError` for a value that no change takes."""
+    try:
+        with errors.status(what):
+            yield
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    except asyncio.CancelledError:
+        say(errors, f"interrupted; a change that has begun goes on: qreward pool status {path}")
+        raise
+
+
+async def _change_all(
+    sources: Sequence[PoolSource], change: Callable[[PoolSource], Awaitable[str]], out: Console
+) -> None:
+    """Change the servers of all sources at once, and print what became of each that succeeded. Then raise."""
+    results = await asyncio.gather(*map(change, sources), return_exceptions=True)
+    for source, result in zip(sources, results, strict=True):
+        if isinstance(result, str):
+            say(out, f"{source.name}: {result}")
+    _raise_all([result for result in results if isinstance(result, BaseException)])
+
+
+def _raise_all(failures: Sequence[BaseException]) -> None:
+    """Raise what happened, if anything: several errors of this package as one."""
+    if len(failures) > 1 and all(isinstance(one, QRewardError) for one in failures):
+        raise QRewardError("\n".join(str(one) for one in failures))
+    for failure in failures:
+        raise failure
+
+
 def _show(source: PoolSource, status: PoolStatus, out: Console) -> None:
     weights = status.weights
-    version = f", weights {weights.version or 'updated'} ({weights.path or 'from memory'})" if weights.revision else ""
+    version = (
+        f", weights {weights.version or 'updated'} ({one_line(weights.path, 1000) or 'from memory'})"
+        if weights.revision
+        else ""
+    )
     say(out, f"{source.name}: {said_of(source.spec)}{version}")
     silent = f"; {status.silent} of them did not answer, and their requests are missing" if status.silent else ""
     processes = f"{status.processes} process{'' if status.processes == 1 else 'es'}"

@@ -45,7 +45,7 @@ def pool_status_command(
     Requests, pending tokens, hit rate and health are those of all processes that use the servers, since each server was
     started. It starts no server, and finds those of this user on this machine, or on its Ray cluster.
 
-    Exit codes: 0 shown; 2 the configuration has mistakes, or no servers run.
+    Exit codes: 0 shown; 2 the configuration has mistakes, or a source has no servers that run (the others are shown).
     """
     with one_message(ERRORS):
         from .pool import show_status

@@ -1,13 +1,14 @@
 """Defines `Commands`: carries out the updates, sleeps and wake-ups that processes ask a pool for, and tells its status.
 
-A user is a process that uses the pool. A command goes on when its user stops waiting or ends, so that no pool stays
-half changed. Only an update from the memory of a trainer ends with its user, because no further tensors would come.
+A user is a process that uses the pool. A guest (`pool_process.py`) gives commands, too. A command goes on when whoever
+gave it stops waiting or ends, so that no pool stays half changed. Only an update from the memory of a trainer ends with
+its user, because no further tensors would come.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from .changes import Changes
@@ -15,6 +16,8 @@ from .pool import ChangeFailed, Pool
 from .pool_status import PoolStatus, Reports
 from .replica_state import ReplicaState
 from .weights import Update
+
+_OVER = "the servers end, because their last user has ended"
 
 Send = Callable[[Any, dict[str, Any]], None]
 """Sends a message to a user."""
@@ -35,6 +38,7 @@ class Commands:
         self._tickets: dict[Hashable, dict[int, int]] = {}
         """By user and replica: the last ticket (`ReplicaState`) for which the user has reported no calls."""
         self._changed = asyncio.Event()
+        self._closing = False
         self._tasks: dict[asyncio.Task[None], tuple[Hashable, int, bool]] = {}
         """The commands under way: user, number, and whether the command ends with its user."""
 
@@ -62,6 +66,9 @@ class Commands:
                     task.cancel()
         elif "command" in message:
             name, number, arguments = message["command"], message["id"], message["arguments"]
+            if self._closing:
+                self._send(user, _failed(number, _OVER))
+                return
             task = asyncio.ensure_future(self._carry_out(user, name, number, arguments))
             self._tasks[task] = (user, number, name == "update" and not arguments["path"])
             task.add_done_callback(lambda task: self._tasks.pop(task, None))
@@ -77,6 +84,7 @@ class Commands:
 
     async def aclose(self) -> None:
         """Cancel all commands, and wait until they have ended."""
+        self._closing = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -95,14 +103,12 @@ class Commands:
             result = await self._run(name, arguments, lambda some: send({"id": number, "receiving": some}))
             send({"id": number, "result": result})
         except ChangeFailed as error:
-            failed = {"problem": error.problem, "replicas": list(error.replicas), "log": error.log}
-            send({"id": number, "error": failed})
+            send(_failed(number, error.problem, list(error.replicas), error.log))
         except asyncio.CancelledError:
-            send({"id": number, "error": {"problem": "it was cancelled", "replicas": [], "log": ""}})
+            send(_failed(number, _OVER if self._closing else "it was cancelled"))
             raise
         except Exception as error:
-            problem = f"unexpected {type(error).__name__}: {error}"
-            send({"id": number, "error": {"problem": problem, "replicas": [], "log": ""}})
+            send(_failed(number, f"unexpected {type(error).__name__}: {error}"))
 
     async def _run(
         self, name: str, arguments: dict[str, Any], on_receiving: Callable[[list[int]], None]
@@ -126,3 +132,7 @@ class Commands:
     def _change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _failed(number: int, problem: str, replicas: Sequence[int] = (), log: str = "") -> dict[str, Any]:
+    return {"id": number, "error": {"problem": problem, "replicas": replicas, "log": log}}

@@ -109,8 +109,9 @@ class LocalPoolUse(PoolUse):
     def leave(self) -> None:
         channel = self._channel
         if channel is not None:
+            # A guest waits for no end of the servers.
             with suppress(OSError):
-                channel.shutdown(socket.SHUT_WR)
+                channel.shutdown(socket.SHUT_RDWR if self.finds else socket.SHUT_WR)
 
     def _forget(self) -> None:
         if self._channel is not None:

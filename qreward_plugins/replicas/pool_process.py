@@ -14,8 +14,9 @@ ticket], ...]}` when it has no calls at replicas that are draining; `{"command":
 `{"cancel": n}`. `{"id": n, "receiving": [...]}` says which replicas begin to receive tensors. The command "status" asks
 the other users for their counts: they get `{"report": true}`, and send `{"loads": {...}}` (`PoolStatus`).
 
-A user whose second line has `"starts": false` begins no pool: if none has begun, the connection is closed. `{}` and
-`{"describe": true}` ask for the digests of the spec (`PoolSpec.digests`), and are no use.
+Whoever sends `"starts": false` in the second line is a guest: it begins no pool, and if none has begun, its connection
+is closed. A guest gets the states and gives commands, as a user does. But it sends no requests: so no pool goes on for
+it, and no change waits for it. `{}` and `{"describe": true}` ask for the digests of the spec (`PoolSpec.digests`).
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class PoolProcess:
         self._folder = folder
         self._key = key
         self._users: set[asyncio.StreamWriter] = set()
+        self._guests: set[asyncio.StreamWriter] = set()
         self._pool: Pool | None = None
         self._commands: Commands | None = None
         self._server: asyncio.Server | None = None
@@ -90,7 +92,7 @@ class PoolProcess:
             await self._pool.stop()
         self._tidy()
 
-        for writer in list(self._users):
+        for writer in (*self._users, *self._guests):
             writer.close()
 
     def _touch(self) -> None:
@@ -120,11 +122,11 @@ class PoolProcess:
             if about.get("describe"):
                 _send(writer, {} if self._pool is None else dict(self._pool.spec.digests))
                 about = {}
-            may_begin = self._pool is not None or about.get("starts", True)
-            if not about or self._unused.is_set() or not may_begin:
+            is_guest = not about.get("starts", True)
+            if not about or self._unused.is_set() or (is_guest and self._pool is None):
                 writer.close()
                 return
-            self._users.add(writer)
+            (self._guests if is_guest else self._users).add(writer)
             weights = Weights(**about["weights"])
             if self._pool is None:
                 self._begin(PoolSpec.from_json(spec), weights, about["asleep"])
@@ -142,6 +144,7 @@ class PoolProcess:
             self._unused.set()  # the connection is closed when all has ended
         else:
             self._users.discard(writer)
+            self._guests.discard(writer)
             writer.close()
 
     def _begin(self, spec: PoolSpec, weights: Weights, asleep: bool) -> None:
@@ -181,7 +184,7 @@ class PoolProcess:
                 self._server.close()
 
     def _broadcast(self) -> None:
-        for writer in self._users:
+        for writer in (*self._users, *self._guests):
             self._send_state(writer)
 
     def _send_state(self, writer: asyncio.StreamWriter) -> None:

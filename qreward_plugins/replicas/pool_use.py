@@ -31,7 +31,9 @@ _SILENT_S = 120.0
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
 _LOST_TRIES = 3
 """How often a pool is started again that has ended although it was used."""
-_ENDED: Mapping[str, Any] = {"error": {"problem": "the pool has ended", "replicas": [], "log": ""}}
+_ENDED: Mapping[str, Any] = {
+    "error": {"problem": "the pool has ended before the command was done", "replicas": [], "log": ""}
+}
 
 
 _HELD: Mapping[str, str] = {

@@ -32,6 +32,10 @@ class RayPoolActor:
 
     def __init__(self) -> None:
         self._users: set[str] = set()
+        self._guests: set[str] = set()
+        """Those that only look at the pool and change it. They send no requests: so no pool goes on for them, and no
+        change waits for them.
+        """
         self._silent: set[str] = set()
         """Users that have not polled for a while."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -48,13 +52,13 @@ class RayPoolActor:
 
     async def join(self, user: str, spec: bytes, weights: Mapping[str, Any], asleep: bool, starts: bool = True) -> bool:
         """Begin a use of the pool. The first one starts it, with the `weights` that an earlier pool of its user had.
-        Without `starts`, nothing is begun if no pool runs. Return whether one does.
+        Without `starts` it is a guest, for which no pool is started. Return whether one runs.
         """
         while self._stopping is not None:
             await asyncio.wait([self._stopping])
         if self._pool is None and not starts:
             return False
-        self._users.add(user)
+        (self._users if starts else self._guests).add(user)
         if self._pool is None:
             known = PoolSpec.from_json(spec)
             self._ready, self._failed = False, None
@@ -75,12 +79,15 @@ class RayPoolActor:
 
     async def receive(self, user: str, message: Mapping[str, Any]) -> None:
         """Handle a message of a user; see `Commands.receive`."""
-        if user in self._users:
+        if self._has_joined(user):
             self._commands.receive(user, message)
 
     def _send(self, user: str, message: dict[str, Any]) -> None:
         self._replies.setdefault(user, []).append(message)
         self._change()
+
+    def _has_joined(self, user: str) -> bool:
+        return user in self._users or user in self._guests
 
     def _present(self) -> set[str]:
         return self._users - self._silent
@@ -93,7 +100,11 @@ class RayPoolActor:
 
     def _note_silent(self, user: str) -> None:
         self._timers.pop(user, None)
-        self._silent.add(user)
+        if user in self._guests:
+            self._guests.discard(user)
+            self._replies.pop(user, None)
+        else:
+            self._silent.add(user)
         self._commands.left(user)
 
     async def poll(self, user: str, version: int) -> dict[str, Any] | None:
@@ -101,13 +112,13 @@ class RayPoolActor:
         to the user's commands. None for a user that has not joined, or has left.
         """
         self._note_alive(user)
-        if user in self._users and version == self._version:
+        if self._has_joined(user) and version == self._version:
             with anyio.move_on_after(_POLL_S):
                 await self._changed.wait()
         self._note_alive(user)
-        if user in self._users:
+        if self._has_joined(user):
             self._timers[user] = asyncio.get_running_loop().call_later(_SILENT_S, self._note_silent, user)
-        if user not in self._users or self._pool is None:
+        if not self._has_joined(user) or self._pool is None:
             return None
         if self._failed is not None:
             return {"failed": self._failed.problem, "log": self._failed.log}
@@ -122,13 +133,15 @@ class RayPoolActor:
 
     async def leave(self, user: str) -> None:
         """End a use. The last one stops the servers, and returns when they have ended."""
+        was_guest = user in self._guests
         self._users.discard(user)
+        self._guests.discard(user)
         self._note_alive(user)
         self._replies.pop(user, None)
         self._commands.left(user)
         if not self._users and self._pool is not None and self._stopping is None:
             self._stopping = asyncio.ensure_future(self._stop(self._pool))
-        if self._stopping is not None and not self._users:
+        if self._stopping is not None and not self._users and not was_guest:
             await asyncio.wait([self._stopping])
         self._change()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
-from qreward_plugins import RewardEngine, Sample
+from qreward_plugins import QRewardError, ReplicasNotChanged, RewardEngine, Sample
+from qreward_plugins.cli.pool import _change_all, _changing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "replicas"))
 from pools import StandIns
@@ -119,12 +122,58 @@ def test_servers_of_serve_judge_sleep_wake_and_get_other_weights(run_cli, start_
     assert status() == ({"version": "step-2", "path": str(new), "revision": 1}, [("up", "step-2")] * 2)
     assert "weights step-2 (" in run_cli("pool", "status", path).stdout
 
+    run_cli("pool", "sleep", path)
+    later = run_cli("pool", "update", path, "--weights", new, "--version", "step-3")
+    assert later.stdout == f"own: the servers sleep; they load the weights of {new} as step-3 when they wake up\n"
+    assert status()[1] == [("asleep", "step-2")] * 2
+    run_cli("pool", "wake", path)
+    assert status()[1] == [("up", "step-3")] * 2
+
     failed = run_cli("pool", "update", path, "--weights", path.parent / "none")
     assert failed.exit_code == 2
     assert failed.stderr.startswith("error: source 'own': replica 0: ")
     assert "none does not exist" in failed.stderr
-    assert status()[1] == [("up", "step-2")] * 2
+    assert status()[1] == [("up", "step-3")] * 2
     server.end(15)
+
+
+def test_a_source_whose_servers_do_not_run_hides_no_other(run_cli, config):
+    path = config()
+    with RewardEngine(str(path)).portal() as portal:
+        portal.score(samples(1)[0], deadline_s=60)
+        both = config(name="both.yaml", others=("second",))
+        shown, parsed = run_cli("pool", "status", both), run_cli("pool", "status", both, "--json")
+        changed = run_cli("pool", "sleep", both)
+        refused = run_cli("pool", "sleep", path, "--within", "inf")
+    assert [found.exit_code for found in (shown, parsed, changed, refused)] == [2] * 4
+    assert "own: 2 replicas" in shown.stdout
+    assert [source["source"] for source in json.loads(parsed.stdout)["sources"]] == ["own"]
+    for found in (shown, parsed, changed):
+        assert found.stderr.startswith("error: source 'second': no servers of it run")
+    assert changed.stdout == ""
+    assert refused.stderr == "error: within_s is a number of seconds above 0, not inf\n"
+
+
+def test_a_change_that_fails_hides_no_other(capsys):
+    class Changed:
+        def __init__(self, name):
+            self.name = name
+
+    async def change(source):
+        if source.name != "good":
+            raise ReplicasNotChanged(f"source {source.name!r}: calls did not end")
+        return "the servers sleep"
+
+    console = Console()
+    with pytest.raises(QRewardError, match="source 'bad': calls did not end\\nsource 'worse': calls did not end"):
+        asyncio.run(_change_all([Changed("bad"), Changed("good"), Changed("worse")], change, console))
+    assert capsys.readouterr().out == "good: the servers sleep\n"
+
+
+def test_an_interrupted_command_says_that_the_change_goes_on(capsys):
+    with pytest.raises(asyncio.CancelledError), _changing(Path("judges.yaml"), Console(), "waiting ..."):
+        raise asyncio.CancelledError
+    assert "a change that has begun goes on: qreward pool status judges.yaml" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -11,6 +11,7 @@ import pytest
 from pools import comes, parent_of
 
 from qreward_plugins.replicas import local_pool_use, pool_status
+from qreward_plugins.replicas.commands import Commands
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
 from qreward_plugins.replicas.pool_process import PoolProcess
@@ -52,6 +53,46 @@ async def test_what_is_found_and_then_lost_is_not_started_again(stand_ins, caplo
     assert stand_ins.living() == []
     assert "started again" not in caplog.text
     await finds.aclose()
+
+
+async def test_no_change_waits_for_a_guest_that_is_stopped(stand_ins):
+    """A shell in which somebody has pressed Ctrl-Z answers nothing."""
+    starts, stopped, finds = (LocalPoolUse(stand_ins.spec(replicas=2)) for _ in range(3))
+    await starts.start()
+    await stopped.find()
+    stopped.send = lambda message: False
+    await finds.find()
+    status = await finds.status()
+    assert (status.processes, status.silent) == (1, 0)
+    await finds.sleep(within_s=10.0)
+    assert [state.state for state in (await finds.status()).replicas] == ["asleep"] * 2
+    for use in (finds, stopped, starts):
+        await use.aclose()
+
+
+async def test_a_pool_ends_with_its_last_user_and_not_with_its_last_guest(stand_ins):
+    starts, guest = LocalPoolUse(stand_ins.spec()), LocalPoolUse(stand_ins.spec())
+    await starts.start()
+    await guest.find()
+    (state,) = starts.states
+    assert starts.gate.enter(state.url)  # a call that does not end
+    sleeping = asyncio.ensure_future(guest.sleep(within_s=600.0))
+    await comes(lambda: guest.states[0].state == "draining")
+    await starts.aclose()
+    assert stand_ins.living() == []
+    with pytest.raises((ChangeFailed, PoolFailed), match="their last user has ended"):
+        await sleeping
+    await guest.aclose()
+
+
+async def test_a_pool_that_ends_takes_no_command():
+    sent = []
+    commands = Commands(list, lambda user, message: sent.append((user, message)))
+    await commands.aclose()
+    commands.receive("guest", {"command": "wake", "id": 7, "arguments": {}})
+    [(user, message)] = sent
+    assert (user, message["id"]) == ("guest", 7)
+    assert "last user has ended" in message["error"]["problem"]
 
 
 async def test_a_process_that_has_no_pool_yet_gets_none_from_who_only_finds(stand_ins, shared_directory, monkeypatch):

@@ -19,6 +19,9 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qrew
 from pools import comes  # noqa: E402
 
 from qreward_plugins import ReplicasNotStarted, RewardEngine, Sample  # noqa: E402
+from qreward_plugins.replicas import ray_pool  # noqa: E402
+from qreward_plugins.replicas.ray_pool import RayPoolActor  # noqa: E402
+from qreward_plugins.replicas.weights import Weights  # noqa: E402
 
 # Ray leaves sockets and log files of its own to the garbage collector.
 pytestmark = [
@@ -116,6 +119,37 @@ async def test_a_pool_on_ray(cluster, stand_ins, private, tmp_path):
     code, out, err = await in_a_shell(tmp_path, own, "status")
     assert (code, out, err) == (2, "", "error: source 'own': no servers of it run on this Ray cluster\n")
     assert groups() == []
+
+
+async def test_a_pool_ends_with_its_last_user_although_a_shell_was_killed(monkeypatch, stand_ins):
+    """Ray reports the end of no process, so a guest may never leave."""
+    stopped = []
+
+    class QuietPool:
+        states, weights, starts_asleep = (), Weights(), False
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        async def start(self) -> None: ...
+
+        async def stop(self) -> None:
+            stopped.append(self)
+
+        def learn(self, weights: Weights) -> None: ...
+
+    monkeypatch.setattr(ray_pool, "Pool", QuietPool)
+    actor, spec, known = RayPoolActor(), stand_ins.spec().to_json(), Weights().as_mapping()
+    assert not await actor.join("early guest", spec, known, False, False)
+    assert await actor.join("user", spec, known, False)
+    assert await actor.join("guest", spec, known, False, False)
+    assert actor._present() == {"user"}
+    assert await actor.poll("guest", -1) is not None
+    await actor.leave("user")
+    assert len(stopped) == 1
+    assert await actor.poll("guest", -1) is None
+    actor._note_silent("guest")
+    assert not actor._guests
+    await actor.leave("guest")
 
 
 async def test_a_pool_that_the_cluster_cannot_place(cluster, stand_ins):

@@ -298,12 +298,12 @@ class Refusal:
 
     def __init__(self, replica: Replica, error: str, *, began_at: float) -> None:
         self.replica = replica
-        """The one that refused, which never decides."""
+        """The one that refused. It decides itself only if no other one is up."""
         self._error = error
         self._began_at = began_at
         self._decided = False
         self.asked = {replica}
-        """The first replica, and those that failed to answer: they are asked when all others have been."""
+        """`replica`, and those that failed to answer: the others are asked first."""
 
     def answered_by(self, other: Replica, now: float) -> None:
         """Record that `other` answered the request, and warn of the first replica, once."""

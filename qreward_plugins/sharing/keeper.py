@@ -156,6 +156,10 @@ class Keeper:
         """Number of workers that report."""
         return len(self._reported_at)
 
+    def hears(self, worker: str) -> bool:
+        """Return whether a worker reports: it has neither left nor died, and its shares have not expired."""
+        return worker in self._reported_at
+
     def report(self, report: Report, now: float) -> None:
         """Record a report. `due` returns its answer, now or later."""
         worker, number = report.worker, report.number

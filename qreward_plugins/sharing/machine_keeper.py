@@ -205,6 +205,9 @@ class MachineKeeper:
 
     def _look_for_files(self) -> None:
         """Note whether the file of a worker was removed, by hand for example."""
+        hears = self._running.keeper.hears
+        # Over a connection that relays, many may come and never leave.
+        self._connections = {worker: last for worker, last in self._connections.items() if hears(worker)}
         try:
             have = named(self.lock.directory)
         except OSError:

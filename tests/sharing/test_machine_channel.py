@@ -353,6 +353,22 @@ async def test_a_relaying_process_proves_nothing_of_the_workers_whose_reports_it
     await door.aclose()
 
 
+async def test_relayed_workers_that_never_leave_are_forgotten(directory, monkeypatch):
+    monkeypatch.setitem(keeper.Keeper.__init__.__kwdefaults__, "ttl_s", 0.1)
+    monkeypatch.setattr(keeper, "MARGIN_S", 0.1)
+    door = LimitsDoor(EngineConfig(shared="machine", shared_directory=str(directory)))
+    near = Worker(directory, "near")
+    for number in range(5):
+        await door.answer(dump({"report": write_report(Report(f"far {number}", 1, {}))}))
+    (running,) = machine_channel._kept[directory]
+    ends_at = asyncio.get_running_loop().time() + 10 * STAMP_EVERY_S
+    while set(running._connections) != {"near"}:
+        await near.ask()
+        assert asyncio.get_running_loop().time() < ends_at
+    await near.leave()
+    await door.aclose()
+
+
 async def test_a_worker_that_leaves_lets_go_of_its_lock_though_its_channel_stays_open(directory):
     first, second = Worker(directory, "first"), Worker(directory, "second")
     second.channel = first.channel

@@ -103,7 +103,15 @@ class Journal:
 
         The entry is accepted before the call first waits, so a cancellation does not lose it. The call waits only while
         more than `ROOM` entries are unwritten and the file can be written. Raises only `JournalError`, if closed.
+
+        An answer that is used again (`cached`) is only noted for readers. So its entry is never waited for, and it is
+        left out while entries that were paid for wait: more than `ROOM`, or any that cannot be written.
         """
+        if isinstance(outcome, Scored) and outcome.verdict.cached:
+            self._writer.check()
+            if not self._writer.is_behind(ROOM):
+                self.note(key, sample, outcome)
+            return
         self.note(key, sample, outcome)
         room = self._writer.room(ROOM)
         if room is not None:

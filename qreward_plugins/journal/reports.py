@@ -22,7 +22,7 @@ _SEED = 0
 
 _FIELDS = (
     *("step", "split", "judge", "source", "score", "outcome", "detail", "rationale", "attempts", "latency_s"),
-    *("service_s", "prompt_tokens", "completion_tokens", "cost_usd", "cached", "sample_id"),
+    *("service_s", "prompt_tokens", "completion_tokens", "cost_usd", "cached", "sample_id", "key", "process_id"),
 )
 _KINDS = {name: kind.removesuffix(" NOT NULL") for name, kind in COLUMNS}
 
@@ -47,6 +47,8 @@ class Row:
     cost_usd: float
     cached: int
     sample_id: str | None
+    key: str | None
+    process_id: int
 
     @property
     def failed(self) -> bool:
@@ -118,11 +120,30 @@ def _refuse_other(connection: sqlite3.Connection, path: str) -> None:
 
 
 def steps_of(rows: Sequence[Row]) -> list[StepReport]:
-    """Sum up rows by step and judge, in the order in which they began."""
+    """Sum up rows by step and judge, in the order in which they began.
+
+    A step that a resumed run repeats has rows of both runs. Its samples are counted once (`_once`).
+    """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.label, row.judge), []).append(row)
-    return [_step(label, judge, found) for (label, judge), found in groups.items()]
+    return [_step(label, judge, _once(found)) for (label, judge), found in groups.items()]
+
+
+def _once(rows: Sequence[Row]) -> list[Row]:
+    """Leave out the rows of samples that another process has judged, too, in the same step.
+
+    Frameworks may give a sample another id after a resume; its question, the key, stays the same. Within a process,
+    equal answers of siblings are samples of their own: so the rows of the process with most of them are kept.
+    """
+    repeated = {row.key for row in rows if row.cached and row.key is not None}
+    counts: dict[str, dict[int, int]] = {}
+    for row in rows:
+        if row.key is not None and row.key in repeated:
+            by_process = counts.setdefault(row.key, {})
+            by_process[row.process_id] = by_process.get(row.process_id, 0) + 1
+    kept = {key: max(by_process, key=by_process.__getitem__) for key, by_process in counts.items()}
+    return [row for row in rows if row.key not in kept or kept[row.key] == row.process_id]
 
 
 def _step(label: str, judge: str, rows: Sequence[Row]) -> StepReport:

@@ -126,6 +126,11 @@ class Writer:
         with self._changed:
             return self._call() if self._unwritten > most and self._failing is None else None
 
+    def is_behind(self, most: int) -> bool:
+        """Whether more than `most` rows are unwritten, or rows cannot be written."""
+        with self._changed:
+            return self._unwritten > most or self._failing is not None
+
     def written(self) -> Future[None]:
         """Return a future that is done when the rows that wait now are written, or could not be."""
         with self._changed:

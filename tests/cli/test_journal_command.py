@@ -143,6 +143,24 @@ def changed(journal, statement, *values):
     connection.close()
 
 
+def test_a_step_that_a_resumed_run_repeats_has_each_sample_once(journal):
+    changed(journal, "UPDATE outcomes SET key = 'key ' || id, process_id = 7")
+    before = steps_of(read_rows(str(journal)))
+    with sqlite3.connect(journal) as connection:
+        names = [row[1] for row in connection.execute("PRAGMA table_info(outcomes)") if row[1] != "id"]
+        new = ", ".join({"cached": "1", "process_id": "8", "sample_id": "'another'"}.get(name, name) for name in names)
+        repeated = "step = 2 AND outcome = 'scored'"
+        for _ in range(2):  # two equal answers of siblings, of which the first run had judged one
+            connection.execute(f"INSERT INTO outcomes ({', '.join(names)}) SELECT {new} FROM outcomes WHERE {repeated}")
+            repeated += " AND process_id = 7 AND id = (SELECT min(id) FROM outcomes WHERE step = 2)"
+    connection.close()
+    rows = read_rows(str(journal))
+    assert len(rows) == 20
+    after = steps_of(rows)
+    assert [(one.label, one.rows) for one in after] == [("0 val", 2), ("1", 4), ("2", 5), ("3", 5)]
+    assert [one for one in after if one.label != "2"] == [one for one in before if one.label != "2"]
+
+
 def test_what_a_judge_repeats_of_a_response_does_not_command_the_terminal(run_cli, journal):
     hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m [red]kept[/nothing]\nsecond line\u202e"
     changed(journal, "UPDATE outcomes SET rationale = ?, detail = ?", hostile, hostile)

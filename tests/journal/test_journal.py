@@ -153,6 +153,29 @@ def test_the_latest_verdict_wins_and_nothing_else_is_an_answer(path: Path) -> No
     assert len(rows(path)) == 6
 
 
+def test_an_answer_that_is_used_again_waits_for_no_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "ROOM", 1)
+    again = Scored(replace(VERDICT, cached=True, spent=Spent()))
+
+    async def main() -> None:
+        opened = Journal(path)
+        await opened.put("k", SAMPLE, again)
+        with locked(path):
+            for _ in range(2):
+                opened.note("k", SAMPLE, Scored(VERDICT))
+            waiting = asyncio.ensure_future(opened.put("k", SAMPLE, again))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert waiting.done()
+        await opened.flush()
+        await opened.aclose()
+        with pytest.raises(JournalError, match="closed"):
+            await opened.put("k", SAMPLE, again)
+
+    asyncio.run(main())
+    assert len(rows(path)) == 3
+
+
 def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
     async def main() -> None:
         times = iter([1_700_000_000.5, 1_700_000_001.0])

@@ -176,6 +176,26 @@ def test_an_answer_that_is_used_again_waits_for_no_disk(path: Path, monkeypatch:
     assert len(rows(path)) == 3
 
 
+def test_a_row_of_an_answer_that_is_used_again_is_no_loss(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer, "CLOSE_WITHIN_S", 0.0)
+    again = Scored(replace(VERDICT, cached=True, spent=Spent()))
+
+    async def main() -> None:
+        opened = Journal(path)
+        opened._writer._connection.execute("PRAGMA busy_timeout = 1")
+        with locked(path):
+            await opened.put("k", SAMPLE, again)
+            await opened.flush()
+            await opened.aclose()
+        assert opened.write_errors == 0
+
+    asyncio.run(main())
+    assert rows(path) == []
+    assert "no rows of answers that are used again" in caplog.text
+
+
 def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
     async def main() -> None:
         times = iter([1_700_000_000.5, 1_700_000_001.0])

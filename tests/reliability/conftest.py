@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins import Sample
-from qreward_plugins.testing import JudgeCall, ServerLimits, overlap_score
+from qreward_plugins.testing import ScoreCall, ServerLimits, overlap_score
 
 # A server counts over one second, and the engine keeps the same numbers over a somewhat longer window. The engine's own
 # margin is for what a network does; a server that gets no processor for half a second, as happens on a busy machine,
@@ -88,7 +88,7 @@ def score_of() -> Callable[[Sample], float]:
     """What a judge server with the built-in scorer says of a sample."""
 
     def score(sample: Sample) -> float:
-        return overlap_score(JudgeCall("judge", [{"role": "user", "content": sample.response}]))
+        return overlap_score(ScoreCall("judge", sample.messages, {}, sample.response))
 
     return score
 

@@ -20,9 +20,13 @@ import os, sys, time
 from pathlib import Path
 from qreward_plugins.sharing.worker_locks import WorkerLock
 held = WorkerLock.hold(Path(sys.argv[1]), "w")
-if sys.argv[2] == "forks" and not os.fork():
-    time.sleep(600)
-    os._exit(0)
+if sys.argv[2] == "forks":
+    forked, forks = os.pipe()
+    if not os.fork():
+        os.write(forks, b".")
+        time.sleep(600)
+        os._exit(0)
+    os.read(forked, 1)
 print(os.getpid(), flush=True)
 time.sleep(600)
 """

@@ -76,7 +76,7 @@ def test_the_built_in_scorer_serves_both_ways(client_of: Any, prompt_of: Any) ->
     with JudgeServer() as server:
         client = client_of(server)
         assert client.score("the answer is 4", label="four is 4").json == round(2 / 3, 3)
-        assert client.score("something").json == client.chat(prompt_of("something")).verdict["score"]
+        assert client.score("something", []).json == client.chat(prompt_of("something")).verdict["score"]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,25 @@ def ray_is_up() -> bool:
     return bool(is_initialized is not None and is_initialized())
 
 
+def job_name() -> str | None:
+    """Return what identifies the job of Ray that this process belongs to, among all jobs of all clusters; None without
+    one. Asks no other process. Raises nothing.
+    """
+    if not ray_is_up():
+        return None
+    import ray
+
+    try:
+        context = ray.get_runtime_context()
+        # Each cluster numbers its jobs from 1, so a job's number alone comes again. Older versions have no method.
+        ask = getattr(context, "get_session_name", None)
+        session = ask() if ask is not None else context.worker.node.session_name
+        return f"{session} {context.get_job_id()}"
+    except Exception:
+        # Such as a client of a remote cluster, which has no session here.
+        return None
+
+
 def missing_ray() -> str:
     """Say why Ray cannot be used in this process, where `ray_is_up` is false."""
     if find_spec("ray") is None:

@@ -17,7 +17,7 @@ from .running import OK, say
 
 _WIDEST_NAME = 16
 _WIDEST_CHARS = 20_000
-_LEFT = ("step", "judge", "source", "what it said")
+_LEFT = ("run", "step", "judge", "source", "what it said")
 
 
 def show_journal(path: Path, out: Console, *, step: int | None, steps: int, verdicts: int) -> int:
@@ -31,10 +31,12 @@ def show_journal(path: Path, out: Console, *, step: int | None, steps: int, verd
     found = steps_of(rows)
     latest = "the latest " if len(rows) == LATEST else ""
     failed = sum(row.failed for row in rows)
-    say(out, f"{path}: {latest}{number_of(len(rows), 'outcome')}, {failed:,} of them failed\n")
+    runs = len({row.run_id for row in rows})
+    of_runs = f" of {runs} runs" if runs > 1 else ""
+    say(out, f"{path}: {latest}{number_of(len(rows), 'outcome')}{of_runs}, {failed:,} of them failed\n")
     shown = found[-steps:]
     which = f", the last {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
-    print_whole(out, _steps(shown, f"steps, and the slowest sample of each{which}"))
+    print_whole(out, _steps(shown, f"steps, and the slowest sample of each{which}", by_run=runs > 1))
     out.print()
     print_whole(out, _sources(sources_of(rows)))
     if verdicts:
@@ -46,11 +48,15 @@ def show_journal(path: Path, out: Console, *, step: int | None, steps: int, verd
     return OK
 
 
-def _steps(found: Sequence[StepReport], title: str) -> Table:
-    table = _table(title, "step", "judge", "n", "failed", "score", "median", "slowest", "waited", "tries", "source")
+def _steps(found: Sequence[StepReport], title: str, *, by_run: bool) -> Table:
+    run = ("run",) if by_run else ()
+    table = _table(
+        title, *run, "step", "judge", "n", "failed", "score", "median", "slowest", "waited", "tries", "source"
+    )
     for one in found:
         last = one.slowest
         table.add_row(
+            *([_name(one.run_id or "-")] if by_run else []),
             _name(one.label),
             _name(one.judge),
             str(one.rows),

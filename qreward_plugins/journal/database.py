@@ -170,7 +170,9 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
 
 
 def _bring_up(connection: sqlite3.Connection, path: str, version: int) -> None:
-    """Add the columns that an older version lacks. Older packages can still write, because they name their columns."""
+    """Add the columns that an older version lacks. A process with an older package that has the file open goes on,
+    because it names its columns; one that opens it later is refused.
+    """
     kinds = dict(COLUMNS)
     for newer in range(version + 1, SCHEMA_VERSION + 1):
         for name in ADDED_IN[newer]:

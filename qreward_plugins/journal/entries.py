@@ -62,18 +62,21 @@ COLUMNS = (
     # Added in schema version 4; NULL in older rows.
     ("cached_tokens", "INTEGER"),
     ("thinking_tokens", "INTEGER"),
+    # Added in schema version 5; NULL in older rows.
+    ("run_id", "TEXT"),
 )
 """Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` is the
 time from the sample to its outcome, waiting included; `service_s` is the time of the answered attempt alone.
 `raw_score` and `raw_components` are the judge's numbers before they were mapped to the reward range. `weight_version`
 is the version of the weights that judged; "" for those of the configuration, and for sources without versions.
 `cached_tokens` are the part of `prompt_tokens` that the server read from its cache, `thinking_tokens` the part of
-`completion_tokens` that the model spent on thoughts; 0 if the server did not say."""
+`completion_tokens` that the model spent on thoughts; 0 if the server did not say. `run_id` is the training job."""
 
 ADDED_IN = {
     2: ("raw_score", "raw_components", "service_s"),
     3: ("weight_version",),
     4: ("cached_tokens", "thinking_tokens"),
+    5: ("run_id",),
 }
 """The columns that each schema version added."""
 
@@ -93,7 +96,9 @@ VERDICT_COLUMNS = (
 """Columns that a verdict is read from."""
 
 
-def row(key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float, process_id: int) -> tuple[Value, ...]:
+def row(
+    key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float, process_id: int, run_id: str
+) -> tuple[Value, ...]:
     """Return the values of `COLUMNS` for an outcome."""
     values: dict[str, Value] = {
         "key": _text(key, None),
@@ -104,6 +109,7 @@ def row(key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float
         "group_id": _text(sample.group_id),
         "step": _integer(sample.step),
         "split": _text(sample.split),
+        "run_id": _text(run_id),
     }
     if isinstance(outcome, Failed):
         values |= _failed(outcome)

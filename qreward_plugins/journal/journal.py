@@ -24,6 +24,7 @@ from ..errors import JournalError
 from ..samples import Outcome, Sample, Scored, Verdict
 from . import entries
 from .database import explained, open_database
+from .runs import current_run
 from .writer import Writer
 
 _log = logging.getLogger("qreward_plugins.journal")
@@ -47,6 +48,7 @@ class Journal:
         path: the file, on a local disk. It is created if it does not exist; its directory must exist.
         clock: returns seconds since 1970 for the column `recorded_at`. Wall-clock time is used here because the record
             outlives the process.
+        run_id: the training job, for the column `run_id`. None: what `current_run` finds out.
 
     Opening blocks for some milliseconds. Raises `JournalError` if the file cannot be opened or written, or is not a
     journal of this version.
@@ -57,8 +59,11 @@ class Journal:
     them at exit. A forked child must open its own journal.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time, run_id: str | None = None
+    ) -> None:
         self.path = os.fspath(path)
+        self.run_id = current_run() if run_id is None else run_id
         self.read_errors = 0
         """Number of failed look-ups, which returned None."""
         self._clock = clock
@@ -124,7 +129,14 @@ class Journal:
         """
         self._writer.check()
         try:
-            row = entries.row(key, sample, outcome, recorded_at=self._clock(), process_id=self._writer.process_id)
+            row = entries.row(
+                key,
+                sample,
+                outcome,
+                recorded_at=self._clock(),
+                process_id=self._writer.process_id,
+                run_id=self.run_id,
+            )
         except Exception as error:
             # Samples come from outside: a step that is not a number may lose the row, but not the reward.
             self._writer.lost(1, f"an outcome cannot be written ({type(error).__name__})")

@@ -23,6 +23,7 @@ _SEED = 0
 _FIELDS = (
     *("step", "split", "judge", "source", "score", "outcome", "detail", "rationale", "attempts", "latency_s"),
     *("service_s", "prompt_tokens", "completion_tokens", "cost_usd", "cached", "sample_id", "key", "process_id"),
+    "run_id",
 )
 _KINDS = {name: kind.removesuffix(" NOT NULL") for name, kind in COLUMNS}
 
@@ -49,6 +50,7 @@ class Row:
     sample_id: str | None
     key: str | None
     process_id: int
+    run_id: str | None
 
     @property
     def failed(self) -> bool:
@@ -68,8 +70,11 @@ class Row:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The rows of one judge in one step. `score` is their mean, None if all failed; `slowest` is who ended last."""
+    """The rows of one judge in one step of one run. `run_id` is None for all rows of older schema versions. `score` is
+    their mean, None if all failed; `slowest` is who ended last.
+    """
 
+    run_id: str | None
     label: str
     judge: str
     rows: int
@@ -120,18 +125,21 @@ def _refuse_other(connection: sqlite3.Connection, path: str) -> None:
 
 
 def steps_of(rows: Sequence[Row]) -> list[StepReport]:
-    """Sum up rows by step and judge, in the order in which they began.
+    """Sum up rows by run, step and judge, in the order in which they began.
 
-    A step that a resumed run repeats has rows of both runs. Its samples are counted once (`_once`).
+    A resumed run repeats the step in which the earlier one ended. Each of them has its own report of it.
     """
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str | None, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.label, row.judge), []).append(row)
-    return [_step(label, judge, _once(found)) for (label, judge), found in groups.items()]
+        groups.setdefault((row.run_id, row.label, row.judge), []).append(row)
+    return [
+        _step(run_id, label, judge, _once(found) if run_id is None else found)
+        for (run_id, label, judge), found in groups.items()
+    ]
 
 
 def _once(rows: Sequence[Row]) -> list[Row]:
-    """Leave out the rows of samples that another process has judged, too, in the same step.
+    """Leave out the rows of samples that another process has judged, too, in the same step. For rows without a run.
 
     Frameworks may give a sample another id after a resume; its question, the key, stays the same. Within a process,
     equal answers of siblings are samples of their own: so the rows of the process with most of them are kept.
@@ -146,9 +154,10 @@ def _once(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.key not in kept or kept[row.key] == row.process_id]
 
 
-def _step(label: str, judge: str, rows: Sequence[Row]) -> StepReport:
+def _step(run_id: str | None, label: str, judge: str, rows: Sequence[Row]) -> StepReport:
     scores = [row.score for row in rows if not row.failed and row.score is not None]
     return StepReport(
+        run_id=run_id,
         label=label,
         judge=judge,
         rows=len(rows),

@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from rich.console import Console
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.cli.journal import show_journal
+from qreward_plugins.journal import Journal
 from qreward_plugins.journal.reports import read_rows, slowest, sources_of, steps_of
+from qreward_plugins.samples import Scored, Verdict
+from qreward_plugins.spent import Spent
 from qreward_plugins.testing import JudgeServer
 
 
@@ -121,7 +125,7 @@ def test_looking_changes_nothing_and_works_while_a_run_writes(run_cli, journal):
 
 def test_journals_of_version_1_have_no_service_times(journal):
     with sqlite3.connect(journal) as connection:
-        for column in ("raw_score", "raw_components", "service_s", "weight_version"):
+        for column in ("raw_score", "raw_components", "service_s", "weight_version", "run_id"):
             connection.execute(f"ALTER TABLE outcomes DROP COLUMN {column}")
     connection.close()
     rows = read_rows(str(journal))
@@ -143,8 +147,64 @@ def changed(journal, statement, *values):
     connection.close()
 
 
-def test_a_step_that_a_resumed_run_repeats_has_each_sample_once(journal):
-    changed(journal, "UPDATE outcomes SET key = 'key ' || id, process_id = 7")
+def recorded(path, *, run, workers, step, cached, keys):
+    """Rows of a run, as `workers` write them: all processes of a container have the same ids in the next one."""
+
+    async def main(keys):
+        journal = Journal(path, run_id=run)
+        for key in keys:
+            verdict = Verdict(0.5, judge="quality", source="a", cached=cached, spent=Spent(1, latency_s=1.0))
+            await journal.put(key, replace(sample(1, step=step), id=f"{run} {key}"), Scored(verdict))
+        await journal.aclose()
+
+    for worker in range(workers):
+        asyncio.run(main(keys[worker::workers]))
+
+
+def test_runs_with_equal_process_ids_are_told_apart(run_cli, tmp_path):
+    path = tmp_path / "shared.sqlite"
+    recorded(path, run="first", workers=2, step=1, cached=False, keys=["a", "b", "c", "d"])
+    recorded(path, run="first", workers=2, step=2, cached=False, keys=["e", "f"])
+    recorded(path, run="second", workers=2, step=2, cached=True, keys=["e", "f", "e", "f"])
+    rows = read_rows(str(path))
+    assert len({row.process_id for row in rows}) == 1
+    assert [(one.run_id, one.label, one.rows) for one in steps_of(rows)] == [
+        ("first", "1", 4),
+        ("first", "2", 2),
+        ("second", "2", 4),
+    ]
+    lines = run_cli("journal", path).stdout.splitlines()
+    assert lines[0] == f"{path}: 10 outcomes of 2 runs, 0 of them failed"
+    assert [line.split()[:4] for line in lines[3:7]] == [
+        ["run", "step", "judge", "n"],
+        ["first", "1", "quality", "4"],
+        ["first", "2", "quality", "2"],
+        ["second", "2", "quality", "4"],
+    ]
+    assert run_cli("journal", path, "--step", "1").stdout.startswith(f"{path}: 4 outcomes, 0 of")
+
+
+def test_siblings_that_answer_alike_in_two_workers_of_a_run_are_two_samples(tmp_path):
+    path = tmp_path / "shared.sqlite"
+    recorded(path, run="one", workers=1, step=1, cached=False, keys=["a"])
+    recorded(path, run="one", workers=3, step=1, cached=True, keys=["a", "a", "a"])
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE outcomes SET process_id = id")  # each worker is a process of its own
+    connection.close()
+    assert [(one.label, one.rows) for one in steps_of(read_rows(str(path)))] == [("1", 4)]
+
+
+def test_rows_without_a_run_stand_apart_from_those_with_one(run_cli, journal):
+    changed(journal, "UPDATE outcomes SET run_id = NULL WHERE step < 2")
+    (run,) = {row.run_id for row in read_rows(str(journal), 2)}
+    lines = run_cli("journal", journal).stdout.splitlines()
+    assert lines[0] == f"{journal}: 15 outcomes of 2 runs, 1 of them failed"
+    assert [line.split()[:2] for line in lines[4:8]] == [["-", "0"], ["-", "1"], [run, "2"], [run, "3"]]
+
+
+def test_a_step_that_a_resumed_run_repeats_has_each_sample_once_without_runs(journal):
+    # Rows of older schema versions have no run.
+    changed(journal, "UPDATE outcomes SET key = 'key ' || id, process_id = 7, run_id = NULL")
     before = steps_of(read_rows(str(journal)))
     with sqlite3.connect(journal) as connection:
         names = [row[1] for row in connection.execute("PRAGMA table_info(outcomes)") if row[1] != "id"]

@@ -199,7 +199,7 @@ def test_a_row_of_an_answer_that_is_used_again_is_no_loss(
 def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
     async def main() -> None:
         times = iter([1_700_000_000.5, 1_700_000_001.0])
-        journal = Journal(path, clock=lambda: next(times))
+        journal = Journal(path, clock=lambda: next(times), run_id="run-1")
         await journal.put("k", SAMPLE, Scored(VERDICT))
         await journal.put(None, SAMPLE, FAILED)
         await journal.aclose()
@@ -208,6 +208,7 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
     scored, failed = rows(path)
     common = {
         "process_id": os.getpid(),
+        "run_id": "run-1",
         "sample_id": "s1",
         "data_source": "math",
         "group_id": "g1",
@@ -810,8 +811,8 @@ def test_a_damaged_journal(path: Path) -> None:
 def test_a_journal_of_a_newer_version(path: Path) -> None:
     written(path, 1)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 5")
-    assert "schema version 5, this package supports version 4; upgrade" in refusal(path)
+        connection.execute("PRAGMA user_version = 6")
+    assert "schema version 6, this package supports version 5; upgrade" in refusal(path)
 
 
 def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -838,7 +839,7 @@ def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path, caplog
 
     asyncio.run(main())
     assert {(row["key"], row["raw_score"]) for row in rows(path)} == {("0", None), ("1", None), ("new", 2.5)}
-    assert "upgraded from schema version 1 to 4" in caplog.text
+    assert "upgraded from schema version 1 to 5" in caplog.text
     caplog.clear()
     Journal(path).close()
     assert not caplog.records
@@ -858,10 +859,47 @@ def test_cached_tokens_and_thoughts_are_recorded(path: Path) -> None:
     assert told == [(100, 64, 32), (200, 128, 64)]
 
 
+def test_a_journal_of_the_fourth_version_is_upgraded_while_an_older_package_writes(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(path, 1)
+    older = [name for name, _ in entries.COLUMNS if name != "run_id"]
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE outcomes DROP COLUMN run_id")
+        connection.execute("PRAGMA user_version = 4")
+    # What a process with the older package holds open.
+    with closing(sqlite3.connect(path, isolation_level=None)) as writing:
+        writing.execute("SELECT * FROM outcomes").fetchall()
+
+        async def main() -> None:
+            book = Journal(path, run_id="new")
+            old = await book.get("0")
+            assert old is not None
+            await book.put("1", SAMPLE, Scored(VERDICT))
+            await book.flush()
+            taken = ", ".join(older)
+            writing.execute(f"INSERT INTO outcomes ({taken}) SELECT {taken} FROM outcomes WHERE id = 1")
+            await book.aclose()
+
+        asyncio.run(main())
+        assert writing.execute("PRAGMA user_version").fetchone() == (5,)
+    assert [row["run_id"] for row in rows(path)] == [None, "new", None]
+    assert not caplog.records
+
+
+def test_all_rows_of_an_engine_belong_to_one_run_and_those_of_the_next_to_another(path: Path) -> None:
+    written(path, 2)
+    written(path, 2)
+    first, second, *others = [row["run_id"] for row in rows(path)]
+    assert first == second
+    assert others == [others[0]] * 2
+    assert others[0] != first
+
+
 def test_a_journal_of_the_third_version_is_used_as_before(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(path, 2)
     with closing(sqlite3.connect(path)) as connection:
-        for name in entries.ADDED_IN[4]:
+        for name in (*entries.ADDED_IN[4], *entries.ADDED_IN[5]):
             connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
         connection.execute("PRAGMA user_version = 3")
 
@@ -880,7 +918,7 @@ def test_a_journal_of_the_third_version_is_used_as_before(path: Path, caplog: py
 def test_a_journal_of_the_second_version_is_used_as_before(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(path, 2)
     with closing(sqlite3.connect(path)) as connection:
-        for name in (*entries.ADDED_IN[3], *entries.ADDED_IN[4]):
+        for name in (*entries.ADDED_IN[3], *entries.ADDED_IN[4], *entries.ADDED_IN[5]):
             connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
         connection.execute("PRAGMA user_version = 2")
 

@@ -15,6 +15,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qrew
 
 from ray_job import LONG_S, boots, both_limits, comes, keeper, kill_process, pid_of, scored, start_workers, tree  # noqa: E402
 
+from qreward_plugins.journal.runs import current_run  # noqa: E402
 from qreward_plugins.named_actors import get_or_start, start_ahead  # noqa: E402
 from qreward_plugins.sharing.ray_keeper import NAME  # noqa: E402
 from qreward_plugins.testing import JudgeServer  # noqa: E402
@@ -43,6 +44,13 @@ def server():
 def workers(cluster, server):
     _, ours = both_limits(1.0, requests=PER_WINDOW)
     return start_workers([tree({"a": server.base_url}, {"a": ours})] * 2)
+
+
+def test_the_processes_of_a_job_are_one_run_of_the_journal(cluster):
+    here = current_run()
+    assert here == current_run()
+    tasks = [ray.remote(num_cpus=0)(current_run).remote() for _ in range(2)]
+    assert set(ray.get(tasks, timeout=LONG_S)) == {here}
 
 
 def test_an_engine_has_its_keeper_started_before_anything_is_scored(cluster):

@@ -66,7 +66,12 @@ class FakeRay:
     def modules(self) -> dict[str, Mapping[str, Any]]:
         """What stands in for `ray`, by module."""
         job = uuid.uuid4().hex
-        context = SimpleNamespace(get_job_id=lambda: job, namespace="fake-verl", get_node_id=lambda: "node")
+        context = SimpleNamespace(
+            get_job_id=lambda: job,
+            get_session_name=lambda: "fake-verl",
+            get_node_id=lambda: "node",
+            namespace="fake-verl",
+        )
         return {
             "ray": {
                 "ObjectRef": ObjectRef,

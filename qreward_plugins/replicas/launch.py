@@ -38,6 +38,11 @@ _END_NOTICED_S = 0.1
 _REPLY_BYTES = 2**20
 _GUARD_S = 25.0
 """Seconds beyond the grace time in which a guard ends everything; processes that hang in the kernel take longest."""
+_CAUSES = {
+    signal.SIGILL: "its program needs a newer CPU",
+    signal.SIGKILL: "perhaps memory ran out",
+}
+"""What signals that a server did not raise itself may mean."""
 _PORT_TRIES = 3
 _PORT_TAKEN = re.compile(r"address already in use|address in use|errno 98\b", re.IGNORECASE)
 
@@ -251,6 +256,10 @@ def _exit_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
 
 def _code(code: int) -> str:
-    if code > 128:
-        return f"by signal {code - 128}"
-    return f"by signal {-code}" if code < 0 else f"exit code {code}"
+    # A shell, or our guard, turns signal 9 into the exit code 137.
+    number = -code if code < 0 else code - 128
+    try:
+        raised = signal.Signals(number)
+    except ValueError:
+        return f"exit code {code}"
+    return f"by {raised.name}: {_CAUSES[raised]}" if raised in _CAUSES else f"by {raised.name}"

@@ -70,9 +70,10 @@ async def test_replicas_start_at_the_same_time_each_with_a_port_and_a_name_of_it
     assert not any("qreward" in str(child) for child in asyncio.all_tasks())
 
 
-async def test_a_start_fails_as_a_whole_and_shows_the_log_of_the_guilty_one(stand_ins):
-    pool = pool_of(stand_ins, stand_ins.spec("only=1", "exit=3", "children=1", replicas=3))
-    with pytest.raises(PoolFailed, match=r"replica 1: it ended before it was ready \(exit code 3\)") as caught:
+@pytest.mark.parametrize(("code", "shown"), [(3, "exit code 3"), (132, "by SIGILL: its program needs a newer CPU")])
+async def test_a_start_fails_as_a_whole_and_shows_the_log_of_the_guilty_one(stand_ins, code, shown):
+    pool = pool_of(stand_ins, stand_ins.spec("only=1", f"exit={code}", "children=1", replicas=3))
+    with pytest.raises(PoolFailed, match=rf"replica 1: it ended before it was ready \({shown}\)") as caught:
         await pool.start()
     assert caught.value.log.splitlines()[-1].startswith("RuntimeError: no memory for the weights")
     assert stand_ins.living() == []
@@ -143,7 +144,7 @@ async def test_a_replica_that_dies_is_started_again_with_its_children_gone(stand
         if pid not in before:
             os.kill(pid, signal.SIGKILL)
     await comes(lambda: pool.states[again.number].state == "failed")
-    assert pool.states[again.number].problem == "it ended (by signal 9)"
+    assert pool.states[again.number].problem == "it ended (by SIGKILL: perhaps memory ran out)"
     assert pool.states[1 - again.number].state == "up"
     await pool.stop()
 

@@ -99,7 +99,7 @@ def serve_vllm(model: Path, *arguments: str, log: Path) -> Server:
 def serve_llama(*, log: Path) -> Server:
     """Serve Gemma 3 270M with llama.cpp's own server, under the name `llama`."""
     port = free_port()
-    command = [sys.executable, "-m", "tests.conformance.vllm.llama", str(port)]
+    command = [sys.executable, "-m", "tests.conformance.vllm.llama", "--port", str(port)]
     return Server(command, port=port, model="llama", log=log)
 
 

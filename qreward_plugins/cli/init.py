@@ -242,6 +242,8 @@ class _Collecting:
         """Return the variable of the API key ("" for none), and the key, if it is known here."""
 
         def parse(answer: str) -> str:
+            if answer.strip() and len(answer.split()) != 1:
+                raise ValueError("write the name of one variable; neither a name nor a key has spaces")
             if not can_be_sent(os.environ.get(answer, "").strip() if is_variable(answer) else answer):
                 raise ValueError("the key holds characters that a header cannot carry")
             return answer
@@ -274,6 +276,8 @@ class _Collecting:
             why = f"it has {len(found.models)} models" if found.models else found.problem or "it names no model"
             raise InputError(f"--model is missing, and cannot be taken from the endpoint: {why}")
         model = self._answer("model", "model", parsing.model, default=default)
+        if found.dialect == "gemini":
+            model = model.removeprefix("models/")  # Gemini's lists and examples write it with this prefix
         if found.models and model not in found.models:
             listed = ", ".join(found.models[:_MOST_LISTED]) + (", ..." if len(found.models) > _MOST_LISTED else "")
             self._note(f"it does not list the model {model}; it lists {listed}")

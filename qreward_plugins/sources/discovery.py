@@ -116,10 +116,12 @@ def _names(body: Any) -> tuple[str, ...]:
     """The names in a list of models; names that a terminal cannot show, or that are too long, are left out."""
     entries = body.get("data") or body.get("models") or ()
     found = [
-        str(entry.get("id") or entry.get("name") or "") for entry in entries[:_MOST_MODELS] if isinstance(entry, dict)
+        # Gemini writes models/NAME. Elsewhere this is a part of the name, such as a folder that vLLM serves.
+        str(entry.get("id") or str(entry.get("name") or "").removeprefix("models/"))
+        for entry in entries[:_MOST_MODELS]
+        if isinstance(entry, dict)
     ]
-    plain = [name.removeprefix("models/") for name in found]
-    return tuple(name for name in plain if name and name.isprintable() and len(name) <= _LONGEST_NAME_CHARS)
+    return tuple(name for name in found if name and name.isprintable() and len(name) <= _LONGEST_NAME_CHARS)
 
 
 def _owner(body: Any) -> str:

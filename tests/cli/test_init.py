@@ -341,6 +341,32 @@ def test_a_key_is_never_written(answer, typed):
     assert typed not in result.output.replace(f": {typed}\n", "")  # but for the echo of a terminal
 
 
+@pytest.mark.parametrize("words", ["1 2", "Bearer sk-0123456789abcdef", "MY_KEY OTHER_KEY"])
+def test_several_words_are_neither_a_variable_nor_a_key(init, words):
+    result = init("--yes", "--url", NOWHERE, "--model", "m", "--api-key-env", words)
+    assert result.exit_code == 2, result.output
+    assert "--api-key-env: write the name of one variable" in result.stderr
+    assert words not in result.output
+    assert files() == []
+
+
+def test_a_model_of_gemini_may_have_the_prefix_of_its_list(init):
+    with JudgeServer(right, models=["gemini-x", "gemini-y"], protocols=("gemini",)) as server:
+        url = f"{server.root_url}/v1beta"
+        result = init("--yes", "--framework", "none", "--url", url, "--model", "models/gemini-x", "--overwrite")
+    assert result.exit_code == 0, result.output
+    assert "it does not list" not in result.stdout
+    source = load_config("judges.yaml").sources["judge"]
+    assert (source.dialect, source.model) == ("gemini", "gemini-x")
+
+
+def test_a_prefix_is_a_part_of_the_name_elsewhere(init):
+    with JudgeServer(right, models=["models/folder"]) as server:
+        result = init("--yes", "--framework", "none", "--url", server.base_url)
+    assert result.exit_code == 0, result.output
+    assert load_config("judges.yaml").sources["judge"].model == "models/folder"
+
+
 def test_a_variable_that_is_not_set_is_named(init):
     result = init("--yes", "--url", "https://api.openai.com/v1", "--model", "m")
     assert result.exit_code == 0, result.output

@@ -137,7 +137,9 @@ def test_the_time_of_a_request_is_read():
 
 
 def test_a_plan_of_batches_is_that_of_a_step_at_a_real_server(exact_plan):
-    """Real time: requests of 8 at 2 places, 0.1 s each plus 0.01 s for each text."""
+    """Requests of 8 at 2 places, 0.1 s each plus 0.01 s for each text. In real time the step takes what is planned and
+    what this machine adds, which is not bounded here. So the requests are compared, and the least time.
+    """
     time = RequestTime(0.1, 0.01)
     with JudgeServer(lambda call: len(call.response) / 10, latency=Latency(time.fixed_s, each_s=time.call_s)) as server:
         source = {
@@ -151,9 +153,13 @@ def test_a_plan_of_batches_is_that_of_a_step_at_a_real_server(exact_plan):
         config = {"sources": {"rm": source}, "judges": {"j": {"kind": "reward_model"}}}
         with RewardEngine(config).portal() as portal:
             portal.score_all([Sample(QUESTION, "warm" * n) for n in range(1, 9)])
+            warm = server.report().requests
             outcomes = portal.score_all([Sample(QUESTION, "x" * (n % 90 + 1)) for n in range(128)])
             measured = portal.last_batch().makespan_s
+        report = server.report()
     assert all(outcome.reward is not None for outcome in outcomes)
     found = exact_plan(config, 128, latency_s={"rm": time})
     assert found.step_s.p50 == pytest.approx(128 / 8 / 2 * 0.18, rel=0.1)
-    assert measured == pytest.approx(found.step_s.p50, rel=0.1)
+    assert found.sources[0].requests == report.requests - warm == 16
+    assert found.sources[0].peak_in_flight == report.peak_concurrency == 2
+    assert measured > 0.99 * found.step_s.p50

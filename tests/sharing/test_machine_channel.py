@@ -264,12 +264,12 @@ async def test_after_a_killed_keeper_all_are_heard_and_the_rest_counts_for_a_win
 @pytest.mark.parametrize("lost", ["the worker's file", "the worker's file, of which no keeper knew"])
 async def test_a_worker_without_a_file_is_waited_for(directory, lost, monkeypatch):
     """The other one lives, and may spend its share until it expires."""
-    if "no keeper" in lost:
-        monkeypatch.setattr(machine_channel.WorkerLock, "hold", no_space)
     other = Worker(directory, "other", window_s=1.0)
-    await other.ask()
+    with monkeypatch.context() as patched:
+        if "no keeper" in lost:
+            patched.setattr(machine_channel.WorkerLock, "hold", no_space)
+        await other.ask()
     assert other.share == LIMIT
-    monkeypatch.undo()
     if "no keeper" not in lost:
         (directory / "workers" / "other.lock").unlink()
         other.channel._connection._end()
@@ -289,11 +289,11 @@ async def test_a_worker_without_a_file_is_waited_for(directory, lost, monkeypatc
 
 async def test_a_worker_without_a_file_is_waited_for_also_after_a_keeper_that_ended_in_order(directory, monkeypatch):
     """The second keeper knows what the other one holds, and the third one does not."""
-    monkeypatch.setattr(machine_channel.WorkerLock, "hold", no_space)
     other = Worker(directory, "other", window_s=1.0)
-    await other.ask()
+    with monkeypatch.context() as patched:
+        patched.setattr(machine_channel.WorkerLock, "hold", no_space)
+        await other.ask()
     assert other.share == LIMIT
-    monkeypatch.undo()
     (first,) = machine_channel._kept[directory]
     first.end()
     worker = Worker(directory, "worker", window_s=1.0)

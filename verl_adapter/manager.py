@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from qreward_plugins import Cause, Failed, Outcome, RewardEngine, RewardMissing, Sample
+from qreward_plugins import BatchReport, Cause, Failed, Outcome, RewardEngine, RewardMissing, Sample
 from qreward_plugins.adapters import GroupBarrier, Report, number_of, without_colocated
 
 from . import phases, trainer_hooks
@@ -77,6 +77,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.engine = RewardEngine(settings, processes=processes_of(config), sources=sources)
         self._barrier = GroupBarrier(wait_s=settings.groups.wait_s)
         self._group_size = samples_per_prompt(config)
+        self._told: BatchReport | None = None
+        """The last batch that the barrier was told of."""
         if self._policy == "neutral":
             warn_of_short_waiting(config, processes_of(config))
         self._extra_info = ExtraInfo(
@@ -134,6 +136,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         return sample, self._extra_info.checked(await self.engine.score(sample))
 
     async def _validated(self, outcome: Outcome) -> float:
+        self._waited()  # of which the metrics of a training step have nothing
         await self._barrier.settle(_report(outcome, "val"))
         if self._policy == "raise":
             number_of(outcome, self._policy)
@@ -145,7 +148,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         seems_validation = self._trainer.marks_validation is False and looks_like_validation(item)
         leaves_out = seems_validation and self._trainer.leaves_out
         neutral = self._policy == "neutral" and sample.group_id is not None and not leaves_out
-        report = _report(outcome, "val" if seems_validation else "train")
+        report = _report(outcome, "val" if seems_validation else "train")._replace(waited=self._waited())
         if neutral:
             key = (str(sample.group_id), "" if sample.step is None else str(sample.step))
             session, generation = session_of(item)
@@ -158,6 +161,14 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             assert isinstance(outcome, Failed)
             raise RewardMissing(outcome)
         return number, False
+
+    def _waited(self) -> tuple[tuple[str, float], ...]:
+        """What the batch waited for that ended last, in seconds by name; empty if it was asked for before."""
+        batch = self.engine.last_batch()
+        if batch is None or batch is self._told:
+            return ()
+        self._told = batch
+        return tuple(batch.metrics().items())
 
     def _sample(self, item: Any) -> Sample:
         return to_sample(item, self._decode(response_ids(item)), self._decode)

@@ -1,4 +1,4 @@
-"""The counts of the group barrier as metrics for verl's tracker."""
+"""What the group barrier was told of all reward workers, as metrics for verl's tracker."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class OutcomeMetrics:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._reported: tuple[str, dict[str, int]] = ("", {})
+        self._waited: tuple[str, int] = ("", 0)
 
     def since_last(self) -> dict[str, float]:
         """Metrics of what was scored since the last call; empty if nothing was, or if the actor does not answer."""
@@ -30,6 +31,8 @@ class OutcomeMetrics:
         self._reported = answer
         new = {key: count - before.get(key, 0) for key, count in answer[1].items()}
         metrics: dict[str, float] = {}
+        if new.get("train/samples"):
+            metrics |= {f"qreward/{name}": seconds for name, seconds in self._read_waited().items()}
         for split, prefix in (("train", "qreward/"), ("val", "qreward/val/")):
             samples = new.get(f"{split}/samples", 0)
             if not samples:
@@ -54,18 +57,30 @@ class OutcomeMetrics:
             return True
         return bool(answer[1].get("train/imputed"))
 
+    def _read_waited(self) -> dict[str, float]:
+        """What the longest batch since the last call waited for; empty without one, or if the actor does not answer."""
+        answer = self._answer("waited", *self._waited)
+        if answer is None:
+            return {}
+        start, number, parts = answer
+        self._waited = (start, number)
+        return dict(parts)
+
     def _read(self) -> tuple[str, dict[str, int]] | None:
         """The actor's start and its counts; None if it does not answer."""
+        answer = self._answer("counts")
+        return None if answer is None else (answer[0], answer[1])
+
+    def _answer(self, method: str, *arguments: Any) -> Any:
         import ray
 
         try:
-            start, counts = ray.get(self._actor.counts.remote(), timeout=_ANSWER_S)
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=_ANSWER_S)
         except Exception as error:
             warn_once(f"no metrics of rewards: the group barrier does not answer ({type(error).__name__})")
             with suppress(Exception):
                 self._actor = barrier_actor()
             return None
-        return start, counts
 
 
 @functools.lru_cache(maxsize=32)

@@ -9,8 +9,9 @@ them are reported to it.
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -20,6 +21,9 @@ from ._state import BarrierState, GroupKey
 NAME = "qreward-groups"
 """The name of the actor in its job."""
 
+_BATCHES = 1_000
+"""Most batches that are kept. Of batches that get shorter and shorter, the latest ones."""
+
 
 class Report(NamedTuple):
     """The outcome of a sample.
@@ -27,7 +31,8 @@ class Report(NamedTuple):
     `reward` is None for a sample without a number to train on. `failure` is the cause of a failed sample ("infra",
     "verdict", "policy"), else empty. `sample` identifies it in its group, and `generation` identifies its response,
     which may be regenerated. `size` is the number of samples in the group; None if unknown. `cut`: the judge saw the
-    sample without its middle. `floor`: the reward is a floor. With `key` None the sample is only counted.
+    sample without its middle. `floor`: the reward is a floor. `waited` is what the batch that ended with this sample
+    waited for, in seconds by name; empty if none ended. With `key` None the sample is only counted.
     """
 
     key: GroupKey | None
@@ -39,6 +44,7 @@ class Report(NamedTuple):
     generation: str = ""
     cut: bool = False
     floor: bool = False
+    waited: tuple[tuple[str, float], ...] = ()
 
 
 class Close(NamedTuple):
@@ -63,6 +69,16 @@ class Answers(NamedTuple):
     means: list[float | None]
 
 
+class Waited(NamedTuple):
+    """The longest batch of all processes: `parts` are the seconds by name. `number` is that of the newest batch, and
+    `start` the actor's start; with both, the next call of `BarrierActor.waited` has the later batches.
+    """
+
+    start: str
+    number: int
+    parts: dict[str, float]
+
+
 class BarrierActor:
     """All methods are coroutines, so that a Ray actor serves its calls on one event loop."""
 
@@ -71,6 +87,9 @@ class BarrierActor:
         self._state = BarrierState(self._wake)
         self._waiting: dict[GroupKey, set[asyncio.Future[float]]] = {}
         self._counts: Counter[str] = Counter()
+        self._batches = 0
+        # Each is longer than all later ones, so the first after a number is the longest after it.
+        self._longest: deque[tuple[int, float, dict[str, float]]] = deque(maxlen=_BATCHES)
 
     async def send(self, items: Sequence[Report | Close | Memory]) -> Answers:
         """Handle these in order."""
@@ -102,7 +121,24 @@ class BarrierActor:
         """
         return self._start, dict(self._counts)
 
+    async def waited(self, start: str, number: int) -> Waited:
+        """What the longest batch waited for that ended after the one of this number of this start. Several processes
+        may ask, each with what it got last.
+        """
+        after = number if start == self._start else 0
+        parts = next((parts for ended, _, parts in self._longest if ended > after), {})
+        return Waited(self._start, self._batches, parts)
+
+    def _note_waited(self, parts: dict[str, float]) -> None:
+        whole_s = math.fsum(parts.values())
+        while self._longest and self._longest[-1][1] <= whole_s:
+            self._longest.pop()
+        self._batches += 1
+        self._longest.append((self._batches, whole_s, parts))
+
     def _take(self, thing: Report | Close | Memory) -> float | None:
+        if isinstance(thing, Report) and thing.waited:
+            self._note_waited(dict(thing.waited))
         if isinstance(thing, Memory):
             self._state.restore(*thing)
             return None

@@ -32,8 +32,13 @@ def test_every_metric_of_a_step_and_every_fact_of_a_sample():
 
 def test_every_metric_of_verl():
     metrics = OutcomeMetrics(None)
-    metrics._read = lambda: ("start", Counter({"train/samples": 1, "val/samples": 1}))
-    names = {name.removeprefix("qreward/") for name in metrics.since_last()}
+    answers = {
+        "counts": ("start", Counter({"train/samples": 1, "val/samples": 1})),
+        "waited": ("start", 1, {"blame_s/a/queue": 1.0}),
+    }
+    metrics._answer = lambda method, *_: answers[method]
+    names = {name.removeprefix("qreward/").replace("a/queue", "SOURCE/PART") for name in metrics.since_last()}
+    assert "blame_s/SOURCE/PART" in names
     assert {name for name in names if not name.startswith("val/")} <= LISTED
     assert {name.removeprefix("val/") for name in names if name.startswith("val/")} <= LISTED - {"imputed_rate"}
 

@@ -108,6 +108,31 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
+def test_the_longest_batch_after_a_number_is_told_to_each_that_asks():
+    async def main():
+        actor = BarrierActor()
+
+        async def ended(*seconds):
+            await actor.send([Report(None, "", 1.0, waited=(("queue", one), ("service", 1.0))) for one in seconds])
+
+        await actor.send([Report(None, "", 1.0)])
+        nothing = await actor.waited("", 0)
+        assert (nothing.number, nothing.parts) == (0, {})
+        await ended(3.0, 7.0, 5.0)
+        first = await actor.waited("", 0)
+        assert (first.number, first.parts) == (3, {"queue": 7.0, "service": 1.0})
+        assert (await actor.waited(first.start, first.number)).parts == {}
+        await ended(2.0, 1.0, 1.5)
+        assert (await actor.waited(first.start, first.number)).parts["queue"] == 2.0
+        assert (await actor.waited(first.start, 4)).parts["queue"] == 1.5
+        assert (await actor.waited(first.start, 0)).parts["queue"] == 7.0
+        assert (await actor.waited("of another start", 6)).parts["queue"] == 7.0
+        await ended(*range(5_000, 0, -1))
+        assert len(actor._longest) == 1_000
+
+    asyncio.run(main())
+
+
 def test_siblings_meet_although_each_is_scored_by_another_worker(play):
     async def scenario(spy, *workers):
         first = asyncio.create_task(workers[0].settle(failed("0")))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError
-from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
+from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency
 
 GRPO = "algorithm.adv_estimator=grpo"
 BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
@@ -160,6 +160,24 @@ def test_rows_that_fill_up_a_batch_are_no_siblings(tmp_path):
     assert step.scores == [1.0, 0.0, 0.5, 0.5], "the first two rows are copied, and would be in the mean"
     assert step.metrics["qreward/samples"] == 4
     assert step.metrics["qreward/failed_rate"] == 1 / 4
+
+
+@BOTH
+def test_a_step_tells_what_its_rewards_waited_for(trainer):
+    one_at_a_time = "+qreward.sources.judge.limits.concurrency=1"
+    with (
+        JudgeServer(latency=Latency(median_s=0.02)) as server,
+        play(server, trainer, one_at_a_time, val_rows=ROWS) as fake,
+    ):
+        validation = fake.validate()
+        steps = [fake.step() for _ in range(2)]
+    assert not any("blame_s" in name for name in validation.metrics)
+    for step in steps:
+        parts = {name: value for name, value in step.metrics.items() if name.startswith("qreward/blame_s/")}
+        assert parts["qreward/blame_s/judge/queue"] > 0
+        assert parts["qreward/blame_s/judge/service"] > 0
+        # 16 samples in two workers, one at a time.
+        assert sum(parts.values()) > 4 * 0.02
 
 
 @pytest.mark.parametrize("trainer", ["one_step_off", "fully_async"])

@@ -31,9 +31,11 @@ class Counts(OutcomeMetrics):
     def __init__(self):
         super().__init__(None)
         self.answer = ("start", {})
+        self.waited = ("start", 0, {})
 
-    def _read(self):
-        return self.answer
+    def _answer(self, method, *arguments):
+        self.asked = (method, *arguments)
+        return self.answer if method == "counts" else self.waited
 
 
 def test_metrics_are_of_what_was_scored_since_the_last():
@@ -55,6 +57,19 @@ def test_metrics_are_of_what_was_scored_since_the_last():
     }
     assert numbers.since_last() == {}
     assert numbers.may_have_imputed()
+
+
+def test_a_step_tells_what_its_longest_batch_waited_for():
+    numbers = Counts()
+    numbers.answer = ("start", {"val/samples": 8})
+    numbers.waited = ("start", 3, {"blame_s/judge/queue": 2.0})
+    assert not any("blame_s" in name for name in numbers.since_last())
+    numbers.answer = ("start", {"val/samples": 8, "train/samples": 4})
+    assert numbers.since_last()["qreward/blame_s/judge/queue"] == 2.0
+    numbers.answer = ("start", {"val/samples": 8, "train/samples": 8})
+    numbers.waited = None
+    assert not any("blame_s" in name for name in numbers.since_last())
+    assert numbers.asked == ("waited", "start", 3)
 
 
 def test_an_actor_that_was_started_anew_counts_from_zero_and_one_that_is_silent_gives_nothing():

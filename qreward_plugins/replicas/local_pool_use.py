@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ import orjson
 from ..errors import ConfigurationError
 from ..private_directory import is_own_user, private_directory
 from .group_weights import GroupWeights
+from .lock_files import lock
 from .pool import PoolFailed
 from .pool_use import PoolUse
 from .spec import PoolSpec
@@ -130,10 +130,9 @@ class LocalPoolUse(PoolUse):
             return found
         if self.finds:
             raise PoolFailed(_none_runs(folder, self.spec))
-        lock = -1
+        held = -1
         try:
-            lock = os.open(folder / f"{self.spec.key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            held = lock(folder / f"{self.spec.key}.lock")
             found = _connected(path)
             if found is None:
                 _start_process(path, folder, self.spec.key)
@@ -141,8 +140,8 @@ class LocalPoolUse(PoolUse):
         except OSError as error:
             raise PoolFailed(f"no process can be started ({error.strerror or error}; {folder})") from None
         finally:
-            if lock >= 0:
-                os.close(lock)
+            if held >= 0:
+                os.close(held)
         if found is None:
             raise PoolFailed("the process of the pool cannot be reached")
         return found

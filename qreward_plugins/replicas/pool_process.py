@@ -22,7 +22,6 @@ it, and no change waits for it. `{}` and `{"describe": true}` ask for the digest
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import shutil
@@ -40,6 +39,7 @@ from ..private_directory import is_own_user
 from .commands import Commands
 from .launch import LocalServer
 from .local_pool_use import LINE_BYTES
+from .lock_files import lock, remove_unheld
 from .pool import Pool, PoolFailed
 from .spec import PoolSpec
 from .weights import Weights
@@ -101,16 +101,21 @@ class PoolProcess:
                 os.utime(path)
 
     def _tidy(self) -> None:
-        """Remove the socket, unless it is that of a later pool, and the logs."""
+        """Remove the socket, unless it is that of a later pool, the logs, and the lock files that nobody holds."""
         if self._logs is not None:
             shutil.rmtree(self._logs, ignore_errors=True)
-        with (self._folder / f"{self._key}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        held = lock(self._folder / f"{self._key}.lock")
+        try:
             path = self._folder / f"{self._key}.sock"
             with socket.socket(socket.AF_UNIX) as channel, suppress(OSError):
                 if channel.connect_ex(str(path)) != 0:
                     path.unlink()
                     (self._folder / f"{self._key}.log").unlink()
+        finally:
+            os.close(held)
+        if self._lock >= 0:
+            os.close(self._lock)  # a guard that still runs holds it, too
+        remove_unheld(self._folder)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not is_own_user(writer.get_extra_info("socket")):
@@ -165,8 +170,7 @@ class PoolProcess:
 
     async def _start(self, pool: Pool, logs: Path) -> None:
         # Guards hold the lock, too. So it is free only when no server of an earlier pool is left.
-        self._lock = os.open(self._folder / f"{self._key}.pool", os.O_RDWR | os.O_CREAT, 0o600)
-        await in_thread(lambda: fcntl.flock(self._lock, fcntl.LOCK_EX))
+        self._lock = await in_thread(lambda: lock(self._folder / f"{self._key}.pool"))
         try:
             # An earlier pool has removed this folder before its lock was free.
             await in_thread(lambda: logs.mkdir(mode=0o700, parents=True, exist_ok=True))

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "verl"
+CPU = RECIPES / "cpu"
 JUDGES = RECIPES.parent / "judges"
 NAMES = ("grpo", "grpo_colocated", "grpo_sleeping", "ppo")
 
@@ -46,6 +47,29 @@ def compose(verl_recipe):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_one_of_verls(verl_recipe, name):
     assert "keys of the recipe are verl's or qreward's" in verl_recipe._known(RECIPES, name)
+
+
+def test_the_line_for_a_cpu_is_complete(verl_recipe, monkeypatch):
+    root = RECIPES.parents[1]
+    monkeypatch.setenv("PWD", str(root))
+    monkeypatch.delenv("QREWARD_CONFIG", raising=False)
+    page = (root / "docs" / "verl.md").read_text().partition("### On a CPU")[2]
+    (line,) = (block for block in page.split("```bash\n") if block.startswith("PYTHONPATH="))
+    command = line.partition("```")[0].replace("\\\n", " ")
+    words = shlex.split(os.path.expandvars(command))
+    at = words.index("verl.trainer.main_ppo") + 1
+    assert words[: at - 3] == [f"PYTHONPATH={CPU}", "VERL_USE_EXTERNAL_MODULES=verl_cpu", "OMP_NUM_THREADS=1"]
+    assert words[at : at + 4] == ["--config-dir", "recipes/verl/cpu", "--config-name", "grpo"]
+    config = verl_recipe.compose(CPU, "grpo", words[at + 4 :])
+    ours = ("data", "actor_rollout_ref.model", "trainer", "qreward", "reward.reward_manager")
+    assert [key for key in OmegaConf.missing_keys(config) if key.startswith(ours)] == []
+    assert (config.trainer.device, config.actor_rollout_ref.rollout.name) == ("cpu", "cpu_hf")
+    assert (config.reward.reward_manager.name, config.qreward.config) == ("qreward", f"{root}/judges.yaml")
+    assets = root / "demo" / "assets"
+    paths = (config.data.train_files, config.data.val_files)
+    models = (config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.tokenizer_path)
+    assert paths == (f"{assets}/train.parquet", f"{assets}/val.parquet")
+    assert models == (f"{assets}/model", f"{assets}/tokenizer")
 
 
 def test_a_key_that_verl_does_not_have_is_found_with_the_one_that_was_meant(verl_recipe, tmp_path):

@@ -12,6 +12,9 @@ A call that asks Ray for an actor blocks until Ray answers, which may be never i
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +27,8 @@ MANY = 1_000_000
 """Most concurrent calls of an actor. A waiting call costs a coroutine."""
 
 _MARKS = b"qreward"
+_ADDRESS = re.compile(r"([^:/]+):(\d+)")
+_ANSWERS_WITHIN_S = 10.0
 
 _handles: dict[tuple[str, str], Any] = {}
 _lock = threading.Lock()
@@ -65,17 +70,33 @@ def missing_ray() -> str:
 
 
 def join_cluster() -> None:
-    """Join the Ray cluster of this machine, or of `RAY_ADDRESS`, unless that is done. Raises `ConnectionError`."""
+    """Join the Ray cluster of this machine, or of `RAY_ADDRESS`, unless that is done. It never starts one. Call it in a
+    thread: in the main one, Ray takes the process's handling of SIGTERM.
+
+    Raises `ConnectionError`, whose message says in one sentence what is missing.
+    """
     if ray_is_up():
         return
     if find_spec("ray") is None:
-        raise ConnectionError(missing_ray())
+        raise ConnectionError('Ray is not installed: pip install "qreward-plugins[ray]"')
     import ray
 
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    if address == "local":
+        raise ConnectionError("RAY_ADDRESS=local names no cluster that runs: set it to the address of one")
     try:
+        if place := _ADDRESS.fullmatch(address):
+            # Ray itself takes minutes to say that nothing is there.
+            socket.create_connection((place[1], int(place[2])), _ANSWERS_WITHIN_S).close()
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError) as error:
-        raise ConnectionError(str(error).splitlines()[0]) from None
+    except OSError:  # ConnectionError is one
+        missing = (
+            f"no Ray cluster answers at RAY_ADDRESS={address}" if address else "no Ray cluster runs on this machine"
+        )
+        remedy = "start one with `ray start --head`, or set RAY_ADDRESS to the address of one"
+        raise ConnectionError(f"{missing}: {remedy}") from None
+    except (RuntimeError, ValueError) as error:  # another version of Ray or Python, an address that is none
+        raise ConnectionError(f"the Ray cluster cannot be joined: {str(error).splitlines()[0]}") from None
 
 
 def get_or_start(name: str, cls: type) -> Any:

@@ -68,7 +68,10 @@ async def _check_offline(path: Path, out: Console) -> int:
         return OK
     if config.engine.journal is not None:
         check_place(config.engine.journal.path)
-    bare, notes = without_servers(config)
+    try:
+        bare, notes = without_servers(config)
+    except ConfigurationError as error:
+        raise ConfigurationError(error.mistakes, origin=str(path)) from None
     async with open_engine(bare, path):
         say(out, f"{path}: valid, with {_counts(config)}; nothing was asked")
     for note in notes:

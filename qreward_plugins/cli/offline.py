@@ -9,6 +9,8 @@ from pydantic import SecretStr
 
 from ..config import Config, EndpointConfig
 from ..config.framework import is_framework_url
+from ..sources.replica_pools import pool_spec
+from ..sources.replica_set_config import ReplicaSetConfig
 
 _NOWHERE = "http://127.0.0.1:9"
 
@@ -17,7 +19,8 @@ def without_servers(config: Config) -> tuple[Config, list[str]]:
     """Return a configuration that can be opened without servers, and one line for each thing that is missing here and
     that a run needs. Send nothing to its sources.
 
-    Placeholders replace keys that are not set, addresses from a framework, and dialects that a server would state.
+    Placeholders replace keys that are not set, addresses from a framework, dialects that a server would state, and Ray.
+    Raises `ConfigurationError` for servers that could not be placed on any cluster.
     """
     notes: list[str] = []
     sources: dict[str, Any] = {}
@@ -33,6 +36,10 @@ def without_servers(config: Config) -> tuple[Config, list[str]]:
         if any(map(is_framework_url, source.urls)):
             changes[source.URL_KEY] = tuple(_NOWHERE if is_framework_url(url) else url for url in source.urls)
             notes.append(f"{name}: its address comes from the training framework")
+        if isinstance(source, ReplicaSetConfig) and source.placement == "ray":
+            pool_spec(name, source)  # what Ray could not place is a mistake with any cluster
+            changes |= {"placement": "local", "platform": "cpu", "devices": None}
+            notes.append(f"{name}: its servers run on a Ray cluster, which was not joined")
         if getattr(source, "dialect", None) == "auto":
             changes["dialect"] = "openai"
             notes.append(f"{name}: its dialect was not asked for")

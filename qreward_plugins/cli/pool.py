@@ -19,7 +19,6 @@ from rich.text import Text
 
 from ..config import load_config
 from ..errors import InputError, QRewardError
-from ..named_actors import in_thread, join_cluster
 from ..redaction import one_line
 from ..replicas.pool_status import PoolStatus, ReplicaLoad
 from ..replicas.replica_state import ReplicaState
@@ -135,12 +134,6 @@ async def _found(path: Path, names: Sequence[str], *, only_one: bool = False) ->
 @asynccontextmanager
 async def _opened(path: Path, names: Sequence[str]) -> AsyncIterator[list[PoolSource]]:
     config = load_config(path)
-    meant = [config.sources[name] for name in names if name in config.sources] or config.sources.values()
-    if any(getattr(source, "placement", "") == "ray" for source in meant):
-        try:
-            await in_thread(join_cluster)
-        except ConnectionError as error:
-            raise InputError(f"the servers run on Ray, and there is no cluster to be joined: {error}") from None
     sources: list[PoolSource] = opened_servers(config, path, names)
     try:
         yield sources

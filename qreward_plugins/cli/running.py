@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from rich.text import Text
 
 from ..config import Config, load_config
 from ..engine import RewardEngine
-from ..errors import ConfigurationError, Mistake, QRewardError
+from ..errors import ConfigurationError, InputError, Mistake, QRewardError
+from ..named_actors import join_cluster
 
 OK = 0
 SOURCE_SILENT = 1
@@ -28,6 +29,7 @@ KIND_BROKEN = 1
 BAD_INPUT = 2
 REWARDS_MISSING = 3
 BROKEN_PIPE = 141
+_JOINED_AT_ONCE_S = 10.0
 
 
 class _Console(Console):
@@ -154,16 +156,51 @@ def load_own(path: Path) -> Config:
 
 
 def open_engine(config: Config, path: Path) -> RewardEngine:
-    """Open the engine of a configuration. Errors name `path`, the file of the configuration."""
+    """Open the engine of a configuration, on the Ray cluster that runs if a source is placed there.
+
+    Errors name `path`, the file of the configuration. Raises `InputError` if a cluster is needed and none runs.
+    """
     try:
-        with _ended_by_a_signal():
+        with ended_by_a_signal():
+            join_ray(config, path)
             return RewardEngine(config)
     except ConfigurationError as error:
         raise ConfigurationError(error.mistakes, origin=str(path)) from None
 
 
+def join_ray(config: Config, path: Path, names: Collection[str] = ()) -> None:
+    """Join the Ray cluster that runs if the servers of one of the sources `names` (default: all) are placed there.
+
+    A user of a shell cannot call `ray.init()`. Raises `InputError` if no cluster can be joined.
+    """
+    placed = (
+        name
+        for name, source in config.sources.items()
+        if getattr(source, "placement", "") == "ray" and (not names or name in names)
+    )
+    name = next(placed, None)
+    if name is None:
+        return
+    failed: list[ConnectionError] = []
+
+    def join() -> None:
+        try:
+            join_cluster()
+        except ConnectionError as error:
+            failed.append(error)
+
+    joining = threading.Thread(target=join, name="qreward-ray", daemon=True)
+    joining.start()
+    joining.join(_JOINED_AT_ONCE_S)
+    if joining.is_alive():
+        say(ERRORS, f"waiting for the Ray cluster of source {name!r} (RAY_ADDRESS, or that of this machine) ...")
+        joining.join()
+    if failed:
+        raise InputError(f"{path}: source {name!r} has `placement: ray`, and {failed[0]}") from None
+
+
 @contextmanager
-def _ended_by_a_signal() -> Iterator[None]:
+def ended_by_a_signal() -> Iterator[None]:
     """Let SIGINT and SIGTERM end the process at once.
 
     A user's module that hangs during its import blocks the event loop, which could not handle the signals. Nothing has

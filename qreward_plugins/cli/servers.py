@@ -16,7 +16,7 @@ from ..engine import RewardEngine
 from ..errors import InputError
 from ..replicas import PoolSpec, ReplicaState
 from ..sources import kind_of, open_source
-from .running import say
+from .running import ended_by_a_signal, join_ray, say
 
 
 class ServerSource(Protocol):
@@ -38,13 +38,16 @@ class ServerSource(Protocol):
 def opened_servers(config: Config, path: Path, names: Sequence[str]) -> list[Any]:
     """Open the sources `names` of a configuration, or all that start servers of their own. Nothing is started.
 
-    Raises `ConfigurationError`, and `InputError` for a name that is not such a source.
+    Raises `ConfigurationError`, and `InputError` for a name that is not such a source, and if one is to be placed on
+    Ray and no cluster runs.
     """
     known = [name for name, source in config.sources.items() if kind_of(source).has_servers]
     unknown = [name for name in names if name not in known]
     if unknown or not known:
         missing = f"--source {unknown[0]}: it is no source" if unknown else f"{path}: there is no source"
         raise InputError(f"{missing} of kind replicas" + (f"; such sources: {', '.join(known)}" if known else ""))
+    with ended_by_a_signal():
+        join_ray(config, path, names or known)
     where = config.engine.shared_directory
     return [open_source(name, config.sources[name], shared_directory=where) for name in dict.fromkeys(names or known)]
 

@@ -2,11 +2,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
+
+from qreward_plugins.cli.running import join_ray
+from qreward_plugins.config import load_config
 
 STAND_IN = Path(__file__).parents[1] / "replicas" / "stand_in.py"
 CONFIG = """
@@ -66,6 +72,92 @@ def test_serve_judge_prints_the_addresses_and_stops_at_a_signal(config):
         rest = server.stdout.read()
         assert server.wait(30) == 0
     assert "stopping the servers" in rest
+
+
+@pytest.fixture
+def on_ray(config):
+    """A configuration whose servers are to be placed on Ray."""
+    path = config(', "host={host}"')
+    path.write_text(path.read_text().replace("platform: cpu", "placement: ray"))
+    return path
+
+
+COMMANDS = [("serve-judge",), ("check",), ("score",), ("pool", "status"), ("serve",)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids="-".join)
+def test_without_a_ray_cluster_a_command_says_what_to_start(run_cli, on_ray, write_rows, row, monkeypatch, command):
+    """A user of a shell cannot call `ray.init()`."""
+    pytest.importorskip("ray")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", address := f"127.0.0.1:{unused.getsockname()[1]}")
+        scored = ("--config", on_ray, "--out", on_ray.parent / "out.jsonl")
+        words = (write_rows([row(1)]), *scored) if command == ("score",) else (on_ray,)
+        result = run_cli(*command, *words)
+    assert result.exit_code == 2
+    remedy = "start one with `ray start --head`, or set RAY_ADDRESS to the address of one"
+    said = f"source 'own' has `placement: ray`, and no Ray cluster answers at RAY_ADDRESS={address}: {remedy}"
+    assert result.stderr.splitlines()[-1] == f"error: {on_ray}: {said}"
+
+
+class FakeRay(types.ModuleType):
+    """Ray in a process that has not joined a cluster."""
+
+    def __init__(self, failure=None):
+        super().__init__("ray")
+        self.failure, self.joined = failure, []
+
+    def is_initialized(self):
+        return bool(self.joined)
+
+    def init(self, **how):
+        if self.failure is not None:
+            raise self.failure
+        self.joined.append((how["address"], threading.current_thread() is threading.main_thread()))
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (
+            ConnectionError("Could not find any running Ray instance.\nSee"),
+            "no Ray cluster runs on this machine: start",
+        ),
+        (RuntimeError("Version mismatch: 2.9\nmore"), "the Ray cluster cannot be joined: Version mismatch: 2.9"),
+    ],
+)
+def test_the_cluster_of_this_machine_is_joined_or_the_reason_told(run_cli, on_ray, monkeypatch, failure, said):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("qreward_plugins.named_actors.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "ray", FakeRay(failure))
+    result = run_cli("serve-judge", on_ray)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {on_ray}: source 'own' has `placement: ray`, and {said}")
+
+
+def test_a_cluster_is_joined_before_the_engine_is_opened(on_ray, monkeypatch):
+    """Not in the main thread, where Ray takes the handling of SIGTERM."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("qreward_plugins.named_actors.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "ray", ray := FakeRay())
+    config = load_config(on_ray)
+    join_ray(config, on_ray, ["another"])
+    assert ray.joined == []
+    join_ray(config, on_ray)
+    join_ray(config, on_ray)
+    assert ray.joined == [("auto", False)]
+
+
+def test_an_offline_check_needs_no_cluster(run_cli, on_ray):
+    result = run_cli("check", "--offline", on_ray)
+    assert result.exit_code == 0
+    assert "own: its servers run on a Ray cluster, which was not joined" in result.stdout
+    on_ray.write_text(on_ray.read_text().replace("{host}", "{port}"))
+    result = run_cli("check", "--offline", on_ray)
+    assert result.exit_code == 2
+    assert "sources.own.command: with `placement: ray` a word must hold {host}" in result.stderr
 
 
 def test_serve_judge_names_what_it_can_start(run_cli, config):

@@ -117,8 +117,25 @@ async def test_a_pool_on_ray(cluster, stand_ins, private, tmp_path):
     await comes(lambda: not stand_ins.living() and not groups() and not list(private.glob("*-logs")))
     # The actor of the pool is still there, without a pool.
     code, out, err = await in_a_shell(tmp_path, own, "status")
-    assert (code, out, err) == (2, "", "error: source 'own': no servers of it run on this Ray cluster\n")
+    # A busy cluster is said to be waited for.
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == "error: source 'own': no servers of it run on this Ray cluster"
     assert groups() == []
+
+
+async def test_a_shell_joins_the_cluster_and_starts_servers_there(cluster, stand_ins, private, tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree({"command": stand_ins.command()}, private)))
+    words = ("-m", "qreward_plugins.cli", "serve-judge", str(tmp_path / "config.yaml"))
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    pipe = {"stdout": subprocess.PIPE}
+    shell = await asyncio.create_subprocess_exec(sys.executable, *words, env=env, **pipe)
+    while (line := await shell.stdout.readline()) and b"stop them with Ctrl-C" not in line:
+        pass
+    assert len(stand_ins.living()) == len(groups()) == 1
+    shell.terminate()
+    assert b"stopping the servers" in await shell.stdout.read()
+    assert await shell.wait() == 0
+    await comes(lambda: not stand_ins.living() and not groups())
 
 
 async def test_a_pool_ends_with_its_last_user_although_a_shell_was_killed(monkeypatch, stand_ins):

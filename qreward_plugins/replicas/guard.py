@@ -11,14 +11,17 @@ the other one is gone: Ray, for example, kills the direct children of an actor.
 - Processes that the server has left, also those in sessions of their own, are adopted by the watcher, and end with it.
 - Output goes into a log file, which is renamed to NAME.1 when it has grown to `log_bytes`.
 - The exit code is that of the server, or 128 plus the number of the signal that ended it.
+- The watcher notes in the file NOTE which processes these are, with LABEL (JSON), and removes it at the end. If both
+  processes are killed (SIGKILL), the server runs on, and the note stays: `orphans.py` ends the server then.
 
-Usage: python -I -S guard.py PARENT_PID GRACE_S LOG LOG_BYTES COMMAND ...  in a new session. It needs Linux, and
-imports only the standard library, so that it starts at once and in any environment.
+Usage: python -I -S guard.py PARENT_PID GRACE_S LOG LOG_BYTES NOTE LABEL COMMAND ...  in a new session. NOTE may be
+empty. It needs Linux, and imports only the standard library, so that it starts at once and in any environment.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
@@ -33,7 +36,7 @@ _MOST_READS = 16
 _CANNOT_START = 127
 
 
-def main(parent: int, grace_s: float, log: str, log_bytes: int, command: list[str]) -> NoReturn:
+def main(parent: int, grace_s: float, log: str, log_bytes: int, note: str, label: str, command: list[str]) -> NoReturn:
     """Be the guard: start the watcher, and end what it leaves."""
     _adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,7 +52,7 @@ def main(parent: int, grace_s: float, log: str, log_bytes: int, command: list[st
         os.close(held)
         code = 1
         try:
-            code = _watch(parent, alive, grace_s, log, log_bytes, command)
+            code = _watch(parent, alive, grace_s, log, log_bytes, _Note(note, label), command)
         finally:
             os._exit(code)
     os.close(alive)
@@ -61,10 +64,13 @@ def main(parent: int, grace_s: float, log: str, log_bytes: int, command: list[st
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(watcher, signal.SIGKILL))
     code = _exit_code(_wait_for(watcher))
     _sweep()
+    _Note(note, label).remove_at_end()
     os._exit(code)
 
 
-def _watch(parent: int, guard_alive: int, grace_s: float, log: str, log_bytes: int, command: list[str]) -> int:
+def _watch(
+    parent: int, guard_alive: int, grace_s: float, log: str, log_bytes: int, note: _Note, command: list[str]
+) -> int:
     """Be the watcher: run the server until it exits or is not wanted any more. Return the exit code."""
     _adopt_orphans()
     wake, waker = os.pipe()
@@ -77,11 +83,15 @@ def _watch(parent: int, guard_alive: int, grace_s: float, log: str, log_bytes: i
     output, theirs = os.pipe()
     os.set_blocking(output, False)
     writer = _Log(log, log_bytes)
+    # Both: a watcher that is killed just after the start has noted by which pipe the server can be told.
+    note.write(theirs, None)
     try:
         server = _start(command, theirs)
     except OSError as error:
         writer.write(f"{command[0]}: {error.strerror}\n".encode())
+        note.remove()
         return _CANNOT_START
+    note.write(theirs, server)
     os.close(theirs)
     readers = [0, guard_alive, wake, output]
     with_parent = _descriptor_of(parent)
@@ -105,8 +115,41 @@ def _watch(parent: int, guard_alive: int, grace_s: float, log: str, log_bytes: i
             readers = [fd for fd in readers if fd not in (0, with_parent)]
             _kill(server, signal.SIGTERM)
     codes = _sweep()
+    note.remove_at_end()
     writer.copy(output)
     return code if code is not None else codes.get(server, 128 + signal.SIGKILL)
+
+
+class _Note:
+    """The file that says which processes belong together. The watcher writes it."""
+
+    def __init__(self, path: str, label: str) -> None:
+        self._path, self._label = path, label
+
+    def write(self, output: int, server: int | None) -> None:
+        """Note the processes, and the pipe to whose end `output` the server and its descendants write."""
+        if not self._path:
+            return
+        marks = {"guard": _mark(os.getppid()), "watcher": _mark(os.getpid()), "server": server and _mark(server)}
+        # A full disk must not end a server.
+        with suppress(OSError, ValueError, IndexError):
+            with open("/proc/sys/kernel/random/boot_id") as file:
+                machine = f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+            known = {"machine": machine, "output": os.fstat(output).st_ino, "label": json.loads(self._label), **marks}
+            part = self._path + ".part"
+            with open(part, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                json.dump(known, file)
+            os.replace(part, self._path)
+
+    def remove_at_end(self) -> None:
+        """Remove it, unless a process hangs in the kernel and has survived the sweep."""
+        if self._path and not _descendants():
+            self.remove()
+
+    def remove(self) -> None:
+        if self._path:
+            with suppress(OSError):
+                os.unlink(self._path)
 
 
 class _Log:
@@ -199,6 +242,15 @@ def _descendants() -> list[int]:
     return found
 
 
+def _mark(pid: int) -> list[int]:
+    """Return the number of a process, and its start in clock ticks; empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return [pid, int(file.read().rpartition(b")")[2].split()[19])]
+    except (OSError, ValueError, IndexError):
+        return []
+
+
 def _reap(server: int) -> int | None:
     """Collect children that have ended. Return the exit code of the server if it is one of them."""
     code = None
@@ -259,4 +311,4 @@ def _to_null(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:])
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6], sys.argv[7:])

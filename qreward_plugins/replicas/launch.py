@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -18,9 +19,11 @@ from typing import Any
 
 import aiohttp
 
+from ..named_actors import in_thread
 from . import guard
 from .control import ControlFailed
 from .operations import ServerOperations
+from .orphans import SUFFIX, end_orphans
 from .ports import free_port
 from .server_kinds import SERVER_KINDS
 from .spec import PoolSpec
@@ -60,7 +63,8 @@ class LocalServer:
     """One server process under its guard. It is started once, and serves until it ends or is stopped.
 
     `number` is that of the replica. `folder` is that of the log files. `host` is the address to listen on; `shown_host`
-    is the one in the URL. `held` are descriptors that stay open until every process of the server has ended.
+    is the one in the URL. `held` are descriptors that stay open until every process of the server has ended. `private`
+    is the directory in which its guard notes it (`orphans.py`); default: it notes nothing.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class LocalServer:
         environment: Mapping[str, str] | None = None,
         host: str = "127.0.0.1",
         held: tuple[int, ...] = (),
+        private: Path | None = None,
         token: Callable[[], str] = lambda: secrets.token_hex(6),
     ) -> None:
         self._spec = spec
@@ -81,6 +86,8 @@ class LocalServer:
         self._token = token
         self._kind = SERVER_KINDS[spec.server]
         self._devices = spec.topology.environment(number) if environment is None else environment
+        self._private = private
+        self._note: Path | None = None
         self._log_path = folder / f"{spec.file_name}-{number}.log"
         self._log_from = 0
         self._guard: subprocess.Popen[bytes] | None = None
@@ -105,6 +112,7 @@ class LocalServer:
             if found["files"] != weights.files:
                 problem = f"the checkpoint {weights.path} is not that of the version {weights.version} any more"
                 raise ServerFailed(f"{problem}; update the weights again")
+        await self._end_orphans()
         for attempt in range(_PORT_TRIES):
             self.port = free_port(self._host)
             name = f"{self._spec.file_name}-{self._number}-{self._token()}"
@@ -161,8 +169,16 @@ class LocalServer:
             if not exited.done():
                 process.send_signal(number)
                 await asyncio.wait([exited], timeout=_GUARD_S)
+        if self._note is not None and self._note.exists():  # the guard was killed
+            await self._end_orphans()
         if not exited.done():
             _log.warning("the processes of replica %d of %s do not end", self._number, self._spec.name)
+
+    async def _end_orphans(self) -> None:
+        """End servers of this user that nobody supervises: they hold devices."""
+        folder = self._private
+        if folder is not None:
+            await in_thread(lambda: end_orphans(folder))
 
     def _close_pipe(self) -> None:
         """Close the pipe to the guard, which tells it to end the server."""
@@ -191,7 +207,7 @@ class LocalServer:
         program = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(spec.stop_within_s)]
         try:
             self._guard = subprocess.Popen(
-                [*program, str(self._log_path), str(LOG_BYTES), *command],
+                [*program, str(self._log_path), str(LOG_BYTES), *self._noted(), *command],
                 env={**os.environ, **self._kind.environment(launch), **self._devices, **spec.environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -203,6 +219,15 @@ class LocalServer:
             raise ServerFailed(f"no process can be started ({error.strerror})") from None
         self._exited = _exit_of(self._guard)
         return self._exited
+
+    def _noted(self) -> list[str]:
+        """Return the arguments of the guard for the note of its server."""
+        if self._private is None:
+            return ["", ""]
+        self._note = self._private / f"{self._spec.key}.{self._number}-{secrets.token_hex(4)}{SUFFIX}"
+        devices = self._spec.topology.shown_devices(self._number)
+        label = {"source": self._spec.name, "replica": self._number, "devices": devices}
+        return [str(self._note), json.dumps(label)]
 
     async def _ready(self, url: str, name: str, exited: asyncio.Future[int]) -> bool:
         """Wait until `name` is listed; False if the process ends before."""

@@ -14,6 +14,8 @@ from .checkpoint import CheckpointUnusable, model_checkpoint, read_checkpoint
 from .control import Channel, Control, ControlFailed
 from .spec import PoolSpec
 
+SLEEP_WITHIN_S = 120.0
+"""Seconds that a server has to free its devices. It copies the weights to main memory at some gigabytes a second."""
 _UNNAMED = "default"
 """The version that servers state for the weights that they were started with."""
 
@@ -89,8 +91,9 @@ class ServerOperations:
         return {"identity": "" if new == old else new}
 
     async def sleep(self, level: int) -> None:
-        """See `Control.sleep`."""
-        await self._required_control().sleep(self._channel, level, within_s=self._spec.start_within_s)
+        """See `Control.sleep`. A trainer waits for it, so a server that hangs is not waited for as long as a start."""
+        within_s = min(SLEEP_WITHIN_S, self._spec.start_within_s)
+        await self._required_control().sleep(self._channel, level, within_s=within_s)
 
     async def wake(self, part: str) -> None:
         """See `Control.wake`."""

@@ -41,6 +41,8 @@ from .launch import LocalServer
 from .local_pool_use import LINE_BYTES
 from .lock_files import lock, remove_unheld
 from .pool import Pool, PoolFailed
+from .processes import ProcessMark, peer_pid
+from .sleep_record import SleepRecord
 from .spec import PoolSpec
 from .weights import Weights
 
@@ -67,8 +69,12 @@ class PoolProcess:
         self._ready = False
         self._failed: PoolFailed | None = None
         self._unused = asyncio.Event()
+        self._last_user: set[asyncio.StreamWriter] = set()
+        """The user with whose end the pool ends."""
         self._lock = -1
         self._logs: Path | None = None
+        self._marks: dict[asyncio.StreamWriter, ProcessMark] = {}
+        self._sleep = SleepRecord(folder / f"{key}.asleep")
 
     async def run(self) -> None:
         """Serve until the last user has left, or SIGTERM comes; then stop the servers."""
@@ -81,6 +87,8 @@ class PoolProcess:
                 await self._unused.wait()
             self._touch()
         first.cancel()
+        if not self._users - self._last_user:
+            self._sleep.clear()
         # Whoever comes now is refused, and starts a pool of its own, which waits for the lock of this one.
         server.close()
         if self._starting is not None:
@@ -132,11 +140,16 @@ class PoolProcess:
                 writer.close()
                 return
             (self._guests if is_guest else self._users).add(writer)
+            mark = ProcessMark.of(peer_pid(writer.get_extra_info("socket")))
+            if mark is not None and not is_guest:
+                self._marks[writer] = mark
             weights = Weights(**about["weights"])
             if self._pool is None:
-                self._begin(PoolSpec.from_json(spec), weights, about["asleep"])
+                # This user may be new, and know nothing of a trainer that has let the pool sleep.
+                self._begin(PoolSpec.from_json(spec), weights, about["asleep"] or self._sleep.holds())
             else:
                 self._pool.learn(weights)
+            self._note_sleep()
             self._send_state(writer)
             assert self._commands is not None
             while line := await reader.readline():
@@ -145,10 +158,13 @@ class PoolProcess:
             pass
         if self._commands is not None:
             self._commands.left(writer)
+        self._marks.pop(writer, None)
         if self._users == {writer}:
+            self._last_user = {writer}
             self._unused.set()  # the connection is closed when all has ended
         else:
             self._users.discard(writer)
+            self._note_sleep()
             self._guests.discard(writer)
             writer.close()
 
@@ -159,7 +175,7 @@ class PoolProcess:
             folder = Path(spec.log_folder)
 
         def server(number: int) -> LocalServer:
-            return LocalServer(spec, number, folder=folder, held=(self._lock,))
+            return LocalServer(spec, number, folder=folder, held=(self._lock,), private=self._folder)
 
         commands = self._commands = Commands(lambda: self._users, _send)
         pool = self._pool = Pool(
@@ -187,7 +203,17 @@ class PoolProcess:
             if self._server is not None:
                 self._server.close()
 
+    def _note_sleep(self) -> None:
+        """Record whether the pool sleeps, before anybody is told: a trainer uses the devices then."""
+        if self._pool is None or self._unused.is_set():
+            return
+        if all(state.state == "asleep" for state in self._pool.states):
+            self._sleep.write(self._marks.values())
+        else:
+            self._sleep.clear()
+
     def _broadcast(self) -> None:
+        self._note_sleep()
         for writer in (*self._users, *self._guests):
             self._send_state(writer)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 
+from ..errors import ConfigurationError
 from ..named_actors import in_thread, ray_is_up
 from ..private_directory import private_directory
 from .launch import LocalServer, ServerFailed
@@ -47,14 +48,19 @@ class ReplicaActor:
 
         self._spec = PoolSpec.from_json(spec)
         folder = self._spec.log_folder
-        private = self._spec.directory
-        path = Path(folder) if folder is not None else private_directory(private) / f"{self._spec.key}-logs"
+        private: Path | None = None
+        try:
+            private = private_directory(self._spec.directory)
+        except ConfigurationError:
+            if folder is None:
+                raise
+        path = private / f"{self._spec.key}-logs" if private is not None and folder is None else Path(folder or ".")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._private_logs = path if folder is None else None
         self._number = number
         # Ray has set the variables of the devices in this process.
         host = ray.util.get_node_ip_address()
-        self._server = LocalServer(self._spec, number, folder=path, environment={}, host=host)
+        self._server = LocalServer(self._spec, number, folder=path, environment={}, host=host, private=private)
 
     async def start(self, weights: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the URL once the server is ready; or "", the problem and the end of the log."""

@@ -11,7 +11,7 @@ delay=S         seconds that a reply takes
 slow=S/REGEX    seconds that a reply takes to a question with this text
 fault=FILE      a word in this file is done at the next load, and the file is removed: `fail`, `die`, `hang`, `lie` (it
                 says that it has loaded), `unsaid` (it does not take the version), `stuck` (the cache is not reset); or
-                at the next pause: `no-pause`
+                at the next pause: `no-pause`; or at the next sleep: `no-sleep` (it hangs)
 notes=FILE      what it was told, one line each
 questions       notes also its start and each question
 
@@ -178,6 +178,8 @@ class Weights:
         elif order == "/weight_checker":
             return 200, {"checksums": {"all": self.has}}
         elif order == "/sleep":
+            if self.fault("no-sleep"):
+                time.sleep(600)
             self.free.clear()
             self.asleep = {"weights", "kv_cache"}
             if "level=2" in query:

@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 
 import aiohttp
+import anyio
 import pytest
 from pools import STAND_IN, comes, lives
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology, guard
+from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.launch import LocalServer, ServerFailed
 from qreward_plugins.replicas.pool import PoolFailed
 from qreward_plugins.replicas.ports import free_port
@@ -236,6 +238,22 @@ async def test_a_guard_or_watcher_that_hangs_keeps_nothing_alive(stand_ins, monk
     os.kill({"guard": server.pid, "watcher": watcher}[hanging], signal.SIGSTOP)
     await server.stop()
     await comes(lambda: not stand_ins.living() and not lives(server.pid) and not lives(watcher))
+
+
+async def test_a_server_that_hangs_in_its_sleep_is_stopped_long_before_a_start_would_fail(stand_ins, monkeypatch):
+    """A trainer waits for its devices."""
+    monkeypatch.setattr("qreward_plugins.replicas.operations.SLEEP_WITHIN_S", 0.2)
+    model = str(stand_ins.weights("first"))
+    how = {"program": tuple(stand_ins.program()), "sleep_mode": True, "start_within_s": 600.0, "stop_within_s": 0.2}
+    pool = pool_of(stand_ins, PoolSpec("own", "vllm", model, Topology(2), **how))
+    await pool.start()
+    stand_ins.fault("no-sleep")
+    with anyio.fail_after(60):
+        await Changes(pool).sleep()
+    assert sorted(bool(state.url) for state in pool.states) == [False, True]
+    assert {state.state for state in pool.states} == {"asleep"}
+    assert len(stand_ins.living()) == 1
+    await pool.stop()
 
 
 def test_a_log_never_keeps_the_watcher_from_its_other_work(tmp_path):

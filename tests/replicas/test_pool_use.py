@@ -19,6 +19,8 @@ from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.pool import PoolFailed
 from qreward_plugins.replicas.pool_process import PoolProcess
 from qreward_plugins.replicas.pool_use import PoolUse
+from qreward_plugins.replicas.processes import ProcessMark, machine
+from qreward_plugins.replicas.sleep_record import SleepRecord
 
 pytestmark = pytest.mark.anyio
 
@@ -114,6 +116,52 @@ async def test_a_pool_whose_process_is_killed_is_started_again(stand_ins, folder
     await comes(lambda: stand_ins.living() and stand_ins.living() != first and use.states and use.states[0].url)
     assert not lives(first[0])
     await use.aclose()
+
+
+async def test_a_pool_that_is_killed_asleep_sleeps_on_whoever_comes_first(stand_ins, folder, monkeypatch):
+    """A trainer uses the devices. A process that has just come knows nothing of it, and may be the first to connect."""
+    knows, new = LocalPoolUse(stand_ins.spec()), LocalPoolUse(stand_ins.spec())
+    await knows.start()
+    pool = parent_of(stand_ins.living()[0], 3)
+    await knows.sleep()
+    assert stand_ins.living() == []
+    connects, may_connect = knows._connect, threading.Event()
+
+    def late():
+        may_connect.wait(60)
+        return connects()
+
+    monkeypatch.setattr(knows, "_connect", late)
+    os.kill(pool, signal.SIGKILL)
+    await comes(lambda: not knows.states)
+    await new.start()
+    assert [state.state for state in new.states] == ["asleep"]
+    assert stand_ins.living() == []
+    may_connect.set()
+    await comes(lambda: knows.states)
+    await knows.wake_up()
+    assert len(stand_ins.living()) == 1
+    assert list(folder.glob("*.asleep")) == []
+    for use in (knows, new):
+        await use.aclose()
+
+
+def test_a_pool_sleeps_on_only_for_a_process_that_still_runs(folder):
+    path = folder / "key.asleep"
+    record, me = SleepRecord(path), ProcessMark.of(os.getpid())
+    record.write([me])
+    assert SleepRecord(path).holds()
+    record.write([ProcessMark(me.pid, me.started + 1)])  # it had ended, and its number was given to this process
+    assert not SleepRecord(path).holds()
+    record.write([me])
+    path.write_bytes(path.read_bytes().replace(machine().encode(), b"another machine"))
+    assert not SleepRecord(path).holds()
+    for text in (b"", b"{}", b"[]"):
+        path.write_bytes(text)
+        assert not SleepRecord(path).holds()
+    record.clear()
+    record.clear()
+    assert not SleepRecord(path).holds()
 
 
 async def test_closing_during_the_start_leaves_nothing(stand_ins):

@@ -1,0 +1,90 @@
+"""Defines `ProcessMark`: which process of this machine is meant, so that no other one is ever taken for it.
+
+A number alone is not enough: the system gives it to another process later, and a container has numbers of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class ProcessMark:
+    """A process: its number and its start, in clock ticks since the boot of the machine."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessMark | None:
+        """Return the mark of a process that runs now; None if there is none, or only its exit code is left."""
+        fields = _fields(pid)
+        return None if fields is None or fields[0] in "ZX" else cls(pid, int(fields[19]))
+
+    @property
+    def lives(self) -> bool:
+        """Whether this very process still runs."""
+        return ProcessMark.of(self.pid) == self
+
+
+def machine() -> str:
+    """Return what tells this machine since its last boot, and this container, from others: `ProcessMark`s of others say
+    nothing here. "" if the system does not tell.
+    """
+    with suppress(OSError):
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat(_PROC / 'self/ns/pid').st_ino}"
+    return ""
+
+
+def peer_pid(peer: socket.socket) -> int:
+    """Return the number of the process that has connected to a Unix socket; 0 if the system does not tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return 0
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid
+
+
+def own_processes() -> list[int]:
+    """Return the numbers of the processes of this user."""
+    found = []
+    for name in os.listdir(_PROC):
+        with suppress(OSError):
+            if name.isdigit() and os.stat(_PROC / name).st_uid == os.getuid():
+                found.append(int(name))
+    return found
+
+
+def parent(pid: int) -> int:
+    """Return the number of the parent of a process; 0 if the process has ended."""
+    fields = _fields(pid)
+    return 0 if fields is None else int(fields[1])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped: by SIGSTOP, by Ctrl-Z or by a debugger."""
+    fields = _fields(pid)
+    return fields is not None and fields[0] in "Tt"
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the words of the command line of a process; none if it has ended."""
+    with suppress(OSError):
+        return [os.fsdecode(word) for word in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")]
+    return []
+
+
+def _fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state (the third one) on."""
+    with suppress(OSError, ValueError):
+        # The name of a program may hold blanks and parentheses.
+        return (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].decode().split()
+    return None

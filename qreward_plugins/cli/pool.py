@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import load_config
-from ..errors import InputError, QRewardError
+from ..config import Config, load_config
+from ..config.environment import environment_of
+from ..errors import ConfigurationError, InputError, QRewardError
+from ..private_directory import private_directory
 from ..redaction import one_line
+from ..replicas.orphans import Orphan, find_orphans
 from ..replicas.pool_status import PoolStatus, ReplicaLoad
 from ..replicas.replica_state import ReplicaState
 from ..replicas.spec import PoolSpec
@@ -28,6 +32,7 @@ from .running import OK, say
 from .servers import opened_servers, said_of
 
 _WIDEST_VERSION = 24
+_NOT_SET = "variable-that-is-not-set"
 _RIGHT = ("replica", "requests", "pending tokens", "hit rate", "restarts")
 
 
@@ -55,18 +60,28 @@ class PoolSource(Protocol):
     async def aclose(self) -> None: ...
 
 
-async def show_status(path: Path, names: Sequence[str], out: Console, *, as_json: bool) -> int:
-    """Print the status of the servers, also if those of another source do not run. Raises `ConfigurationError`,
-    `InputError` and, if no servers run, `ReplicasNotStarted`.
+async def show_status(path: Path, names: Sequence[str], out: Console, errors: Console, *, as_json: bool) -> int:
+    """Print the status of the servers, also if those of another source do not run, and name servers of this user on
+    this machine that nobody supervises. Raises `ConfigurationError`, `InputError` and, if no servers run,
+    `ReplicasNotStarted`.
     """
-    async with _opened(path, names) as sources:
+    async with _opened(path, names) as (config, sources):
+        orphans = [
+            orphan
+            for orphan in find_orphans(private_directory(config.engine.shared_directory))
+            if not names or orphan.source in names
+        ]
+        for orphan in orphans if not as_json else ():
+            say(errors, _said_of_orphan(orphan))
         statuses = await asyncio.gather(*map(_status, sources), return_exceptions=True)
         found = [(source, one) for source, one in zip(sources, statuses, strict=True) if isinstance(one, PoolStatus)]
         failures = [one for one in statuses if isinstance(one, BaseException)]
-        if not found:
+        if not found and not (as_json and orphans):
             _raise_all(failures)
         if as_json:
-            say(out, json.dumps({"sources": [_as_json(source, status) for source, status in found]}, indent=2))
+            shown = [_as_json(source, status) for source, status in found]
+            unsupervised = [orphan.as_mapping() for orphan in orphans]
+            say(out, json.dumps({"sources": shown, "orphans": unsupervised}, indent=2))
         else:
             for source, status in found:
                 _show(source, status, out)
@@ -123,7 +138,7 @@ async def update(path: Path, name: str | None, weights: Path, out: Console, erro
 @asynccontextmanager
 async def _found(path: Path, names: Sequence[str], *, only_one: bool = False) -> AsyncIterator[list[PoolSource]]:
     """Find the servers of all sources, before those of one are changed."""
-    async with _opened(path, names) as sources:
+    async with _opened(path, names) as (_, sources):
         if only_one and len(sources) > 1:
             known = ", ".join(source.name for source in sources)
             raise InputError(f"{path}: several sources have servers; name one of them by --source: {known}")
@@ -132,13 +147,39 @@ async def _found(path: Path, names: Sequence[str], *, only_one: bool = False) ->
 
 
 @asynccontextmanager
-async def _opened(path: Path, names: Sequence[str]) -> AsyncIterator[list[PoolSource]]:
-    config = load_config(path)
-    sources: list[PoolSource] = opened_servers(config, path, names)
+async def _opened(path: Path, names: Sequence[str]) -> AsyncIterator[tuple[Config, list[PoolSource]]]:
+    config = _loaded(path)
+    sources: list[PoolSource] = opened_servers(config, path, names, finds=True)
     try:
-        yield sources
+        yield config, sources
     finally:
         await asyncio.gather(*(source.aclose() for source in sources))
+
+
+class _SetVariables(Mapping[str, str]):
+    """The variables of this process. One that is not set has a value, too, which is compared with nothing."""
+
+    def __getitem__(self, name: str) -> str:
+        return os.environ.get(name, _NOT_SET)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(os.environ)
+
+    def __len__(self) -> int:
+        return len(os.environ)
+
+
+def _loaded(path: Path) -> Config:
+    """Load a configuration, also if this shell lacks variables of the training. Raises `ConfigurationError`."""
+    try:
+        return load_config(path)
+    except ConfigurationError as error:
+        failure = error
+    with suppress(ConfigurationError), environment_of(_SetVariables()):
+        config = load_config(path)
+        if _NOT_SET not in (config.engine.shared_directory or ""):
+            return config
+    raise failure
 
 
 async def _status(source: PoolSource) -> PoolStatus:
@@ -176,6 +217,13 @@ def _raise_all(failures: Sequence[BaseException]) -> None:
         raise QRewardError("\n".join(str(one) for one in failures))
     for failure in failures:
         raise failure
+
+
+def _said_of_orphan(orphan: Orphan) -> str:
+    pids = " ".join(map(str, orphan.pids))
+    what = f"{one_line(orphan.source, 200)}: nobody supervises a server of replica {orphan.replica}"
+    devices = "" if orphan.devices == "cpu" else f", which holds the devices {one_line(orphan.devices, 200)}"
+    return f"{what}{devices}; the next start of servers ends it, or: kill -9 {pids}"
 
 
 def _show(source: PoolSource, status: PoolStatus, out: Console) -> None:

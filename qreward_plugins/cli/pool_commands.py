@@ -50,7 +50,7 @@ def pool_status_command(
     with one_message(ERRORS):
         from .pool import show_status
 
-        code = run(show_status(config, tuple(source or ()), OUT, as_json=as_json))
+        code = run(show_status(config, tuple(source or ()), OUT, ERRORS, as_json=as_json))
     raise typer.Exit(code)
 
 

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from ..private_directory import is_own_user, private_directory
 from .group_weights import GroupWeights
 from .lock_files import lock
 from .pool import PoolFailed
+from .pool_search import RunningPool, chosen
 from .pool_use import PoolUse
+from .processes import command_line, is_stopped, own_processes
 from .spec import PoolSpec
 
 _log = logging.getLogger("qreward_plugins.replicas")
@@ -39,6 +42,8 @@ _PROGRAM = (
 )
 LINE_BYTES = 2**24
 """Most bytes of a message to a pool. It reads no longer one, and would take its user for gone."""
+BACKLOG = 1024
+"""Most connections that a pool has not accepted."""
 _CONNECT_TRIES = 40
 _BETWEEN_TRIES_S = 0.05
 _DESCRIBED_WITHIN_S = 2.0
@@ -54,6 +59,8 @@ class LocalPoolUse(PoolUse):
         self._channel: socket.socket | None = None
         self._is_connected = False
         """Whether the pool has the spec, which is the first thing that it reads."""
+        self._path: Path | None = None
+        """The socket of the pool that was asked last."""
         self._sending = threading.Lock()
         # A forked child would keep the connection open, and with it the servers, after this process has ended.
         forget = weakref.WeakMethod(self._forget)
@@ -69,7 +76,7 @@ class LocalPoolUse(PoolUse):
                     self._is_connected = True
                     self._resend()
                     if self._is_leaving():
-                        self.leave()
+                        self.leave(at_once=self.finds)
                     try:
                         with channel.makefile("rb") as lines:
                             was_open = self._listen(lines)
@@ -106,12 +113,46 @@ class LocalPoolUse(PoolUse):
                 return True
         return False
 
-    def leave(self) -> None:
+    def leave(self, *, at_once: bool = False) -> None:
         channel = self._channel
         if channel is not None:
-            # A guest waits for no end of the servers.
             with suppress(OSError):
-                channel.shutdown(socket.SHUT_RDWR if self.finds else socket.SHUT_WR)
+                channel.shutdown(socket.SHUT_RDWR if at_once else socket.SHUT_WR)
+
+    def _search(self, folder: Path) -> socket.socket:
+        """Connect to the pool that the configuration means. Raises `PoolFailed` if none runs, or none can be told."""
+        pools, silent = [], ""
+        for path in sorted(folder.glob(f"{_POOL}.sock")):
+            self._path = path
+            described = _described(path)
+            if described:
+                pools.append(RunningPool.of(path.stem, f"process {_pool_pid(path) or 'unknown'}", described))
+            elif described is not None:
+                silent += f"; {self.where()} answers nothing. {self.remedy()}"
+        meant = chosen(self.spec, self.unwritten, pools)
+        found = None if meant is None else _connected(folder / f"{meant.key}.sock")
+        if meant is None or found is None:
+            raise PoolFailed(f"no servers of it run for this user on this machine (the directory is {folder}){silent}")
+        self._path = folder / f"{meant.key}.sock"
+        if meant.topology is not None:
+            self.spec = replace(self.spec, topology=meant.topology)
+        return found
+
+    def where(self) -> str:
+        path = self._socket_path()
+        pid = _pool_pid(path)
+        return f"the process {pid} of its pool ({path})" if pid else f"the process of its pool ({path})"
+
+    def remedy(self) -> str:
+        pid = _pool_pid(self._socket_path())
+        if not pid:
+            return "Nothing was started in its place"
+        end = f"end it, and its servers, with `kill -9 {pid}`"
+        remedy = f"It is stopped: let it go on with `kill -CONT {pid}`, or {end}" if is_stopped(pid) else end
+        return f"{remedy[0].upper()}{remedy[1:]}; nothing is started in its place before"
+
+    def _socket_path(self) -> Path:
+        return self._path or private_directory(self.spec.directory) / f"{self.spec.key}.sock"
 
     def _forget(self) -> None:
         if self._channel is not None:
@@ -124,12 +165,12 @@ class LocalPoolUse(PoolUse):
             folder = private_directory(self.spec.directory)
         except ConfigurationError as error:
             raise PoolFailed(str(error.mistakes[0])) from None
-        path = folder / f"{self.spec.key}.sock"
+        path = self._path = folder / f"{self.spec.key}.sock"
         found = _connected(path)
         if found is not None:
             return found
         if self.finds:
-            raise PoolFailed(_none_runs(folder, self.spec))
+            return self._search(folder)
         held = -1
         try:
             held = lock(folder / f"{self.spec.key}.lock")
@@ -160,29 +201,29 @@ def _connected(path: Path) -> socket.socket | None:
     return None
 
 
-def _none_runs(folder: Path, spec: PoolSpec) -> str:
-    """Say that no pool of a spec runs, and what differs in one of the same source that does."""
-    problem = f"no servers of it run for this user on this machine (the directory is {folder})"
-    for path in sorted(folder.glob(f"{_POOL}.sock")):
-        digests = _described(path)
-        if digests.get("name") == spec.name:
-            differs = ", ".join(sorted(name for name, digest in spec.digests.items() if digests.get(name) != digest))
-            problem += f"; those of another source {spec.name!r} run, which differs in: {differs}"
-            return problem + ". Use the configuration and the environment of the process that started them"
-    return problem
+def _pool_pid(path: Path) -> int | None:
+    """Return the number of the process that runs the pool at a socket; None if it cannot be told.
+
+    The socket tells that of the process which has started the pool.
+    """
+    wanted = {_PROGRAM, str(path.parent), path.stem}
+    return next((pid for pid in own_processes() if wanted <= set(command_line(pid))), None)
 
 
-def _described(path: Path) -> Mapping[str, Any]:
-    """Return the digests of the spec of a pool; empty if it does not answer."""
+def _described(path: Path) -> Mapping[str, Any] | None:
+    """Return what a pool says of itself (`describe`): nothing if it answers nothing, and None if none runs there."""
     channel = _connected(path)
     if channel is None:
-        return {}
-    with channel, suppress(OSError, ValueError):
+        return None
+    with channel, suppress(TimeoutError, ValueError):
         channel.settimeout(_DESCRIBED_WITHIN_S)
-        channel.sendall(b'{}\n{"describe": true}\n')
-        with channel.makefile("rb") as lines:
-            found: Mapping[str, Any] = orjson.loads(lines.readline())
-            return found
+        try:
+            channel.sendall(b'{}\n{"describe": true}\n')
+            with channel.makefile("rb") as lines:
+                found: Mapping[str, Any] | None = orjson.loads(lines.readline()) or None
+                return found
+        except ConnectionError:
+            return None
     return {}
 
 
@@ -190,7 +231,7 @@ def _start_process(path: Path, folder: Path, key: str) -> None:
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
-        listening.listen(1024)
+        listening.listen(BACKLOG)
         with (folder / f"{key}.log").open("wb") as log:
             starter = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(listening.fileno()), str(folder), key, json.dumps(sys.path)],

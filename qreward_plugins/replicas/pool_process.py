@@ -38,9 +38,10 @@ from ..named_actors import in_thread
 from ..private_directory import is_own_user
 from .commands import Commands
 from .launch import LocalServer
-from .local_pool_use import LINE_BYTES
+from .local_pool_use import BACKLOG, LINE_BYTES
 from .lock_files import lock, remove_unheld
 from .pool import Pool, PoolFailed
+from .pool_search import describe
 from .processes import ProcessMark, peer_pid
 from .sleep_record import SleepRecord
 from .spec import PoolSpec
@@ -79,7 +80,9 @@ class PoolProcess:
     async def run(self) -> None:
         """Serve until the last user has left, or SIGTERM comes; then stop the servers."""
         loop = asyncio.get_running_loop()
-        server = self._server = await asyncio.start_unix_server(self._serve, sock=self._listening, limit=LINE_BYTES)
+        # The backlog is that of the starter; a pool that hangs must not block those who connect.
+        how: dict[str, Any] = {"sock": self._listening, "limit": LINE_BYTES, "backlog": BACKLOG}
+        server = self._server = await asyncio.start_unix_server(self._serve, **how)
         loop.add_signal_handler(signal.SIGTERM, self._unused.set)
         first = loop.call_later(_FIRST_USER_S, lambda: None if self._users else self._unused.set())
         while not self._unused.is_set():
@@ -133,7 +136,7 @@ class PoolProcess:
             spec, known = await reader.readline(), await reader.readline()
             about = orjson.loads(known or b"{}")
             if about.get("describe"):
-                _send(writer, {} if self._pool is None else dict(self._pool.spec.digests))
+                _send(writer, {} if self._pool is None else describe(self._pool.spec))
                 about = {}
             is_guest = not about.get("starts", True)
             if not about or self._unused.is_set() or (is_guest and self._pool is None):

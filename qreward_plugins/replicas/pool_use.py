@@ -22,12 +22,20 @@ from .group_weights import GroupWeights
 from .pool import ChangeFailed, PoolFailed
 from .pool_status import PoolStatus, ReplicaLoad
 from .replica_state import ReplicaState
+from .sent_command import SentCommand
 from .spec import PoolSpec
 from .weights import Drain, Update, Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
 _SILENT_S = 120.0
+"""Seconds beyond `stop_within_s` within which a pool must have answered. Its process may have to be started."""
+_FOUND_WITHIN_S = 30.0
+"""The same for a pool that runs."""
+_SAID_AFTER_S = (5.0, 1.0)
+"""Seconds after which it is said for whose answer a start, and a search for a pool that runs, waits."""
+_ENDED_WITHIN_S = 150.0
+"""Seconds beyond `stop_within_s` in which a pool has ended all of its servers."""
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
 _LOST_TRIES = 3
 """How often a pool is started again that has ended although it was used."""
@@ -42,53 +50,6 @@ _HELD: Mapping[str, str] = {
     "draining": "its weights are updated, or it is about to sleep",
 }
 """By state of a replica: why calls wait for it."""
-
-
-class _Command:
-    """A command of this process that is under way. `repeats`: if the pool is lost, its successor gets it."""
-
-    def __init__(
-        self,
-        message: Mapping[str, Any],
-        result: asyncio.Future[dict[str, Any]],
-        on_receiving: Callable[[list[int]], None],
-        *,
-        repeats: bool,
-    ) -> None:
-        self._message = message
-        self._loop = result.get_loop()
-        self.result = result
-        self._on_receiving = on_receiving
-        self.repeats = repeats
-        self._sent = False
-        self._sending = threading.Lock()
-
-    def send(self, send: Callable[[Mapping[str, Any]], bool]) -> bool:
-        """Send it, unless this pool has it already. Return whether the pool has it."""
-        with self._sending:
-            self._sent = self._sent or send(self._message)
-            return self._sent
-
-    def unsend(self) -> None:
-        """Note that the pool was lost."""
-        with self._sending:
-            self._sent = False
-
-    def receive(self, message: Mapping[str, Any]) -> None:
-        """Handle a message of the pool about it, in its event loop. Any thread may call this."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._take, message)
-
-    def _take(self, message: Mapping[str, Any]) -> None:
-        if self.result.done():
-            return
-        if "receiving" in message:
-            self._on_receiving(message["receiving"])
-        elif "error" in message:
-            error = message["error"]
-            self.result.set_exception(ChangeFailed(error["problem"], replicas=error["replicas"], log=error["log"]))
-        else:
-            self.result.set_result(message["result"])
 
 
 class _Once:
@@ -137,13 +98,15 @@ class PoolUse(ABC):
         self.on_change: Callable[[], None] = lambda: None
         """Called in the thread that follows the pool, after every change of `states`."""
         self._numbers = itertools.count(1)
-        self._commands: dict[int, _Command] = {}
+        self._commands: dict[int, SentCommand] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.ended = False
         """Whether the pool is not followed any more: it failed, or this use has ended."""
         self.finds = False
         """Whether it only finds a pool that runs, and starts none."""
+        self.unwritten: frozenset[str] = frozenset()
+        """What the configuration leaves to the environment: a use that only finds a pool compares it not (`chosen`)."""
         self.loads: Callable[[], Mapping[int, ReplicaLoad]] = dict
         """Returns what this process has sent to each replica, by number. The thread that follows the pool calls it."""
         self._reported = _Once()
@@ -151,6 +114,8 @@ class PoolUse(ABC):
         self._losses = 0
         self._failure: PoolFailed | None = None
         self._closing = False
+        self._hangs = False
+        """Whether the pool was waited for in vain."""
         self._pid = os.getpid()
 
     @property
@@ -170,37 +135,61 @@ class PoolUse(ABC):
         """
         spec = self.spec
         # An earlier pool may have to end first. A process that takes longer than this hangs.
-        await self._followed(self._start_over, spec.start_within_s + spec.stop_within_s + _SILENT_S)
+        await self._answered(spec.stop_within_s + _SILENT_S)
+        within_s = spec.start_within_s + spec.stop_within_s + _SILENT_S
+        if not await self._start_over.wait(within_s):
+            raise PoolFailed(f"{self.where()} has not ended its start within {within_s:g} s. {self.remedy()}")
+        self._raise_failure()
 
     async def find(self) -> None:
         """Find the pool that runs, and wait until it reports, ready or not. This use starts none, also not later.
 
-        Raises `PoolFailed` if none runs.
+        Raises `PoolFailed` if none runs, or if it answers nothing.
         """
         self.finds = True
-        await self._followed(self._reported, _SILENT_S)
+        await self._answered(_FOUND_WITHIN_S)
+        self._raise_failure()
 
-    async def _followed(self, until: _Once, longest_s: float) -> None:
-        """Follow the pool, and wait. Raises `PoolFailed`."""
+    async def _answered(self, within_s: float) -> None:
+        """Follow the pool, and wait for its first report. Raises `PoolFailed`."""
         with self._lock:
             if self._closing:
                 raise PoolFailed("it is closed")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="qreward-pool", daemon=True)
                 self._thread.start()
-        if not await until.wait(longest_s):
-            raise PoolFailed(f"its process has reported nothing for {longest_s:g} s")
+        if self._start_over.happened:
+            return
+        first_s = min(within_s, _SAID_AFTER_S[self.finds])
+        if await self._reported.wait(first_s):
+            return
+        where = await in_thread(self.where)
+        _log.warning("source %s: waiting for an answer of %s, at most %g s", self.spec.name, where, within_s)
+        if not await self._reported.wait(within_s - first_s):
+            self._hangs = True
+            where, remedy = await in_thread(self.where), await in_thread(self.remedy)
+            raise PoolFailed(f"{where} has answered nothing for {within_s:g} s. {remedy}")
+
+    def where(self) -> str:
+        """Say where the pool runs, for people."""
+        return "its pool"
+
+    def remedy(self) -> str:
+        """Say what to do about a pool that hangs; a sentence."""
+        return "Nothing was started in its place"
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise PoolFailed(self._failure.problem, self._failure.log)
 
     async def aclose(self) -> None:
-        """End the use. If it was the last one, wait until every server has ended. Idempotent."""
+        """End the use. If it was the last one, wait until every server has ended, unless its pool hangs. Idempotent."""
         with self._lock:
             self._closing = True
             thread = self._thread
         if thread is None or self._pid != os.getpid():
             return
-        self.leave()
+        self.leave(at_once=self.finds or self._hangs)
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -210,7 +199,13 @@ class PoolUse(ABC):
                 loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(None))
 
         threading.Thread(target=wait, name="qreward-pool-end", daemon=True).start()
-        await ended
+        within_s = self.spec.stop_within_s + _ENDED_WITHIN_S
+        await asyncio.wait([ended], timeout=within_s)
+        if not ended.done():
+            where, remedy = await in_thread(self.where), await in_thread(self.remedy)
+            what = "source %s: %s has not ended its servers within %g s. %s"
+            _log.warning(what, self.spec.name, where, within_s, remedy)
+            self.leave(at_once=True)
 
     # Commands
 
@@ -251,7 +246,7 @@ class PoolUse(ABC):
         message = {"command": name, "id": number, "arguments": dict(arguments)}
         from_memory = name == "update" and not arguments["path"]
         result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        command = self._commands[number] = _Command(message, result, on_receiving, repeats=not from_memory)
+        command = self._commands[number] = SentCommand(message, result, on_receiving, repeats=not from_memory)
         sending = asyncio.ensure_future(in_thread(lambda: command.send(self.send)))
         try:
             is_sent = await asyncio.shield(sending)
@@ -354,8 +349,8 @@ class PoolUse(ABC):
         """Start or find the pool, and report on it until it ends or `leave` is called. Raises `PoolFailed`."""
 
     @abstractmethod
-    def leave(self) -> None:
-        """Let `follow` return, once every server has ended if this was the last use. Does not block."""
+    def leave(self, *, at_once: bool = False) -> None:
+        """Let `follow` return, once every server has ended if this was the last use, or `at_once`. Does not block."""
 
     def _run(self) -> None:
         try:

@@ -16,6 +16,7 @@ import anyio
 
 from .commands import Commands
 from .pool import Pool, PoolFailed
+from .pool_search import describe
 from .ray_server import RayServer
 from .spec import PoolSpec
 from .weights import Weights
@@ -76,6 +77,10 @@ class RayPoolActor:
         else:
             self._pool.learn(Weights(**weights))
         return True
+
+    async def describe(self) -> dict[str, Any]:
+        """Return what others may know of the pool (`pool_search.describe`); nothing if none runs."""
+        return {} if self._pool is None else describe(self._pool.spec)
 
     async def receive(self, user: str, message: Mapping[str, Any]) -> None:
         """Handle a message of a user; see `Commands.receive`."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ..named_actors import get_or_start
 from .group_weights import GroupWeights
 from .pool import PoolFailed
+from .pool_search import RunningPool, chosen
 from .pool_use import PoolUse
 from .ray_pool import RayPoolActor
 from .spec import PoolSpec
 
+_PREFIX = "qreward-replicas-"
+_DESCRIBED_WITHIN_S = 10.0
 _NONE = "no servers of it run on this Ray cluster"
 
 
@@ -52,20 +56,32 @@ class RayPoolUse(PoolUse):
 
     @property
     def _actor_name(self) -> str:
-        return f"qreward-replicas-{self.spec.key}"
+        return f"{_PREFIX}{self.spec.key}"
 
     def _found(self) -> Any:
         """Return the actor of the pool, of whatever job of the cluster. Raises `PoolFailed`."""
         import ray
 
         named = ray.util.list_named_actors(all_namespaces=True)
-        jobs = [one["namespace"] for one in named if one["name"] == self._actor_name]
-        if len(jobs) > 1:
-            raise PoolFailed(f"{len(jobs)} jobs of the cluster have such servers, each its own; end the others first")
-        try:
-            return ray.get_actor(self._actor_name, namespace=jobs[0])
-        except (IndexError, ValueError):
-            raise PoolFailed(_NONE) from None
+        pools, actors = [], {}
+        for one in named:
+            name, job = one["name"], one["namespace"]
+            if not name.startswith(_PREFIX):
+                continue
+            with suppress(Exception):  # it may have ended, or hang
+                actor = ray.get_actor(name, namespace=job)
+                if described := ray.get(actor.describe.remote(), timeout=_DESCRIBED_WITHIN_S):
+                    pools.append(RunningPool.of(name, f"job {job}", described))
+                    actors[len(pools) - 1] = actor
+        own = [pool for pool in pools if pool.key == self._actor_name]
+        if len(own) > 1:
+            raise PoolFailed(f"{len(own)} jobs of the cluster have such servers, each its own; end the others first")
+        meant = chosen(self.spec, self.unwritten, pools)
+        if meant is None:
+            raise PoolFailed(_NONE)
+        if meant.topology is not None:
+            self.spec = replace(self.spec, topology=meant.topology)
+        return next(actors[number] for number, pool in enumerate(pools) if pool is meant)
 
     def _listen(self, ray: Any) -> None:
         version = -1
@@ -90,7 +106,10 @@ class RayPoolUse(PoolUse):
                 return True
         return False
 
-    def leave(self) -> None:
+    def where(self) -> str:
+        return f"the actor {self._actor_name} of its pool"
+
+    def leave(self, *, at_once: bool = False) -> None:
         if self._actor is not None:
             with suppress(Exception):  # Ray may be shut down
                 self._actor.leave.remote(self._user)

@@ -59,9 +59,13 @@ class PoolSpec:
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """A digest of each field, and of each of its topology: another process finds what differs, and no secret."""
+        """A digest of each field, and of each of its topology, its arguments and its variables ("environment.HOME"):
+        another process finds what differs, and no secret.
+        """
         fields = asdict(self)
         fields |= fields.pop("topology")
+        for name in ("arguments", "environment"):
+            fields |= {f"{name}.{key}": value for key, value in fields.pop(name).items()}
         texts = {name: json.dumps(value, sort_keys=True).encode() for name, value in fields.items()}
         digests = {name: hashlib.blake2b(text, digest_size=8).hexdigest() for name, text in texts.items()}
         return {**digests, "name": self.name}

@@ -58,7 +58,7 @@ class ReplicaSet(SourceKind):
 
     def __init__(self, name: str, config: ReplicaSetConfig) -> None:
         super().__init__(name, config)
-        self._spec = spec = pool_spec(name, config)
+        spec = pool_spec(name, config)
         self._kind = SERVER_KINDS[spec.server]
         self._config = config
         self._inner = inner_source(name, config)
@@ -80,12 +80,12 @@ class ReplicaSet(SourceKind):
     def share_in(self, directory: str) -> None:
         # The processes of a job may have different working directories, and a pool ends in none of them.
         where = os.path.abspath(os.path.expanduser(directory))
-        self._spec = self._use.spec = replace(self._spec, directory=where)
+        self._use.spec = replace(self._use.spec, directory=where)
 
     @property
     def spec(self) -> PoolSpec:
-        """What its servers are started with."""
-        return self._spec
+        """What its servers are started with. The topology is that of the servers that `find` has found."""
+        return self._use.spec
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
@@ -147,6 +147,10 @@ class ReplicaSet(SourceKind):
         if problem:
             raise ReplicasNotStarted(f"source {self._name!r} cannot start its servers: {problem}{self._shown(log)}")
         self._view.look()
+
+    def leaves_to_environment(self, fields: frozenset[str]) -> None:
+        """Compare these fields of the spec with no pool that `find` may find; see `findable`."""
+        self._use.unwritten = fields
 
     async def find(self) -> None:
         """Find the servers that another process has started, ready or not. This source starts none, also not later.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from rich.console import Console
 
 from qreward_plugins import QRewardError, ReplicasNotChanged, RewardEngine, Sample
 from qreward_plugins.cli.pool import _change_all, _changing
+from qreward_plugins.replicas.processes import ProcessMark, machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "replicas"))
 from pools import StandIns
@@ -23,6 +27,12 @@ COMMANDS = {
     "wake": (),
     "update": ("--weights", "new"),
 }
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a busy machine, a pool may answer after a second. Who waits says so on stderr."""
+    monkeypatch.setattr("qreward_plugins.replicas.pool_use._SAID_AFTER_S", (30.0, 30.0))
 
 
 @pytest.fixture
@@ -193,8 +203,94 @@ def test_servers_with_other_settings_are_not_taken_for_these(run_cli, config):
         other = config(name="other.yaml", data_parallel=1, environment={"HF_TOKEN": "hf_secret"})
         result = run_cli("pool", "sleep", other)
     assert result.exit_code == 2
-    assert "those of another source 'own' run, which differs in: data_parallel, environment. Use" in result.stderr
+    said = r"those of another source 'own' run: process \d+ differs in: data_parallel, environment\.HF_TOKEN\. Use"
+    assert re.search(said, result.stderr)
     assert "hf_secret" not in result.output
+
+
+@pytest.fixture
+def training(config, monkeypatch, tmp_path):
+    """Run a training with these devices and keys, of which a shell knows nothing."""
+    path = config(
+        platform="cuda",
+        environment={"HF_TOKEN": "${oc.env:TRAINING_TOKEN}", "MODE": "written"},
+        api_key_env="JUDGE_KEY",
+        log_folder="logs",
+    )
+
+    @contextmanager
+    def runs(devices):
+        variables = {"CUDA_VISIBLE_DEVICES": devices, "TRAINING_TOKEN": "hf_secret", "JUDGE_KEY": "sk-secret"}
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            patch.chdir(tmp_path)
+            engine = RewardEngine(str(path))
+        with engine.portal() as portal:
+            portal.score(samples(1)[0], deadline_s=60)
+            yield path
+
+    for name in ("CUDA_VISIBLE_DEVICES", "TRAINING_TOKEN", "JUDGE_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    return runs
+
+
+def test_a_shell_finds_the_servers_of_a_training_with_devices_and_keys_of_its_own(run_cli, training, monkeypatch):
+    with training("4,5") as path:
+        found = run_cli("pool", "status", path, "--json")
+        table = run_cli("pool", "status", path)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        asleep = run_cli("pool", "sleep", path)
+    assert (found.exit_code, found.stderr) == (0, "")
+    (source,) = json.loads(found.stdout)["sources"]
+    assert [replica["devices"] for replica in source["replicas"]] == ["4", "5"]
+    assert table.stdout.splitlines()[0] == f"own: 2 replicas of {source['model']} on vllm (cuda)"
+    assert asleep.exit_code == 0
+    assert "secret" not in found.output + table.output
+
+
+def test_several_fitting_pools_are_named_with_their_differences(run_cli, training, stand_ins, monkeypatch):
+    with training("4,5"), training("6,7") as path:
+        assert len(stand_ins.living()) == 4  # engines with other devices share nothing
+        result = run_cli("pool", "sleep", path)
+        for name, value in {"TRAINING_TOKEN": "hf_secret", "JUDGE_KEY": "sk-secret"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+        meant = run_cli("pool", "status", path, "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    each = r"process \d+ with the devices "
+    said = "2 pools of 'own' run that this configuration may mean: "
+    said += rf"({each}4, 5; {each}6, 7|{each}6, 7; {each}4, 5)\. They differ in: devices\. Write these keys"
+    assert re.search(said, result.stderr)
+    (source,) = json.loads(meant.stdout)["sources"]
+    assert [replica["devices"] for replica in source["replicas"]] == ["6", "7"]
+
+
+def test_what_the_configuration_says_itself_is_compared(run_cli, training):
+    with training("4,5") as path:
+        path.write_text(path.read_text().replace("MODE: written", "MODE: another"))
+        result = run_cli("pool", "status", path)
+    assert result.exit_code == 2
+    assert "with the devices 4, 5 differs in: environment.MODE. Use the configuration of" in result.stderr
+
+
+def test_a_server_that_nobody_supervises_is_named(run_cli, config, short_directory):
+    left = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        mark = ProcessMark.of(left.pid)
+        gone = [mark.pid, mark.started - 1]
+        known = {"machine": machine(), "guard": gone, "watcher": gone, "server": [mark.pid, mark.started], "output": 0}
+        label = {"source": "own", "replica": 1, "devices": "4"}
+        (Path(short_directory) / "key.1-a.server").write_text(json.dumps({**known, "label": label}))
+        result, parsed = run_cli("pool", "status", config()), run_cli("pool", "status", config(), "--json")
+        other = run_cli("pool", "status", config(others=("other",)), "--source", "other")
+    finally:
+        left.communicate()
+    said = "own: nobody supervises a server of replica 1, which holds the devices 4; the next start of servers ends it"
+    assert result.stderr.splitlines()[0] == f"{said}, or: kill -9 {left.pid}"
+    assert [found.exit_code for found in (result, parsed, other)] == [2, 2, 2]
+    assert json.loads(parsed.stdout)["orphans"] == [{**label, "pids": [left.pid]}]
+    assert "supervises" not in other.output
 
 
 def test_an_update_of_several_sources_names_one(run_cli, config):

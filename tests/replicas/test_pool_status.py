@@ -15,6 +15,7 @@ from qreward_plugins.replicas.commands import Commands
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
 from qreward_plugins.replicas.pool_process import PoolProcess
+from qreward_plugins.replicas.pool_search import RunningPool, chosen, describe
 from qreward_plugins.replicas.pool_status import PoolStatus, ReplicaLoad, Reports
 from qreward_plugins.replicas.replica_state import ReplicaState
 from qreward_plugins.replicas.weights import Weights
@@ -148,3 +149,27 @@ def test_the_digests_of_a_spec_tell_what_differs_and_no_secret(stand_ins):
     assert {name for name in digests if digests[name] != other.digests[name]} == {"api_key", "restarts"}
     assert digests["name"] == "own"
     assert "sk-one" not in str(digests)
+
+
+def test_the_pool_is_chosen_by_what_the_configuration_says(stand_ins):
+    def running(key, **changes):
+        return RunningPool.of(key, key, describe(stand_ins.spec(**changes)))
+
+    spec = stand_ins.spec(api_key="sk-shell", log_folder="/home/logs", environment={"A": "1"})
+    written = {"environment": {"A": "1"}}
+    own = running("own", api_key="sk", log_folder="/run/logs", **written)
+    elsewhere = running("elsewhere", api_key="sk-shell", log_folder="/run/logs", **written)
+    exact = running("exact", api_key="sk-shell", log_folder="/home/logs", **written)
+    other = running("other", environment={"A": "2"})
+    fields = frozenset({"api_key", "log_folder"})
+    assert chosen(spec, fields, []) is None
+    assert chosen(spec, fields, [other, own]) is own
+    assert chosen(spec, fields, [own, elsewhere]) is elsewhere  # the shell has its key
+    assert chosen(spec, frozenset(), [own, exact]) is exact
+    assert chosen(spec, fields | {"environment"}, [other]) is other
+    with pytest.raises(PoolFailed, match=r"2 pools of 'own' .*: elsewhere; exact\. They differ in: log_folder"):
+        chosen(spec, fields, [own, elsewhere, exact])
+    with pytest.raises(PoolFailed, match=r"other differs in: environment\.A\. Use the configuration"):
+        chosen(spec, fields, [other])
+    with pytest.raises(PoolFailed, match="own differs in: api_key, log_folder"):
+        chosen(spec, frozenset(), [own])

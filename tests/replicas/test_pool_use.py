@@ -14,7 +14,7 @@ import threading
 import pytest
 from pools import comes, lives, parent_of
 
-from qreward_plugins.replicas import local_pool_use, pool_process
+from qreward_plugins.replicas import local_pool_use, pool_process, pool_use
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.pool import PoolFailed
 from qreward_plugins.replicas.pool_process import PoolProcess
@@ -164,6 +164,59 @@ def test_a_pool_sleeps_on_only_for_a_process_that_still_runs(folder):
     assert not SleepRecord(path).holds()
 
 
+async def test_a_pool_that_is_stopped_is_named_and_not_replaced(stand_ins, monkeypatch, caplog):
+    """By Ctrl-Z, a debugger or SIGSTOP: it has its devices still."""
+    spec = stand_ins.spec(stop_within_s=0.1)
+    use, other, finds = (LocalPoolUse(spec) for _ in range(3))
+    await use.start()
+    (server,) = stand_ins.living()
+    pool = parent_of(server, 3)
+    for name in ("_SILENT_S", "_FOUND_WITHIN_S"):
+        monkeypatch.setattr(pool_use, name, 0.2)
+    monkeypatch.setattr(pool_use, "_SAID_AFTER_S", (0.1, 0.1))
+    os.kill(pool, signal.SIGSTOP)
+    path = local_pool_use.private_directory() / f"{use.spec.key}.sock"
+    said = rf"the process {pool} of its pool \({path}\) has answered nothing for 0\.[23] s\. "
+    said += f"It is stopped: let it go on with `kill -CONT {pool}`, or end it, and its servers, with `kill -9 {pool}`"
+    for search in (finds.find, other.start):
+        with pytest.raises(PoolFailed, match=said):
+            await search()
+    assert f"waiting for an answer of the process {pool} of its pool ({path}), at most 0.2 s" in caplog.text
+    for each in (finds, other):
+        await each.aclose()  # it does not wait for a pool that hangs
+    assert stand_ins.living() == [server]
+    os.kill(pool, signal.SIGCONT)
+    again = LocalPoolUse(spec)
+    monkeypatch.setattr(pool_use, "_SILENT_S", 60.0)
+    await again.start()
+    assert stand_ins.living() == [server]
+    os.kill(pool, signal.SIGSTOP)
+    monkeypatch.setattr(pool_use, "_ENDED_WITHIN_S", -again.spec.stop_within_s)
+    await again.aclose()
+    assert f"the process {pool} of its pool ({path}) has not ended its servers within 0 s. It is stopped" in caplog.text
+    os.kill(pool, signal.SIGCONT)
+    monkeypatch.setattr(pool_use, "_ENDED_WITHIN_S", 150.0)
+    await use.aclose()
+    assert stand_ins.living() == []
+
+
+async def test_a_search_names_a_pool_that_answers_nothing(stand_ins, monkeypatch):
+    """It may be the one that is meant, with other devices than this process sees."""
+    use, finds = LocalPoolUse(stand_ins.spec()), LocalPoolUse(stand_ins.spec(restarts=1))
+    await use.start()
+    pool = parent_of(stand_ins.living()[0], 3)
+    monkeypatch.setattr(local_pool_use, "_DESCRIBED_WITHIN_S", 0.2)
+    os.kill(pool, signal.SIGSTOP)
+    said = (
+        rf"no servers of it run .*; the process {pool} of its pool \(.*\.sock\) answers nothing\. It is stopped: let it"
+    )
+    with pytest.raises(PoolFailed, match=said):
+        await finds.find()
+    os.kill(pool, signal.SIGCONT)
+    for each in (finds, use):
+        await each.aclose()
+
+
 async def test_closing_during_the_start_leaves_nothing(stand_ins):
     use = LocalPoolUse(stand_ins.spec("never"))
     starting = asyncio.ensure_future(use.start())
@@ -232,7 +285,7 @@ async def test_a_pool_that_says_nothing_ends_the_wait(stand_ins, monkeypatch):
         def follow(self):
             self.end.wait(30)
 
-        def leave(self):
+        def leave(self, *, at_once=False):
             self.end.set()
 
         def send(self, message):
@@ -240,7 +293,12 @@ async def test_a_pool_that_says_nothing_ends_the_wait(stand_ins, monkeypatch):
 
     monkeypatch.setattr("qreward_plugins.replicas.pool_use._SILENT_S", 0.0)
     use = Hanging(stand_ins.spec(start_within_s=0.05, stop_within_s=0.05))
-    with pytest.raises(PoolFailed, match=r"its process has reported nothing for 0\.1 s"):
+    with pytest.raises(
+        PoolFailed, match=r"its pool has answered nothing for 0\.05 s\. Nothing was started in its place"
+    ):
+        await use.start()
+    use._reported.happen()  # it has answered, and hangs during the start
+    with pytest.raises(PoolFailed, match=r"its pool has not ended its start within 0\.1 s"):
         await use.start()
     await use.aclose()
     assert use.ended

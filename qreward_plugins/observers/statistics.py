@@ -15,6 +15,7 @@ from typing import Any
 
 from ..samples import Scored
 from ..sources.replica import ReplicaStatistics
+from ..spent import NO_USAGE
 from ..telemetry import BatchReport, WaitBySize, Waits, percentile
 from .events import (
     AttemptEnded,
@@ -251,10 +252,11 @@ class Statistics:
                 source.first_tokens_s.append(event.first_token_s)
                 source.ended_early += event.ended_early
                 source.usage_estimated += event.usage_estimated
-            source.prompt_tokens += event.usage.prompt_tokens
-            source.completion_tokens += event.usage.completion_tokens
-            source.cached_tokens += event.usage.cached_tokens
-            source.thinking_tokens += event.usage.thinking_tokens
+            if event.usage is not NO_USAGE:
+                source.prompt_tokens += event.usage.prompt_tokens
+                source.completion_tokens += event.usage.completion_tokens
+                source.cached_tokens += event.usage.cached_tokens
+                source.thinking_tokens += event.usage.thinking_tokens
             source.cost_usd += event.cost_usd
         elif result == "cancelled":
             source.cancelled += 1

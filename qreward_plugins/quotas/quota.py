@@ -127,8 +127,16 @@ class Quota:
         if self.tokens.limit != math.inf:
             wait = max(wait, self._tokens.wait_s(tokens, now))
         if self._pace is not None and now < self._paced_until:
-            wait = max(wait, min(self._pace.wait_s(now), self._paced_until - now))
+            paced_s = self._pace.wait_s(now)
+            if paced_s > wait:
+                wait = max(wait, min(paced_s, self._paced_until - now))
         return wait
+
+    def fits(self, requests: int, now: float) -> bool:
+        """Return whether `capacity` allows so many requests without tokens now, in a fifth of its time."""
+        if self.requests.wait_s(requests, now) > 0:
+            return False
+        return self._pace is None or now >= self._paced_until or self._pace.capacity(now, now) >= requests
 
     def _keep_to_ceilings(self, now: float) -> None:
         """Keep to lower limits than the declared ones, where the server announces them."""
@@ -163,8 +171,9 @@ class Quota:
         """
         reservation = Reservation(self, prompt_tokens, completion_tokens, spare=spare, shares_request=shares_request)
         tokens = prompt_tokens + completion_tokens
-        reservation.token_probe = self._tokens.reserve(tokens, now)
-        self._tokens_in_flight += tokens
+        if tokens:
+            reservation.token_probe = self._tokens.reserve(tokens, now)
+            self._tokens_in_flight += tokens
         if shares_request:
             return reservation
         reservation.request_probe = self._requests.reserve(1.0, now)
@@ -188,9 +197,11 @@ class Quota:
 
     def ended(self, reservation: Reservation, now: float, rejected: bool) -> None:
         """Record the end of an attempt. Called by `Reservation.release`."""
-        self._tokens_in_flight -= reservation.tokens
+        tokens = reservation.tokens
         message = self._requests.ended(now, reservation.sent_at, rejected, reservation.request_probe)
-        message = self._tokens.ended(now, reservation.sent_at, rejected, reservation.token_probe) or message
+        if tokens:
+            self._tokens_in_flight -= tokens
+            message = self._tokens.ended(now, reservation.sent_at, rejected, reservation.token_probe) or message
         if message is not None:
             self._message = message
             self._keep_to_ceilings(now)

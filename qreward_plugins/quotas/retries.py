@@ -34,6 +34,9 @@ class RetryBudget:
 
     def earn(self, now: float) -> None:
         """Record a success."""
+        if self._balance >= RESERVE:  # mostly: it has no room for more
+            self._at = max(self._at, now)
+            return
         self._accrue(now)
         self._balance = min(RESERVE, self._balance + PER_SUCCESS)
 

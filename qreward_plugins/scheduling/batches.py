@@ -54,6 +54,31 @@ class Cutoff:
 class Batch:
     """Jobs that a caller waits for together. Times are seconds of the event loop's clock."""
 
+    sealed = False
+    """Whether no more jobs will be added."""
+    planned = False
+    """Whether its order is not by size (`order.windows_order`)."""
+    samples = 0
+    """Members that made a call."""
+    jobs = 0
+    scored = 0
+    attempts = 0
+    hedges = 0
+    soft_hedges = 0
+    last: Job | None = None
+    """The job that ended last so far."""
+    cut = False
+    """Whether its cut-off has come."""
+    lookups = 0
+    """Calls whose recorded answers are being looked up. The first jobs of a whole batch wait for them, so that they are
+    ordered together."""
+    arranged = False
+    """Whether its first jobs were put in order. Later ones do not wait for lookups, which may never cease."""
+    cutoff_timer: asyncio.TimerHandle | None = None
+    _gap_s = 0.0
+    _open = 0
+    # They stand in the class because a call on its own is a batch, too, and setting each took a third of making it.
+
     def __init__(
         self,
         number: int,
@@ -69,33 +94,10 @@ class Batch:
         self.started_at = started_at
         self.priority = priority
         self.cutoff = cutoff
-        self.sealed = False
-        """Whether no more jobs will be added."""
-        self.planned = False
-        """Whether its order is not by size (`order.windows_order`)."""
-        self.samples = 0
-        """Members that made a call."""
-        self.jobs = 0
-        self.scored = 0
-        self.attempts = 0
-        self.hedges = 0
-        self.soft_hedges = 0
-        self.last: Job | None = None
-        """The job that ended last so far."""
         self.last_at = started_at
         self.waits = Waits()
         self._added_at = started_at
-        self._gap_s = 0.0
-        self._open = 0
-        self.cut = False
-        """Whether its cut-off has come."""
-        self.lookups = 0
-        """Calls whose recorded answers are being looked up. The first jobs of a whole batch wait for them, so that
-        they are ordered together."""
-        self.arranged = False
-        """Whether its first jobs were put in order. Later ones do not wait for lookups, which may never cease."""
         self._groups: dict[Hashable, _Group] = {}
-        self.cutoff_timer: asyncio.TimerHandle | None = None
 
     @property
     def done(self) -> bool:
@@ -192,6 +194,8 @@ class Batches:
     ) -> None:
         self._loop = loop
         self._observers = observers
+        # Observers are never added later. A single call is a batch, and asking three times for each took its time.
+        self._calls_read, self._reports_read = observers.reads(CallEnded), observers.reads(BatchEnded)
         self._upstreams = upstreams
         self._on_cutoff = on_cutoff
         self.newest = -1
@@ -221,8 +225,9 @@ class Batches:
         if batch is None or batch.done:
             self.newest += 1
             batch = Batch(self.newest, self._loop.time(), priority=priority, together=False)
-            # Callers may use any number of priorities, so only batches that are under way are kept.
-            self._of_singles = {known: other for known, other in self._of_singles.items() if not other.done}
+            if self._of_singles:
+                # Callers may use any number of priorities, so only batches that are under way are kept.
+                self._of_singles = {known: other for known, other in self._of_singles.items() if not other.done}
             self._of_singles[priority] = batch
         return batch
 
@@ -253,10 +258,10 @@ class Batches:
         """Note the end of a job. `result` is None if its caller dropped it."""
         dropped = result is None
         waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
-        if not dropped:
+        if self._reports_read and not dropped:
             job.batch.waits.add(job.size, waited_s)
-        reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""
-        if self._observers.reads(CallEnded):
+        if self._calls_read:
+            reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""
             self._observers.emit(
                 CallEnded(now, job.sequence, job.call.name, job.last_source, reason, job.size, waited_s, job.attempts)
             )
@@ -290,8 +295,7 @@ class Batches:
             self._timed.pop(batch, None)
         if batch.last is not None:
             # A call on its own is a batch, too, and a report costs as much as many a call.
-            read = self._observers.reads(BatchEnded)
-            ended = report(batch, self._upstreams) if read else None
+            ended = report(batch, self._upstreams) if self._reports_read else None
             batch.last.let_go()
             batch.last = None
             if ended is not None:

@@ -53,6 +53,8 @@ class Breaker:
         """Probes that failed since it opened."""
         self.given_up = 0
         """Overdue probes that were given up since it opened, because they took the place of the next one."""
+        self.closed = True
+        """Whether every attempt may pass. An attribute and not a property, because each attempt asks seven times."""
         self._open_until = -math.inf
         self._cooldown_s = self._first_s
         self._failed_at = -math.inf
@@ -64,13 +66,9 @@ class Breaker:
         self._failures_to_open, self._recovery_s = failures_to_open, recovery_s
         self._cooldown_s = self._first_s
 
-    @property
-    def closed(self) -> bool:
-        return self._open_until == -math.inf
-
     def wait_s(self, now: float) -> float:
         """Seconds until an attempt may pass; infinity while a probe is under way."""
-        if self._open_until == -math.inf:
+        if self.closed:
             return 0.0
         if self._probing:
             return math.inf
@@ -104,6 +102,9 @@ class Breaker:
 
     def succeeded(self) -> None:
         """Note that the source answered."""
+        if self.closed and not self.failures_in_row:
+            return
+        self.closed = True
         self.failures_in_row = 0
         self.failing.clear()
         self._open_until = -math.inf
@@ -156,6 +157,7 @@ class Breaker:
         may probe it at once.
         """
         if self.closed:
+            self.closed = False
             self._open_until = now + open_s
 
     def answered_elsewhere(self, now: float) -> None:
@@ -174,6 +176,7 @@ class Breaker:
         return 0 < len(self.failing) < SAMPLES_TO_OPEN and not self.failing.all_failed_alone(samples)
 
     def _open(self, now: float) -> None:
+        self.closed = False
         self._open_until = now + self._cooldown_s
         self._failed_at = now
         self._probing = False

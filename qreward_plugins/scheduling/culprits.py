@@ -43,6 +43,8 @@ class Culprits:
 
     def clear(self) -> None:
         """Forget them, because the source has answered."""
+        if not self._least:
+            return
         self._alone.clear()
         self._shared.clear()
         self._least = 0

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..config import Scheduling
 from ..errors import input_problem
-from ..observers import Observers, ReplicaChanged
+from ..observers import BatchEnded, Observers, ReplicaChanged
 from .arrivals import Arrivals
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
@@ -89,6 +89,7 @@ class Dispatcher:
             on_too_large=self.enqueue,
             on_aged=giving_up.check_age,
             on_overdue=giving_up.probe,
+            explains=observers.reads(BatchEnded),
         )
         self._slices = TimeSlices(
             upstreams, self._planner.queue, on_slice_over=giving_up.preempt, on_spare=self._start_on_spare
@@ -398,8 +399,11 @@ class Dispatcher:
         """Whether a step would do nothing: no job waits, and nobody has to be told. It is not searched among many."""
         if self._on_pumped is not None or self._observers.watched or self._upstreams.draining:
             return False
-        if len(self._jobs) > FEW_JOBS or not all(job.live for job in self._jobs):
+        if len(self._jobs) > FEW_JOBS:
             return False
+        for job in self._jobs:
+            if not job.live:
+                return False
         under_way = bool(self._jobs) or len(self._running) > 0
         return self._planner.nothing_to_plan(self._loop.time(), under_way=under_way)
 

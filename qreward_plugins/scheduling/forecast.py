@@ -84,8 +84,9 @@ class Forecast:
         """Latency to expect of a request of `size` bytes; for a source that has not answered yet, the mean of the
         others.
         """
-        if upstream.speed.known:
-            return upstream.speed.expected_s(size)
+        expected_s = upstream.speed.expected_s(size)
+        if expected_s:
+            return expected_s
         known = [other.speed.expected_s(size) for other in self._upstreams.values() if other.speed.known]
         return sum(known) / len(known) if known else FIRST_GUESS_S
 

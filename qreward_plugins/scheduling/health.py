@@ -90,8 +90,9 @@ class Health:
 
     def heard(self, now: float) -> None:
         """Note that the source ended an attempt: an answer, an error or a refusal."""
-        self._silence.heard(now)
-        self._open_for_silence = False
+        if not self._local:
+            self._silence.heard(now)
+            self._open_for_silence = False
 
     def answered(self, now: float, *, said_sent: bool) -> None:
         """Note a reply. `said_sent`: the source reported before that the request was sent."""

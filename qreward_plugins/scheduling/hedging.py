@@ -129,7 +129,7 @@ class Hedges:
     @property
     def watching(self) -> bool:
         """Whether an attempt may be checked again; ended ones count until they are forgotten."""
-        return bool(self._coming)
+        return bool(self._coming or self._urgent)
 
     def ended(self, attempt: Attempt) -> None:
         """Forget a latency-sensitive attempt."""

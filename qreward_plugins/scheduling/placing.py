@@ -70,18 +70,15 @@ class Placing:
             return None
         upstream = self._upstreams[job.call.sources[0]]
         quota = upstream.quota
-        if (
+        ready = not (
             self._planner.queue
             or self._arrivals
             or upstream.request_batches is not None
             or quota.most_tokens < math.inf
             or quota.valid_until < math.inf  # other processes have to learn first what waits here
-            or quota.in_flight + ROOM_TO_SPARE > quota.concurrency
             or not upstream.breaker.closed
-            or upstream.wait_s(0, now) > 0
-        ):
-            return None
-        return upstream if quota.capacity(now, 0.0, now) >= ROOM_TO_SPARE else None
+        )
+        return upstream if ready and upstream.has_room(ROOM_TO_SPARE, now) else None
 
     def place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to do it again."""

@@ -53,7 +53,8 @@ class Placement(NamedTuple):
 class Planner:
     """Decides which job goes to which source. `on_too_large` is called with a job that is too large for a source that
     it was queued for, `on_aged` with each attempt at certain ages, `on_overdue` with overdue probes that must make
-    room. Times are seconds of the event loop's clock.
+    room. `explains`: record why each source waits (`Upstream.wait_reasons`), because reports of batches are read. Times
+    are seconds of the event loop's clock.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class Planner:
         on_too_large: Callable[[Job], None],
         on_aged: Callable[[Attempt, float], None],
         on_overdue: Callable[[Attempt, float], None] = lambda attempt, now: None,
+        explains: bool = True,
     ) -> None:
         self._upstreams = upstreams
         self._on_too_large = on_too_large
+        self._explains = explains
         self._settings = settings
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
@@ -148,16 +151,18 @@ class Planner:
 
     def nothing_to_plan(self, now: float, *, under_way: bool) -> bool:
         """Return whether there is nothing to plan while no job waits: no attempt may be hedged, and no source is
-        probed. If so, record why each source waits. Without attempts `under_way`, forget those that have ended.
+        probed. If so, record why each source waits, if that is read. Without attempts `under_way`, forget those that have ended.
         """
-        if any(not upstream.breaker.closed for upstream in self._upstreams.values()):
-            return False
-        if not under_way:
-            self.close()
-        elif self._hedges.watching or self._timed_hedges.watching:
-            return False
         for upstream in self._upstreams.values():
-            upstream.wait_reason(now)
+            if not upstream.breaker.closed:
+                return False
+        if self._hedges.watching or self._timed_hedges.watching:
+            if under_way:
+                return False
+            self.close()
+        if self._explains:
+            for upstream in self._upstreams.values():
+                upstream.wait_reason(now)
         return True
 
     def placements(self, now: float, *, in_flight: Callable[[], int]) -> Iterator[Placement]:

@@ -234,8 +234,10 @@ class RetryPolicy:
 
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
-        self.undecided.discard(job)
-        self.backoff.forget(job)
+        if job.undecided:
+            self.undecided.discard(job)
+        if job.backoff_until:
+            self.backoff.forget(job)
 
     def transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         """Try again after a failure that may pass. `excused`: it does not count as a failure of the job."""

@@ -93,21 +93,23 @@ class Speed:
 
     def learn(self, size: float, seconds: float) -> None:
         """Learn from an answer to a request of `size` bytes that took `seconds`."""
-        if self._answers:
+        answers, mean_size, mean_s = self._answers, self._mean_size, self._mean_s
+        # `longest_s` is at least the line, so it matters only above that.
+        if answers and seconds > _CLIP * (self._base + self._slope * size):
             seconds = min(seconds, _CLIP * self.longest_s(size))
-        self._answers = min(self._answers + 1, _MEMORY)
-        weight = 1.0 / self._answers
-        off_size, off_s = size - self._mean_size, seconds - self._mean_s
-        self._mean_size += weight * off_size
-        self._mean_s += weight * off_s
+        self._answers = answers = min(answers + 1, _MEMORY)
+        weight = 1.0 / answers
+        off_size, off_s = size - mean_size, seconds - mean_s
+        self._mean_size = mean_size = mean_size + weight * off_size
+        self._mean_s = mean_s = mean_s + weight * off_s
         self._spread += weight * ((1 - weight) * off_size * off_size - self._spread)
-        self._cross += weight * ((1 - weight) * off_size * off_s - self._cross)
-        proportional = self._mean_s / self._mean_size if self._mean_size > 0 else 0.0
-        prior = _PRIOR_ANSWERS * (_PRIOR_SPREAD * self._mean_size) ** 2
-        known = self._answers * self._spread + prior
-        slope = (self._answers * self._cross + prior * proportional) / known if known > 0 else proportional
-        self._slope = min(max(slope, 0.0), proportional)
+        self._cross = cross = self._cross + weight * ((1 - weight) * off_size * off_s - self._cross)
+        proportional = mean_s / mean_size if mean_size > 0 else 0.0
+        prior = _PRIOR_ANSWERS * (_PRIOR_SPREAD * mean_size) ** 2
+        known = answers * self._spread + prior
+        slope = (answers * cross + prior * proportional) / known if known > 0 else proportional
+        self._slope = slope = min(max(slope, 0.0), proportional)
         # The same answers, drawn towards a latency that does not depend on the size.
-        flattest = self._answers * self._cross / known if known > 0 else 0.0
+        flattest = answers * cross / known if known > 0 else 0.0
         self._least_slope = min(max(flattest, 0.0), proportional)
-        self._base = self._mean_s - self._slope * self._mean_size
+        self._base = mean_s - slope * mean_size

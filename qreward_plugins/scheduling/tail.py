@@ -24,6 +24,8 @@ _MEMORY = 2000.0
 """Attempts after which all counts are halved, so that old ones fade."""
 _REFRESH = 16
 """Attempts after which the figures are computed again."""
+_MOST_NOTED = 512
+"""Attempts that are kept until somebody reads the figures: a multiple of `_REFRESH`."""
 
 
 class Tail:
@@ -35,7 +37,9 @@ class Tail:
             risk - _PRIOR_ATTEMPTS * _prior_survival(age) for risk, age in zip(self._at_risk, _EDGES, strict=True)
         ]
         self._seen = 0.0
-        self._stale = 0
+        self._noted: list[tuple[float, float]] = []
+        """The ages of attempts that the counts lack, each with 1 if it ended then, else 0. Mostly nobody reads the
+        figures between two attempts, and counting each by itself took 7 % of the time of a call."""
         self._residual: list[float] = []
         self._hazard: list[float] = []
         self._update()
@@ -50,6 +54,7 @@ class Tail:
 
     def residual(self, age: float) -> float:
         """How much longer an attempt of `age` will take on average, in the same unit."""
+        self._refresh()
         step = bisect.bisect_left(_EDGES, age)
         return self._residual[step] if step < len(_EDGES) else age / 2
 
@@ -59,6 +64,7 @@ class Tail:
         """
         if age <= 0:
             return 0.0
+        self._refresh()
         step = bisect.bisect_left(_EDGES, age)
         if step >= len(_EDGES):
             return self._hazard[-1]
@@ -67,21 +73,42 @@ class Tail:
         return before + (self._hazard[step] - before) * (age - start) / (_EDGES[step] - start)
 
     def _note(self, age: float, event: float) -> None:
-        step = min(bisect.bisect_left(_EDGES, age), len(_EDGES) - 1)
-        for index in range(step + 1):
-            self._at_risk[index] += 1.0
-        self._ended[step] += event
-        self._seen += 1.0
-        if self._seen > _MEMORY:
-            self._seen /= 2
-            self._at_risk = [risk / 2 for risk in self._at_risk]
-            self._ended = [ended / 2 for ended in self._ended]
-        self._stale += 1
-        if self._stale >= _REFRESH:
+        self._noted.append((age, event))
+        if len(self._noted) >= _MOST_NOTED:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Count the attempts that were noted, and compute the figures, for every full `_REFRESH` attempts."""
+        full = len(self._noted) // _REFRESH * _REFRESH
+        if full:
+            noted, self._noted = self._noted[:full], self._noted[full:]
+            self._count(noted)
             self._update()
 
+    def _count(self, noted: list[tuple[float, float]]) -> None:
+        last = len(_EDGES) - 1
+        reached = [0.0] * len(_EDGES)  # by their last step
+        for age, event in noted:
+            step = min(bisect.bisect_left(_EDGES, age), last)
+            reached[step] += 1.0
+            self._ended[step] += event
+            self._seen += 1.0
+            if self._seen > _MEMORY:
+                self._add_at_risk(reached)
+                reached = [0.0] * len(_EDGES)
+                self._seen /= 2
+                self._at_risk = [risk / 2 for risk in self._at_risk]
+                self._ended = [ended / 2 for ended in self._ended]
+        self._add_at_risk(reached)
+
+    def _add_at_risk(self, reached: list[float]) -> None:
+        """Count attempts in all steps up to their last one."""
+        beyond = 0.0
+        for step in range(len(_EDGES) - 1, -1, -1):
+            beyond += reached[step]
+            self._at_risk[step] += beyond
+
     def _update(self) -> None:
-        self._stale = 0
         residual = [0.0] * len(_EDGES)
         after = 0.5 * _EDGES[-1]
         for index in range(len(_EDGES) - 1, -1, -1):

@@ -69,7 +69,9 @@ class TimedHedges:
 
     def ended(self, attempt: Attempt) -> None:
         """Check the other attempts of its call again: a hedge that failed helps none of them."""
-        job = attempt.job
+        job, rules = attempt.job, attempt.job.call.rules
+        if rules is None or not rules.hedges:
+            return
         for waiting in (self._over_budget.get(job.batch), self._ready.get(_line(attempt))):
             if waiting is not None:
                 waiting.pop(attempt, None)

@@ -110,6 +110,8 @@ class Deadlines:
 
     def discard(self, job: Job) -> None:
         """Forget a job that was added. It may have been told already."""
+        if job.deadline_at == math.inf:
+            return
         timer, due = self._due.get(job.deadline_at, (None, {}))
         due.pop(job, None)
         if timer is not None and not due:

@@ -216,6 +216,12 @@ class Upstream:
         free = self.quota.wait_s(0, now) <= 0 and self._longest_wait_s(0.0, now) <= 0
         return free or bool(self.request_batches is not None and self.request_batches.open)
 
+    def has_room(self, requests: int, now: float) -> bool:
+        """Whether so many requests may go now, if they take no tokens."""
+        quota = self.quota
+        room = quota.in_flight + requests <= quota.concurrency and quota.fits(requests, now)
+        return room and self._longest_wait_s(0.0, now) <= 0
+
     def joined_size(self, job: Job) -> int:
         """Bytes of the calls with which `job` would share a request now; 0 if it would get a request of its own."""
         batch = self.request_batches.admitting(job) if self.request_batches is not None else None

@@ -85,3 +85,16 @@ def test_every_age_has_an_answer(age):
     tail = learned(ended=[0.0, 1e9] * 16)
     assert tail.residual(age) > 0
     assert tail.hazard(age) >= 0
+
+
+def test_reading_the_figures_changes_nothing():
+    rng, read, unread = random.Random(5), Tail(), Tail()
+    for number in range(5000):
+        age, given_up = rng.expovariate(0.5), rng.random() < 0.1
+        for tail in (read, unread):
+            (tail.given_up if given_up else tail.ended)(age)
+        read.residual(1.0)
+        if number % 1700 == 0:
+            assert [unread.hazard(age) for age in AGES] == pytest.approx([read.hazard(age) for age in AGES])
+    assert [unread.residual(age) for age in AGES] == pytest.approx([read.residual(age) for age in AGES])
+    assert len(unread._noted) < 1000

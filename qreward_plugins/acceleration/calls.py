@@ -32,7 +32,7 @@ from .items import Items
 from .keyed_calls import KeyedCalls, shared_name
 from .limits import ANY_NUMBER, MOST_LEARNED, FunctionLimits
 from .options import Options
-from .pending import END_WITHIN_S, Pending, Raised
+from .pending import END_WITHIN_S, Pending, Raised, setter
 from .source import CallableSource, Kind
 from .statistics import AttemptStatistics, FunctionStatistics
 from .worker_functions import loader_of
@@ -40,6 +40,19 @@ from .worker_functions import loader_of
 KEYS_KEPT = 1024
 """Keys up to which one is kept for `idle_s`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
 _LOOKED_AT = 4
+
+
+_process = object()
+"""This process: a fork makes another one. `os.getpid` is a system call, and took longer than all else in `bind`."""
+
+
+def _forked() -> None:
+    global _process
+    _process = object()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class FunctionCalls:
@@ -64,7 +77,7 @@ class FunctionCalls:
         self._sequence = itertools.count()
         self._defaults = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = os.getpid()
+        self._process = _process
         self._channel: OpenedChannel | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
         self.closed = False
@@ -77,12 +90,14 @@ class FunctionCalls:
         kwargs: Mapping[str, Any],
         options: Options,
         *,
+        on_end: Callable[[Any], None],
         skip: int = 0,
         batches: dict[KeyedCalls, Batch] | None = None,
         items: Callable[[Pending], Items] | None = None,
     ) -> Pending:
-        """Submit a call. `skip`: arguments that `key` and `size` do not get (`self`). `batches`: those that it joins,
-        one for each key; None: it is submitted alone. Raises what `key` and `size` raise.
+        """Submit a call. `on_end` is called with its value, or `Raised`, perhaps before this returns; not if it is
+        cancelled. `skip`: arguments that `key` and `size` do not get (`self`). `batches`: those that it joins, one for
+        each key; None: it is submitted alone. Raises what `key` and `size` raise.
         """
         loop = self.bind()
         try:
@@ -102,7 +117,7 @@ class FunctionCalls:
         keyed.waiting += 1
         self._calls += 1
         invocation = Invocation(args, kwargs, options, size)
-        pending = Pending(keyed, invocation, all_batches.join(batch), self._ended)
+        pending = Pending(keyed, invocation, all_batches.join(batch), on_leave=self._ended, on_end=on_end)
         rules = options.rules
         if items is not None:
             invocation.items = items(pending)
@@ -110,18 +125,19 @@ class FunctionCalls:
         call = Call((self.name,), invocation.request, _value, name=self.name, rules=rules)
         due_at = math.inf if options.deadline_s is None else loop.time() + options.deadline_s
         job = keyed.dispatcher.submit(call, pending, member=pending.member, deadline_at=due_at)
-        if not pending.future.done():  # it was not refused at once
+        if not pending.over:  # it was not refused at once
             pending.job = job
         return pending
 
     async def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options, *, skip: int = 0) -> Any:
         """Make a call; return its value, or `Raised`. Cancelling it cancels its attempts."""
         try:
-            pending = self.submit(args, kwargs, options, skip=skip)
+            result = asyncio.get_running_loop().create_future()
+            pending = self.submit(args, kwargs, options, on_end=setter(result), skip=skip)
         except Exception as error:
             return Raised(error, refused=True)
         try:
-            return await pending.future
+            return await result
         except asyncio.CancelledError:
             await pending.drop()
             raise
@@ -141,10 +157,12 @@ class FunctionCalls:
         """
         batches: dict[KeyedCalls, Batch] = {}
         pending: list[Pending | Raised] = []
-        left = 0
+        left = 1  # the submission itself
         over: asyncio.Future[Raised | None] = self.bind().create_future()
 
         def ended(result: Any) -> None:
+            nonlocal left
+            left -= 1
             if on_end is not None:
                 on_end()
             if not over.done():
@@ -153,36 +171,29 @@ class FunctionCalls:
                 elif not left:
                     over.set_result(None)
 
-        def done(future: asyncio.Future[Any]) -> None:
-            nonlocal left
-            left -= 1
-            ended(future.result())
-
         try:
             for args in arguments:
+                left += 1
                 try:
-                    each = self.submit(args, kwargs, options, skip=skip, batches=batches)
+                    pending.append(self.submit(args, kwargs, options, on_end=ended, skip=skip, batches=batches))
                 except Exception as error:
                     pending.append(Raised(error, refused=True))
                     if stop_at_error:
                         break
-                    continue
-                left += 1
-                each.future.add_done_callback(done)
-                pending.append(each)
             for keyed, batch in batches.items():
                 keyed.dispatcher.batches.seal(batch)
             for refused in [each for each in pending if type(each) is Raised]:
                 ended(refused)
+            left -= 1
             if not left and not over.done():
                 over.set_result(None)
             if (failed := await over) is not None:
                 return [failed]
-            return [each if isinstance(each, Raised) else each.future.result() for each in pending]
+            return [each if isinstance(each, Raised) else each.result for each in pending]
         finally:
             over.cancel()
             # All are dropped in one step, so that none of them begins meanwhile.
-            waiting = [each for each in pending if isinstance(each, Pending) and not each.future.done()]
+            waiting = [each for each in pending if isinstance(each, Pending) and not each.over]
             if tasks := [task for each in waiting for task in each.cancel()]:
                 await asyncio.wait(tasks, timeout=END_WITHIN_S)
 
@@ -197,11 +208,11 @@ class FunctionCalls:
         if self.closed:
             raise EngineError(f"{self.name} is closed; decorate the function again")
         loop = asyncio.get_running_loop()
-        if loop is self._loop and self._pid == os.getpid():
+        if loop is self._loop and self._process is _process:
             return loop
-        if self._pid != os.getpid():
+        if self._process is not _process:
             # After a fork the calls and the workers belong to the parent.
-            self._pid = os.getpid()
+            self._process = _process
             self._keys.clear()
             loader = self.source._loader
             self.source = CallableSource(self.name, self.function, self.kind, loader=loader, slots=self.source.slots)
@@ -252,7 +263,7 @@ class FunctionCalls:
         """Fail all calls, end their attempts and the worker processes. Idempotent."""
         self.closed = True
         loop = asyncio.get_running_loop()
-        if self._pid == os.getpid():
+        if self._process is _process:
             if self._loop is loop:
                 await asyncio.gather(*(keyed.aclose() for keyed in self._keys.values()))
                 await asyncio.gather(*self._forgetting, return_exceptions=True)

@@ -163,9 +163,6 @@ class Accelerated:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
         return self._calls.call((*self._bound, *args), kwargs, self._options, skip=len(self._bound))
 
-    async def _one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._value(await self._call(args, kwargs), (*self._bound, *args), kwargs)
-
     async def _all(
         self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any], progress: bool | None, stop_at_error: bool
     ) -> list[Any]:
@@ -256,7 +253,8 @@ class AsyncFunction(ServedInLoop, Generic[P, T]):
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function. Cancelling the call cancels its attempts, and waits up to 2 s for them to end."""
-        value: T = await self._one(args, kwargs)
+        # In one expression: a traceback holds this frame, which must not hold the exception.
+        value: T = self._value(await self._call(args, kwargs), (*self._bound, *args), kwargs)
         return value
 
     async def map(

@@ -6,6 +6,7 @@ closed. After the first item an error is not retried, because an item cannot be 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Generator
 from typing import Any, Concatenate, Generic, TypeVar, overload
 
@@ -13,7 +14,7 @@ from typing_extensions import ParamSpec, Self
 
 from .functions import Accelerated, ServedInLoop, ServedInThread
 from .items import Items
-from .pending import Pending, Raised
+from .pending import Pending, Raised, setter
 from .thread import loop_thread
 
 P = ParamSpec("P")
@@ -30,11 +31,14 @@ class _Generators(Accelerated):
             items.append(Items(pending.begin))
             return items[0]
 
-        pending = self._calls.submit((*bound, *args), kwargs, self._options, skip=len(bound), items=made)
+        ended = asyncio.get_running_loop().create_future()
+        pending = self._calls.submit(
+            (*bound, *args), kwargs, self._options, on_end=setter(ended), skip=len(bound), items=made
+        )
         try:
-            while found := await items[0].next(pending.future):
+            while found := await items[0].next(ended):
                 yield found[0]
-            result = await pending.future
+            result = await ended
             if type(result) is Raised:
                 raise result.error
         finally:

@@ -6,14 +6,12 @@ import contextvars
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..samples import Sample
-from ..sources.base import Request
+from ..sources.base import NO_SAMPLE, Request
 
 if TYPE_CHECKING:
     from .items import Items
     from .options import Options
 
-_NO_SAMPLE = Sample(messages=(), response="")
 _MOST_LOOKED_AT = 32
 
 
@@ -43,7 +41,7 @@ class Invocation:
 
     def request(self, attempt: int) -> Request:
         """The request of the n-th attempt."""
-        request = Request(_NO_SAMPLE, parameters={"invocation": self, "attempt": attempt})
+        request = Request(NO_SAMPLE, parameters={"invocation": self, "attempt": attempt})
         object.__setattr__(request, "size", self.size)
         return request
 

@@ -19,29 +19,44 @@ END_WITHIN_S = 2.0
 
 
 class Pending:
-    """A call that waits for its end. `future` gets the value, or the exception of the function."""
+    """A call that waits for its end. `result` is its value, or `Raised`, once it is `over`.
 
-    def __init__(self, keyed: KeyedCalls, invocation: Invocation, member: Member, done: Callable[[str], None]) -> None:
+    `on_leave` is called with the reason why it failed ("": it did not), and then `on_end` with the result. `cancel`
+    calls only `on_leave`.
+    """
+
+    __slots__ = ("_keyed", "_on_end", "_on_leave", "invocation", "job", "member", "over", "result")
+
+    def __init__(
+        self,
+        keyed: KeyedCalls,
+        invocation: Invocation,
+        member: Member,
+        *,
+        on_leave: Callable[[str], None],
+        on_end: Callable[[Any], None],
+    ) -> None:
         self._keyed = keyed
         self.member = member
-        self._done = done
+        self._on_leave = on_leave
+        self._on_end = on_end
         self.invocation = invocation
         self.job: Job | None = None
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.over = False
+        self.result: Any = None
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:
         if isinstance(result, Answer):
-            self._leave("")
-            if not self.future.done():
-                self.future.set_result(result.value)
-            self._let_go()
-            return
-        error = self._error(result)
-        self._leave(result.reason)
-        if not self.future.done():
-            # Not `set_exception`: a future refuses StopIteration, and logs an exception that is never read.
-            self.future.set_result(Raised(error, refused=self._refused(error)))
-        self._let_go()
+            reason, self.result = "", result.value
+        else:
+            error = self._error(result)
+            reason, self.result = result.reason, Raised(error, refused=self._refused(error))
+        self.over = True
+        self._leave(reason)
+        self._on_end(self.result)
+        # What refers to this call in a circle goes, so that its arguments are freed at once.
+        self.job = None
+        self.invocation.errors.clear()
 
     def late(self, answer: Answer[Any]) -> None:
         """Never called: late attempts are cancelled."""
@@ -71,16 +86,12 @@ class Pending:
         mine = isinstance(error, EngineError) and all(error is not each for each in self.invocation.errors.values())
         return mine or self.invocation.refused
 
-    def _let_go(self) -> None:
-        """Drop what refers to this call in a circle, so that its arguments are freed at once."""
-        self.job = None
-        self.invocation.errors.clear()
-
     def _leave(self, reason: str) -> None:
-        self._keyed.dispatcher.batches.leave(self.member, scored=not reason)
+        dispatcher = self._keyed.dispatcher
+        dispatcher.batches.leave(self.member, scored=not reason)
         self._keyed.waiting -= 1
-        self._keyed.used_at = self.future.get_loop().time()
-        self._done(reason)
+        self._keyed.used_at = dispatcher.now()
+        self._on_leave(reason)
 
     def _error(self, result: Unanswered) -> BaseException:
         """The exception for the caller: that of the last attempt, with notes on those before."""
@@ -109,6 +120,17 @@ class Pending:
         if result.reason == OPEN:
             add_note(raised[-1], f"not tried again: {result.detail}")
         return raised[-1]
+
+
+def setter(future: asyncio.Future[Any]) -> Callable[[Any], None]:
+    """Return what sets the result of a future, unless that was cancelled."""
+
+    def set_result(result: Any) -> None:
+        # Not `set_exception`: a future refuses StopIteration, and logs an exception that is never read.
+        if not future.done():
+            future.set_result(result)
+
+    return set_result
 
 
 class Raised:

@@ -151,7 +151,8 @@ class Planner:
 
     def nothing_to_plan(self, now: float, *, under_way: bool) -> bool:
         """Return whether there is nothing to plan while no job waits: no attempt may be hedged, and no source is
-        probed. If so, record why each source waits, if that is read. Without attempts `under_way`, forget those that have ended.
+        probed. If so, record why each source waits, if that is read. Without attempts `under_way`, forget those that
+        have ended.
         """
         for upstream in self._upstreams.values():
             if not upstream.breaker.closed:

@@ -18,7 +18,6 @@ from .bodies import encoded
 from .demand import Demand, Texture, of_messages
 from .passed_requests import PassedRequest
 
-
 NO_SAMPLE = Sample(messages=(), response="")
 """The sample of a request that is about none."""
 

@@ -1,0 +1,69 @@
+"""What a call costs: the scheduler's own work, counted in function calls, which do not depend on the machine's load."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from qreward_plugins import CircuitOpen, accelerate
+
+CALLS = 200
+MOST_SINGLE = 225
+"""Most Python functions that a single call may enter, those of asyncio included. 203 on Python 3.11."""
+MOST_IN_BATCH = 245
+"""The same of a call in a batch: 228."""
+
+
+async def _returned(x: int) -> int:
+    return x
+
+
+def _functions_entered(work: Callable[[Any], Awaitable[None]]) -> float:
+    """Python functions that are entered for each of `CALLS` calls."""
+    entered = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    async def main() -> None:
+        function = accelerate(_returned, rate=100_000, retries=3, concurrency=32, seed=1)
+        await work(function)  # imports and caches
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            await work(function)
+        finally:
+            sys.setprofile(before)
+
+    asyncio.run(main())
+    return entered / CALLS
+
+
+def test_a_single_call_does_little_work() -> None:
+    async def one_by_one(function: Any) -> None:
+        for number in range(CALLS):
+            await function(number)
+
+    assert _functions_entered(one_by_one) < MOST_SINGLE
+
+
+def test_a_call_of_a_batch_does_little_work() -> None:
+    async def in_a_batch(function: Any) -> None:
+        await function.map(range(CALLS))
+
+    assert _functions_entered(in_a_batch) < MOST_IN_BATCH
+
+
+def test_a_batch_of_calls_that_are_all_refused_at_once_ends() -> None:
+    async def main() -> list[Any]:
+        @accelerate(breaker=1)
+        async def fails(x: int) -> int:
+            raise ConnectionError
+
+        assert [type(error) for error in await fails.map([1], return_exceptions=True)] == [ConnectionError]
+        return await fails.map(range(3), return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(main())] == [CircuitOpen] * 3

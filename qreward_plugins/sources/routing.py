@@ -6,6 +6,7 @@ know enough, the next strategy goes on with them. In the end, the one that was u
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -16,8 +17,12 @@ from .replica import Replica
 
 STALE_S = 5.0
 """Seconds after which a reading of a KV cache does not count any more."""
-ROOM = 4
-"""Replicas whose requests under way differ by fewer than this count as equally loaded: a process sees only its own."""
+HOMES = 2
+"""The replicas that a new prefix goes to before others: the choices of the separate processes stay among them."""
+ROOM = 3
+"""How many requests more than the least loaded replica these may have under way. A process sees only its own."""
+SHARE = 8
+"""Requests with one prefix that are not spread, however low the load is."""
 
 _64 = (1 << 64) - 1
 
@@ -52,9 +57,10 @@ def _by_prefix(replicas: Sequence[Replica], key: int, same_prefix: int, most_abo
     queues at its end. Requests are counted, not their tokens: most prompt tokens come from the cache, and decoding
     takes the time. Three additions keep the loads even:
 
-    - A new prefix goes to the first replica in its order among the least loaded ones. Separate processes, which see
-      loads that differ by a few requests, agree on most prefixes.
-    - A prefix that was sent to a replica before goes there again, in its own order if there are several.
+    - A new prefix goes to the less loaded one of the first `HOMES` replicas in its order, as in partial key grouping
+      (Nasir et al., ICDE 2015, arXiv:1504.00788): processes that each see only their own load balance the sum, and a
+      prefix is computed at two replicas at most. If both are busy, it goes to one of the least loaded of all.
+    - A prefix that was sent to a replica before goes there again, to the least loaded one if there are several.
     - A prefix with more requests under way than a replica's share, such as instructions without a question, is spread
       over as many replicas as it fills.
     """
@@ -64,16 +70,20 @@ def _by_prefix(replicas: Sequence[Replica], key: int, same_prefix: int, most_abo
     def rank(replica: Replica) -> int:
         return _mixed(key, replica.seed)
 
-    homes = math.ceil(same_prefix / max(mean, 2 * ROOM))
+    homes = math.ceil(same_prefix / max(mean, SHARE))
     if homes > 1:
         order = sorted(replicas, key=rank, reverse=True)
         home = min(order[:homes], key=lambda replica: replica.pending_tokens)
         return home if home.in_flight < bound else next(replica for replica in order if replica.in_flight < bound)
     knowing = [replica for replica in replicas if replica.in_flight < bound and replica.knows(key)]
     if knowing:
-        return max(knowing, key=rank)
+        return min(knowing, key=lambda replica: (replica.in_flight, -rank(replica)))
     fewest = min(replica.in_flight for replica in replicas)
-    return max((replica for replica in replicas if replica.in_flight < min(bound, fewest + ROOM)), key=rank)
+    first = heapq.nlargest(HOMES, replicas, key=rank)
+    home = min(first, key=lambda replica: replica.in_flight)
+    if home.in_flight < min(bound, fewest + ROOM):
+        return home
+    return max((replica for replica in replicas if replica.in_flight == fewest), key=rank)
 
 
 def _mixed(key: int, seed: int) -> int:

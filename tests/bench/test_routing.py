@@ -17,6 +17,13 @@ def test_groups_use_the_caches_as_one_replica_would_and_take_no_longer(load):
     assert ours.bound_s <= ours.makespan_s
 
 
+@pytest.mark.parametrize("load", ["8_processes", "8_rows", "8_drawn"])
+def test_so_do_groups_that_several_processes_send(load):
+    least, ours = routing.measure(load, 8, ["least_requests", "prefix_aware"], 0)
+    assert ours.hit_share >= 0.95 > least.hit_share
+    assert ours.makespan_s <= 1.02 * least.makespan_s
+
+
 def test_a_prompt_that_all_share_does_not_leave_replicas_idle():
     least, ours = routing.measure("no_question", 8, ["least_requests", "prefix_aware"], 0)
     assert ours.makespan_s <= 1.05 * least.makespan_s

@@ -14,7 +14,7 @@ from qreward_plugins.config.source_models import EndpointConfig, Routing, Routin
 from qreward_plugins.sources.lease import RoutingHints
 from qreward_plugins.sources.prefixes import Prefix
 from qreward_plugins.sources.replicas import Replicas
-from qreward_plugins.sources.routing import STALE_S
+from qreward_plugins.sources.routing import ROOM, STALE_S
 
 
 def of(count: int, *strategies: RoutingStrategy) -> Replicas:
@@ -135,6 +135,59 @@ def test_new_prefixes_are_spread_as_evenly_as_requests_would_be() -> None:
         counts = Counter(lease.base_url for lease in leases)
         assert len(counts) == 32
         assert max(counts.values()) <= 1.25 * 16
+
+
+def test_processes_that_see_only_their_own_load_balance_the_sum() -> None:
+    """256 groups of 8 on 64 replicas, 32 requests each. Eight processes get answers that are drawn at random."""
+    for seed in range(3):
+        rng = Random(seed)
+        processes = [of(64) for _ in range(8)]
+        answers = [1000 * seed + group for group in range(256) for _ in range(8)]
+        rng.shuffle(answers)
+        leases, places = [], defaultdict(set)
+        for group in answers:
+            leases.append(rng.choice(processes).acquire(0.0, hints(group)))
+            places[group].add(leases[-1].base_url)
+        counts = Counter(lease.base_url for lease in leases)
+        assert len(counts) == 64
+        assert max(counts.values()) <= 1.4 * 32
+        assert sum(map(len, places.values())) <= 2.25 * 256
+
+
+def test_of_two_busy_homes_none_is_taken() -> None:
+    replicas = of(8)
+    with replicas.acquire(0.0, hints(1)) as lease:
+        first = lease.replica
+    for replica in replicas.all:
+        replica.reset()
+    first.in_flight = ROOM
+    with replicas.acquire(0.0, hints(1)) as lease:
+        second = lease.replica
+    assert second is not first
+    second.reset()
+    second.in_flight = ROOM - 1
+    with replicas.acquire(0.0, hints(1)) as lease:
+        assert lease.replica is second
+    second.reset()
+    second.in_flight = ROOM
+    with replicas.acquire(0.0, hints(1)) as lease:
+        assert lease.replica.in_flight == 1
+
+
+def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it() -> None:
+    replicas = of(8)
+    with replicas.acquire(0.0, hints(1)) as lease:
+        first = lease.replica
+    first.in_flight = 8
+    with replicas.acquire(0.0, hints(1)) as lease:
+        second = lease.replica
+    assert second is not first
+    first.in_flight, second.in_flight = 1, 2
+    with replicas.acquire(0.0, hints(1)) as lease:
+        assert lease.replica is first
+    first.in_flight = 3
+    with replicas.acquire(0.0, hints(1)) as lease:
+        assert lease.replica is second
 
 
 def test_a_prefix_that_all_share_is_spread_over_all() -> None:

@@ -197,6 +197,10 @@ class InvalidReply(QRewardError):
     out of range, or a refusal.
     """
 
+    refusal: object | None = None
+    """As that of a `PermanentError`, from a source that found the reply invalid itself. What a judge finds invalid, the
+    source is told by `Reply.on_judged`."""
+
 
 InvalidVerdict = InvalidReply
 """The former name, for sources that use it."""
@@ -251,8 +255,8 @@ class SampleFault(TransientError):
 class PermanentError(SourceError):
     """The source will not answer this request, however often it is asked (400, 413, 422).
 
-    `refusal`: only one of its servers has refused, and another one may answer. The next request of the same call to
-    this source carries it (`Request.refusal`), and a refusal of that one is the source's. None: the source refuses.
+    `refusal`: only some of its servers have refused, and another one may answer. The next request of the same call to
+    this source carries it (`Request.refusal`). None: the source refuses.
     """
 
     def __init__(self, message: str, *, status: int | None = None, refusal: object | None = None) -> None:

@@ -2,7 +2,7 @@
 
 The budget delays retries and never forbids one, because the number of attempts and the deadline of a call bound them
 already. A retry beyond the balance is a debt, and each further one waits longer: after a thousand simultaneous failures
-the retries are sent at `FLOOR_PER_S`, not all at once.
+the retries are sent at `FLOOR_PER_S`, and sooner as the source answers others, not all at once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ FLOOR_PER_S = 10.0
 """Retries per second that are added whatever succeeds."""
 RESERVE = 100.0
 """Largest balance."""
+_ROUNDING = 1e-9
 
 
 class RetryBudget:
@@ -40,15 +41,21 @@ class RetryBudget:
         self._accrue(now)
         self._balance = min(RESERVE, self._balance + PER_SUCCESS)
 
-    def withdraw(self, now: float) -> float:
-        """Take one retry; return the seconds until it may be sent, 0 for at once."""
+    def withdraw(self, now: float) -> int:
+        """Take one retry; return its number, for `wait_s`."""
         self._accrue(now)
         self._balance -= 1.0
         self.retries += 1
-        if self._balance >= -1e-9:
-            return 0.0
-        self.put_off += 1
-        return -self._balance / FLOOR_PER_S
+        self.put_off += self._balance < -_ROUNDING
+        return self.retries
+
+    def wait_s(self, number: int, now: float) -> float:
+        """Return the seconds until this retry may be sent, 0 for at once. Each success makes it less. Retries become
+        due in the order in which they were taken.
+        """
+        self._accrue(now)
+        balance = self._balance + (self.retries - number)
+        return 0.0 if balance >= -_ROUNDING else -balance / FLOOR_PER_S
 
     def balance(self, now: float) -> float:
         """Return the number of retries that may be sent at once; negative if retries wait."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from .attempts import Attempt
@@ -41,6 +41,9 @@ class Backoff:
         self._upstreams = upstreams
         self._rng = rng
         self._until_answered: defaultdict[str, dict[Job, None]] = defaultdict(dict)
+        self._put_off: defaultdict[str, deque[tuple[int, Job, float]]] = defaultdict(deque)
+        """Retries that wait for the budget of a source, in the order in which they were taken: the number there, the
+        job, and its `not_before`."""
 
     # By the end of an attempt
 
@@ -96,7 +99,35 @@ class Backoff:
         if not (job.faults or job.answers_before):  # local functions have time slices for that
             job.reconsider_at = now + min(now - job.submitted_at, (job.deadline_at - now) / 2)
 
+    def until_budget(self, attempt: Attempt, now: float) -> None:
+        """Take a retry from the budget of a source, one for each request that failed, and wait until it is due."""
+        job, upstream, batch = attempt.job, attempt.upstream, attempt.request_batch
+        number = None if batch is None else batch.retry_number
+        if number is None:
+            number = upstream.retries.withdraw(now)
+        if batch is not None:
+            batch.retry_number = number
+        job.not_before = now + upstream.retries.wait_s(number, now)
+        if job.not_before > now:
+            waiting = self._put_off[upstream.name]
+            while waiting and not _waits(*waiting[0][1:], now):
+                waiting.popleft()
+            waiting.append((number, job, job.not_before))
+
     # While it lasts
+
+    def earned(self, upstream: Upstream, now: float) -> None:
+        """Queue the jobs whose retries are due, now that a source has answered."""
+        waiting = self._put_off.get(upstream.name)
+        while waiting:
+            number, job, not_before = waiting[0]
+            if _waits(job, not_before, now):
+                if upstream.retries.wait_s(number, now) > 0:
+                    return
+                job.not_before = now
+                if not job.live:
+                    self._jobs.enqueue(job)
+            waiting.popleft()
 
     def release(self, upstream: Upstream) -> None:
         """End the backoff after failures at a source that has answered: queue the jobs again."""
@@ -165,6 +196,7 @@ class Backoff:
         """Forget which jobs wait for an answer of these sources."""
         for name in names:
             self._until_answered.pop(name, None)
+            self._put_off.pop(name, None)
 
     def _until_answer(self, job: Job, upstream: Upstream, until: float) -> None:
         """Keep `job` away from a source until `until`, or until the source answers another sample."""
@@ -186,6 +218,11 @@ class Backoff:
             if not other.suspect and not names.isdisjoint(set(other.call.sources) - other.barred):
                 return True
         return False
+
+
+def _waits(job: Job, not_before: float, now: float) -> bool:
+    """Whether a job still waits for the retry budget until `not_before`."""
+    return not job.ended and job.not_before == not_before > now
 
 
 def _invalid_backoff_s(job: Job, upstream: Upstream) -> float:

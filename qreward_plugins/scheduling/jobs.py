@@ -30,6 +30,9 @@ MAX_RESTARTS = 2
 MAX_FORGIVEN = 4
 """Attempts of one sample that may be given up because of their source without counting as its last failure."""
 
+MAX_SERVERS = 8
+"""Servers of a source with several that may refuse one request, before it is at fault whatever the source says."""
+
 NOWHERE: frozenset[str] = frozenset()
 """No source. A shared object: most jobs never fail, and thousands of them wait at once."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -140,7 +143,9 @@ class Job:
     refused_at: frozenset[str] = NOWHERE
     """Sources that refused this request with 400, 413 or 422."""
     refusals: Mapping[str, object] = field(init=False)
-    """By source: the refusal of one of its servers, which another one is to decide about."""
+    """By source: what those of its servers did that refused it or answered invalidly, so that another one is asked."""
+    refused: int = 0
+    """Number of attempts that such servers refused."""
     undecided: bool = False
     """Whether all its tries are used up, and its outcome depends on whether its sources answer other samples."""
     last_problem: str = ""
@@ -173,7 +178,7 @@ class Job:
         return len(self.live) < MAX_LIVE and self.hedges < MAX_HEDGES and not self.ended
 
     def request_to(self, source: str) -> Request:
-        """What is sent to a source: `request`, with the refusal of one of its servers, if there was one."""
+        """What is sent to a source: `request`, with what its servers did that were asked in vain, if there are any."""
         refusal = self.refusals.get(source) if self.refusals else None
         return self.request if refusal is None else replace(self.request, refusal=refusal)
 

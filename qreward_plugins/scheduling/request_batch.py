@@ -60,8 +60,8 @@ class RequestBatch:
         would keep all these samples in memory."""
         self.again_at: float | None = None
         """Time until which its calls avoid the source after it failed; None if it has not."""
-        self.retry_in_s: float | None = None
-        """Seconds that its retry waits for the source's retry budget; None if nothing was withdrawn for it."""
+        self.retry_number: int | None = None
+        """Number of its retry in the source's retry budget; None if none was taken for it."""
         self.task: asyncio.Task[Sequence[Result]] | None = None
         self._upstream = upstream
         self._reservation = reservation

@@ -149,7 +149,7 @@ class RequestBatches:
 
     def _alone(self, job: Job) -> bool:
         """Whether `job` must not share a request. A probe goes alone, because its end decides about the source, and a
-        call that one server refused, because its end decides about the call.
+        call for which a server was asked in vain, because its end decides about the call.
         """
         upstream = self._upstream
         if job.most_together < 2 or upstream.name in job.refusals:

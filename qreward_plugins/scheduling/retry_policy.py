@@ -16,8 +16,8 @@
                       after `max_attempts` failures; failures that no sample can have caused do not count
                       (`Health.excuses`). After a time-out that does, it goes after all other samples, for a while
     begun             a job whose caller has a piece of the answer fails (`broken`), whatever ended its attempt
-    one server's      a source with several servers says that one of them has refused the request, and another may
-    refusal           answer: one more try, there or at another source, within its retry budget. Not a failure, and
+    one server's      a source with several servers says that some of them have refused the request, and another may
+    refusal           answer: another try, there or at another source, within its retry budget. Not a failure, and
                       nobody's fault yet
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
@@ -56,7 +56,7 @@ from ..spent import NO_USAGE
 from .attempts import Attempt, AttemptError, report_end
 from .backoff import Backoff
 from .giving_up import GivingUp
-from .jobs import MAX_FAULTS, Job, Jobs
+from .jobs import MAX_FAULTS, MAX_SERVERS, Job, Jobs
 from .ruled import RuledCalls
 from .splitting import Splitting
 from .undecided import Undecided
@@ -174,6 +174,12 @@ class RetryPolicy:
         valid = attempt.result == "valid"
         alternative = not valid and self.backoff.alternative(job, upstream)
         upstream.health.judged(valid, now, probe=attempt.decides, alternative=alternative)
+        asked = None if error is None else error.refusal
+        if reply.on_judged is not None:
+            asked = reply.on_judged(valid, now)
+        if asked is not None:
+            job.refusals = {**job.refusals, upstream.name: asked}
+        self.backoff.earned(upstream, now)
         if was_open and upstream.breaker.closed:
             self.backoff.release(upstream)
             self.giving_up.source_recovered(upstream, now - attempt.started_at, now)
@@ -259,17 +265,8 @@ class RetryPolicy:
         if not attempt.probe:
             # Probes need no backoff, because `probing` sets their pace.
             self.backoff.after_failure(attempt, now)
-        job.not_before = now + self._withdrawn_s(attempt, now)
+        self.backoff.until_budget(attempt, now)
         self.retry(attempt, str(error))
-
-    def _withdrawn_s(self, attempt: Attempt, now: float) -> float:
-        """Take a retry from the budget of a source, one for each request that failed; return the seconds to wait."""
-        batch = attempt.request_batch
-        if batch is None:
-            return attempt.upstream.retries.withdraw(now)
-        if batch.retry_in_s is None:
-            batch.retry_in_s = attempt.upstream.retries.withdraw(now)
-        return batch.retry_in_s
 
     def _raised(self, attempt: Attempt, error: SourceError, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
@@ -298,12 +295,13 @@ class RetryPolicy:
     def _permanent(self, attempt: Attempt, error: PermanentError, now: float, *, gone: bool) -> None:
         job, upstream = attempt.job, attempt.upstream
         if self._is_one_servers(attempt, error):
+            job.refused += 1
             job.refusals = {**job.refusals, upstream.name: error.refusal}
             # Like one that throttles a request, the server has done nothing with it.
             job.begun &= not job.call.once
             self.note_refusal(attempt, error)
             if not (gone or job.ended):
-                job.not_before = now + self._withdrawn_s(attempt, now)
+                self.backoff.until_budget(attempt, now)
                 self.retry(attempt, str(error))
             return
         job.barred |= {upstream.name}
@@ -326,12 +324,12 @@ class RetryPolicy:
             self.retry(attempt, str(error))
 
     def _is_one_servers(self, attempt: Attempt, error: PermanentError) -> bool:
-        """Whether another server of the source may answer what one refused. It is asked once: an attempt that was sent
-        after the first refusal decides. A job whose caller has a piece of an answer is not asked again.
+        """Whether another server of the source may answer what one refused. A job whose caller has a piece of an answer
+        is not asked again.
         """
         job = attempt.job
         again = not job.begun or job.call.once
-        return error.refusal is not None and attempt.request.refusal is None and again
+        return error.refusal is not None and job.refused < MAX_SERVERS and again
 
     def note_refusal(self, attempt: Attempt, error: PermanentError) -> None:
         """Note for its source that it, or one of its servers, refused a request. The others may be down meanwhile."""

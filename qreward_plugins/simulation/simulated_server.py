@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from ..config import Batch
 from ..errors import QRewardError, SourceError, Throttled, TransientError
+from ..sources.asked import Asked
 from ..sources.base import Reply, Request
 from ..sources.lease import RoutingHints
-from ..sources.replica import Refusal, ReplicaStatistics
+from ..sources.replica import ReplicaStatistics
 from ..sources.replicas import Replicas
 from ..spent import Usage
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
@@ -105,11 +106,11 @@ class SimulatedServer:
 
         Raises one `SourceError`, or hangs until it is cancelled.
         """
-        on_sent()
         sample = request.sample
         work = work_of(request)
-        served = await self._routed(
+        served, on_judged = await self._routed(
             request,
+            on_sent,
             poison_of(sample),
             lambda poison: self.serve(
                 sample.id or "",
@@ -126,13 +127,13 @@ class SimulatedServer:
             model="simulated",
             finish_reason="stop",
             announced=served.announced,
+            on_judged=on_judged,
         )
 
     async def send_batch(
         self, requests: Sequence[Request], *, on_sent: Callable[[], None], sender: str = ""
     ) -> Sequence[Reply]:
         """Answer several calls in one request; see `Server.batch`. Otherwise as `send`."""
-        on_sent()
         works = [work_of(request) for request in requests]
         prompts = [prompt_tokens(request.size) for request in requests]
         completions = [
@@ -141,8 +142,9 @@ class SimulatedServer:
         ]
         poisons = [poison_of(request.sample) for request in requests]
         samples = [request.sample.id or "" for request in requests]
-        served = await self._routed(
+        served, on_judged = await self._routed(
             requests[0],
+            on_sent,
             next((poison for poison in poisons if poison and poison not in OF_ONE_REPLY), poisons[0]),
             lambda poison: self.serve(
                 samples[0],
@@ -166,6 +168,7 @@ class SimulatedServer:
                     model="simulated",
                     finish_reason="stop",
                     announced=ABSURD_LIMITS if poison == "limits" else served.announced,
+                    on_judged=on_judged,
                 )
             )
         return replies
@@ -213,17 +216,26 @@ class SimulatedServer:
         self.closed = True
 
     async def _routed(
-        self, request: Request, poison: Poison | None, serve: Callable[[Poison | None], Awaitable[Served]]
-    ) -> Served:
-        """Serve a request at one of the replicas, which is chosen and learns of its end as in a real source."""
+        self,
+        request: Request,
+        on_sent: Callable[[], None],
+        poison: Poison | None,
+        serve: Callable[[Poison | None], Awaitable[Served]],
+    ) -> tuple[Served, Callable[[bool, float], object | None] | None]:
+        """Serve a request at one of the replicas, which is chosen and learns of its end as in a real source; return
+        what the request got, and `Reply.on_judged`.
+        """
         if not self._replicas.several:
-            return await serve(poison)
+            on_sent()
+            return await serve(poison), None
         loop = asyncio.get_running_loop()
-        refusal = request.refusal if isinstance(request.refusal, Refusal) else None
+        asked = request.refusal if isinstance(request.refusal, Asked) else None
         failure: QRewardError | None = None
-        with self._replicas.acquire(loop.time(), RoutingHints(refusal=refusal)) as lease:
+        with await self._replicas.admit(RoutingHints(asked=asked)) as lease:
+            on_sent()
             try:
-                served = await serve("refused" if lease.replica is self._replicas.all[-1] else poison)
+                # The first one is sound.
+                served = await serve(poison if lease.replica is self._replicas.all[0] else "refused")
             except QRewardError as error:
                 failure = error
             except asyncio.CancelledError:
@@ -235,7 +247,7 @@ class SimulatedServer:
                 raise failure
             return served
 
-        return lease.read(loop.time(), read)
+        return lease.read(loop.time(), read), lease.judged
 
     # Timers
 

@@ -57,8 +57,9 @@ class Request:
     pieces so far, joined, are a prefix of `Reply.text`. It does not raise. It is not sent. None: nobody reads the
     pieces."""
     refusal: object | None = field(default=None, repr=False, compare=False)
-    """The `PermanentError.refusal` of an earlier request of the same call to this source: it asks another server. It is
-    not sent. None: no server has refused it."""
+    """What the servers of this source that were asked by earlier requests of the same call did: it asks another one. It
+    is the last `PermanentError.refusal`, or what `Reply.on_judged` returned. It is not sent. None: it is the first
+    request, or none refused it or answered invalidly."""
     passed: PassedRequest | None = field(default=None, repr=False)
     """A client's own request, which is sent instead of everything else here, to sources with `passes`."""
     size: int = field(init=False, repr=False, compare=False)
@@ -188,6 +189,9 @@ class Reply:
     what the request has reserved."""
     weights: ServedWeights | None = None
     """The weights that gave the reply; None if the source does not know them."""
+    on_judged: Callable[[bool, float], object | None] | None = field(default=None, repr=False, compare=False)
+    """Tells a source with several servers whether the reply was valid, with the event loop's time in seconds. Returns
+    the `Request.refusal` with which the next request of the call asks another server."""
 
     def cleaned(self, text: str) -> str:
         """Return `text`, which stands in this reply, with the source's secrets redacted."""
@@ -241,7 +245,8 @@ class Source(Protocol):
 
         Raises a `SourceError`, or `InvalidReply` for an answer that cannot be a verdict: the model or a content filter
         refused, or the value of a service is not JSON. A source with several servers says by `PermanentError.refusal`
-        that another one may answer a request that this one refused. It is asked once more, with `Request.refusal`.
+        that another one may answer a request that this one refused. It is asked again, with `Request.refusal`, at
+        most `scheduling.jobs.MAX_SERVERS` times.
 
         Calls `on_sent` when the request is written to the connection, because a server's limits count from then on; a
         local source calls it before it starts. Only connecting has a time limit here: the scheduler cancels an attempt

@@ -17,6 +17,7 @@ from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError, SourceHeld
 from ..redaction import names_secret, secrets_in
 from ..replicas.group_weights import group_of
+from .asked import Asked
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter
 from .cache_use import CacheUse
@@ -30,7 +31,7 @@ from .lease import NO_HINTS, Lease, RoutingHints
 from .parameter_demands import ParameterDemands
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
 from .redactor import Redactor
-from .replica import Refusal, ReplicaStatistics
+from .replica import ReplicaStatistics
 from .replicas import Replicas
 from .replies import Answer, streamed_reply
 from .stream_passing import StreamPassing
@@ -148,7 +149,7 @@ class Endpoint(EndpointKind):
         url, http, lease = await self._post([request], body, on_sent)
         reply = lease.read(asyncio.get_running_loop().time(), self.answer(url, http).reply)
         self._replicas.used(lease.replica, reply.usage)
-        return self._without_secrets(reply, lease)
+        return self._finished(reply, lease)
 
     async def _send_streamed(self, request: Request, streaming: Streaming, on_sent: Callable[[], None]) -> Reply:
         http: HTTPReply | None = None
@@ -157,12 +158,13 @@ class Endpoint(EndpointKind):
             body = self._bodies.text_only(request, asks) or await self._bodies.with_images(request, asks)
             url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
         finally:
-            refused = self.streamed(http)
+            refused = self.streamed(http, None if http is None else lease.replica)
         if refused is not None:
-            lease.answered(asyncio.get_running_loop().time())
+            # Its answer to another request tells whether it refuses streams or everything.
+            lease.undecided()
             raise refused
         now = asyncio.get_running_loop().time()
-        reply = self._without_secrets(lease.read(now, self.answer(url, http).reply), lease)
+        reply = self._finished(lease.read(now, self.answer(url, http).reply), lease)
         self._replicas.used(lease.replica, reply.usage)
         facts = http.stream
         return reply if facts is None else streamed_reply(reply, facts, request.demand(self))
@@ -191,7 +193,7 @@ class Endpoint(EndpointKind):
             for number, reply in zip(bodies, replies, strict=True):
                 if isinstance(reply, Reply):
                     self._replicas.used(lease.replica, reply.usage)
-                results[number] = self._without_secrets(reply, lease) if isinstance(reply, Reply) else reply
+                results[number] = self._finished(reply, lease) if isinstance(reply, Reply) else reply
         return [result for result in results if result is not None]
 
     async def _post(
@@ -208,7 +210,7 @@ class Endpoint(EndpointKind):
         """
         loop = asyncio.get_running_loop()
         most = len(requests) * self._max_reply_bytes
-        with self._replicas.acquire(loop.time(), self._hints(requests)) as lease:
+        with await self._replicas.admit(self._hints(requests)) as lease:
             url = (self._urls if streaming is None else self._stream_urls)[lease.replica.base_url]
             try:
                 http = await self._http.post(
@@ -240,14 +242,14 @@ class Endpoint(EndpointKind):
         # The requests of a batch go to one replica; the first of them decides.
         routing = self._replicas.routing
         by_prefix = "prefix_aware" in routing.strategies
-        # A call that was refused goes alone.
-        refusal = requests[0].refusal
+        # A call that was asked in vain goes alone.
+        asked = requests[0].refusal
         return RoutingHints(
             sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
             sum(demand.completion for demand in demands),
             shared_prefix(requests[0], routing.prefix_tokens) if by_prefix else None,
             group,
-            refusal if isinstance(refusal, Refusal) else None,
+            asked if isinstance(asked, Asked) else None,
         )
 
     def _of_other_weights(self, requests: Sequence[Request]) -> Collection[int]:
@@ -261,12 +263,14 @@ class Endpoint(EndpointKind):
         """
         return self._replicas.statistics(now) if self._replicas.were_several else ()
 
-    def _without_secrets(self, reply: Reply, lease: Lease) -> Reply:
+    def _finished(self, reply: Reply, lease: Lease) -> Reply:
         """Redact the reply, and attach the redactor: a server may echo secrets into rationales and component names.
-        `lease`: that of its request, whose weights it is given.
+        `lease`: that of its request, whose weights it is given, and which is told whether the reply was valid.
         """
         if lease.weights is not None:
             reply = replace(reply, weights=lease.weights)
+        if self._replicas.several:
+            reply = replace(reply, on_judged=lease.judged)
         clean = self._http.redactor.clean
         if clean is None:
             return reply

@@ -17,6 +17,7 @@ from .http_reading import HTTPReply, Streaming
 from .kind import SourceKind
 from .lists import Lists
 from .provider import Provider, provider_of
+from .replica import Replica
 from .replies import Answer
 
 
@@ -99,8 +100,8 @@ class EndpointKind(SourceKind):
         """Return how the reply to `request` is streamed. Default: None, it is not."""
         return None
 
-    def streamed(self, http: HTTPReply | None) -> SourceError | None:
-        """Take note of the reply to a request that asked for a stream; None if there was none. Return an error if the
-        server refused to stream. Default: does nothing.
+    def streamed(self, http: HTTPReply | None, replica: Replica | None) -> SourceError | None:
+        """Take note of the reply of `replica` to a request that asked for a stream; None if there was none. Return an
+        error if it may have refused to stream. Default: does nothing.
         """
         return None

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ..errors import PermanentError, QRewardError, SourceUnusable, TransientError
+from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, TransientError
+from .asked import Asked
 from .prefixes import Prefix
-from .replica import Refusal, Replica
+from .replica import Replica
 
 if TYPE_CHECKING:
     from .replicas import Replicas
@@ -25,15 +26,15 @@ replica: it may have been hedged.
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
     """What is known of a request before a replica is chosen: its prompt tokens (estimated), the most completion tokens
-    (0: no bound), the part that its siblings share, its group if one version of the weights is to judge it, and its
-    refusal by a replica, which another one is to decide about.
+    (0: no bound), the part that its siblings share, its group if one version of the weights is to judge it, and the
+    replicas that were asked the same in vain.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prefix: Prefix | None = None
     group: str = ""
-    refusal: Refusal | None = None
+    asked: Asked | None = None
 
 
 NO_HINTS = RoutingHints()
@@ -46,13 +47,13 @@ class Lease:
     """
 
     __slots__ = (
+        "_asked",
         "_began_at",
         "_cancelling",
         "_key",
         "_of",
         "_open",
         "_over",
-        "_refusal",
         "_task",
         "_tokens",
         "aborted",
@@ -66,7 +67,7 @@ class Lease:
         self._of = of
         self.replica = replica
         self.group = hints.group
-        self._refusal = hints.refusal
+        self._asked = hints.asked
         self._tokens = tokens
         self._began_at = now
         self._open = True
@@ -136,8 +137,7 @@ class Lease:
 
         A refusal that may concern all requests (a key, a URL) is that of one replica while another one answers. The
         call then goes there. Raises what `read` raises, and TransientError for such a refusal. A PermanentError gets
-        its `refusal` if another replica is to decide; a TransientError takes its place if this one is known to refuse
-        what others answer, and none of them is up.
+        its `refusal` unless the request is at fault, and an InvalidReply if there are several replicas.
         """
         refusal: SourceUnusable | None = None
         try:
@@ -151,39 +151,54 @@ class Lease:
             self.failed(now)
             raise
         except PermanentError as error:
-            if self.replica.refuses_alone and self._of.waits_for_others(self.replica):
-                self.failed(now)
-                problem = f"{error}, but it refuses what other replicas answer, and none of them is up"
-                raise TransientError(problem, status=error.status) from None
             error.refusal = self._refused(now, str(error))
+            raise
+        except InvalidReply as error:
+            self.answered(now)
+            if self._of.several:
+                error.refusal = self.judged(False, now)
             raise
         except QRewardError:
             self.answered(now)
             raise
         else:
             self.answered(now)
-            if self._refusal is not None:
-                self._refusal.answered_by(self.replica, now)
             return found
         raise TransientError(str(refusal), status=refusal.status)
 
-    def _refused(self, now: float, error: str) -> Refusal | None:
-        """Record that the replica refused the request; return the refusal if another replica is to decide about it."""
-        if self._refusal is not None:
-            self._refusal.refused_by(self.replica)
-        if self._refusal is not None or not self._of.others(self.group, {self.replica}):
-            # The server is up: it has read the request.
-            self.answered(now)
+    def judged(self, valid: bool, now: float) -> Asked | None:
+        """Record whether the judge found the answer valid. If not, return what the next request of the call carries, so
+        that it goes to another replica.
+        """
+        self.replica.judged(valid, now)
+        if valid:
+            if self._asked is not None:
+                self._asked.answered_by(self.replica, now)
             return None
+        asked = self._asked or Asked()
+        asked.in_vain(self.replica)
+        return asked
+
+    def _refused(self, now: float, error: str) -> Asked | None:
+        """Record that the replica refused the request; return what its next request carries, None if it is at fault."""
+        of, asked = self._of, self._asked or Asked()
+        asked.refused_by(self.replica, error, began_at=self._began_at)
         if not self._over:
             self._over = True
             self.replica.refused(now, began_at=self._began_at)
-        return Refusal(self.replica, error, began_at=self._began_at)
+        if not asked.is_at_fault(of.up(self.group), away=of.some_are_away(self.group)):
+            return asked
+        asked.refused_rightly()
+        return None
 
-    def _undecided(self) -> None:
+    def _in_vain(self) -> None:
         """Note that this replica does not decide about a refusal by another one."""
-        if self._refusal is not None:
-            self._refusal.asked.add(self.replica)
+        if self._asked is not None:
+            self._asked.in_vain(self.replica)
+
+    def undecided(self) -> None:
+        """Record that the end of the call says nothing of the replica."""
+        self._over = True
 
     def answered(self, now: float) -> None:
         """Record that the replica answered."""
@@ -198,18 +213,19 @@ class Lease:
         """
         if not self._over:
             self._over = True
-            self._undecided()
+            self._in_vain()
             self.replica.failed(now, began_at=self._began_at, draining=draining)
 
     def cancelled(self, now: float) -> None:
         """Record that the wait for the reply was given up. If it was a long wait, and the replica has answered nothing
-        since the request was sent, this counts as a failure: it may hang.
+        since the request was sent, this counts as a failure: it may hang. Before the first answer of any replica, it is
+        unknown what a long wait is.
         """
         if self._over:
             return
         self._over = True
-        self._undecided()
+        self._in_vain()
         waited_s, usual_s = now - self._began_at, self._of.mean_answer_s
-        is_long = waited_s > 0.0 if usual_s is None else waited_s > _PATIENCE * usual_s
+        is_long = usual_s is not None and waited_s > _PATIENCE * usual_s
         if is_long and self.replica.answered_at < self._began_at:
             self.replica.failed(now, began_at=self._began_at)

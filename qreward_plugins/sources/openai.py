@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
@@ -33,8 +34,10 @@ from .http_reading import HTTPReply, Streaming
 from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
+from .replica import Replica
 from .replies import Answer, Problem, json_of, name_of
 from .stream_passing import StreamPassing, progress_of
+from .stream_probe import StreamProbe
 
 _AUTO = "auto"
 _NO_STREAM = (400, 405, 406, 415, 422, 501)
@@ -80,7 +83,7 @@ class OpenAISource(Endpoint):
         """Read replies as server-sent events, as they come. A reply ends as soon as the verdict is complete: the
         connection is closed, so that the server can stop. What would follow is not seen, so a second verdict does not
         make it invalid. `true`: always. `auto`: if the server streams; one request finds out, and a refusal costs it
-        another try. `false` (default): never."""
+        another try. A server that refuses other requests, too, decides nothing. `false` (default): never."""
 
         timeouts: StreamTimeouts = StreamTimeouts()
 
@@ -105,9 +108,7 @@ class OpenAISource(Endpoint):
         self._own_headers = frozenset(name.lower() for name in config.headers)
         self._reader = dialect.stream if config.stream else None
         self._idle_s = config.timeouts.idle_s
-        self._streams: bool | None = None if config.stream == "auto" else bool(config.stream)
-        """Whether the server streams; None if that is unknown."""
-        self._finding_out = False
+        self._stream_probe = StreamProbe(None if config.stream == "auto" else bool(config.stream))
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ class OpenAISource(Endpoint):
         now = asyncio.get_running_loop().time()
         reply = lease.read(now, lambda: self._passed_reply(passed, url, http, streamed=streaming is not None))
         self._replicas.used(lease.replica, reply.usage)
-        return reply
+        return replace(reply, on_judged=lease.judged) if self._replicas.several else reply
 
     def _passed_reply(self, passed: PassedRequest, url: URL, http: HTTPReply, *, streamed: bool) -> Reply:
         """Read the reply to a client's own request. Raises what `Answer.reply` raises."""
@@ -187,26 +188,23 @@ class OpenAISource(Endpoint):
         return Demand(passed.texture, passed.overhead, bound or request.max_completion_tokens)
 
     def streaming(self, request: Request) -> Streaming | None:
-        if self._reader is None or self._streams is False or self._finding_out:
+        if self._reader is None or not self._stream_probe.asks(asyncio.get_running_loop().time()):
             return None
-        self._finding_out = self._streams is None
         thoughts_first = self._thinks and self._dialect.shows_thoughts
         return Streaming(self._reader(), self._idle_s, request.complete, thoughts_first, request.on_text)
 
-    def streamed(self, http: HTTPReply | None) -> SourceError | None:
-        if not self._finding_out:
+    def streamed(self, http: HTTPReply | None, replica: Replica | None) -> SourceError | None:
+        probe = self._stream_probe
+        if not probe.asking:
             return None
-        self._finding_out = False
-        refuses = http is not None and (
-            http.status in _NO_STREAM or (http.status == 404 and self._dialect.stream_path is not None)
-        )
-        if http is None or (not refuses and not 200 <= http.status < 300):
+        status = 0 if http is None else http.status
+        refuses = status in _NO_STREAM or (status == 404 and self._dialect.stream_path is not None)
+        if http is None or replica is None or not refuses:
+            probe.learned(http.stream is not None if http is not None and 200 <= status < 300 else None)
             return None
-        self._streams = http.stream is not None
-        if self._streams or http.status < 300:
-            return None
-        problem = f"source {self._name!r} answered {http.status} to a request for a stream; it gets no more of them"
-        return TransientError(problem, status=http.status)
+        probe.refused(replica, asyncio.get_running_loop().time())
+        problem = f"source {self._name!r} answered {status} to a request for a stream; it is asked again without one"
+        return TransientError(problem, status=status)
 
     @classmethod
     def resolved(cls, name: str, config: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -13,13 +12,18 @@ from ..spent import Usage
 from .base import ServedWeights
 from .prefixes import Prefix
 
-_log = logging.getLogger("qreward_plugins.sources")
-
 FIRST_BACKOFF_S = 1.0
 """Seconds for which a replica is avoided after its first failure in a row. Each further one doubles the time."""
 LONGEST_BACKOFF_S = 60.0
 DRAINING_BACKOFF_S = 15.0
 """Seconds for which a replica is avoided after it said that it shuts down."""
+
+FIRST_CALLS = 16
+START_S = 0.25
+"""A replica has at most `FIRST_CALLS` calls under way in the first `START_S` seconds after its first call, until one of
+them has ended. A broken one mostly refuses sooner than that, and would otherwise get thousands at once."""
+IN_A_ROW = 3
+"""Calls in a row that a replica refused, or answered invalidly, from which this hardly comes from the calls."""
 
 PREFIXES_KEPT = 1024
 """Prefixes that are remembered for each replica, to estimate which prompts its cache holds."""
@@ -86,16 +90,21 @@ class Replica:
         "_failed_at",
         "_failures",
         "_failures_in_a_row",
+        "_first_at",
+        "_invalid_in_a_row",
         "_prefix_hits",
         "_prefix_tokens",
         "_prefixes",
         "_prompt",
         "_read_at",
+        "_refused_at",
+        "_refused_in_a_row",
         "_suspected_at",
         "_trial",
         "answered_at",
         "base_url",
         "in_flight",
+        "invalid_alone",
         "last_used",
         "mark",
         "pending_tokens",
@@ -115,6 +124,11 @@ class Replica:
         self.last_used = 0
         self.requests = 0
         self.answered_at = -math.inf
+        """Time of its last answer; minus infinity before the first one since it came up."""
+        self._first_at = math.inf
+        """Time of its first call since it came up; minus infinity once one of its calls has ended."""
+        self._refused_in_a_row = self._invalid_in_a_row = 0
+        self._refused_at = -math.inf
         self._failures = 0
         self._failures_in_a_row = 0
         self._failed_at = 0.0
@@ -123,7 +137,8 @@ class Replica:
         self._backoff_s = 0.0
         self._draining = False
         self._suspected_at: float | None = None
-        """Time of its last refusal, unless it has answered since then or another replica has refused the same."""
+        """Time of its last refusal, unless it has answered since then or the request was at fault; or of its last
+        invalid reply, if these are `IN_A_ROW`."""
         self._trial: object | None = None
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._prefix_hits = self._prefix_tokens = 0
@@ -132,6 +147,8 @@ class Replica:
         self._read_at = 0.0
         self.refuses_alone = False
         """Whether a warning has said that it refuses what another one answers."""
+        self.invalid_alone = False
+        """Whether a warning has said that its replies are invalid, and those of another one are not."""
 
     def health(self, now: float) -> Health:
         if self.mark != "up":
@@ -149,14 +166,51 @@ class Replica:
         return self.mark == "up" and not self._failures_in_a_row
 
     def takes_calls(self, now: float) -> bool:
-        """Whether it may get a call while others are there. A half-open one gets one call at a time.
+        """Whether it may get a call while others are there. A half-open one gets one call at a time, and one that has
+        just come up a few (`FIRST_CALLS`).
 
-        One that has refused a request gets none for `FIRST_BACKOFF_S`, then one at a time, until it answers or another
-        one refuses the same. A broken one refuses sooner than others answer, so it would get most of the calls.
+        One that has refused a request gets none for `FIRST_BACKOFF_S`, then one at a time, until it answers or the
+        request is found at fault; so does one with `IN_A_ROW` invalid replies, until one is valid. A broken one refuses
+        sooner than others answer, so it would get most of the calls.
         """
         if self._on_trial(now):
             return self._trial is None
-        return self.health(now) == "up" and self._suspected_at is None
+        return self.is_trusted and not self.starts_in_s(now)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it is up, and neither its failures nor its refusals nor its invalid replies speak against it."""
+        return self.is_healthy and self._suspected_at is None
+
+    @property
+    def refuses_all(self) -> bool:
+        """Whether it refused the last calls, and has no other one that it may yet answer."""
+        return self._refused_in_a_row >= IN_A_ROW and not self.in_flight
+
+    @property
+    def answers_invalidly(self) -> bool:
+        """Whether its last replies were invalid."""
+        return self._invalid_in_a_row >= IN_A_ROW
+
+    def answers_others(self, since: float) -> bool:
+        """Whether its refusal of a request that was sent to it at `since` says something of the request: it has
+        answered others meanwhile, or before and without refusing several in a row since then.
+        """
+        if self.refuses_alone:
+            return False
+        if self.answered_at >= since:
+            return True
+        return self.answered_at > -math.inf and self.is_healthy and self._refused_in_a_row < IN_A_ROW
+
+    def erred_since(self, at: float) -> bool:
+        """Whether it has refused or failed a request after `at`."""
+        return self._refused_at > at or (self._failures_in_a_row > 0 and self._failed_at > at)
+
+    def starts_in_s(self, now: float) -> float:
+        """Seconds for which it takes no further call, because it has just come up and has `FIRST_CALLS` under way."""
+        if self.in_flight < FIRST_CALLS or not 0 <= now - self._first_at < START_S:
+            return 0.0
+        return self._first_at + START_S - now
 
     def _on_trial(self, now: float) -> bool:
         """Whether it gets one call at a time."""
@@ -175,6 +229,8 @@ class Replica:
         """Count a call that is sent to it, until `ended`."""
         if self._trial is None and self._on_trial(now):
             self._trial = call
+        if self._first_at == math.inf:
+            self._first_at = now
         self.in_flight += 1
         self.pending_tokens += tokens
         self.requests += 1
@@ -198,13 +254,26 @@ class Replica:
     def answered(self, now: float) -> None:
         """Record that it answered."""
         self.answered_at = now
-        self._suspected_at = None
+        self._first_at = -math.inf
+        self._refused_in_a_row = 0
+        if not self.answers_invalidly:
+            self._suspected_at = None
         self._failures_in_a_row = 0
         self._draining = False
+
+    def judged(self, valid: bool, now: float) -> None:
+        """Record whether its answer was a valid one for the judge that asked."""
+        if not valid:
+            self._invalid_in_a_row += 1
+            if self.answers_invalidly:
+                self._suspected_at = now
+        elif self._invalid_in_a_row:
+            self._invalid_in_a_row, self._suspected_at = 0, None
 
     def failed(self, now: float, *, began_at: float, draining: bool = False) -> None:
         """Record that a call which began at `began_at` was not answered, or not with what is an answer."""
         self._failures += 1
+        self._first_at = -math.inf
         waits = 0 <= now - self._avoided_at < self._backoff_s
         if self._failures_in_a_row and began_at <= self._failed_at and waits and not (draining and not self._draining):
             # Of the calls that were under way together, the first failure tells all. Otherwise a crash under load would
@@ -222,14 +291,21 @@ class Replica:
         a failure. A half-open one has not shown that it answers, so it is avoided for as long again. Another one is
         suspect if it has answered nothing since then (`takes_calls`).
         """
+        self._first_at, self._refused_at = -math.inf, now
+        if self.answered_at < began_at:
+            self._refused_in_a_row += 1
         if self.health(now) == "half_open":
             self._avoided_at = now
         elif self.answered_at < began_at:
             self._suspected_at = now
 
     def refused_rightly(self) -> None:
-        """Record that another replica refused the same, so the request is at fault."""
-        self._suspected_at = None
+        """Record that a request which it refused is at fault. One that refuses all its calls stays suspect until it
+        answers: two broken ones agree.
+        """
+        self._avoided_at = self._failed_at
+        if not (self.refuses_all or self.answers_invalidly):
+            self._suspected_at = None
 
     def refused_alone(self, now: float, *, began_at: float) -> None:
         """Record that another replica answered what it had refused in a call which began at `began_at`. If it has
@@ -248,8 +324,10 @@ class Replica:
     def reset(self) -> None:
         """Forget its failures and its prefixes: another server may have taken its place."""
         self._failures_in_a_row, self._draining = 0, False
+        self._refused_in_a_row = self._invalid_in_a_row = 0
         self._suspected_at = None
-        self.refuses_alone = False
+        self.answered_at, self._first_at = -math.inf, math.inf
+        self.refuses_alone = self.invalid_alone = False
         self._prefixes.clear()
 
     # Its KV cache
@@ -286,44 +364,3 @@ class Replica:
 
     def __repr__(self) -> str:
         return f"Replica({self.base_url!r}, {self.mark}, {self.in_flight} in flight)"
-
-
-class Refusal:
-    """A request that a replica refused (400, 413, 422), before it is known whether the request or the replica is at
-    fault. Another replica decides: if it answers, the first one has failed; if it refuses, too, the request is at
-    fault, and no replica is.
-    """
-
-    __slots__ = ("_began_at", "_decided", "_error", "asked", "replica")
-
-    def __init__(self, replica: Replica, error: str, *, began_at: float) -> None:
-        self.replica = replica
-        """The one that refused. It decides itself only if no other one is up."""
-        self._error = error
-        self._began_at = began_at
-        self._decided = False
-        self.asked = {replica}
-        """`replica`, and those that failed to answer: the others are asked first."""
-
-    def answered_by(self, other: Replica, now: float) -> None:
-        """Record that `other` answered the request, and warn of the first replica, once."""
-        first = self.replica
-        if self._decided or other is first:
-            return
-        self._decided = True
-        first.refused_alone(now, began_at=self._began_at)
-        if not first.refuses_alone:
-            first.refuses_alone = True
-            _log.warning(
-                "%s, and the replica %s answers the same request. What %s refuses is asked elsewhere from now on; give "
-                "all replicas the same model, chat template and longest context",
-                self._error,
-                other.base_url,
-                first.base_url,
-            )
-
-    def refused_by(self, other: Replica) -> None:
-        """Record that `other` refused the request, too."""
-        if other is not self.replica:
-            self._decided = True
-            self.replica.refused_rightly()

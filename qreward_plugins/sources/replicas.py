@@ -6,9 +6,10 @@ replica has a health of its own. `routing.py` has the strategies.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from ..config.source_models import Routing
@@ -82,14 +83,17 @@ class Replicas:
         """Whether there is another replica that has not failed since its last answer."""
         return any(other is not replica and other.is_healthy for other in self._replicas)
 
-    def waits_for_others(self, replica: Replica) -> bool:
-        """Whether there are other replicas, and none of them is up."""
-        return self.several and not self.others("", {replica})
-
-    def others(self, group: str, without: Collection[Replica]) -> list[Replica]:
-        """Return the replicas that take calls of this group, if there is one, except those of `without`."""
+    def up(self, group: str) -> list[Replica]:
+        """Return the replicas that take calls of this group ("": of any), if there is one."""
         up = [replica for replica in self._replicas if replica.mark == "up"]
-        return [replica for replica in (self._of_group(group, up) if group else up) if replica not in without]
+        return self._of_group(group, up) if group else up
+
+    def some_are_away(self, group: str) -> bool:
+        """Whether replicas that are not up may take a call of this group later. For a group, this is so only while one
+        replica is up: when the others are up again, they have other weights.
+        """
+        up = sum(replica.mark == "up" for replica in self._replicas)
+        return up < len(self._replicas) and (not group or up < 2)
 
     @property
     def routing(self) -> Routing:
@@ -152,21 +156,40 @@ class Replicas:
         tokens = 1 if hints is NO_HINTS else self._tokens(hints)
         return Lease(self, replica, hints, tokens, now)
 
+    async def admit(self, hints: RoutingHints) -> Lease:
+        """Wait while all replicas that the request may go to have just come up and have enough calls for that
+        (`Replica.starts_in_s`); then `acquire` one. Cancelling leaves nothing behind.
+        """
+        loop = asyncio.get_running_loop()
+        while wait_s := self._wait_s(loop.time(), hints.group):  # noqa: ASYNC110 - it waits for a time, not a change
+            await asyncio.sleep(wait_s)
+        return self.acquire(loop.time(), hints)
+
+    def _wait_s(self, now: float, group: str) -> float:
+        if not self.several:
+            return 0.0
+        starting = [wait_s for replica in self._replicas if (wait_s := replica.starts_in_s(now))]
+        if not starting or any(replica.takes_calls(now) for replica in self.up(group)):
+            return 0.0
+        return min(starting)
+
     def _chosen(self, now: float, hints: RoutingHints) -> Replica:
         if len(self._replicas) == 1 and self._replicas[0].mark == "up":
             return self._replicas[0]
-        up = self.others(hints.group, ())
+        up: Sequence[Replica] = self.up(hints.group)
         if not up:
             held = "" if self.gate is None else self.gate.held()
             if held:
                 raise SourceHeld(f"source {self._name!r}: {held}")
             raise TransientError(f"source {self._name!r}: no replica is up")
-        if hints.refusal is not None:
-            # One that failed is asked again, as without a refusal. If there is no other, the first one repeats itself.
-            refusal = hints.refusal
-            unasked = [replica for replica in up if replica not in refusal.asked]
-            up = unasked or [replica for replica in up if replica is not refusal.replica] or up
-        candidates = [replica for replica in up if replica.takes_calls(now)] or up
+        if hints.asked is not None:
+            up = hints.asked.next(up, away=self.some_are_away(hints.group))
+            if not up:
+                raise TransientError(f"{hints.asked.problem}; other replicas are not up")
+            # One that is tried out would often cost the call another try.
+            up = [replica for replica in up if replica.is_trusted] or up
+        candidates = [replica for replica in up if replica.takes_calls(now)]
+        candidates = candidates or [replica for replica in up if not replica.refuses_all] or [*up]
         same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
         return chosen(candidates, self._routing, hints.prefix, same_prefix=same_prefix, now=now)
 

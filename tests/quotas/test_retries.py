@@ -18,16 +18,20 @@ histories = st.lists(
 @given(history=histories)
 def test_no_more_retries_come_due_than_are_earned(history):
     budget, now, due, successes = RetryBudget(), 0.0, [], []
-    for pause, what in history:
+    waiting: list[int] = []
+    for pause, what in [*history, (10**4, "")]:
+        # What becomes due by time alone, then what a success makes due.
+        due += [now + wait for number in waiting if (wait := budget.wait_s(number, now)) < pause]
+        waiting = [number for number in waiting if budget.wait_s(number, now) >= pause]
         now += pause
         if what == "success":
             budget.earn(now)
             successes.append(now)
-        else:
-            for _ in range(1 if what == "retry" else 40):
-                wait = budget.withdraw(now)
-                assert wait >= 0
-                due.append(now + wait)
+        elif what:
+            waiting += [budget.withdraw(now) for _ in range(1 if what == "retry" else 40)]
+        due += [now for number in waiting if budget.wait_s(number, now) == 0]
+        waiting = [number for number in waiting if budget.wait_s(number, now) > 0]
+    assert not waiting
     for at in due:
         earned = RESERVE + FLOOR_PER_S * at + PER_SUCCESS * sum(when <= at for when in successes)
         assert sum(other <= at for other in due) <= earned + 1e-6
@@ -43,21 +47,33 @@ def test_a_success_never_makes_a_retry_wait_longer(history):
         if what == "success":
             plain.earn(now)
         else:
-            assert luckier.withdraw(now) <= plain.withdraw(now) + 1e-9
+            waits = [budget.wait_s(budget.withdraw(now), now) for budget in (luckier, plain)]
+            assert waits[0] <= waits[1] + 1e-9
 
 
 def test_a_wave_of_failures_comes_back_at_the_floor_rate():
     budget = RetryBudget()
-    waits = [budget.withdraw(0.0) for _ in range(300)]
+    waits = [budget.wait_s(budget.withdraw(0.0), 0.0) for _ in range(300)]
     assert waits[:100] == [0.0] * 100
     assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
+
+
+def test_successes_shorten_the_wait_of_retries_that_were_taken_before():
+    budget = RetryBudget()
+    numbers = [budget.withdraw(0.0) for _ in range(300)]
+    for _ in range(500):
+        budget.earn(0.0)
+    waits = [budget.wait_s(number, 0.0) for number in numbers]
+    assert waits[:200] == [0.0] * 200
+    assert waits[200:] == pytest.approx([(number + 1) / 10 for number in range(100)])
 
 
 def test_a_rest_fills_the_reserve_and_no_more():
     budget = RetryBudget()
     for _ in range(150):
         budget.withdraw(0.0)
-    assert [budget.withdraw(1000.0) for _ in range(101)] == [0.0] * 100 + [pytest.approx(0.1)]
+    waits = [budget.wait_s(budget.withdraw(1000.0), 1000.0) for _ in range(101)]
+    assert waits == [0.0] * 100 + [pytest.approx(0.1)]
 
 
 def test_the_counters_say_what_happened():

@@ -9,9 +9,10 @@ import pytest
 
 from qreward_plugins.config import Batch
 from qreward_plugins.errors import PermanentError, TransientError
-from qreward_plugins.quotas.retries import RESERVE
+from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from qreward_plugins.samples import Cause, Scored
 from qreward_plugins.scheduling import Answer, Call
+from qreward_plugins.scheduling.jobs import MAX_SERVERS
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
 
@@ -52,12 +53,12 @@ def test_a_second_refusal_is_the_request_s(stage):
     assert asked == [None, "a"]
 
 
-def test_a_source_that_always_names_another_server_is_asked_twice(stage):
+def test_a_source_that_always_names_another_server_is_not_asked_for_ever(stage):
     asked = []
     stage.add("own", behaviour=first_refuses(others=refused("b"), asked=asked))
     (outcome,) = stage.play([10]).outcomes
     assert outcome.reason == "no_source"
-    assert asked == [None, "a"]
+    assert asked == [None, "a"] + ["b"] * (MAX_SERVERS - 1)
 
 
 def test_what_a_source_refuses_as_a_whole_is_not_asked_there_again(stage):
@@ -102,6 +103,17 @@ def test_the_further_requests_keep_to_the_retry_budget(stage):
     assert played.all_scored
     assert sum(at < 0.05 for at in source.arrivals) == pytest.approx(300 + RESERVE, abs=1)
     assert stage.upstreams["own"].retries.retries == 300
+
+
+def test_requests_that_wait_for_the_retry_budget_go_as_soon_as_answers_have_earned_them(stage):
+    """Otherwise the last of them would wait for 30 s, as if nobody answered."""
+    source = stage.add("own", limits={"concurrency": 1000}, behaviour=first_refuses())
+    played = stage.play([10] * 400)
+    assert played.all_scored
+    assert played.finished_at < (400 - RESERVE) / FLOOR_PER_S - 5
+    for seconds in (1, 2, 5, 10, 15):
+        sent = sum(at <= seconds for at in source.arrivals) - 400
+        assert sent <= RESERVE + FLOOR_PER_S * seconds + PER_SUCCESS * sum(at <= seconds - 1 for at in source.arrivals)
 
 
 def test_a_call_that_still_waits_for_the_second_server_ends_by_its_deadline(stage):
@@ -169,6 +181,28 @@ def test_a_hedge_that_was_sent_before_the_refusal_does_not_decide(stage):
     assert isinstance(outcome, Scored)
     assert asked == [None, None, "a"]
     assert finished_at == pytest.approx(2.5)
+
+
+def invalid_with(asked):
+    """A source with several servers, one of which answers invalidly."""
+
+    async def send(request, *, on_sent):
+        on_sent()
+        asked.append(request.refusal)
+        await asyncio.sleep(1.0)
+        text = "bad" if request.refusal is None else "1"
+        return Reply(text=text, on_judged=lambda valid, now: asked.append((valid, now)) or (None if valid else "a"))
+
+    return send
+
+
+def test_after_an_invalid_reply_another_server_is_asked(stage):
+    """`Reply.on_judged` tells the source what the reply was worth."""
+    asked = []
+    stage.add("own").send = invalid_with(asked)
+    played = stage.play([10])
+    assert played.all_scored
+    assert asked == [None, (False, 1.0), "a", (True, 2.0)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -14,9 +15,10 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
+from qreward_plugins.sources.asked import MOST_REFUSALS, Asked
 from qreward_plugins.sources.base import ServedWeights
 from qreward_plugins.sources.lease import Lease, RoutingHints
-from qreward_plugins.sources.replica import FIRST_BACKOFF_S, Refusal
+from qreward_plugins.sources.replica import FIRST_BACKOFF_S, FIRST_CALLS, IN_A_ROW, START_S, Mark, Replica
 from qreward_plugins.sources.replicas import Replicas
 
 REFUSED = PermanentError("source 's' (a/v1) answered 400 (too long)", status=400)
@@ -30,7 +32,7 @@ def ask(
     replicas: Replicas, end: Exception | None = None, refusal: object = None, *, now: float = 0.0, group: str = ""
 ) -> tuple[str, object]:
     """Ask one replica, which answers or ends with `end`. Return its URL and the refusal that another is to decide."""
-    lease = replicas.acquire(now, RoutingHints(group=group, refusal=refusal))  # type: ignore[arg-type]
+    lease = replicas.acquire(now, RoutingHints(group=group, asked=refusal))  # type: ignore[arg-type]
     return lease.base_url, read(lease, end, now)
 
 
@@ -45,12 +47,8 @@ def read(lease: Lease, end: Exception | None, now: float) -> object:
     except PermanentError as error:
         return error.refusal
     except (TransientError, Throttled, InvalidReply):
-        pass
-    return None
-
-
-def raised(error: Exception) -> None:
-    raise error
+        return None
+    return lease.judged(True, now)
 
 
 def health(replicas: Replicas, now: float = 0.0) -> list[str]:
@@ -65,7 +63,7 @@ def test_a_replica_that_refuses_what_another_answers_has_failed(caplog: pytest.L
     replicas = of("a", "b")
     url, refusal = ask(replicas, REFUSED)
     assert url == "a"
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Asked)
     assert (health(replicas), failures(replicas)) == (["up", "up"], [0, 0])
     with caplog.at_level(logging.WARNING, "qreward_plugins.sources"):
         assert ask(replicas, None, refusal) == ("b", None)
@@ -82,7 +80,8 @@ def test_a_replica_that_refuses_what_another_answers_has_failed(caplog: pytest.L
 def test_a_replica_that_was_restarted_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
     replicas = of("a", "b")
     for _ in range(2):
-        refusal = Refusal(replicas.all[0], "refused", began_at=0.0)
+        refusal = Asked()
+        refusal.refused_by(replicas.all[0], "refused", began_at=0.0)
         assert ask(replicas, None, refusal) == ("b", None)
         replicas.mark("a", "down")
         replicas.mark("a", "up")
@@ -90,14 +89,48 @@ def test_a_replica_that_was_restarted_is_warned_of_again(caplog: pytest.LogCaptu
     assert len(caplog.messages) == 2
 
 
-def test_what_both_refuse_is_at_fault_and_the_replicas_are_not() -> None:
+def test_what_all_refuse_is_at_fault_and_the_replicas_are_not() -> None:
     replicas = of("a", "b", "c")
-    url, refusal = ask(replicas, REFUSED)
-    other, final = ask(replicas, REFUSED, refusal)
-    assert (url, final) == ("a", None)
-    assert other != "a"
+    asked, refusal = [], None
+    for _ in range(3):
+        url, refusal = ask(replicas, REFUSED, refusal)
+        asked.append(url)
+    assert (sorted(asked), refusal) == (["a", "b", "c"], None)
     assert health(replicas) == ["up", "up", "up"]
     assert failures(replicas) == [0, 0, 0]
+
+
+def test_what_two_refuse_that_answer_others_is_at_fault() -> None:
+    replicas = of("a", "b", "c", "d")
+    assert {ask(replicas)[0] for _ in range(4)} == {"a", "b", "c", "d"}
+    _, refusal = ask(replicas, REFUSED, now=1.0)
+    assert refusal is not None
+    _, refusal = ask(replicas, REFUSED, refusal, now=1.0)
+    assert refusal is None
+
+
+def test_what_many_refuse_is_at_fault() -> None:
+    replicas = of(*(str(number) for number in range(MOST_REFUSALS + 2)))
+    refusal = None
+    for _ in range(MOST_REFUSALS):
+        _, refusal = ask(replicas, REFUSED, refusal)
+    assert refusal is None
+
+
+def test_two_that_refuse_everything_do_not_decide() -> None:
+    """They answered before, and were started again with another checkpoint, which nobody noticed."""
+    replicas = of("a", "b", "c")
+    assert {ask(replicas)[0] for _ in range(3)} == {"a", "b", "c"}
+    a, b, _ = replicas.all
+    for broken in (a, b):
+        for _ in range(IN_A_ROW):
+            broken.refused(1.0, began_at=1.0)
+    refusal = Asked()
+    for broken in (a, b):
+        refusal.refused_by(broken, "refused", began_at=1.0)
+    assert not refusal.is_at_fault(replicas.all, away=False)
+    assert ask(replicas, None, refusal, now=1.0) == ("c", None)
+    assert failures(replicas) == [1, 1, 0]
 
 
 @pytest.mark.parametrize("end", [Throttled("429"), InvalidReply("content filter")])
@@ -116,26 +149,43 @@ def test_a_source_that_is_closed_is_no_refusal_of_one_replica() -> None:
 
 def test_the_only_replica_decides() -> None:
     assert ask(of("a"), REFUSED) == ("a", None)
+
+
+def test_a_replica_that_answers_others_decides_while_the_others_are_down() -> None:
+    replicas = of("a", "b")
+    assert ask(replicas) == ("a", None)
+    replicas.mark("b", "down")
+    assert ask(replicas, REFUSED, now=1.0) == ("a", None)
+    assert health(replicas, 1.0) == ["up", "down"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("mark", ["draining", "down"])
+def test_a_replica_that_answers_nobody_does_not_decide_while_the_others_are_away(known: bool, mark: Mark) -> None:
+    """An update of the weights drains one replica after the other. `known`: a warning has named it."""
+    replicas = of("a", "b")
+    if known:
+        _, refusal = ask(replicas, REFUSED)
+        assert ask(replicas, None, refusal) == ("b", None)
+    replicas.mark("b", mark)
+    url, refusal = ask(replicas, REFUSED)
+    assert (url, refusal is None) == ("a", False)
+    with pytest.raises(TransientError, match=r"answered 400 \(too long\); other replicas are not up"):
+        ask(replicas, None, refusal)
+    replicas.mark("b", "up")
+    assert ask(replicas, None, refusal) == ("b", None)
+
+
+def test_a_replica_that_answers_others_meanwhile_decides_where_the_others_stay_away() -> None:
     replicas = of("a", "b")
     replicas.mark("b", "down")
-    assert ask(replicas, REFUSED) == ("a", None)
-    assert health(replicas) == ["up", "down"]
-
-
-def test_a_replica_that_refuses_alone_does_not_decide_while_the_others_are_drained() -> None:
-    """An update of the weights drains one replica after the other."""
-    replicas = of("a", "b")
-    _, refusal = ask(replicas, REFUSED)
-    assert ask(replicas, None, refusal) == ("b", None)
-    replicas.mark("b", "draining")
-    lease = replicas.acquire(0.0)
-    with pytest.raises(TransientError, match=r"400 \(too long\), but it refuses what other replicas answer"):
-        lease.read(0.0, lambda: raised(REFUSED))
+    _, refusal = ask(replicas, REFUSED, now=1.0)
+    assert refusal is not None
+    assert ask(replicas, now=2.0) == ("a", None)
+    assert ask(replicas, REFUSED, refusal, now=3.0) == ("a", None)
+    _, refusal = ask(of("a", "b"), REFUSED)
     replicas.remove("b")
-    lease = replicas.acquire(0.0)
-    with pytest.raises(PermanentError) as final:
-        lease.read(0.0, lambda: raised(REFUSED))
-    assert final.value.refusal is None
+    assert ask(replicas, REFUSED, refusal) == ("a", None)
 
 
 def test_the_only_replica_with_the_weights_of_a_group_decides() -> None:
@@ -158,8 +208,9 @@ def test_a_replica_that_does_not_answer_does_not_decide() -> None:
     assert failures(replicas) == [1, 1, 0]
 
     replicas = of("a", "b")
+    replicas.answered(1.0)
     _, refusal = ask(replicas, REFUSED)
-    lease = replicas.acquire(0.0, RoutingHints(refusal=refusal))  # type: ignore[arg-type]
+    lease = replicas.acquire(0.0, RoutingHints(asked=refusal))  # type: ignore[arg-type]
     lease.release()
     lease.cancelled(60.0)  # it hangs
     assert lease.base_url == "b"
@@ -167,8 +218,14 @@ def test_a_replica_that_does_not_answer_does_not_decide() -> None:
     assert ask(replicas, TransientError("502"), refusal, now=60.0) == ("b", None)
     assert ask(replicas, None, refusal, now=60.0) == ("b", None)
     assert failures(replicas) == [1, 2]
-    replicas.mark("b", "down")
-    assert ask(replicas, REFUSED, refusal, now=60.0) == ("a", None)
+
+
+def test_a_replica_that_refused_and_answers_others_decides_if_no_other_one_answers() -> None:
+    replicas = of("a", "b")
+    _, refusal = ask(replicas, REFUSED, now=1.0)
+    assert ask(replicas, TransientError("502"), refusal, now=1.0) == ("b", None)
+    replicas.all[0].answered(2.0)
+    assert ask(replicas, REFUSED, refusal, now=3.0) == ("a", None)
 
 
 def test_a_replica_that_refused_gets_one_request_at_a_time_until_that_is_decided() -> None:
@@ -216,9 +273,9 @@ def test_a_replica_that_failed_decides_if_it_is_the_only_other_one() -> None:
 def test_the_replica_that_refused_may_answer_when_nobody_else_can() -> None:
     replicas = of("a", "b")
     _, refusal = ask(replicas, REFUSED)
-    replicas.mark("b", "down")
+    replicas.remove("b")
     assert ask(replicas, None, refusal) == ("a", None)
-    assert failures(replicas) == [0, 0]
+    assert failures(replicas) == [0]
 
 
 def test_a_half_open_replica_that_refuses_is_avoided_for_as_long_again() -> None:
@@ -256,3 +313,65 @@ def test_a_refusal_is_decided_once() -> None:
     for _ in range(2):
         ask(replicas, None, refusal)
     assert failures(replicas) == [1, 0, 0]
+
+
+def test_invalid_replies_in_a_row_make_a_replica_suspect_until_one_is_valid(caplog: pytest.LogCaptureFixture) -> None:
+    """Its checkpoint or its chat template is broken, so that it answers everybody with nonsense."""
+    replicas = of("a", "b")
+    leases = [replicas.acquire(0.0) for _ in range(2 * IN_A_ROW)]
+    broken = [lease for lease in leases if lease.base_url == "a"]
+    for lease in leases:
+        lease.release()
+    for lease in broken:
+        assert replicas.all[0].takes_calls(0.0)
+        lease.answered(0.0)
+        asked = lease.judged(False, 0.0)
+        assert isinstance(asked, Asked)
+        assert ask(replicas, None, asked) == ("b", None)
+    assert {ask(replicas)[0] for _ in range(9)} == {"b"}
+    now = FIRST_BACKOFF_S
+    trials = [lease for lease in (replicas.acquire(now) for _ in range(9)) if lease.base_url == "a"]
+    assert len(trials) == 1
+    trials[0].answered(now)
+    assert replicas.all[0].is_trusted is False
+    trials[0].judged(True, now)
+    assert replicas.all[0].is_trusted is True
+    assert failures(replicas) == [0, 0]
+    (said,) = caplog.messages
+    assert said.startswith("the last replies of the replica a were invalid, and the replica b gives a valid one")
+
+
+def test_a_replica_that_has_just_come_up_gets_a_few_calls_until_one_has_ended() -> None:
+    replica = Replica("a")
+    for number in range(FIRST_CALLS):
+        assert replica.takes_calls(5.0)
+        replica.began(number, 1, None, 0, 5.0)
+    assert not replica.takes_calls(5.0)
+    assert replica.starts_in_s(5.1) == pytest.approx(START_S - 0.1)
+    assert replica.takes_calls(5.0 + START_S)
+    replica.ended(0, 1)
+    replica.began("another", 1, None, 0, 5.1)
+    replica.answered(5.1)
+    assert replica.takes_calls(5.1)
+    replica.reset()
+    assert replica.takes_calls(5.2)
+    replica.began("first", 1, None, 0, 5.2)
+    assert not replica.takes_calls(5.2)
+
+
+@pytest.mark.anyio
+async def test_calls_wait_while_all_replicas_have_just_come_up() -> None:
+    loop = asyncio.get_running_loop()
+    replicas = of("a", "b")
+    began_at = loop.time()
+    leases = [await replicas.admit(RoutingHints()) for _ in range(2 * FIRST_CALLS)]
+    waiting = [asyncio.ensure_future(replicas.admit(RoutingHints())) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    waiting[0].cancel()
+    more = await asyncio.gather(*waiting[1:])
+    assert loop.time() - began_at >= START_S - 0.02
+    for lease in (*leases, *more):
+        lease.release()
+    assert [replica.in_flight for replica in replicas.all] == [0, 0]
+    assert await replicas.admit(RoutingHints())

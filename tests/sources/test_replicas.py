@@ -181,8 +181,8 @@ def test_draining_is_noticed_during_the_backoff_of_another_failure() -> None:
 def test_a_cancelled_call_counts_as_a_failure_if_nothing_was_answered_meanwhile() -> None:
     replicas = of("a", "b")
     hung, other = replicas.acquire(0.0), replicas.acquire(0.0)
-    hung.cancelled(30.0)
     other.answered(1.0)
+    hung.cancelled(30.0)
     other.cancelled(30.0)
     assert replicas.all[0].health(30.0) == "backing_off"
     assert replicas.all[1].health(30.0) == "up"

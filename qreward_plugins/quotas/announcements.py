@@ -6,7 +6,8 @@ several such limits the lowest applies.
 
 A declared limit is never exceeded. A lower announced limit takes its place (`Ceiling`) until it is no longer announced,
 or is refuted: after a window at the ceiling one request exceeds it, as a probe; after each rejected probe the wait
-doubles, up to 16 windows. Two accepted probes in a row refute the ceiling.
+doubles, up to 16 windows. Two accepted probes in a row refute the ceiling. A token bucket accepts some that exceed its
+rate, so `_REJECTIONS_NEEDED` rejections within a window put a refuted ceiling in its place again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ REPLIES_NEEDED = 3
 REPLIES_KEPT = 8
 """Number of recent replies whose announcements are kept."""
 _PROBES_NEEDED = 2
+_REJECTIONS_NEEDED = 3
 _MAX_WAIT_WINDOWS = 16
 
 
@@ -44,6 +46,8 @@ class Ceiling:
         self.limit = math.inf
         """The announced limit of all processes together; infinity if none below the declared one is announced."""
         self._refuted: float | None = None
+        self._restored: float | None = None
+        self._rejected_at: deque[float] = deque(maxlen=_REJECTIONS_NEEDED)
         self._probe_at = math.inf
         self._probing = False
         self._wait_windows = 1
@@ -60,9 +64,19 @@ class Ceiling:
         if lower == self.limit:
             return False
         self.limit = lower
-        self._wait_windows, self._accepted_probes = 1, 0
-        self._probe_at = now + window_s if lower < math.inf else math.inf
+        self._wait_windows = min(2 * self._wait_windows, _MAX_WAIT_WINDOWS) if lower == self._restored else 1
+        self._accepted_probes = 0
+        self._probe_at = now + self._wait_windows * window_s if lower < math.inf else math.inf
         return True
+
+    def rejected(self, now: float, window_s: float) -> None:
+        """Record that the source rejected a request. After several, a refuted limit is no longer ignored."""
+        if self._refuted is None:
+            return
+        self._rejected_at.append(now)
+        if len(self._rejected_at) == _REJECTIONS_NEEDED and now - self._rejected_at[0] <= window_s:
+            self._restored, self._refuted = self._refuted, None
+            self._rejected_at.clear()
 
     def probe_in_s(self, now: float) -> float:
         """Seconds until one request may exceed the ceiling; infinity if a probe is in flight or there is no ceiling."""

@@ -39,7 +39,7 @@ _MAX_WAIT_WINDOWS = 16
 """Longest wait before a probe, in windows."""
 _WINDOWS_S = (1.0, 10.0, 60.0, 3600.0, 86400.0)
 """Windows that providers use."""
-_TOLERANCE = 0.1
+TOLERANCE = 0.1
 """Share by which an announced time may differ from that of a known window."""
 _PROBES_NEEDED = 2
 """Accepted probes that refute an announced limit."""
@@ -246,7 +246,7 @@ class Discovery:
         """
         if used >= 1:
             refill_s = reset_s * limit / used
-            window_s = next((known for known in _WINDOWS_S if abs(refill_s / known - 1.0) <= _TOLERANCE), None)
+            window_s = next((known for known in _WINDOWS_S if abs(refill_s / known - 1.0) <= TOLERANCE), None)
             if window_s is None or self._bucket is None or self._bucket[0] != window_s:
                 self._bucket = (window_s, used) if window_s is not None else None
                 self._refills = False
@@ -254,16 +254,16 @@ class Discovery:
                 self._refills = True
         if self._refills and self._bucket is not None:
             return self._bucket[0]
-        if reset_s > self.window_s * (1 + _TOLERANCE):
+        if reset_s > self.window_s * (1 + TOLERANCE):
             self._resets_since = now
-            return next((window_s for window_s in _WINDOWS_S if window_s * (1 + _TOLERANCE) >= reset_s), None)
+            return next((window_s for window_s in _WINDOWS_S if window_s * (1 + TOLERANCE) >= reset_s), None)
         self._longest_reset_s = max(self._longest_reset_s, reset_s)
         if now - self._resets_since < self.window_s:
             return None
         longest_s, corrected = self._longest_reset_s, self._corrected
         self._resets_since, self._longest_reset_s, self._corrected = now, 0.0, False
         return (
-            next((window_s for window_s in _WINDOWS_S if window_s * (1 + _TOLERANCE) >= longest_s), None)
+            next((window_s for window_s in _WINDOWS_S if window_s * (1 + TOLERANCE) >= longest_s), None)
             if corrected
             else None
         )

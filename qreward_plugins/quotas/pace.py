@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from .ledger import MARGIN_S
+
 JITTER_S = 0.05
 """How much the network delays of two requests may differ, in seconds: a bucket rejects a request that comes early."""
 
 _ROUNDING = 1e-9
+_SLOWER = 0.05
+"""Part of the speed that the full margin may cost."""
 _THROTTLES = 3
 """Unexplained 429s within a window that show a token bucket."""
 _FIRST_TERM_WINDOWS = 2
@@ -26,7 +30,11 @@ class Pace:
     """Paces requests with a small burst by the generic cell rate algorithm (ITU-T I.371), whose state is one time.
 
     It allows `rate_per_s` requests per second, and `burst` of them at once. `jitter_s`: how much later a request may
-    reach the server than it is sent here.
+    reach the server than it is sent here. Where that costs less than `_SLOWER` of the speed, it allows for `MARGIN_S`,
+    as windows do. 0: no margin.
+
+    A request counts from when it is written, as the server counts it. Until then it is held: it may be written at any
+    time, because it waits for a connection, or its process is stopped. `held` is the number of such requests.
     """
 
     def __init__(self, rate_per_s: float, burst: int, *, jitter_s: float = JITTER_S) -> None:
@@ -34,29 +42,29 @@ class Pace:
         self._set(rate_per_s, burst)
         self._due = -math.inf
 
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until the next request may be sent."""
-        wait = self._due - self._tolerance_s - now
+    def wait_s(self, now: float, held: float = 0.0) -> float:
+        """Return the seconds until the next request may be sent, if those that are held are written now."""
+        wait = self._due_after(held, now) - self._tolerance_s - now
         return wait if wait > _ROUNDING else 0.0
 
-    def capacity(self, until: float, now: float) -> float:
-        """Return how many requests may be sent in [now, until]."""
+    def capacity(self, until: float, now: float, held: float = 0.0) -> float:
+        """Return how many requests may be sent in [now, until], if those that are held are written now."""
         if until < now:
             return 0.0
-        spare_s = until + self._tolerance_s - max(self._due, now)
+        spare_s = until + self._tolerance_s - max(self._due_after(held, now), now)
         return max(0.0, math.floor(spare_s / self._interval_s + _ROUNDING) + 1.0)
 
     def refilled_in_s(self, now: float) -> float:
-        """Return the seconds until the bucket is full."""
+        """Return the seconds until the bucket is full, if nothing more is written."""
         return max(0.0, self._due - now)
 
     def drained(self, now: float) -> float:
         """Return how many requests the bucket is below full."""
         return max(0.0, self._due - now) / self._interval_s
 
-    def spend(self, now: float) -> None:
-        """Record one request at `now`."""
-        self._due = max(self._due, now) + self._interval_s
+    def spend(self, now: float, requests: float = 1.0) -> None:
+        """Record that a request is written at `now`."""
+        self._due = max(self._due, now) + requests * self._interval_s
 
     def change(self, rate_per_s: float, burst: int, now: float) -> None:
         """Change rate and burst. Requests that were sent before still count."""
@@ -64,13 +72,18 @@ class Pace:
         self._set(rate_per_s, burst)
         self._due = now + drained * self._interval_s
 
+    def _due_after(self, held: float, now: float) -> float:
+        """When the bucket is full again, if the requests that are held are written now."""
+        return max(self._due, now) + held * self._interval_s if held > 0 else self._due
+
     def _set(self, rate_per_s: float, burst: int) -> None:
         self._interval_s = 1.0 / rate_per_s
-        self._tolerance_s = (burst - 1) * self._interval_s - self._jitter_s
-        if self._tolerance_s < 0:
-            # A burst too small to absorb the jitter needs a slower pace.
-            self._interval_s -= self._tolerance_s
-            self._tolerance_s = 0.0
+        burst_s = (burst - 1) * self._interval_s
+        margin_s = max(MARGIN_S, self._jitter_s) if self._jitter_s > 0 else 0.0
+        # A burst too small to absorb the jitter needs a slower pace.
+        slower_s = min(margin_s, max(self._jitter_s, _SLOWER * self._interval_s))
+        self._interval_s += max(0.0, slower_s - burst_s)
+        self._tolerance_s = max(0.0, burst_s - margin_s)
 
 
 class BucketEvidence:

@@ -127,7 +127,7 @@ class Quota:
         if self.tokens.limit != math.inf:
             wait = max(wait, self._tokens.wait_s(tokens, now))
         if self._pace is not None and now < self._paced_until:
-            paced_s = self._pace.wait_s(now)
+            paced_s = self._pace.wait_s(now, self.requests.held)
             if paced_s > wait:
                 wait = max(wait, min(paced_s, self._paced_until - now))
         return wait
@@ -136,7 +136,9 @@ class Quota:
         """Return whether `capacity` allows so many requests without tokens now, in a fifth of its time."""
         if self.requests.wait_s(requests, now) > 0:
             return False
-        return self._pace is None or now >= self._paced_until or self._pace.capacity(now, now) >= requests
+        if self._pace is None or now >= self._paced_until:
+            return True
+        return self._pace.capacity(now, now, self.requests.held) >= requests
 
     def _keep_to_ceilings(self, now: float) -> None:
         """Keep to lower limits than the declared ones, where the server announces them."""
@@ -153,7 +155,7 @@ class Quota:
         if self.tokens.limit != math.inf:
             most = min(most, self._tokens.capacity(until, tokens, now))
         if self._pace is not None and now < self._paced_until:
-            most = min(most, self._pace.capacity(until, now))
+            most = min(most, self._pace.capacity(until, now, self.requests.held))
         return most
 
     def reserve(
@@ -177,8 +179,6 @@ class Quota:
         if shares_request:
             return reservation
         reservation.request_probe = self._requests.reserve(1.0, now)
-        if self._pace is not None:
-            self._pace.spend(now)
         self.in_flight += not spare
         if self._window is not None and self.in_flight >= self.concurrency:
             self._window.filled()
@@ -190,6 +190,12 @@ class Quota:
         """Remove a rejected request from the ledgers of undeclared limits. Called by `Reservation.release`."""
         self._requests.withdraw(request_entry, 1.0)
         self._tokens.withdraw(prompt_entry, prompt_tokens)
+
+    def sent(self, now: float) -> int:
+        """Record that a request is written. Return its entry in the ledger. Called by `Reservation`."""
+        if self._pace is not None:
+            self._pace.spend(now)
+        return self.requests.stamp(1.0, now)
 
     def raised(self, tokens: float) -> None:
         """Record that the reservation of a request in flight was raised by `tokens`."""
@@ -241,6 +247,8 @@ class Quota:
         since = self._nothing_accepted_since
         silent_s = now - since
         pause_s = retry_after_s if retry_after_s is not None else max(_PAUSE_OF_A_WINDOW_S, silent_s)
+        for window in self._windows:
+            window.rejected(now)
         for window in self._windows:
             if window.discovery is not None and window.discovery.probe_rejected:
                 return window.discovery.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since)
@@ -310,6 +318,8 @@ class Quota:
         self.in_flight = 0
         self._tokens_in_flight = 0.0
         self.epoch += 1
+        if self._pace is not None:
+            self._pace.spend(now, self.requests.held)
         for window in self._windows:
             window.forget_in_flight(now)
 

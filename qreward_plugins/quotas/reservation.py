@@ -130,6 +130,6 @@ class Reservation:
 
     def _stamp(self, now: float) -> None:
         if not self.shares_request:
-            self._request_entry = self._quota.requests.stamp(1.0, now)
+            self._request_entry = self._quota.sent(now)
         if self._prompt:
             self._prompt_entry = self._quota.tokens.stamp(self._prompt, now)

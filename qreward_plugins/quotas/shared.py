@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from ..config import Limits
+from .ledger import MARGIN_S
 from .pace import JITTER_S
 from .quota import Quota
 
@@ -44,7 +45,7 @@ class SharedQuota(Quota):
         whole = self._whole
         limits: dict[Resource, tuple[float, float]] = {}
         if self._limits.window == "bucket" and whole.requests < math.inf:
-            limits["burst"] = (float(whole.burst), whole.burst / whole.pace_per_s)
+            limits["burst"] = (float(whole.burst), whole.burst / whole.pace_per_s + MARGIN_S)
         elif whole.requests < math.inf:
             limits["requests"] = (whole.requests, self.requests.window_s)
         if whole.tokens < math.inf:
@@ -64,12 +65,18 @@ class SharedQuota(Quota):
         return ()
 
     def refilled_in_s(self, now: float) -> float:
-        """Return the seconds until this process's part of the bucket is full."""
-        return self._pace.refilled_in_s(now) if self._pace is not None else 0.0
+        """Return the seconds until this process's part of the bucket is full; infinity while a request is held, because
+        it may be written at any time.
+        """
+        if self._pace is None:
+            return 0.0
+        return math.inf if self.requests.held > 0 else self._pace.refilled_in_s(now)
 
     def drained(self, now: float) -> float:
-        """Return how many requests this process's part of the bucket is below full."""
-        return self._pace.drained(now) if self._pace is not None else 0.0
+        """Return how many requests this process's part of the bucket is below full, if those that are held are written
+        now.
+        """
+        return self._pace.drained(now) + self.requests.held if self._pace is not None else 0.0
 
     def resize(self, share: Mapping[Resource, float], *, workers: int, now: float) -> None:
         """Set the shares of all declared limits, zero for those that `share` omits. What was spent stays spent.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from .announcements import Announcements, Ceiling
-from .discovery import Discovery, Probe
+from .discovery import TOLERANCE, Discovery, Probe
 from .ledger import Ledger
 
 Unit: TypeAlias = Literal["requests", "tokens"]
@@ -135,15 +135,22 @@ class WindowLimit:
         if limit is None or limit < 1 or (remaining is not None and remaining > limit):
             limit = remaining = None  # none, or inconsistent
         if self.discovery is None:
-            return self._lower(limit, remaining, in_flight, now)
+            return self._lower(limit, remaining, announced.get(f"{self.unit}_reset_s"), in_flight, now)
         if self._announcements.note(limit) != limit or limit is None:
             return None
         reset_s = announced.get(f"{self.unit}_reset_s")
         return self.discovery.announced(limit, remaining, reset_s, in_flight=in_flight, share=processes, now=now)
 
-    def _lower(self, limit: float | None, remaining: float | None, in_flight: float, now: float) -> str | None:
+    def _lower(
+        self, limit: float | None, remaining: float | None, reset_s: float | None, in_flight: float, now: float
+    ) -> str | None:
         """Record what a reply announces of a declared limit; return a log message if that changes the ceiling."""
-        if limit is not None and remaining is not None and limit < self.whole:
+        if (
+            limit is not None
+            and remaining is not None
+            and limit < self.whole
+            and not _refills(limit, limit - remaining, reset_s, self.window_s)
+        ):
             ours, theirs = self.ledger.spent(now) - in_flight, limit - remaining
             if ours > theirs + max(2.0, 0.1 * theirs):
                 limit = None  # the server counts over a shorter window
@@ -157,9 +164,24 @@ class WindowLimit:
         lower = f"announced limit of {ceiling.limit:g} {self.unit}"
         return f"{lower} is below the declared {declared:g}: the lower one applies"
 
+    def rejected(self, now: float) -> None:
+        """Record that the source answered that a limit is exceeded."""
+        self._ceiling.rejected(now, self.window_s)
+
     def forget_in_flight(self, now: float) -> None:
         """Count all requests in flight as ended, after their event loop was closed."""
         self.ledger.stamp_all(now)
         self._ceiling.abandon(now)
         if self.discovery is not None:
             self.discovery.abandon(now)
+
+
+def _refills(limit: float, used: float, reset_s: float | None, window_s: float) -> bool:
+    """Return whether an announcement is that of a token bucket which refills `limit` in `window_s` seconds.
+
+    Its reset is the time that refills what is used. A server rounds `remaining` down, so up to 1 less may be used.
+    """
+    if reset_s is None or used < 1:
+        return False
+    at_least, at_most = (used - 1) * window_s / limit, used * window_s / limit
+    return at_least * (1 - TOLERANCE) <= reset_s <= at_most * (1 + TOLERANCE) and reset_s > 0

@@ -190,7 +190,7 @@ class Member:
         share = quota.share[resource]
         if resource == "burst":
             more = min(quota.limits()["burst"][0], quota.drained(now) + demand.requests) if demand.requests else 0.0
-            return Part(share, self._owed(key, now), more)
+            return Part(share, self._owed(key, quota, now), more)
         spent = quota.spent(resource, now)
         if resource == "tokens":
             return Part(share, spent, demand.tokens, max(demand.largest, 1.0))
@@ -228,9 +228,13 @@ class Member:
         for key, quota in self._quotas.items():
             self._lower(key, quota, {}, now)
 
-    def _owed(self, key: str, now: float) -> tuple[tuple[float, float], ...]:
-        """Return the parts of a bucket that are not full again yet: (seconds until full, amount)."""
-        debts = self._debts[key] = [debt for debt in self._debts.get(key, ()) if debt[0] > now]
+    def _owed(self, key: str, quota: SharedQuota, now: float) -> tuple[tuple[float, float], ...]:
+        """Return the parts of a bucket that are not full again yet: (seconds until full, amount). The seconds are
+        infinity while a request is held that was reserved under the share.
+        """
+        full_at = now + quota.refilled_in_s(now) + NETWORK_JITTER_S
+        debts = [(full_at if until == math.inf else until, held) for until, held in self._debts.get(key, ())]
+        debts = self._debts[key] = sorted([debt for debt in debts if debt[0] > now], reverse=True)
         owed, above = [], 0.0
         for until, held in debts:
             if held > above:

@@ -204,9 +204,9 @@ def _source(rng: random.Random, key: str) -> SharedSource:
     if "concurrency" in kinds:
         limits["concurrency"] = rng.choice((1, 2, rng.randint(1, 8), rng.randint(4, 64)))
     way_s = rng.choice((0.0, 0.01, 0.2))
-    # The pacing of a bucket counts from the reservation, and allows for less.
+    # A bucket of one request is paced with a smaller margin, because a larger one would cost speed.
     spread_s = rng.choice((0.0, 0.045)) if "bucket" in kinds else rng.choice((0.0, 0.05, 0.12))
-    connect_s = 0.0 if "bucket" in kinds else rng.choice((0.0, 0.05, 0.5, 3.0, 12.0))
+    connect_s = rng.choice((0.0, 0.05, 0.5, 3.0, 12.0))
     service_s = rng.choice((0.02, 0.5, 3.0, 20.0))
     return SharedSource(key, limits, (way_s, way_s + spread_s), (0.3 * service_s, 1.7 * service_s), (0.0, connect_s))
 

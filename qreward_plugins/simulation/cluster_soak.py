@@ -139,7 +139,9 @@ def _work_s(plan: Plan, source: SharedSource) -> float:
     if limits.requests_per_minute is not None:
         per_window = math.floor(limits.requests_per_minute * limits.window_s / 60.0 + 1e-9)
         if limits.window == "bucket":
-            needs.append(count * (60.0 / limits.requests_per_minute + 0.05))
+            # A request counts when it is written, so no more than the bucket holds may wait for connections.
+            connecting_s = source.connect_s[1] / max(1, limits.burst - 1)
+            needs.append(count * (60.0 / limits.requests_per_minute + 0.15 + connecting_s))
         elif per_window < 1:
             needs.append(count * (60.0 / limits.requests_per_minute + source.connect_s[1] + 1.0))
         else:

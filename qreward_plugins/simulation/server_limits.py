@@ -57,7 +57,9 @@ class ServerLimits:
         ):
             if window is not None and limit is not None:
                 announced[f"{what}_per_window"] = factor * limit
-                announced[f"{what}_remaining"] = factor * max(0, window.limit - window.used(now))
+                # A bucket states its rate and what is left of that, as providers do, and nothing of its burst.
+                whole = limit if isinstance(window, RequestBucket) else window.limit
+                announced[f"{what}_remaining"] = factor * max(0, whole - window.used(now))
                 announced[f"{what}_reset_s"] = window.reset_s(now)
         return announced
 

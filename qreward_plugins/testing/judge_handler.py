@@ -304,8 +304,10 @@ class JudgeHandler:
             now_s = self._elapsed_s()
             for what, ledger in (("requests", account.requests), ("tokens", account.tokens)):
                 if ledger is not None:
-                    limit, remaining = math.floor(ledger.limit), math.floor(ledger.remaining(now_s))
-                    headers |= protocol.announce(what, limit, remaining, ledger.reset_s(now_s))
+                    announced = ledger.announced(now_s)
+                    # Floating point may put the rate of 0.7 a second just below 42 a minute.
+                    limit, remaining = (math.floor(each + 1e-9) for each in (announced.limit, announced.remaining))
+                    headers |= protocol.announce(what, limit, remaining, announced.reset_s)
         return headers
 
 

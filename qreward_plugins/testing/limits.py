@@ -21,8 +21,9 @@ _BUCKET_TOLERANCE = 1e-9
 class ServerLimits:
     """The limits of a judge server. `None` means no limit.
 
-    Over a limit the server answers 429 and records a violation; rejected requests do not count as used. Raises
-    `ValueError` for values that cannot be enforced.
+    Over a limit the server answers 429 and records a violation; rejected requests do not count as used. A request
+    counts when the server has read it: a server that gets no processor for a while sees requests closer together than
+    they were sent. Raises `ValueError` for values that cannot be enforced.
     """
 
     requests_per_minute: float | None = None
@@ -39,7 +40,9 @@ class ServerLimits:
     burst_s: float = 1.0
     """Size of the bucket, in seconds of the rate (but at least one request). For `kind="bucket"` only."""
     announce: bool = True
-    """Send `x-ratelimit-limit-*`, `x-ratelimit-remaining-*` and `x-ratelimit-reset-*` with every answer."""
+    """Send `x-ratelimit-limit-*`, `x-ratelimit-remaining-*` and `x-ratelimit-reset-*` with every answer. A bucket
+    states the rate per minute, what is left of it, and the seconds until the bucket is full, as OpenAI and Anthropic
+    do; it states nothing of its burst."""
     retry_after: Literal["seconds", "milliseconds", "none"] = "seconds"
     """What a 429 says about retrying. "seconds": `Retry-After` in whole seconds, rounded up (RFC 9110, 10.2.3).
     "milliseconds": `retry-after-ms` in addition. "none": nothing."""
@@ -89,6 +92,16 @@ class Excess:
     retry_after_s: float
 
 
+@dataclass(frozen=True)
+class Announced:
+    """What the headers of an answer state of a limit."""
+
+    limit: float
+    remaining: float
+    reset_s: float
+    """Seconds until all of the limit is free again if nothing more comes."""
+
+
 class Ledger(Protocol):
     """The use of a limit. `now_s` is any monotonic time in seconds, never less than in the last call."""
 
@@ -107,6 +120,9 @@ class Ledger(Protocol):
 
     def reset_s(self, now_s: float) -> float:
         """Seconds until all of the limit is free again if nothing more comes."""
+
+    def announced(self, now_s: float) -> Announced:
+        """What an answer states."""
 
 
 class SlidingWindow:
@@ -147,6 +163,9 @@ class SlidingWindow:
     def reset_s(self, now_s: float) -> float:
         self._forget(now_s)
         return self._entries[-1][0] + self._window_s - now_s if self._entries else 0.0
+
+    def announced(self, now_s: float) -> Announced:
+        return Announced(self._limit, self.remaining(now_s), self.reset_s(now_s))
 
     def _forget(self, now_s: float) -> None:
         entries = self._entries
@@ -197,6 +216,12 @@ class TokenBucket:
     def reset_s(self, now_s: float) -> float:
         self._fill(now_s)
         return (self._capacity - self._level) / self._rate_per_s
+
+    def announced(self, now_s: float) -> Announced:
+        # Providers state the rate per minute, and enforce it over shorter times without a word.
+        self._fill(now_s)
+        per_minute = self._rate_per_s * 60.0
+        return Announced(per_minute, max(0.0, per_minute - (self._capacity - self._level)), self.reset_s(now_s))
 
     def _fill(self, now_s: float) -> None:
         if self._level_at_s is not None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins.quotas import BucketEvidence, Pace
+from qreward_plugins.config import Limits
+from qreward_plugins.quotas import BucketEvidence, Pace, Quota
 from qreward_plugins.quotas.pace import JITTER_S
+from qreward_plugins.sources import announced_limits
+from qreward_plugins.testing import ServerLimits
+from qreward_plugins.testing.protocols import PROTOCOLS
 
 
 @settings(max_examples=100, deadline=None)
@@ -22,6 +29,44 @@ def test_pacing_never_exceeds_the_rate_plus_the_burst(pauses, burst):
     for index, start in enumerate(sent):
         for end in sent[index:]:
             assert sum(start <= at <= end for at in sent) <= burst + rate * (end - start) + 1e-6
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.floats(0, 3), st.one_of(st.just(0.0), st.floats(0, 9))), max_size=60),
+    burst=st.integers(1, 5),
+)
+@example(steps=[(0.0, 2.0), (0.0, 0.0), (2.0, 0.0)], burst=2)
+def test_requests_that_are_written_late_and_in_any_order_never_exceed_the_rate_plus_the_burst(steps, burst):
+    rate, pace, now, written, held = 2.0, Pace(2.0, burst), 0.0, [], []
+
+    def write(until):
+        while held and held[0] <= until:
+            at = heapq.heappop(held)
+            pace.spend(at)
+            written.append(at)
+
+    for pause, late_s in steps:
+        now += pause
+        write(now)
+        while (wait := pace.wait_s(now, len(held))) > 0:
+            now += wait
+            write(now)
+        heapq.heappush(held, now + late_s)
+        write(now)
+    write(math.inf)
+    for index, start in enumerate(written):
+        for more, end in enumerate(written[index:], 1):
+            assert more <= burst + rate * (end - start) + 1e-6
+
+
+def test_a_request_that_waits_for_its_connection_keeps_its_place_in_the_bucket():
+    pace = Pace(10.0, 1)
+    assert pace.wait_s(0.0) == 0.0
+    # It was reserved, and its process was stopped for 5 s before it was written.
+    assert pace.wait_s(5.0, held=1) > 0.0
+    pace.spend(5.0)
+    assert pace.wait_s(5.0) == pytest.approx(0.1 + JITTER_S)
 
 
 @settings(max_examples=100, deadline=None)
@@ -51,7 +96,7 @@ def test_another_rate_keeps_what_went_ahead():
     for _ in range(3):
         pace.spend(0.0)
     pace.change(0.5, 1, 0.0)
-    assert pace.wait_s(0.0) == pytest.approx(3 * (2.0 + JITTER_S))
+    assert pace.wait_s(0.0) == pytest.approx(3 * (2.0 + 0.1))  # a margin that costs 5% of the speed
     pace.change(10.0, 1, 0.0)
     assert pace.wait_s(0.0) == pytest.approx(3 * (0.1 + JITTER_S))
 
@@ -67,3 +112,54 @@ def test_three_throttles_within_a_window_are_evidence_and_pacing_is_on_trial():
         assert not evidence.throttled(at, 60.0)
     assert evidence.throttled(9002.0, 60.0)
     assert evidence.paced_until == 9002.0 + 120.0  # too long ago to have anything to do with it
+
+
+def play_a_provider(per_minute, declared, *, burst, protocol="openai", seconds=120.0, service_s=0.5):
+    """Send to a bucket that announces its limit in each reply, as fast as the quota allows. Return the times at which
+    requests were admitted and rejected.
+    """
+    ledger = ServerLimits(
+        requests_per_minute=per_minute, kind="bucket", burst_s=burst * 60 / per_minute
+    ).request_ledger()
+    quota = Quota(Limits(requests_per_minute=declared, window="bucket", burst=burst), source="a")
+    now, admitted, rejected, replies = 0.0, [], [], []
+
+    def answer(until):
+        while replies and replies[0][0] <= until:
+            at, _, reservation, headers, is_over = heapq.heappop(replies)
+            reservation.release(at, rejected=is_over)
+            if is_over:
+                quota.throttled(at, sent_at=reservation.sent_at, retry_after_s=1.0)
+            quota.announced(announced_limits(headers), at)
+
+    while now < seconds:
+        if (wait := quota.wait_s(0.0, now)) > 0:
+            # A pace may change with a reply.
+            now = min(now + wait, replies[0][0]) if replies else now + min(wait, 1.0)
+            answer(now)
+            continue
+        reservation = quota.reserve(0.0, 0.0, now)
+        reservation.sent(now)
+        is_over = ledger.take(1, now) is not None
+        (rejected if is_over else admitted).append(now)
+        stated = ledger.announced(now)
+        headers = PROTOCOLS[protocol].announce("requests", int(stated.limit), int(stated.remaining), stated.reset_s)
+        heapq.heappush(replies, (now + service_s, len(admitted) + len(rejected), reservation, headers, is_over))
+        answer(now)
+    return admitted, rejected
+
+
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+@pytest.mark.parametrize("burst", [1, 2, 10, 60])
+def test_a_bucket_that_announces_the_declared_limit_is_used_at_its_speed(burst, protocol):
+    admitted, rejected = play_a_provider(60, 60, burst=burst, protocol=protocol)
+    assert not rejected
+    assert len(admitted) >= 0.94 * 120
+
+
+@pytest.mark.parametrize("burst", [1, 2, 10, 30])
+def test_a_bucket_that_announces_less_than_is_declared_is_used_at_what_it_announces(burst):
+    admitted, rejected = play_a_provider(60, 120, burst=burst, seconds=1200.0)
+    # It takes a few replies to be sure, and some to find that what a bucket accepts on top refutes nothing.
+    assert len(rejected) <= 25
+    assert len(admitted) >= 0.93 * 1200

@@ -163,7 +163,28 @@ def test_a_declared_bucket_is_paced_from_the_start():
     for _ in range(3):
         waits.append(subject.wait_s(0, 0.0))
         subject.reserve(0, 0, 0.0).release(0.0)
-    assert waits == [0, pytest.approx(JITTER_S), pytest.approx(1.0 + JITTER_S)]
+    assert waits == [0, pytest.approx(MARGIN_S), pytest.approx(1.0 + MARGIN_S)]
+
+
+def test_a_bucket_counts_a_request_from_when_it_is_written():
+    """Its process was stopped between the reservation and the writing, or the connection took so long."""
+    subject = quota(requests_per_minute=60, window="bucket", burst=2)
+    connecting = subject.reserve(0, 0, 0.0)
+    assert subject.wait_s(0, 30.0) == pytest.approx(MARGIN_S), "the bucket is not full: one request may come yet"
+    assert subject.capacity(30.0, 0, 30.0) == 0
+    connecting.sent(30.0)
+    assert subject.wait_s(0, 30.0) == pytest.approx(MARGIN_S)
+    subject.reserve(0, 0, 30.0 + MARGIN_S).sent(30.0 + MARGIN_S)
+    assert subject.wait_s(0, 30.0 + MARGIN_S) == pytest.approx(1.0)
+
+
+def test_a_bucket_counts_what_was_cancelled_before_it_was_written_and_what_a_closed_loop_left_behind():
+    subject = quota(requests_per_minute=60, window="bucket")
+    subject.reserve(0, 0, 0.0).release(5.0)
+    assert subject.wait_s(0, 5.0) == pytest.approx(1.0 + JITTER_S)
+    subject.reserve(0, 0, 10.0)
+    subject.forget_in_flight(15.0)
+    assert subject.wait_s(0, 15.0) == pytest.approx(1.0 + JITTER_S)
 
 
 def test_what_was_rejected_stays_spent_under_a_declared_limit_only():
@@ -379,7 +400,7 @@ def test_retuning_paces_at_the_new_rate():
     subject = quota(requests_per_minute=60, window="bucket")
     subject.reserve(0, 0, 0.0).release(0.0)
     subject.retune(Limits(requests_per_minute=6, window="bucket"), 0.0)
-    assert subject.wait_s(0, 0.0) == pytest.approx(10.0 + JITTER_S)
+    assert subject.wait_s(0, 0.0) == pytest.approx(10.0 + MARGIN_S)
     subject.retune(Limits(requests_per_minute=600, window="sliding"), 0.0)
     assert subject.wait_s(0, 0.0) == 0
 
@@ -451,4 +472,6 @@ def test_what_fits_is_what_the_capacity_allows_now(pauses, window, requests):
         now += pause
         assert subject.fits(requests, now) == (subject.capacity(now, 0.0, now) >= requests)
         if subject.wait_s(0, now) <= 0:
-            subject.reserve(0, 0, now).sent(now)
+            reservation = subject.reserve(0, 0, now)
+            assert subject.fits(requests, now) == (subject.capacity(now, 0.0, now) >= requests)
+            reservation.sent(now)

@@ -51,6 +51,10 @@ class QuotaAgainstAStrictServer(RuleBasedStateMachine):
         if limits.requests_per_minute is not None and prompt is not None:
             per_window = limits.requests_per_minute * limits.window_s / 60
             assert sum(at > now - limits.window_s for at in self.requests) <= max(1, per_window)
+        if limits.requests_per_minute is not None and limits.window == "bucket" and prompt is not None:
+            self.paced.append(now)
+            for number, start in enumerate(reversed(self.paced), 1):
+                assert number <= limits.burst + limits.requests_per_minute / 60 * (now - start) + 1e-6
         # What was sent before a limit was declared may be more than it, and nothing that is added to it is nothing.
         if limits.tokens_per_minute is not None and tokens > 0:
             spent = sum(amount for at, amount in self.tokens if at > now - limits.window_s)
@@ -72,12 +76,6 @@ class QuotaAgainstAStrictServer(RuleBasedStateMachine):
             assert len(self.held) < self.limits.concurrency
         held = Held(self.quota.reserve(prompt, completion, self.now), prompt, completion, self.era)
         self.held.append(held)
-        if self.limits.window == "bucket" and self.limits.requests_per_minute is not None:
-            self.paced.append(self.now)
-            rate = self.limits.requests_per_minute / 60
-            for start in self.paced:
-                inside = sum(at >= start for at in self.paced)
-                assert inside <= self.limits.burst + rate * (self.now - start) + 1e-6
         if not late:
             self.arrive(held)
 

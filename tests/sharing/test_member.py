@@ -282,6 +282,23 @@ def test_a_part_of_a_bucket_is_owed_until_it_is_full_again():
     assert worker.parts()["burst"].spent == ()
 
 
+def test_a_part_of_a_bucket_is_owed_while_a_request_of_it_is_not_written():
+    worker = Worker(requests_per_minute=60, window="bucket", burst=6).given(burst=4.0)
+    connecting = worker.quota.reserve(0.0, 0.0, worker.now)
+    worker.report()
+    worker.answer(burst=4.0, target=1.0, recall=True)
+    assert worker.parts()["burst"].spent == ((math.inf, 4.0),)
+    worker.now += 60.0
+    assert worker.parts()["burst"].spent == ((math.inf, 4.0),)
+    connecting.sent(worker.now)
+    # 1 of 4, at four sixths of a request a second.
+    ((left_s, amount),) = worker.parts()["burst"].spent
+    assert amount == 4.0
+    assert left_s == pytest.approx(6 / 4 + NETWORK_JITTER_S, abs=0.1)
+    worker.now += left_s
+    assert worker.parts()["burst"].spent == ()
+
+
 def test_what_is_owed_of_a_bucket_adds_up_to_what_was_held_when_it_is_lowered_step_by_step():
     worker = Worker(requests_per_minute=60, window="bucket", burst=6).given(burst=6.0)
     worker.send(6)

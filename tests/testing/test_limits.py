@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.testing import ServerLimits
-from qreward_plugins.testing.limits import SlidingWindow, TokenBucket
+from qreward_plugins.testing.limits import Announced, SlidingWindow, TokenBucket
 
 STEPS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), min_size=1, max_size=80)
 
@@ -106,6 +106,24 @@ def test_bucket_lets_the_oversized_pass_when_full_and_pays_it_off() -> None:
     assert excess is not None
     assert excess.retry_after_s == pytest.approx(9.5)
     assert bucket.take(1, 10.5) is None
+
+
+def test_a_bucket_announces_its_rate_a_minute_and_when_it_is_full_as_providers_do() -> None:
+    ledger = ServerLimits(requests_per_minute=600, kind="bucket").request_ledger()
+    assert ledger is not None
+    assert ledger.announced(0.0) == Announced(600.0, 600.0, 0.0)
+    for _ in range(10):
+        assert ledger.take(1, 0.0) is None
+    assert ledger.take(1, 0.0) is not None, "the bucket is empty, although much of the minute is left"
+    assert ledger.announced(0.0) == Announced(600.0, 590.0, 1.0)
+    assert ledger.announced(0.5) == Announced(600.0, 595.0, 0.5)
+
+
+def test_a_window_announces_itself() -> None:
+    ledger = ServerLimits(requests_per_minute=600, window_s=1.0).request_ledger()
+    assert ledger is not None
+    assert ledger.take(1, 0.0) is None
+    assert ledger.announced(0.25) == Announced(10, 9, 0.75)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ system removes it when the user logs out, while a training goes on.
 from __future__ import annotations
 
 import os
-import socket
 import stat
-import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -62,15 +60,31 @@ def private_directory(configured: str | None = None) -> Path:
     return path
 
 
-def is_own_user(peer: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to this user. Where the system cannot tell, the mode of the
-    directory has kept others out.
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of the directory, so that a reader finds all of it or none. Raises OSError."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with open(part, "wb", opener=_private) as file:
+            file.write(content)
+        os.replace(part, path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def is_in_place(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at `path`. Whoever has locked a file looks, because a file is removed under
+    its own lock, and whoever waited for that lock has it on a file that is gone.
     """
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.getuid())
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _refused(problem: str, remedy: str) -> ConfigurationError:

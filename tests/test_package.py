@@ -29,6 +29,7 @@ FLOORS = [
         "registry",
         "named_actors",
         "private_directory",
+        "processes",
         "output_files",
     },
     {"replicas"},

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins import private_directory as module
-from qreward_plugins.private_directory import LONGEST_SOCKET_NAME, is_own_user, private_directory
+from qreward_plugins.private_directory import LONGEST_SOCKET_NAME, is_in_place, private_directory, write_whole
+from qreward_plugins.processes import is_own_user
 from qreward_plugins.replicas import PoolSpec, Topology
 from qreward_plugins.sharing.keeper_lock import socket_path
 
@@ -129,3 +131,24 @@ def test_the_process_at_the_other_end_is_one_of_this_user(monkeypatch):
         assert is_own_user(ours)
         as_another_user(monkeypatch)
         assert not is_own_user(ours)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_whole(path, b"first")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    (tmp_path / "folder" / "below").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", b"cannot replace a folder")
+    assert path.read_bytes() == b"first"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "state"]
+
+
+def test_a_locked_file_that_was_replaced_is_not_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("w") as file:
+        assert is_in_place(file.fileno(), path)
+        write_whole(path, b"another")
+        assert not is_in_place(file.fileno(), path)
+        path.unlink()
+        assert not is_in_place(file.fileno(), path)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
-from pathlib import Path
 from typing import Final
 
 from ..named_actors import job_name
+from ..processes import ProcessMark, boot_id
 
 VARIABLE: Final = "QREWARD_RUN_ID"
 """The environment variable that names the run, before anything else does."""
@@ -33,23 +33,19 @@ def current_run() -> str:
     if named:
         return named
     shared = job_name() or _launched()
-    return (
-        hashlib.blake2b(shared.encode(), digest_size=_DIGITS // 2).hexdigest() if shared else uuid.uuid4().hex[:_DIGITS]
-    )
+    if shared is None:
+        return uuid.uuid4().hex[:_DIGITS]
+    return hashlib.blake2b(shared.encode(), digest_size=_DIGITS // 2).hexdigest()
 
 
 def _launched() -> str | None:
     """Return the process that has launched the workers of this machine, and how often; None if none has."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return None
-    parent = os.getppid()
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # The name of the program, in parentheses, may hold spaces. The start is the 22nd field of all.
-        fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
-        return f"launcher {boot} {parent} {fields[19]} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    except (OSError, IndexError):
+    boot, launcher = boot_id(), ProcessMark.of(os.getppid())
+    if not boot or launcher is None:
         return None
+    return f"launcher {boot} {launcher.pid} {launcher.started} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 __all__ = ["VARIABLE", "current_run"]

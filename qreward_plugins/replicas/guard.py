@@ -133,6 +133,7 @@ class _Note:
         marks = {"guard": _mark(os.getppid()), "watcher": _mark(os.getpid()), "server": server and _mark(server)}
         # A full disk must not end a server.
         with suppress(OSError, ValueError, IndexError):
+            # As `processes.machine`, which this file cannot import.
             with open("/proc/sys/kernel/random/boot_id") as file:
                 machine = f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
             known = {"machine": machine, "output": os.fstat(output).st_ino, "label": json.loads(self._label), **marks}
@@ -243,7 +244,7 @@ def _descendants() -> list[int]:
 
 
 def _mark(pid: int) -> list[int]:
-    """Return the number of a process, and its start in clock ticks; empty if it has ended."""
+    """Return the number of a process, and its start in clock ticks; empty if it has ended. See `ProcessMark`."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return [pid, int(file.read().rpartition(b")")[2].split()[19])]

@@ -23,13 +23,13 @@ from typing import Any
 import orjson
 
 from ..errors import ConfigurationError
-from ..private_directory import is_own_user, private_directory
+from ..private_directory import private_directory
+from ..processes import command_line, is_own_user, is_stopped, own_processes
 from .group_weights import GroupWeights
 from .lock_files import lock
 from .pool import PoolFailed
 from .pool_search import RunningPool, chosen
 from .pool_use import PoolUse
-from .processes import command_line, is_stopped, own_processes
 from .spec import PoolSpec
 
 _log = logging.getLogger("qreward_plugins.replicas")

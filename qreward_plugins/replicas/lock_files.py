@@ -12,6 +12,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from ..private_directory import is_in_place
+
 _NAME = re.compile(r"[0-9a-f]{16}\.(lock|pool)")
 
 
@@ -24,7 +26,7 @@ def lock(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_in_place(descriptor, path):
+            if is_in_place(descriptor, path):
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -45,16 +47,7 @@ def _remove(path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_in_place(descriptor, path):
+            if is_in_place(descriptor, path):
                 path.unlink()
         finally:
             os.close(descriptor)
-
-
-def _is_in_place(descriptor: int, path: Path) -> bool:
-    mine = os.fstat(descriptor)
-    try:
-        there = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)

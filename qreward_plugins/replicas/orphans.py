@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .processes import ProcessMark, machine, own_processes, parent
+from ..processes import ProcessMark, machine, own_processes, parent
 
 _log = logging.getLogger("qreward_plugins.replicas")
 

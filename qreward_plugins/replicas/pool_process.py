@@ -35,14 +35,13 @@ import anyio
 import orjson
 
 from ..named_actors import in_thread
-from ..private_directory import is_own_user
+from ..processes import ProcessMark, is_own_user, peer_pid
 from .commands import Commands
 from .launch import LocalServer
 from .local_pool_use import BACKLOG, LINE_BYTES
 from .lock_files import lock, remove_unheld
 from .pool import Pool, PoolFailed
 from .pool_search import describe
-from .processes import ProcessMark, peer_pid
 from .sleep_record import SleepRecord
 from .spec import PoolSpec
 from .weights import Weights
@@ -102,7 +101,6 @@ class PoolProcess:
         if self._pool is not None:
             await self._pool.stop()
         self._tidy()
-
         for writer in (*self._users, *self._guests):
             writer.close()
 

@@ -6,14 +6,14 @@ has just come may be the first to connect: it would start servers on devices tha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import orjson
 
-from .processes import ProcessMark, machine
+from ..private_directory import write_whole
+from ..processes import ProcessMark, machine
 
 
 class SleepRecord:
@@ -29,11 +29,9 @@ class SleepRecord:
         if marks == self._written:
             return
         text = orjson.dumps({"machine": machine(), "users": sorted((one.pid, one.started) for one in marks)})
-        part = self._path.with_name(f"{self._path.name}.part")
         # A full disk must not keep a pool from its sleep.
         with suppress(OSError):
-            part.write_bytes(text)
-            os.replace(part, self._path)
+            write_whole(self._path, text)
             self._written = marks
 
     def clear(self) -> None:

@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 import orjson
 
+from ..private_directory import is_in_place, write_whole
+from ..processes import boot_id
 from ..quotas import Resource
 from .keeper import MARGIN_S, TTL_S
 from .messages import Charged
@@ -97,11 +99,7 @@ class KeeperLock:
 
     def is_current(self) -> bool:
         """Return whether this is still the last keeper: its file is in place, and there is no later one."""
-        try:
-            mine, there = os.fstat(self._descriptor), os.stat(_path(self.directory, self.number))
-        except OSError:
-            return False
-        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+        if not is_in_place(self._descriptor, _path(self.directory, self.number)):
             return False
         return not os.path.lexists(_path(self.directory, self.number + 1))
 
@@ -146,19 +144,11 @@ class KeeperLock:
 
     def leave(self, boot: str, charged: Mapping[str, Mapping[Resource, Charged]], expired_at: float) -> None:
         """Leave the state for the next keeper; see `Keeper`. If it cannot be written, it waits as after a death."""
-        state, part = self.directory / _STATE, self.directory / f"{_STATE}.part"
+        known = {"sources": write_charged(charged), "expired_at": expired_at if expired_at > 0 else None}
         try:
-            with suppress(FileNotFoundError):
-                part.unlink()
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "wb") as file:
-                known = {"sources": write_charged(charged), "expired_at": expired_at if expired_at > 0 else None}
-                file.write(dump({"clock": _clock(), "boot": boot, **known}))
-            os.replace(part, state)
+            write_whole(self.directory / _STATE, dump({"clock": _clock(), "boot": boot, **known}))
         except OSError as error:
             _log.info("the quota keeper cannot leave its state to the next one (%s)", error.strerror)
-            with suppress(OSError):
-                part.unlink()
 
     def release(self) -> None:
         """Free the lock. The file stays: it says when the keeper lived."""
@@ -199,9 +189,7 @@ def _path(directory: Path, number: int) -> Path:
 
 def _clock() -> str:
     """Identify the monotonic clock: it starts anew with the machine, and a time namespace has another one."""
-    parts = []
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    parts = [boot] if (boot := boot_id()) else []
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/time"))
     return " ".join(parts)

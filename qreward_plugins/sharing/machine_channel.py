@@ -26,7 +26,8 @@ import anyio
 
 from ..errors import ConfigurationError, KeeperSilent
 from ..named_actors import in_thread
-from ..private_directory import is_own_user, private_directory
+from ..private_directory import private_directory
+from ..processes import is_own_user
 from .frames import receive, send
 from .keeper_lock import latest, socket_path
 from .machine_keeper import MachineKeeper, take_over

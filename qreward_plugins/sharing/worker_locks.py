@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from ..private_directory import is_in_place
+
 _DIRECTORY = "workers"
 _SUFFIX = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -59,7 +61,7 @@ class WorkerLock:
         """Return whether the file is still in place, and mark it as used, for programs that remove old files."""
         with suppress(OSError):
             os.utime(self._descriptor)
-        return _is_at(self._descriptor, self._path)
+        return is_in_place(self._descriptor, self._path)
 
     def release(self) -> None:
         """Remove the file and free the lock."""
@@ -84,7 +86,7 @@ def state(directory: Path, worker: str) -> Literal["alive", "dead", "unknown"]:
         return "unknown"
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_at(descriptor, path):
+        if not is_in_place(descriptor, path):
             return "unknown"  # the file was replaced after it was opened
         path.unlink()
     except BlockingIOError:
@@ -109,14 +111,6 @@ def named(directory: Path) -> frozenset[str]:
 def not_dead(directory: Path) -> frozenset[str]:
     """Return the workers that have a file and are not proved dead. Raises OSError if the directory cannot be read."""
     return frozenset(name for name in named(directory) if state(directory, name) != "dead")
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        mine, there = os.fstat(descriptor), os.stat(path)
-    except OSError:
-        return False
-    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
 
 def _path(directory: Path, worker: str) -> Path:

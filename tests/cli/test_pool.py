@@ -16,7 +16,7 @@ from rich.console import Console
 
 from qreward_plugins import QRewardError, ReplicasNotChanged, RewardEngine, Sample
 from qreward_plugins.cli.pool import _change_all, _changing
-from qreward_plugins.replicas.processes import ProcessMark, machine
+from qreward_plugins.processes import ProcessMark, machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "replicas"))
 from pools import StandIns

@@ -12,10 +12,10 @@ import sys
 import pytest
 from pools import comes, lives, parent_of
 
+from qreward_plugins.processes import ProcessMark, machine
 from qreward_plugins.replicas.launch import LocalServer
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.orphans import end_orphans, find_orphans
-from qreward_plugins.replicas.processes import ProcessMark, machine
 
 pytestmark = pytest.mark.anyio
 

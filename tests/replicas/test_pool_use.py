@@ -14,12 +14,12 @@ import threading
 import pytest
 from pools import comes, lives, parent_of
 
+from qreward_plugins.processes import ProcessMark, machine
 from qreward_plugins.replicas import local_pool_use, pool_process, pool_use
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.pool import PoolFailed
 from qreward_plugins.replicas.pool_process import PoolProcess
 from qreward_plugins.replicas.pool_use import PoolUse
-from qreward_plugins.replicas.processes import ProcessMark, machine
 from qreward_plugins.replicas.sleep_record import SleepRecord
 
 pytestmark = pytest.mark.anyio

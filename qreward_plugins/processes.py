@@ -1,6 +1,7 @@
-"""Defines `ProcessMark`: which process of this machine is meant, so that no other one is ever taken for it.
+"""What the system tells of the processes of this machine. Linux tells all of it, other systems some.
 
-A number alone is not enough: the system gives it to another process later, and a container has numbers of its own.
+`ProcessMark` says which process is meant, so that no other one is ever taken for it. A number alone is not enough: the
+system gives it to another process later, and a container has numbers of its own.
 """
 
 from __future__ import annotations
@@ -34,23 +35,36 @@ class ProcessMark:
         return ProcessMark.of(self.pid) == self
 
 
+def boot_id() -> str:
+    """Return what tells this machine since its last boot from others; "" if the system does not tell."""
+    with suppress(OSError):
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def machine() -> str:
     """Return what tells this machine since its last boot, and this container, from others: `ProcessMark`s of others say
     nothing here. "" if the system does not tell.
     """
+    boot = boot_id()
     with suppress(OSError):
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat(_PROC / 'self/ns/pid').st_ino}"
+        # `guard.py`, which imports nothing of this package, writes the same.
+        return boot and f"{boot} {os.stat(_PROC / 'self/ns/pid').st_ino}"
     return ""
 
 
 def peer_pid(peer: socket.socket) -> int:
-    """Return the number of the process that has connected to a Unix socket; 0 if the system does not tell."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return 0
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid: int = struct.unpack("3i", credentials)[0]
-    return pid
+    """Return the number of the process at the other end of a Unix socket; 0 if the system does not tell."""
+    credentials = _credentials(peer)
+    return 0 if credentials is None else credentials[0]
+
+
+def is_own_user(peer: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to this user. Where the system does not tell, the
+    mode of the private directory has kept others out.
+    """
+    credentials = _credentials(peer)
+    return credentials is None or credentials[1] == os.getuid()
 
 
 def own_processes() -> list[int]:
@@ -80,6 +94,15 @@ def command_line(pid: int) -> list[str]:
     with suppress(OSError):
         return [os.fsdecode(word) for word in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")]
     return []
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int] | None:
+    """The process and the user at the other end of a Unix socket; None if the system does not tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 def _fields(pid: int) -> list[str] | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from qreward_plugins.quotas import Pace, Quota
 from qreward_plugins.sharing import keeper
 from qreward_plugins.sharing.keeper import Keeper
 from qreward_plugins.sharing.lost_workers import LostWorkers
@@ -180,7 +181,7 @@ def short_unknown(monkeypatch):
 
 
 def owes_nothing_of_a_bucket(monkeypatch):
-    monkeypatch.setattr(Member, "_owed", lambda self, key, now: ())
+    monkeypatch.setattr(Member, "_owed", lambda self, key, quota, now: ())
 
 
 def owes_only_what_it_gave_up_last(monkeypatch):
@@ -192,6 +193,26 @@ def owes_only_what_it_gave_up_last(monkeypatch):
         return mutated
 
     around(monkeypatch, Member, "_lower", lower)
+
+
+def counts_a_bucket_from_the_reservation(monkeypatch):
+    def sent(self, now):
+        return self.requests.stamp(1.0, now)
+
+    def reserve(original):
+        def mutated(self, prompt_tokens, completion_tokens, now, **how):
+            if self._pace is not None:
+                self._pace.spend(now)
+            return original(self, prompt_tokens, completion_tokens, now, **how)
+
+        return mutated
+
+    def no_held(original):
+        return lambda self, now, held=0.0: original(self, now)
+
+    monkeypatch.setattr(Quota, "sent", sent)
+    around(monkeypatch, Quota, "reserve", reserve)
+    around(monkeypatch, Pace, "wait_s", no_held)
 
 
 def charges_shares_alone(monkeypatch):
@@ -249,12 +270,13 @@ def calls_nothing_back(monkeypatch):
     ("mutate", "seed"),
     [
         (reports_before_it_lowers, 7),
-        (heeds_any_answer, 7),
+        (heeds_any_answer, 11),
         (hears_old_reports, 36),
         (no_lost_workers, 28),
         (no_unknown, 29),
-        (owes_nothing_of_a_bucket, 19),
-        (owes_only_what_it_gave_up_last, 23),
+        (counts_a_bucket_from_the_reservation, 17),
+        (owes_nothing_of_a_bucket, 17),
+        (owes_only_what_it_gave_up_last, 38),
         (charges_shares_alone, 3),
         (gives_up_workers_too_early, 35),
     ],

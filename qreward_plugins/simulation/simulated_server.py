@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from ..config import Batch
 from ..errors import QRewardError, SourceError, Throttled, TransientError
-from ..sources.asked import Asked
 from ..sources.base import Reply, Request
 from ..sources.lease import RoutingHints
 from ..sources.replica import ReplicaStatistics
 from ..sources.replicas import Replicas
+from ..sources.tried_replicas import TriedReplicas
 from ..spent import Usage
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .draws import Draw, Luck
@@ -229,9 +229,9 @@ class SimulatedServer:
             on_sent()
             return await serve(poison), None
         loop = asyncio.get_running_loop()
-        asked = request.refusal if isinstance(request.refusal, Asked) else None
+        tried = request.refusal if isinstance(request.refusal, TriedReplicas) else None
         failure: QRewardError | None = None
-        with await self._replicas.admit(RoutingHints(asked=asked)) as lease:
+        with await self._replicas.admit(RoutingHints(tried=tried)) as lease:
             on_sent()
             try:
                 # The first one is sound.

@@ -17,7 +17,6 @@ from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError, SourceHeld
 from ..redaction import names_secret, secrets_in
 from ..replicas.group_weights import group_of
-from .asked import Asked
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter
 from .cache_use import CacheUse
@@ -35,6 +34,7 @@ from .replica import ReplicaStatistics
 from .replicas import Replicas
 from .replies import Answer, streamed_reply
 from .stream_passing import StreamPassing
+from .tried_replicas import TriedReplicas
 
 _SHUTS_DOWN = b"cannot schedule new futures after shutdown"
 """How vLLM answers new requests while it finishes the others; its `/health` still says 200."""
@@ -242,14 +242,14 @@ class Endpoint(EndpointKind):
         # The requests of a batch go to one replica; the first of them decides.
         routing = self._replicas.routing
         by_prefix = "prefix_aware" in routing.strategies
-        # A call that was asked in vain goes alone.
-        asked = requests[0].refusal
+        # A call that was tried in vain goes alone.
+        tried = requests[0].refusal
         return RoutingHints(
             sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
             sum(demand.completion for demand in demands),
             shared_prefix(requests[0], routing.prefix_tokens) if by_prefix else None,
             group,
-            asked if isinstance(asked, Asked) else None,
+            tried if isinstance(tried, TriedReplicas) else None,
         )
 
     def _of_other_weights(self, requests: Sequence[Request]) -> Collection[int]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, TransientError
-from .asked import Asked
 from .prefixes import Prefix
 from .replica import Replica
+from .tried_replicas import TriedReplicas
 
 if TYPE_CHECKING:
     from .replicas import Replicas
@@ -27,14 +27,14 @@ replica: it may have been hedged.
 class RoutingHints:
     """What is known of a request before a replica is chosen: its prompt tokens (estimated), the most completion tokens
     (0: no bound), the part that its siblings share, its group if one version of the weights is to judge it, and the
-    replicas that were asked the same in vain.
+    replicas that the same call was sent to in vain.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prefix: Prefix | None = None
     group: str = ""
-    asked: Asked | None = None
+    tried: TriedReplicas | None = None
 
 
 NO_HINTS = RoutingHints()
@@ -47,15 +47,15 @@ class Lease:
     """
 
     __slots__ = (
-        "_asked",
         "_began_at",
         "_cancelling",
         "_key",
         "_of",
         "_open",
-        "_over",
+        "_recorded",
         "_task",
         "_tokens",
+        "_tried",
         "aborted",
         "group",
         "mixed",
@@ -67,11 +67,11 @@ class Lease:
         self._of = of
         self.replica = replica
         self.group = hints.group
-        self._asked = hints.asked
+        self._tried = hints.tried
         self._tokens = tokens
         self._began_at = now
         self._open = True
-        self._over = False
+        self._recorded = False
         self.weights = replica.weights
         """The weights of the replica when the request was sent."""
         self.mixed = False
@@ -166,44 +166,44 @@ class Lease:
             return found
         raise TransientError(str(refusal), status=refusal.status)
 
-    def judged(self, valid: bool, now: float) -> Asked | None:
+    def judged(self, valid: bool, now: float) -> TriedReplicas | None:
         """Record whether the judge found the answer valid. If not, return what the next request of the call carries, so
         that it goes to another replica.
         """
         self.replica.judged(valid, now)
         if valid:
-            if self._asked is not None:
-                self._asked.answered_by(self.replica, now)
+            if self._tried is not None:
+                self._tried.answered_by(self.replica, now)
             return None
-        asked = self._asked or Asked()
-        asked.in_vain(self.replica)
-        return asked
+        tried = self._tried or TriedReplicas()
+        tried.unanswered_by(self.replica)
+        return tried
 
-    def _refused(self, now: float, error: str) -> Asked | None:
+    def _refused(self, now: float, error: str) -> TriedReplicas | None:
         """Record that the replica refused the request; return what its next request carries, None if it is at fault."""
-        of, asked = self._of, self._asked or Asked()
-        asked.refused_by(self.replica, error, began_at=self._began_at)
-        if not self._over:
-            self._over = True
+        of, tried = self._of, self._tried or TriedReplicas()
+        tried.refused_by(self.replica, error, began_at=self._began_at)
+        if not self._recorded:
+            self._recorded = True
             self.replica.refused(now, began_at=self._began_at)
-        if not asked.is_at_fault(of.up(self.group), away=of.some_are_away(self.group)):
-            return asked
-        asked.refused_rightly()
+        if not tried.is_at_fault(of.up(self.group), more_later=of.more_later(self.group)):
+            return tried
+        tried.found_at_fault()
         return None
 
-    def _in_vain(self) -> None:
+    def _note_unanswered(self) -> None:
         """Note that this replica does not decide about a refusal by another one."""
-        if self._asked is not None:
-            self._asked.in_vain(self.replica)
+        if self._tried is not None:
+            self._tried.unanswered_by(self.replica)
 
     def undecided(self) -> None:
         """Record that the end of the call says nothing of the replica."""
-        self._over = True
+        self._recorded = True
 
     def answered(self, now: float) -> None:
         """Record that the replica answered."""
-        if not self._over:
-            self._over = True
+        if not self._recorded:
+            self._recorded = True
             self.replica.answered(now)
             self._of.answered(now - self._began_at)
 
@@ -211,9 +211,9 @@ class Lease:
         """Record that the replica was unreachable, answered with a status from 500 on or with what cannot be read, or
         refused a request as it may refuse all. `draining`: it said that it shuts down.
         """
-        if not self._over:
-            self._over = True
-            self._in_vain()
+        if not self._recorded:
+            self._recorded = True
+            self._note_unanswered()
             self.replica.failed(now, began_at=self._began_at, draining=draining)
 
     def cancelled(self, now: float) -> None:
@@ -221,10 +221,10 @@ class Lease:
         since the request was sent, this counts as a failure: it may hang. Before the first answer of any replica, it is
         unknown what a long wait is.
         """
-        if self._over:
+        if self._recorded:
             return
-        self._over = True
-        self._in_vain()
+        self._recorded = True
+        self._note_unanswered()
         waited_s, usual_s = now - self._began_at, self._of.mean_answer_s
         is_long = usual_s is not None and waited_s > _PATIENCE * usual_s
         if is_long and self.replica.answered_at < self._began_at:

@@ -299,7 +299,7 @@ class Replica:
         elif self.answered_at < began_at:
             self._suspected_at = now
 
-    def refused_rightly(self) -> None:
+    def refusal_confirmed(self) -> None:
         """Record that a request which it refused is at fault. One that refuses all its calls stays suspect until it
         answers: two broken ones agree.
         """
@@ -307,7 +307,7 @@ class Replica:
         if not (self.refuses_all or self.answers_invalidly):
             self._suspected_at = None
 
-    def refused_alone(self, now: float, *, began_at: float) -> None:
+    def refusal_contradicted(self, now: float, *, began_at: float) -> None:
         """Record that another replica answered what it had refused in a call which began at `began_at`. If it has
         answered nothing since then, this is a failure. Otherwise it refuses only some requests, and takes the others.
         """

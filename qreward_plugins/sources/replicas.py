@@ -88,7 +88,7 @@ class Replicas:
         up = [replica for replica in self._replicas if replica.mark == "up"]
         return self._of_group(group, up) if group else up
 
-    def some_are_away(self, group: str) -> bool:
+    def more_later(self, group: str) -> bool:
         """Whether replicas that are not up may take a call of this group later. For a group, this is so only while one
         replica is up: when the others are up again, they have other weights.
         """
@@ -182,10 +182,10 @@ class Replicas:
             if held:
                 raise SourceHeld(f"source {self._name!r}: {held}")
             raise TransientError(f"source {self._name!r}: no replica is up")
-        if hints.asked is not None:
-            up = hints.asked.next(up, away=self.some_are_away(hints.group))
+        if hints.tried is not None:
+            up = hints.tried.next(up, more_later=self.more_later(hints.group))
             if not up:
-                raise TransientError(f"{hints.asked.problem}; other replicas are not up")
+                raise TransientError(f"{hints.tried.problem}; other replicas are not up")
             # One that is tried out would often cost the call another try.
             up = [replica for replica in up if replica.is_trusted] or up
         candidates = [replica for replica in up if replica.takes_calls(now)]

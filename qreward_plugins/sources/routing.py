@@ -17,11 +17,11 @@ from .replica import Replica
 
 STALE_S = 5.0
 """Seconds after which a reading of a KV cache does not count any more."""
-HOMES = 2
-"""The replicas that a new prefix goes to before others: the choices of the separate processes stay among them."""
-ROOM = 3
-"""How many requests more than the least loaded replica these may have under way. A process sees only its own."""
-SHARE = 8
+CHOICES = 2
+"""The replicas among which a new prefix chooses before others. They are the same in all processes."""
+SLACK = 3
+"""How many requests more than the least loaded of all replicas one of these may have. A process sees only its own."""
+UNSPREAD = 8
 """Requests with one prefix that are not spread, however low the load is."""
 
 _64 = (1 << 64) - 1
@@ -57,7 +57,7 @@ def _by_prefix(replicas: Sequence[Replica], key: int, same_prefix: int, most_abo
     queues at its end. Requests are counted, not their tokens: most prompt tokens come from the cache, and decoding
     takes the time. Three additions keep the loads even:
 
-    - A new prefix goes to the less loaded one of the first `HOMES` replicas in its order, as in partial key grouping
+    - A new prefix goes to the less loaded one of the first `CHOICES` replicas in its order, as in partial key grouping
       (Nasir et al., ICDE 2015, arXiv:1504.00788): processes that each see only their own load balance the sum, and a
       prefix is computed at two replicas at most. If both are busy, it goes to one of the least loaded of all.
     - A prefix that was sent to a replica before goes there again, to the least loaded one if there are several.
@@ -70,19 +70,18 @@ def _by_prefix(replicas: Sequence[Replica], key: int, same_prefix: int, most_abo
     def rank(replica: Replica) -> int:
         return _mixed(key, replica.seed)
 
-    homes = math.ceil(same_prefix / max(mean, SHARE))
-    if homes > 1:
+    spread = math.ceil(same_prefix / max(mean, UNSPREAD))
+    if spread > 1:
         order = sorted(replicas, key=rank, reverse=True)
-        home = min(order[:homes], key=lambda replica: replica.pending_tokens)
-        return home if home.in_flight < bound else next(replica for replica in order if replica.in_flight < bound)
+        best = min(order[:spread], key=lambda replica: replica.pending_tokens)
+        return best if best.in_flight < bound else next(replica for replica in order if replica.in_flight < bound)
     knowing = [replica for replica in replicas if replica.in_flight < bound and replica.knows(key)]
     if knowing:
         return min(knowing, key=lambda replica: (replica.in_flight, -rank(replica)))
     fewest = min(replica.in_flight for replica in replicas)
-    first = heapq.nlargest(HOMES, replicas, key=rank)
-    home = min(first, key=lambda replica: replica.in_flight)
-    if home.in_flight < min(bound, fewest + ROOM):
-        return home
+    best = min(heapq.nlargest(CHOICES, replicas, key=rank), key=lambda replica: replica.in_flight)
+    if best.in_flight < min(bound, fewest + SLACK):
+        return best
     return max((replica for replica in replicas if replica.in_flight == fewest), key=rank)
 
 

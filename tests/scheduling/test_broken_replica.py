@@ -63,7 +63,7 @@ def add(stage):
             for at, url, mark in marks:
                 if loop.time() >= at:
                     replicas.mark(url, mark)
-            with await replicas.admit(RoutingHints(asked=request.refusal)) as lease:
+            with await replicas.admit(RoutingHints(tried=request.refusal)) as lease:
                 on_sent()
                 asked[lease.base_url] += 1
                 seconds, end = servers[lease.base_url](request.size, loop.time())

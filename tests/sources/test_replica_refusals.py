@@ -15,11 +15,11 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.sources.asked import MOST_REFUSALS, Asked
 from qreward_plugins.sources.base import ServedWeights
 from qreward_plugins.sources.lease import Lease, RoutingHints
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, FIRST_CALLS, IN_A_ROW, START_S, Mark, Replica
 from qreward_plugins.sources.replicas import Replicas
+from qreward_plugins.sources.tried_replicas import MOST_REFUSALS, TriedReplicas
 
 REFUSED = PermanentError("source 's' (a/v1) answered 400 (too long)", status=400)
 
@@ -32,7 +32,7 @@ def ask(
     replicas: Replicas, end: Exception | None = None, refusal: object = None, *, now: float = 0.0, group: str = ""
 ) -> tuple[str, object]:
     """Ask one replica, which answers or ends with `end`. Return its URL and the refusal that another is to decide."""
-    lease = replicas.acquire(now, RoutingHints(group=group, asked=refusal))  # type: ignore[arg-type]
+    lease = replicas.acquire(now, RoutingHints(group=group, tried=refusal))  # type: ignore[arg-type]
     return lease.base_url, read(lease, end, now)
 
 
@@ -63,7 +63,7 @@ def test_a_replica_that_refuses_what_another_answers_has_failed(caplog: pytest.L
     replicas = of("a", "b")
     url, refusal = ask(replicas, REFUSED)
     assert url == "a"
-    assert isinstance(refusal, Asked)
+    assert isinstance(refusal, TriedReplicas)
     assert (health(replicas), failures(replicas)) == (["up", "up"], [0, 0])
     with caplog.at_level(logging.WARNING, "qreward_plugins.sources"):
         assert ask(replicas, None, refusal) == ("b", None)
@@ -80,7 +80,7 @@ def test_a_replica_that_refuses_what_another_answers_has_failed(caplog: pytest.L
 def test_a_replica_that_was_restarted_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
     replicas = of("a", "b")
     for _ in range(2):
-        refusal = Asked()
+        refusal = TriedReplicas()
         refusal.refused_by(replicas.all[0], "refused", began_at=0.0)
         assert ask(replicas, None, refusal) == ("b", None)
         replicas.mark("a", "down")
@@ -125,10 +125,10 @@ def test_two_that_refuse_everything_do_not_decide() -> None:
     for broken in (a, b):
         for _ in range(IN_A_ROW):
             broken.refused(1.0, began_at=1.0)
-    refusal = Asked()
+    refusal = TriedReplicas()
     for broken in (a, b):
         refusal.refused_by(broken, "refused", began_at=1.0)
-    assert not refusal.is_at_fault(replicas.all, away=False)
+    assert not refusal.is_at_fault(replicas.all, more_later=False)
     assert ask(replicas, None, refusal, now=1.0) == ("c", None)
     assert failures(replicas) == [1, 1, 0]
 
@@ -210,7 +210,7 @@ def test_a_replica_that_does_not_answer_does_not_decide() -> None:
     replicas = of("a", "b")
     replicas.answered(1.0)
     _, refusal = ask(replicas, REFUSED)
-    lease = replicas.acquire(0.0, RoutingHints(asked=refusal))  # type: ignore[arg-type]
+    lease = replicas.acquire(0.0, RoutingHints(tried=refusal))  # type: ignore[arg-type]
     lease.release()
     lease.cancelled(60.0)  # it hangs
     assert lease.base_url == "b"
@@ -326,7 +326,7 @@ def test_invalid_replies_in_a_row_make_a_replica_suspect_until_one_is_valid(capl
         assert replicas.all[0].takes_calls(0.0)
         lease.answered(0.0)
         asked = lease.judged(False, 0.0)
-        assert isinstance(asked, Asked)
+        assert isinstance(asked, TriedReplicas)
         assert ask(replicas, None, asked) == ("b", None)
     assert {ask(replicas)[0] for _ in range(9)} == {"b"}
     now = FIRST_BACKOFF_S

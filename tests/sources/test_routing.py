@@ -14,7 +14,7 @@ from qreward_plugins.config.source_models import EndpointConfig, Routing, Routin
 from qreward_plugins.sources.lease import RoutingHints
 from qreward_plugins.sources.prefixes import Prefix
 from qreward_plugins.sources.replicas import Replicas
-from qreward_plugins.sources.routing import ROOM, STALE_S
+from qreward_plugins.sources.routing import SLACK, STALE_S
 
 
 def of(count: int, *strategies: RoutingStrategy) -> Replicas:
@@ -160,16 +160,16 @@ def test_of_two_busy_homes_none_is_taken() -> None:
         first = lease.replica
     for replica in replicas.all:
         replica.reset()
-    first.in_flight = ROOM
+    first.in_flight = SLACK
     with replicas.acquire(0.0, hints(1)) as lease:
         second = lease.replica
     assert second is not first
     second.reset()
-    second.in_flight = ROOM - 1
+    second.in_flight = SLACK - 1
     with replicas.acquire(0.0, hints(1)) as lease:
         assert lease.replica is second
     second.reset()
-    second.in_flight = ROOM
+    second.in_flight = SLACK
     with replicas.acquire(0.0, hints(1)) as lease:
         assert lease.replica.in_flight == 1
 

@@ -1,4 +1,4 @@
-"""Defines `Asked`, what the replicas of a source did with one call so far, and who is at fault if they refused it."""
+"""Defines `TriedReplicas`: the replicas that one call was sent to in vain, and who is at fault if they refused it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ ENOUGH_REFUSALS = 2
 """Replicas that answer other requests and refuse this one, from which it is at fault."""
 
 
-class Asked:
-    """The replicas that were asked one call in vain: they refused it (400, 413, 422), failed, or answered invalidly.
+class TriedReplicas:
+    """The replicas that one call was sent to in vain: they refused it (400, 413, 422), failed, or answered invalidly.
 
     The next request of the call carries it (`Request.refusal`), and goes to another replica. If that one answers, those
     that refused have failed. If the request is found at fault, no replica has.
     """
 
-    __slots__ = ("_decided", "_others", "_refused")
+    __slots__ = ("_decided", "_refused", "_unanswered")
 
     def __init__(self) -> None:
         self._refused: dict[Replica, tuple[float, str]] = {}
         """Those that refused it, with the time at which it was first sent to them, and the error."""
-        self._others: dict[Replica, None] = {}
+        self._unanswered: dict[Replica, None] = {}
         """Those that did not answer it, or not validly."""
         self._decided = False
 
@@ -35,41 +35,42 @@ class Asked:
         """Record that `replica` refused the request, sent at `began_at`."""
         self._refused.setdefault(replica, (began_at, error))
 
-    def in_vain(self, replica: Replica) -> None:
+    def unanswered_by(self, replica: Replica) -> None:
         """Record that `replica` did not answer, or not validly."""
-        self._others[replica] = None
+        self._unanswered[replica] = None
 
-    def unasked(self, up: Sequence[Replica]) -> list[Replica]:
-        """Return those of `up` that were not asked yet, and may answer."""
-        asked = self._refused.keys() | self._others
-        return [replica for replica in up if replica not in asked and not replica.refuses_all]
+    def untried(self, up: Sequence[Replica]) -> list[Replica]:
+        """Return those of `up` that were not tried yet, and may answer."""
+        tried = self._refused.keys() | self._unanswered
+        return [replica for replica in up if replica not in tried and not replica.refuses_all]
 
-    def next(self, up: Sequence[Replica], *, away: bool) -> Sequence[Replica]:
-        """Return those of `up` that the call may go to now; empty if it has to wait for others, which are `away`.
+    def next(self, up: Sequence[Replica], *, more_later: bool) -> Sequence[Replica]:
+        """Return those of `up` that the call may go to now; empty if it has to wait. `more_later`: further replicas may
+        take it later.
 
-        First come those that were not asked yet. Then one that refused it and answers others decides. Those that did
-        not answer are asked again.
+        First come those that were not tried yet. Then one that refused it and answers others decides. Those that did
+        not answer are tried again.
         """
-        left = self.unasked(up) or [replica for replica in up if replica in self._speaking()]
-        left = left or [replica for replica in up if replica in self._others and replica not in self._refused]
-        return left if left or (away and self._refused) else up
+        left = self.untried(up) or [replica for replica in up if replica in self._credible()]
+        left = left or [replica for replica in up if replica in self._unanswered and replica not in self._refused]
+        return left if left or (more_later and self._refused) else up
 
-    def is_at_fault(self, up: Collection[Replica], *, away: bool) -> bool:
-        """Whether the request is at fault, after a refusal. `up`: the replicas that take the call now. `away`: others
-        may take it later.
+    def is_at_fault(self, up: Collection[Replica], *, more_later: bool) -> bool:
+        """Whether the request is at fault, after a refusal. `up`: the replicas that take the call now. `more_later`:
+        further ones may take it later.
         """
-        speaking = len(self._speaking())
-        if speaking >= ENOUGH_REFUSALS or len(self._refused) >= MOST_REFUSALS:
+        credible = len(self._credible())
+        if credible >= ENOUGH_REFUSALS or len(self._refused) >= MOST_REFUSALS:
             return True
-        if self.unasked([*up]):
+        if self.untried([*up]):
             return False
-        return speaking > 0 or not (away or any(replica in self._others for replica in up))
+        return credible > 0 or not (more_later or any(replica in self._unanswered for replica in up))
 
-    def refused_rightly(self) -> None:
+    def found_at_fault(self) -> None:
         """Record that the request is at fault."""
         self._decided = True
         for replica in self._refused:
-            replica.refused_rightly()
+            replica.refusal_confirmed()
 
     def answered_by(self, other: Replica, now: float) -> None:
         """Record that `other` gave a valid answer, and warn once of each replica that refused the call, or gave
@@ -79,7 +80,7 @@ class Asked:
             return
         for replica, (began_at, error) in self._refused.items():
             self._decided = True
-            replica.refused_alone(now, began_at=began_at)
+            replica.refusal_contradicted(now, began_at=began_at)
             if not replica.refuses_alone:
                 replica.refuses_alone = True
                 _log.warning(
@@ -89,7 +90,7 @@ class Asked:
                     other.base_url,
                     replica.base_url,
                 )
-        for replica in self._others:
+        for replica in self._unanswered:
             if replica.answers_invalidly and not replica.invalid_alone:
                 replica.invalid_alone = True
                 _log.warning(
@@ -104,6 +105,6 @@ class Asked:
         """The last refusal; "" if there was none."""
         return next((error for _, error in reversed(self._refused.values())), "")
 
-    def _speaking(self) -> list[Replica]:
+    def _credible(self) -> list[Replica]:
         """Those whose refusal says something of the request: they answer others."""
         return [replica for replica, (began_at, _) in self._refused.items() if replica.answers_others(began_at)]

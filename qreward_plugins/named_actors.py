@@ -96,7 +96,10 @@ def join_cluster() -> None:
         remedy = "start one with `ray start --head`, or set RAY_ADDRESS to the address of one"
         raise ConnectionError(f"{missing}: {remedy}") from None
     except (RuntimeError, ValueError) as error:  # another version of Ray or Python, an address that is none
-        raise ConnectionError(f"the Ray cluster cannot be joined: {str(error).splitlines()[0]}") from None
+        # Ray's first sentence says what is wrong. A list of remedies for other callers may follow.
+        first, *_ = re.split(r"\.\s|\n", str(error).strip())
+        where = f" of RAY_ADDRESS={address}" if address else ""
+        raise ConnectionError(f"the Ray cluster{where} cannot be joined: {first}") from None
 
 
 def get_or_start(name: str, cls: type) -> Any:

@@ -131,16 +131,19 @@ class _Note:
         if not self._path:
             return
         marks = {"guard": _mark(os.getppid()), "watcher": _mark(os.getpid()), "server": server and _mark(server)}
+        part = self._path + ".part"
         # A full disk must not end a server.
         with suppress(OSError, ValueError, IndexError):
             # As `processes.machine`, which this file cannot import.
             with open("/proc/sys/kernel/random/boot_id") as file:
                 machine = f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
             known = {"machine": machine, "output": os.fstat(output).st_ino, "label": json.loads(self._label), **marks}
-            part = self._path + ".part"
             with open(part, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 json.dump(known, file)
             os.replace(part, self._path)
+            return
+        with suppress(OSError):
+            os.unlink(part)
 
     def remove_at_end(self) -> None:
         """Remove it, unless a process hangs in the kernel and has survived the sweep."""

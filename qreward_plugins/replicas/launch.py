@@ -202,8 +202,12 @@ class LocalServer:
         spec = self._spec
         launch = spec.launch(name, self._host, port, weights)
         command = self._kind.command(launch)
-        with suppress(OSError):
-            self._log_from = self._log_path.stat().st_size
+        try:
+            # The guard could not say it: its output is the log.
+            with open(self._log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+                self._log_from = log.tell()
+        except OSError as error:
+            raise ServerFailed(f"its log {self._log_path} cannot be written ({error.strerror})") from None
         program = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(spec.stop_within_s)]
         try:
             self._guard = subprocess.Popen(

@@ -26,7 +26,7 @@ from ..errors import ConfigurationError
 from ..private_directory import private_directory
 from ..processes import command_line, is_own_user, is_stopped, own_processes
 from .group_weights import GroupWeights
-from .lock_files import lock
+from .lock_files import locked
 from .pool import PoolFailed
 from .pool_search import RunningPool, chosen
 from .pool_use import PoolUse
@@ -171,18 +171,14 @@ class LocalPoolUse(PoolUse):
             return found
         if self.finds:
             return self._search(folder)
-        held = -1
         try:
-            held = lock(folder / f"{self.spec.key}.lock")
-            found = _connected(path)
-            if found is None:
-                _start_process(path, folder, self.spec.key)
+            with locked(folder / f"{self.spec.key}.lock"):
                 found = _connected(path)
+                if found is None:
+                    _start_process(path, folder, self.spec.key)
+                    found = _connected(path)
         except OSError as error:
             raise PoolFailed(f"no process can be started ({error.strerror or error}; {folder})") from None
-        finally:
-            if held >= 0:
-                os.close(held)
         if found is None:
             raise PoolFailed("the process of the pool cannot be reached")
         return found
@@ -227,9 +223,22 @@ def _described(path: Path) -> Mapping[str, Any] | None:
     return {}
 
 
+_not_for_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Sockets that a forked child would keep listening when the pool has ended: others would wait for its answer."""
+
+
+def _close_listening() -> None:
+    for listening in list(_not_for_children):
+        listening.close()
+
+
+os.register_at_fork(after_in_child=_close_listening)
+
+
 def _start_process(path: Path, folder: Path, key: str) -> None:
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listening:
+        _not_for_children.add(listening)
         listening.bind(str(path))
         listening.listen(BACKLOG)
         with (folder / f"{key}.log").open("wb") as log:

@@ -98,9 +98,14 @@ def find_orphans(folder: Path) -> list[Orphan]:
 
 def end_orphans(folder: Path) -> None:
     """Kill all processes of servers noted in a private directory that nobody supervises, and wait for their end. It
-    blocks, at most some 20 seconds for each.
+    blocks, at most some 20 seconds for each. Where the system cannot signal one process for certain, none is killed.
     """
     for path, note, processes in _found(folder):
+        if not _can_send():
+            left = _orphan(note, processes)
+            what = "nobody supervises a server of replica %d of %s, and this system cannot end it safely: kill -9 %s"
+            _log.warning(what, left.replica, left.source, " ".join(map(str, left.pids)))
+            continue
         ended = _end(note, processes)
         orphan = _orphan(note, ended)
         pids = ", ".join(map(str, orphan.pids))
@@ -147,6 +152,23 @@ def _end(note: _Note, processes: frozenset[ProcessMark]) -> frozenset[ProcessMar
     while any(process.lives for process in known) and time.monotonic() < until:
         pause.wait(0.01)
     return known
+
+
+def _can_send() -> bool:
+    """Whether `_send` can send signals: not in some builds of Python, kernels and sandboxes."""
+    if not (hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")):
+        return False
+    try:
+        descriptor = os.pidfd_open(os.getpid())
+    except OSError:
+        return False
+    try:
+        signal.pidfd_send_signal(descriptor, 0)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _send(process: ProcessMark, number: int) -> None:

@@ -39,7 +39,7 @@ from ..processes import ProcessMark, is_own_user, peer_pid
 from .commands import Commands
 from .launch import LocalServer
 from .local_pool_use import BACKLOG, LINE_BYTES
-from .lock_files import lock, remove_unheld
+from .lock_files import listens, lock, locked, remove_files, remove_left
 from .pool import Pool, PoolFailed
 from .pool_search import describe
 from .sleep_record import SleepRecord
@@ -110,21 +110,16 @@ class PoolProcess:
                 os.utime(path)
 
     def _tidy(self) -> None:
-        """Remove the socket, unless it is that of a later pool, the logs, and the lock files that nobody holds."""
-        if self._logs is not None:
-            shutil.rmtree(self._logs, ignore_errors=True)
-        held = lock(self._folder / f"{self._key}.lock")
-        try:
-            path = self._folder / f"{self._key}.sock"
-            with socket.socket(socket.AF_UNIX) as channel, suppress(OSError):
-                if channel.connect_ex(str(path)) != 0:
-                    path.unlink()
-                    (self._folder / f"{self._key}.log").unlink()
-        finally:
-            os.close(held)
+        """Remove the files, unless they are those of a later pool, and what killed pools have left."""
+        with locked(self._folder / f"{self._key}.lock"):
+            if not listens(self._folder / f"{self._key}.sock"):
+                remove_files(self._folder, self._key)
+            elif self._logs is not None and self._lock >= 0:
+                # The later pool waits for our lock before it makes its own.
+                shutil.rmtree(self._logs, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)  # a guard that still runs holds it, too
-        remove_unheld(self._folder)
+        remove_left(self._folder)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not is_own_user(writer.get_extra_info("socket")):

@@ -42,9 +42,19 @@ class SleepRecord:
 
     def holds(self) -> bool:
         """Whether an earlier pool slept when its process ended, and a process that used it still runs."""
+        return self._state() == "holds"
+
+    def remove_spent(self) -> None:
+        """Remove it if no process that used the pool runs any more. Those of another container cannot be told."""
+        if self._state() == "spent":
+            self.clear()
+
+    def _state(self) -> str:
         try:
             known = orjson.loads(self._path.read_bytes())
             users = [ProcessMark(pid, started) for pid, started in known["users"]]
+            if known["machine"] != machine() or machine() == "":
+                return "foreign"
         except (OSError, ValueError, KeyError, TypeError):
-            return False
-        return known["machine"] == machine() != "" and any(user.lives for user in users)
+            return "spent"
+        return "holds" if any(user.lives for user in users) else "spent"

@@ -125,6 +125,10 @@ class FakeRay(types.ModuleType):
             "no Ray cluster runs on this machine: start",
         ),
         (RuntimeError("Version mismatch: 2.9\nmore"), "the Ray cluster cannot be joined: Version mismatch: 2.9"),
+        (
+            ValueError("Invalid Ray address: 'http://a:1'. It looks like this. To fix this, either:\nmore"),
+            "the Ray cluster cannot be joined: Invalid Ray address: 'http://a:1'",
+        ),
     ],
 )
 def test_the_cluster_of_this_machine_is_joined_or_the_reason_told(run_cli, on_ray, monkeypatch, failure, said):
@@ -135,6 +139,15 @@ def test_the_cluster_of_this_machine_is_joined_or_the_reason_told(run_cli, on_ra
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: {on_ray}: source 'own' has `placement: ray`, and {said}")
+    assert "either" not in line
+
+
+def test_an_address_that_is_none_is_named(run_cli, on_ray, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    monkeypatch.setattr("qreward_plugins.named_actors.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "ray", FakeRay(ValueError("Invalid address")))
+    result = run_cli("serve-judge", on_ray)
+    assert "the Ray cluster of RAY_ADDRESS=nonsense cannot be joined: Invalid address" in result.stderr
 
 
 def test_a_cluster_is_joined_before_the_engine_is_opened(on_ray, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 from pools import comes, lives, parent_of
 
 from qreward_plugins.processes import ProcessMark, machine
+from qreward_plugins.replicas import guard
 from qreward_plugins.replicas.launch import LocalServer
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.orphans import end_orphans, find_orphans
@@ -97,6 +98,36 @@ async def test_stopping_a_server_whose_guard_was_killed_ends_it(stand_ins, share
     await server.stop()
     assert stand_ins.living() == []
     assert notes(shared_directory) == []
+
+
+@pytest.mark.parametrize("how", ["old Python", "sandbox"])
+async def test_where_one_process_cannot_be_signalled_for_certain_it_is_named(
+    stand_ins, shared_directory, monkeypatch, caplog, how
+):
+    """And other servers start."""
+    server = await orphaned(stand_ins.spec(), stand_ins)
+
+    def refuse(*words):
+        raise PermissionError
+
+    if how == "old Python":
+        monkeypatch.delattr(signal, "pidfd_send_signal")
+    else:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    end_orphans(shared_directory)
+    assert lives(server)
+    said = f"nobody supervises a server of replica 0 of own, and this system cannot end it safely: kill -9 {server}"
+    assert caplog.messages == [said]
+    monkeypatch.undo()
+    end_orphans(shared_directory)
+    assert not lives(server)
+
+
+def test_a_note_that_cannot_be_written_leaves_no_part(tmp_path):
+    path = tmp_path / "key.0-1.server"
+    path.mkdir()
+    guard._Note(str(path), "{}").write(1, None)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 async def test_servers_that_are_supervised_are_left_alone(stand_ins, shared_directory):

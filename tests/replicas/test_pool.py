@@ -117,6 +117,15 @@ async def test_a_program_that_does_not_exist_is_named(stand_ins):
     assert caught.value.log == "no-such-server: No such file or directory"
 
 
+async def test_a_log_that_cannot_be_written_is_named(stand_ins):
+    (stand_ins.folder / "own-0.log").mkdir()
+    server = LocalServer(stand_ins.spec(), 0, folder=stand_ins.folder)
+    with pytest.raises(ServerFailed) as failed:
+        await server.start()
+    assert failed.value.problem == f"its log {stand_ins.folder}/own-0.log cannot be written (Is a directory)"
+    await server.stop()
+
+
 async def test_a_server_that_refuses_to_stop_ends_with_all_that_it_has_started(stand_ins):
     pool = pool_of(stand_ins, stand_ins.spec("stubborn", "children=2", stop_within_s=0.3))
     await pool.start()

@@ -164,6 +164,13 @@ def test_a_pool_sleeps_on_only_for_a_process_that_still_runs(folder):
     assert not SleepRecord(path).holds()
 
 
+def test_a_record_that_cannot_be_written_leaves_no_part(folder):
+    path = folder / "key.asleep"
+    path.mkdir()
+    SleepRecord(path).write([ProcessMark.of(os.getpid())])
+    assert list(folder.iterdir()) == [path]
+
+
 async def test_a_pool_that_is_stopped_is_named_and_not_replaced(stand_ins, monkeypatch, caplog):
     """By Ctrl-Z, a debugger or SIGSTOP: it has its devices still."""
     spec = stand_ins.spec(stop_within_s=0.1)
@@ -215,6 +222,37 @@ async def test_a_search_names_a_pool_that_answers_nothing(stand_ins, monkeypatch
     os.kill(pool, signal.SIGCONT)
     for each in (finds, use):
         await each.aclose()
+
+
+async def test_a_child_that_is_forked_during_the_start_does_not_answer_for_the_pool(stand_ins, folder, monkeypatch):
+    """Workers of a data loader are forked at any time, and live as long as the training."""
+    children, popen = [], subprocess.Popen
+    end, held = os.pipe()
+
+    def forks(*words, **how):
+        child = os.fork()
+        if child == 0:
+            os.close(held)
+            os.read(end, 1)
+            os._exit(0)
+        children.append(child)
+        return popen(*words, **how)
+
+    monkeypatch.setattr(local_pool_use.subprocess, "Popen", forks)
+    use = LocalPoolUse(stand_ins.spec())
+    try:
+        await use.start()
+        monkeypatch.undo()
+        monkeypatch.setattr("qreward_plugins.private_directory.USUAL", str(folder))
+        (first,) = stand_ins.living()
+        os.kill(parent_of(first, 3), signal.SIGKILL)
+        await comes(lambda: use.states and use.states[0].state == "up" and not lives(first))
+        await use.aclose()
+        assert list(folder.iterdir()) == []
+    finally:
+        os.close(held)
+        await asyncio.to_thread(lambda: [os.waitpid(child, 0) for child in children])
+        os.close(end)
 
 
 async def test_closing_during_the_start_leaves_nothing(stand_ins):

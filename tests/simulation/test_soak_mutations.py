@@ -57,7 +57,7 @@ def quota_without(part):
 
 
 def no_pacing(monkeypatch):
-    monkeypatch.setattr(Pace, "wait_s", lambda self, now: 0.0)
+    monkeypatch.setattr(Pace, "wait_s", lambda self, now, held: 0.0)
 
 
 def no_deadline(monkeypatch):

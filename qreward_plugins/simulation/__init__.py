@@ -9,9 +9,10 @@ from .bound import Job, makespan_bound_s
 from .clock import Deadlock, VirtualTimeLoop, run
 from .draws import Draw, Luck
 from .random_servers import random_faults, random_servers
+from .request_server import Served
 from .scenarios import SCENARIOS, Scenario, scenario
 from .servers import Fault, Server
-from .simulated_server import Served, SimulatedServer
+from .simulated_server import SimulatedServer
 from .sources import Behaviour, SimulatedSource
 from .trace import Trace
 

@@ -17,8 +17,9 @@ from ..samples import Outcome, Sample
 from ..telemetry import BatchReport
 from .draws import Luck
 from .poison import Poison
+from .request_server import Served
 from .servers import Server
-from .simulated_server import Served, SimulatedServer
+from .simulated_server import SimulatedServer
 from .trace import Trace
 from .trial import Call
 

@@ -1,0 +1,278 @@
+"""Serves requests in virtual time, under the strict limits and the faults of a `Server`, whatever their protocol.
+
+A sent request arrives even if its client cancels it on the way, and is counted then. A refused request is not counted,
+and every refusal because of a limit is recorded in `violations`. Two refusals are no violations: throttling by a fault,
+because the client kept to its limits; and a request larger than the whole token window, because the engine never
+withholds a sample for an estimate. It sends such a request alone, and the server refuses it.
+
+The arrival and the end of a request are timers, not tasks, because thousands of runs with thousands of requests must be
+cheap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import SourceError, Throttled, TransientError
+from .draws import Draw, Luck
+from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, Poison, error_of
+from .server_limits import SIZE, ServerLimits
+from .servers import Server, phases
+from .trace import Trace
+
+REFUSAL_S = 0.1
+"""Round trip of a refused request: a refused connection, or a 429."""
+
+_BROKEN_AFTER_S = 0.01
+_ERROR_PART = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An answer, before it is turned into a reply."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    valid: bool
+    """Whether its verdict is valid."""
+    announced: Mapping[str, float]
+    """The announced limits, as in `Reply.announced`."""
+    each_valid: tuple[bool, ...] = ()
+    """Whether the verdict of each call is valid, the first one's as `valid`."""
+
+
+class RequestServer:
+    """Serves the requests of one run of one event loop as `server` says. `luck` is shared by the servers of the run.
+
+    `arrivals` are the arrival times of requests, `violations` (time, limit) of the requests refused because of a limit,
+    `in_flight` the taken places, `peak_in_flight` the most ever taken. `sent`, `answered`, `throttled`, `failed` and
+    `cancelled` count requests.
+    """
+
+    def __init__(self, server: Server, luck: Luck, *, trace: Trace | None = None) -> None:
+        self.server = server
+        self.name = server.name
+        self.arrivals: list[float] = []
+        self.violations: list[tuple[float, str]] = []
+        self.in_flight = 0
+        self.peak_in_flight = 0
+        self.sent = self.answered = self.throttled = self.failed = self.cancelled = 0
+        self._luck = luck
+        self._trace = trace
+        self._phases = phases(server.faults)
+        self._limits = ServerLimits(server)
+
+    async def serve(
+        self,
+        sample_id: str,
+        work: float,
+        prompt_tokens: int,
+        completion_tokens: int,
+        *,
+        poison: Poison | None = None,
+        sender: str = "",
+        others: Sequence[tuple[str, Poison | None]] = (),
+    ) -> Served:
+        """Serve one request of a sample, sent now, with this hidden `work` (1 is the mean) and these tokens. `sender`
+        makes no difference to the server. `others`: further samples of the same request, and
+        their poisons.
+
+        Raises one `SourceError`: `Throttled` (429), `TransientError` (status 500, or None if the connection broke)
+        or what `poison` provokes. A request that hangs never ends; cancelling it is safe at any time.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        draw = self._luck.draw(sample_id)
+        call = _Call(draw, sample_id, work, prompt_tokens, completion_tokens, now, loop, poison)
+        call.others = [
+            -1.0 if other_poison == "prose" else self._luck.draw(other).invalid for other, other_poison in others
+        ]
+        self.sent += 1
+        self._note(call, "sent")
+        first, last = self.server.network_s
+        loop.call_at(now + first + (last - first) * call.draw.network, self._arrive, call)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._cancelled(call)
+            raise
+
+    # Timers
+
+    def _arrive(self, call: _Call) -> None:
+        now = call.loop.time()
+        server = self.server
+        self.arrivals.append(now)
+        draw = call.draw
+        error_share = server.error_share
+        storm_s: float | None = None
+        for fault in server.faults:
+            if fault.start_s <= now < fault.end_s:
+                if fault.kind == "refuse":
+                    self._refuse(call, TransientError(f"{self.name} refuses connections"), "refused")
+                    return
+                if fault.kind == "throttle":
+                    storm_s = fault.factor
+                elif fault.kind == "errors":
+                    error_share = max(error_share, fault.factor)
+        if storm_s is not None:
+            self._throttle(call, storm_s, "throttles everybody")
+            return
+        tokens = call.prompt_tokens + call.completion_tokens
+        leaves_at_once = call.given_up and server.cancel_frees
+        limit, wait_s = self._limits.broken(tokens, 0 if leaves_at_once else self.in_flight, now)
+        if limit:
+            if limit != SIZE:
+                self.violations.append((now, limit))
+            self._throttle(call, wait_s, f"is over its {limit}")
+            return
+        self._limits.enter(tokens, now)
+        if leaves_at_once:
+            return
+        call.held = True
+        self.in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        service_s = server.seconds_per_unit * call.work
+        if server.noise:
+            service_s *= math.exp(server.noise * (draw.normal - server.noise / 2))
+        if draw.straggler < server.straggler_share:
+            service_s *= server.straggler_factor
+        error: SourceError | None = None
+        if draw.error < error_share:
+            error = TransientError(f"{self.name} answered with status 500", status=500)
+            service_s *= _ERROR_PART
+        error = error_of(call.poison, self.name) or error
+        if call.poison == "hang":
+            service_s = HANGS_S
+        end_s = max(now, call.sent_at + server.overhead_s + service_s)
+        if server.faults:
+            end_s, error = self._through_faults(now, end_s, error)
+        if end_s < math.inf:
+            call.timer = call.loop.call_at(end_s, self._end, call, error)
+        elif not server.cancel_frees:
+            hung_until_s = max(fault.end_s for fault in server.faults if fault.kind == "hang")
+            if hung_until_s < math.inf:
+                call.loop.call_at(hung_until_s, self._forget, call)
+
+    def _end(self, call: _Call, error: SourceError | None) -> None:
+        """End a request that had a place."""
+        call.held = False
+        self.in_flight -= 1
+        future = call.future
+        if future.done():
+            return
+        if error is not None:
+            self.failed += 1
+            self._note(call, "failed")
+            future.set_exception(error)
+            return
+        self.answered += 1
+        valid = call.draw.invalid >= self.server.invalid_share and call.poison != "prose"
+        self._note(call, "answered" if valid else "answered nonsense")
+        used = (ABSURD_TOKENS,) * 2 if call.poison == "usage" else (call.prompt_tokens, call.completion_tokens)
+        announced = ABSURD_LIMITS if call.poison == "limits" else self._limits.announced(call.loop.time())
+        each_valid = (valid, *(invalid >= self.server.invalid_share for invalid in call.others))
+        future.set_result(Served(*used, valid, announced, each_valid))
+
+    def _forget(self, call: _Call) -> None:
+        """Drop a request in flight after a hang, without telling its client."""
+        if call.held:
+            call.held = False
+            self.in_flight -= 1
+
+    def _give_answer(self, call: _Call, error: SourceError, words: str) -> None:
+        if not call.future.done():
+            self._note(call, words)
+            call.future.set_exception(error)
+
+    # Helpers
+
+    def _throttle(self, call: _Call, wait_s: float, why: str) -> None:
+        self.throttled += 1
+        retry_after_s = wait_s if self.server.retry_after == "seconds" else None
+        error = Throttled(f"{self.name} {why}", status=429, retry_after_s=retry_after_s)
+        self._refuse(call, error, f"throttled: {why}, {wait_s:.6f} s")
+
+    def _refuse(self, call: _Call, error: SourceError, words: str) -> None:
+        if not isinstance(error, Throttled):
+            self.failed += 1
+        call.loop.call_at(max(call.loop.time(), call.sent_at + REFUSAL_S), self._give_answer, call, error, words)
+
+    def _through_faults(self, now: float, end_s: float, error: SourceError | None) -> tuple[float, SourceError | None]:
+        """When and how a request ends that would do so at `end_s` on a healthy server."""
+        left_s = end_s - now
+        for phase in self._phases:
+            if phase.end_s <= now:
+                continue
+            if phase.dead:
+                break
+            room_s = (phase.end_s - max(now, phase.start_s)) * phase.speed
+            if left_s <= room_s:
+                return max(now, phase.start_s) + left_s / phase.speed, error
+            left_s -= room_s
+        # The first dead phase decides: the connection breaks, or is never answered.
+        if phase.hangs:
+            return math.inf, None
+        return max(now, phase.start_s) + _BROKEN_AFTER_S, TransientError(f"{self.name} broke the connection")
+
+    def _cancelled(self, call: _Call) -> None:
+        self.cancelled += 1
+        self._note(call, "cancelled")
+        call.given_up = True
+        if call.held and self.server.cancel_frees:
+            call.held = False
+            self.in_flight -= 1
+            if call.timer is not None:
+                call.timer.cancel()
+
+    def _note(self, call: _Call, what: str) -> None:
+        if self._trace is not None:
+            self._trace.note(call.loop.time(), self.name, call.sample_id, what)
+
+
+class _Call:
+    """One request: on its way, in service, or answered."""
+
+    __slots__ = (
+        "completion_tokens",
+        "draw",
+        "future",
+        "given_up",
+        "held",
+        "loop",
+        "others",
+        "poison",
+        "prompt_tokens",
+        "sample_id",
+        "sent_at",
+        "timer",
+        "work",
+    )
+
+    def __init__(
+        self,
+        draw: Draw,
+        sample_id: str,
+        work: float,
+        prompt_tokens: int,
+        completion_tokens: int,
+        sent_at: float,
+        loop: asyncio.AbstractEventLoop,
+        poison: Poison | None,
+    ) -> None:
+        self.draw = draw
+        self.poison = poison
+        self.sample_id = sample_id
+        self.work = work
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+        self.sent_at = sent_at
+        self.loop = loop
+        self.future: asyncio.Future[Served] = loop.create_future()
+        self.timer: asyncio.TimerHandle | None = None
+        self.held = self.given_up = False
+        self.others: Sequence[float] = ()
+        """The `Draw.invalid` of the other calls of its request."""

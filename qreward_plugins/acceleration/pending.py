@@ -54,7 +54,7 @@ class Pending:
         self.over = True
         self._leave(reason)
         self._on_end(self.result)
-        # What refers to this call in a circle goes, so that its arguments are freed at once.
+        # Without these references, which are cycles, its arguments are freed at once.
         self.job = None
         self.invocation.errors.clear()
 

@@ -10,6 +10,7 @@ import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from .attempts import Attempt
 from .jobs import Job, Jobs
@@ -41,9 +42,8 @@ class Backoff:
         self._upstreams = upstreams
         self._rng = rng
         self._until_answered: defaultdict[str, dict[Job, None]] = defaultdict(dict)
-        self._put_off: defaultdict[str, deque[tuple[int, Job, float]]] = defaultdict(deque)
-        """Retries that wait for the budget of a source, in the order in which they were taken: the number there, the
-        job, and its `not_before`."""
+        self._put_off: defaultdict[str, deque[_PutOff]] = defaultdict(deque)
+        """Retries that wait for the budget of a source, in the order in which they were taken."""
 
     # By the end of an attempt
 
@@ -110,9 +110,9 @@ class Backoff:
         job.not_before = now + upstream.retries.wait_s(number, now)
         if job.not_before > now:
             waiting = self._put_off[upstream.name]
-            while waiting and not _waits(*waiting[0][1:], now):
+            while waiting and not waiting[0].waits(now):
                 waiting.popleft()
-            waiting.append((number, job, job.not_before))
+            waiting.append(_PutOff(number, job, job.not_before))
 
     # While it lasts
 
@@ -120,13 +120,13 @@ class Backoff:
         """Queue the jobs whose retries are due, now that a source has answered."""
         waiting = self._put_off.get(upstream.name)
         while waiting:
-            number, job, not_before = waiting[0]
-            if _waits(job, not_before, now):
-                if upstream.retries.wait_s(number, now) > 0:
+            first = waiting[0]
+            if first.waits(now):
+                if upstream.retries.wait_s(first.number, now) > 0:
                     return
-                job.not_before = now
-                if not job.live:
-                    self._jobs.enqueue(job)
+                first.job.not_before = now
+                if not first.job.live:
+                    self._jobs.enqueue(first.job)
             waiting.popleft()
 
     def release(self, upstream: Upstream) -> None:
@@ -220,9 +220,17 @@ class Backoff:
         return False
 
 
-def _waits(job: Job, not_before: float, now: float) -> bool:
-    """Whether a job still waits for the retry budget until `not_before`."""
-    return not job.ended and job.not_before == not_before > now
+class _PutOff(NamedTuple):
+    """A retry that waits for the budget of a source. `number` is the one that the budget gave it."""
+
+    number: int
+    job: Job
+    not_before: float
+    """That of the job when the retry was taken. Another one since then has another reason."""
+
+    def waits(self, now: float) -> bool:
+        """Whether the job still waits for this."""
+        return not self.job.ended and self.job.not_before == self.not_before > now
 
 
 def _invalid_backoff_s(job: Job, upstream: Upstream) -> float:

@@ -54,6 +54,7 @@ class Cutoff:
 class Batch:
     """Jobs that a caller waits for together. Times are seconds of the event loop's clock."""
 
+    # The defaults stand in the class: a call on its own is a batch, too, and setting each took a third of making it.
     sealed = False
     """Whether no more jobs will be added."""
     planned = False
@@ -77,7 +78,6 @@ class Batch:
     cutoff_timer: asyncio.TimerHandle | None = None
     _gap_s = 0.0
     _open = 0
-    # They stand in the class because a call on its own is a batch, too, and setting each took a third of making it.
 
     def __init__(
         self,

@@ -12,9 +12,7 @@ result never changes. `retry_policy.py` decides what the end of an attempt means
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
-import functools
 import itertools
 import logging
 import random
@@ -23,7 +21,7 @@ from typing import Any
 
 from ..config import Scheduling
 from ..errors import input_problem
-from ..observers import BatchEnded, Observers, ReplicaChanged
+from ..observers import BatchEnded, Observers
 from .arrivals import Arrivals
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
@@ -38,6 +36,7 @@ from .retry_policy import RetryPolicy
 from .rules import OPEN
 from .running import Running
 from .slices import TimeSlices
+from .source_changes import SourceChanges
 from .timers import Deadlines, Pump
 from .upstream import Upstream
 from .upstreams import Moves, Upstreams, with_draining
@@ -123,8 +122,11 @@ class Dispatcher:
             start=self._start_attempt,
             on_bug=self._bug,
         )
+        self._source_changes = SourceChanges(
+            self._loop, self._jobs, observers=observers, enqueue=self.enqueue, on_change=self._pump.ask
+        )
         self._open_request_batches()
-        self._listen()
+        self._source_changes.listen(upstreams.values())
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
@@ -165,7 +167,7 @@ class Dispatcher:
         """
         gone = self._upstreams.change(upstreams, moves)
         self._open_request_batches()
-        self._listen()
+        self._source_changes.listen(self._upstreams.values())
         self._planner.change(settings)
         self._max_attempts = max_attempts
         self._retry_policy.change(max_attempts, gone)
@@ -190,29 +192,6 @@ class Dispatcher:
     def _open_request_batches(self) -> None:
         queue = self._planner.queue
         open_all(self._upstreams.values(), queue, on_change=self._pump.ask, observers=self._observers)
-
-    def _listen(self) -> None:
-        """Pump again when a source with replicas changes, because it may take calls again or stop taking them."""
-        for upstream in self._upstreams.values():
-            listen = getattr(upstream.source, "listen", None)
-            if listen is not None:
-                listen(functools.partial(self._source_changed, upstream))
-
-    def _source_changed(self, upstream: Upstream) -> None:
-        """Emit the changes of a source and pump again, in the event loop. Any thread may call it."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._emit_changes, upstream)
-
-    def _emit_changes(self, upstream: Upstream) -> None:
-        source: Any = upstream.source
-        for change in source.look():
-            self._observers.emit(ReplicaChanged(self._loop.time(), *change))
-        if upstream.holds is not None:
-            for job in [job for job in self._jobs if upstream.name in job.held_at]:
-                job.held_at -= {upstream.name}
-                if not (job.live or job.undecided):
-                    self.enqueue(job)
-        self._pump.ask()
 
     def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first

@@ -35,7 +35,9 @@ class Undecided:
 
     def decide(self, *, others_live: bool) -> None:
         """End the jobs for which it is known now who is to blame. `others_live`: other jobs are still under way."""
-        for job, problem in list(self._problems.items()) if self._problems else ():
+        if not self._problems:  # mostly, and each attempt asks
+            return
+        for job, problem in list(self._problems.items()):
             if self._judges_others(job) or (not others_live and self._none_left(job)):
                 self._end(job, problem)
 

@@ -21,6 +21,8 @@ PROBLEM_CHARS = 300
 """Most characters of a problem that a server or its log states."""
 _MOST_CHANGES = 1000
 _MARKS: Mapping[str, Mark] = {"up": "up", "draining": "draining"}
+_GONE = ("failed", "stopped")
+"""The states of replicas that do not come back."""
 
 
 class PoolView:
@@ -55,6 +57,7 @@ class PoolView:
         before, self.states = self.states, self._use.states
         asked = self._inner.replicas_asked
         running = {state.url + self._path: state for state in self.states if state.url}
+        asked.absent = sum(not state.url and state.state not in _GONE for state in self.states)
         self._inner.move(list(running))
         for url, state in running.items():
             asked.mark(url, _MARKS.get(state.state, "down"))

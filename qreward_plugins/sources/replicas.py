@@ -73,11 +73,13 @@ class Replicas:
         """The calls under way; only with a `gate`."""
         self.groups = GroupWeights(name)
         """The weights that have begun to judge a group."""
+        self.absent = 0
+        """Number of further replicas, which have no URL until their servers run again."""
 
     @property
     def several(self) -> bool:
-        """Whether there is a choice."""
-        return len(self._replicas) > 1
+        """Whether there is a choice, now or when those that are absent are back."""
+        return len(self._replicas) + self.absent > 1
 
     def others_answer(self, replica: Replica) -> bool:
         """Whether there is another replica that has not failed since its last answer."""
@@ -93,7 +95,7 @@ class Replicas:
         replica is up: when the others are up again, they have other weights.
         """
         up = sum(replica.mark == "up" for replica in self._replicas)
-        return up < len(self._replicas) and (not group or up < 2)
+        return up < len(self._replicas) + self.absent and (not group or up < 2)
 
     @property
     def routing(self) -> Routing:
@@ -174,7 +176,7 @@ class Replicas:
         return min(starting)
 
     def _chosen(self, now: float, hints: RoutingHints) -> Replica:
-        if len(self._replicas) == 1 and self._replicas[0].mark == "up":
+        if len(self._replicas) == 1 and self._replicas[0].mark == "up" and hints.tried is None:
             return self._replicas[0]
         up: Sequence[Replica] = self.up(hints.group)
         if not up:

@@ -176,6 +176,25 @@ def test_a_replica_that_answers_nobody_does_not_decide_while_the_others_are_away
     assert ask(replicas, None, refusal) == ("b", None)
 
 
+def test_a_replica_that_answers_nobody_does_not_decide_while_the_others_have_no_server() -> None:
+    """A pool that restarts a server, or loads other weights by that, knows no URL of it meanwhile."""
+    replicas = of("a")
+    replicas.absent = 1
+    assert replicas.several
+    _, refusal = ask(replicas, REFUSED)
+    with pytest.raises(TransientError, match=r"too long.*other replicas are not up"):
+        ask(replicas, None, refusal)
+    replicas.add("b")
+    replicas.absent = 0
+    assert ask(replicas, None, refusal) == ("b", None)
+    # Of one that is not started again, nothing is to be expected.
+    replicas = of("a")
+    replicas.absent = 1
+    _, refusal = ask(replicas, REFUSED)
+    replicas.absent = 0
+    assert ask(replicas, REFUSED, refusal) == ("a", None)
+
+
 def test_a_replica_that_answers_others_meanwhile_decides_where_the_others_stay_away() -> None:
     replicas = of("a", "b")
     replicas.mark("b", "down")

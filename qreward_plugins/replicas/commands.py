@@ -118,8 +118,10 @@ class Commands:
             return (await self._changes.update(Update.of(arguments), on_receiving)).as_mapping()
         if name == "sleep":
             await self._changes.sleep(**arguments)
-        else:
+        elif name == "wake":
             await self._changes.wake()
+        else:
+            raise ChangeFailed(f"unknown command {name!r}, perhaps of a later version of qreward-plugins")
         return {}
 
     async def _status(self, asking: Hashable) -> PoolStatus:

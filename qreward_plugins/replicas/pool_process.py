@@ -46,9 +46,14 @@ from .sleep_record import SleepRecord
 from .spec import PoolSpec
 from .weights import Weights
 
+_log = logging.getLogger("qreward_plugins.replicas")
+
 _FIRST_USER_S = 30.0
 """Seconds after which a pool ends that nobody has begun to use."""
 _FAILURE_SHOWN_S = 5.0
+_UNREADABLE = (
+    "the process of the pool cannot read what this one sends. Do they run the same version of qreward-plugins?"
+)
 _TOUCH_EVERY_S = 3600.0
 """Seconds after which the files of a pool are touched: systems remove files from /tmp that are some days old."""
 
@@ -152,6 +157,10 @@ class PoolProcess:
                 self._commands.receive(writer, orjson.loads(line))
         except (OSError, ValueError):
             pass
+        except (LookupError, TypeError, AttributeError) as error:
+            # Such as a process that has a later version of this package.
+            _log.warning("a process sends what this pool cannot read", exc_info=error)
+            _send(writer, {"failed": f"{_UNREADABLE} ({type(error).__name__}: {error})", "log": ""})
         if self._commands is not None:
             self._commands.left(writer)
         self._marks.pop(writer, None)
@@ -191,7 +200,7 @@ class PoolProcess:
         except PoolFailed as error:
             self._failed = error
         except Exception as error:
-            logging.getLogger("qreward_plugins.replicas").exception("the pool cannot be started")
+            _log.exception("the pool cannot be started")
             self._failed = PoolFailed(f"the pool cannot be started ({type(error).__name__}: {error})")
         self._broadcast()
         if self._failed is not None:

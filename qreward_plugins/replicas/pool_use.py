@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -37,6 +38,10 @@ _SAID_AFTER_S = (5.0, 1.0)
 _ENDED_WITHIN_S = 150.0
 """Seconds beyond `stop_within_s` in which a pool has ended all of its servers."""
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
+_FOUND_ASLEEP = (
+    "source %s: its servers sleep, because a process that shares them let them. Calls wait until they are woken: "
+    "`engine.wake_up`, or `qreward pool wake`"
+)
 _LOST_TRIES = 3
 """How often a pool is started again that has ended although it was used."""
 _ENDED: Mapping[str, Any] = {
@@ -105,10 +110,14 @@ class PoolUse(ABC):
         """Whether the pool is not followed any more: it failed, or this use has ended."""
         self.finds = False
         """Whether it only finds a pool that runs, and starts none."""
+        self.wakes = False
+        """Whether this process wakes the pool before it has calls for it."""
         self.unwritten: frozenset[str] = frozenset()
         """What the configuration leaves to the environment: a use that only finds a pool compares it not (`chosen`)."""
         self.loads: Callable[[], Mapping[int, ReplicaLoad]] = dict
         """Returns what this process has sent to each replica, by number. The thread that follows the pool calls it."""
+        self._idle: deque[list[tuple[int, int]]] = deque()
+        self._sends_idle = False
         self._reported = _Once()
         self._start_over = _Once()
         self._losses = 0
@@ -273,7 +282,24 @@ class PoolUse(ABC):
         self._drained(self.gate.ended(group))
 
     def _drained(self, drained: list[tuple[int, int]]) -> None:
-        if drained:
+        if not drained:
+            return
+        with self._lock:
+            self._idle.append(drained)
+            if self._sends_idle:
+                return
+            self._sends_idle = True
+        # Sending blocks if the pool hangs, and an event loop calls this.
+        threading.Thread(target=self._send_idle, name="qreward-pool-idle", daemon=True).start()
+
+    def _send_idle(self) -> None:
+        """Send what `_drained` was given, in its order."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    self._sends_idle = False
+                    return
+                drained = self._idle.popleft()
             self.send({"idle": drained})
 
     @abstractmethod
@@ -305,6 +331,8 @@ class PoolUse(ABC):
         self.weights = Weights(**message["weights"])
         self.asleep = all(state["state"] == "asleep" for state in message["replicas"])
         self._set_states([ReplicaState(**state) for state in message["replicas"]])
+        if self.asleep and not (self._reported.happened or self.finds or self.wakes):
+            _log.warning(_FOUND_ASLEEP, self.spec.name)
         self._reported.happen()
         if message["ready"]:
             self._end_start()

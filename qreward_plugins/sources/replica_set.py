@@ -67,6 +67,7 @@ class ReplicaSet(SourceKind):
             self._inner.keeps_groups = True
             self._inner.replicas_asked.groups = self._groups
         self._use = pool_use(name, config, spec, self._groups)
+        self._use.wakes = config.colocated  # by `RewardEngine.begin_rewards`
         given = [config.arguments, list(config.command or ()), list(config.program or ())]
         self._redactor = self._inner.redactor.beside(
             [*environment_secrets(), *spec.environment.values(), *secrets_in(given)]

@@ -17,7 +17,7 @@ from pools import comes, lives, parent_of
 from qreward_plugins.processes import ProcessMark, machine
 from qreward_plugins.replicas import local_pool_use, pool_process, pool_use
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
-from qreward_plugins.replicas.pool import PoolFailed
+from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
 from qreward_plugins.replicas.pool_process import PoolProcess
 from qreward_plugins.replicas.pool_use import PoolUse
 from qreward_plugins.replicas.sleep_record import SleepRecord
@@ -164,6 +164,63 @@ def test_a_pool_sleeps_on_only_for_a_process_that_still_runs(folder):
     assert not SleepRecord(path).holds()
 
 
+async def test_whoever_joins_servers_that_sleep_is_told(stand_ins, caplog):
+    """The process that let them sleep may have crashed, while `qreward serve-judge` keeps them."""
+    first, second, colocated, looking = (LocalPoolUse(stand_ins.spec()) for _ in range(4))
+    colocated.wakes = True
+    await first.start()
+    await first.sleep()
+    assert caplog.messages == []
+    await colocated.start()
+    await looking.find()
+    assert caplog.messages == []
+    await second.start()
+    (said,) = caplog.messages
+    assert said.startswith("source own: its servers sleep")
+    assert "`qreward pool wake`" in said
+    for use in (first, second, colocated, looking):
+        await use.aclose()
+
+
+async def test_a_message_of_another_version_keeps_no_pool_from_its_end(stand_ins, folder, monkeypatch):
+    use, other = LocalPoolUse(stand_ins.spec()), LocalPoolUse(stand_ins.spec())
+    await use.start()
+    with monkeypatch.context() as patched:
+        patched.setattr("qreward_plugins.replicas.weights.Weights.as_mapping", lambda weights: {"later": 1})
+        with pytest.raises(PoolFailed, match="the same version of qreward-plugins"):
+            await other.start()
+    with pytest.raises(ChangeFailed, match="unknown command 'later'"):
+        await use._command("later", {})
+    await other.aclose()
+    await use.aclose()
+    assert stand_ins.living() == []
+    assert list(folder.iterdir()) == []
+
+
+async def test_a_pool_that_hangs_does_not_block_the_event_loop(stand_ins):
+    """Calls end there, and are reported, while another thread sends what the pool does not read."""
+    use = LocalPoolUse(stand_ins.spec())
+    await use.start()
+    pool = parent_of(stand_ins.living()[0], 3)
+    os.kill(pool, signal.SIGSTOP)
+    sending = threading.Thread(target=use.send, args=[{"idle": [], "padding": "x" * 8_000_000}])
+    sending.start()
+    at_last = threading.Timer(30, os.kill, [pool, signal.SIGCONT])
+    at_last.start()
+    try:
+        await comes(use._sending.locked)
+        use._drained([(0, 1)])
+        use._drained([(0, 2)])
+        assert sending.is_alive()
+    finally:
+        at_last.cancel()
+        os.kill(pool, signal.SIGCONT)
+    await asyncio.to_thread(sending.join)
+    await comes(lambda: not use._sends_idle)
+    await use.aclose()
+    assert stand_ins.living() == []
+
+
 def test_a_record_that_cannot_be_written_leaves_no_part(folder):
     path = folder / "key.asleep"
     path.mkdir()
@@ -246,7 +303,8 @@ async def test_a_child_that_is_forked_during_the_start_does_not_answer_for_the_p
         monkeypatch.setattr("qreward_plugins.private_directory.USUAL", str(folder))
         (first,) = stand_ins.living()
         os.kill(parent_of(first, 3), signal.SIGKILL)
-        await comes(lambda: use.states and use.states[0].state == "up" and not lives(first))
+        # Another server: the use has lost the first pool.
+        await comes(lambda: stand_ins.living() not in ([], [first]) and use.states and use.states[0].state == "up")
         await use.aclose()
         assert list(folder.iterdir()) == []
     finally:

@@ -14,7 +14,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ SUFFIX = ".server"
 _END_WITHIN_S = 20.0
 _ROUNDS = 50
 _OUTPUTS = (1, 2)
+_LABEL: Mapping[str, Callable[[Any], Any]] = {"source": str, "replica": int, "devices": str}
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ class _Note:
             known = json.loads(path.read_bytes())
             if known["machine"] == machine() != "":
                 marks = [ProcessMark(*known[name]) if known[name] else None for name in ("guard", "watcher", "server")]
+                label = {name: of(known["label"][name]) for name, of in _LABEL.items()}
                 if marks[0] is not None and marks[1] is not None:
-                    return cls(marks[0], marks[1], marks[2], int(known["output"]), known["label"])
+                    return cls(marks[0], marks[1], marks[2], int(known["output"]), label)
         return None
 
     def processes(self) -> frozenset[ProcessMark]:
@@ -132,8 +134,7 @@ def _found(folder: Path) -> list[tuple[Path, _Note, frozenset[ProcessMark]]]:
 
 
 def _orphan(note: _Note, processes: Iterable[ProcessMark]) -> Orphan:
-    label = note.label
-    return Orphan(str(label["source"]), int(label["replica"]), str(label["devices"]), tuple(processes))
+    return Orphan(**note.label, processes=tuple(processes))
 
 
 def _end(note: _Note, processes: frozenset[ProcessMark]) -> frozenset[ProcessMark]:

@@ -147,7 +147,7 @@ async def test_servers_that_are_supervised_are_left_alone(stand_ins, shared_dire
     assert notes(shared_directory) == []
 
 
-@pytest.mark.parametrize("what", ["number given away", "other machine", "supervised", "unreadable"])
+@pytest.mark.parametrize("what", ["number given away", "other machine", "supervised", "unreadable", "later version"])
 def test_a_process_that_is_not_certainly_ours_is_left_alone(shared_directory, what):
     other = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -161,8 +161,9 @@ def test_a_process_that_is_not_certainly_ours_is_left_alone(shared_directory, wh
             "output": 0,
             "label": {"source": "own", "replica": 0, "devices": "0"},
         }
+        label = {} if what == "later version" else note["label"]
         path = shared_directory / "key.0-1.server"
-        path.write_text("{" if what == "unreadable" else json.dumps(note))
+        path.write_text("{" if what == "unreadable" else json.dumps({**note, "label": label}))
         assert find_orphans(shared_directory) == []
         end_orphans(shared_directory)
         assert other.poll() is None

@@ -226,7 +226,12 @@ class Throttled(SourceError):
 
 
 class TransientError(SourceError):
-    """Another try may help: time-outs, refused or reset connections, 5xx, replies that cannot be read."""
+    """Another try may help: time-outs, refused or reset connections, 5xx, replies that cannot be read.
+
+    `of_one_replica`: only one of several servers of the source has failed, as far as is known.
+    """
+
+    of_one_replica = False
 
 
 class SourceHeld(TransientError):

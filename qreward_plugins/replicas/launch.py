@@ -92,6 +92,8 @@ class LocalServer:
         self._log_from = 0
         self._guard: subprocess.Popen[bytes] | None = None
         self._exited: asyncio.Future[int] | None = None
+        self.lacks = ""
+        """Why it is not ready yet: what its port said last."""
         self.url = ""
         self.port: int | None = None
 
@@ -241,29 +243,35 @@ class LocalServer:
         async with aiohttp.ClientSession(timeout=timeout, headers=self._spec.headers) as session:
             while not exited.done():
                 # Another program may have the port, and answer every question but this one.
-                if name in await _listed(session, url) and not exited.done():
+                listed, self.lacks = await _listed(session, url)
+                if name in listed and not exited.done():
                     return True
+                if listed:
+                    self.lacks = f"{url}/v1/models lists {', '.join(sorted(listed))}, and not the name {name}"
                 await asyncio.wait([exited], timeout=pause_s)
                 pause_s = min(most_s, 1.5 * pause_s)
         return False
 
 
-async def _listed(session: aiohttp.ClientSession, url: str) -> set[str]:
-    """Return the models that a server lists; none if it does not answer, or answers something else."""
+async def _listed(session: aiohttp.ClientSession, url: str) -> tuple[set[str], str]:
+    """Return the models that a server lists, or why there are none."""
+    place = f"{url}/v1/models"
     try:
-        async with session.get(f"{url}/v1/models", allow_redirects=False) as reply:
+        async with session.get(place, allow_redirects=False) as reply:
             if reply.status != 200:
-                return set()
+                return set(), f"{place} answers {reply.status}"
             body = bytearray()
             async for piece in reply.content.iter_any():
                 body += piece
                 if len(body) > _REPLY_BYTES:
-                    return set()
+                    break
         import orjson
 
-        return {str(model["id"]) for model in orjson.loads(body)["data"]}
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError):
-        return set()
+        return {str(model["id"]) for model in orjson.loads(body)["data"]}, f"{place} lists nothing"
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+        return set(), f"{place} does not answer"
+    except (ValueError, KeyError, TypeError):
+        return set(), f"{place} answers something else than a list of models"
 
 
 def _exit_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:

@@ -28,7 +28,7 @@ from ..processes import command_line, is_own_user, is_stopped, own_processes
 from .group_weights import GroupWeights
 from .lock_files import locked
 from .pool import PoolFailed
-from .pool_search import RunningPool, chosen
+from .pool_search import START, RunningPool, chosen
 from .pool_use import PoolUse
 from .spec import PoolSpec
 
@@ -132,7 +132,8 @@ class LocalPoolUse(PoolUse):
         meant = chosen(self.spec, self.unwritten, pools)
         found = None if meant is None else _connected(folder / f"{meant.key}.sock")
         if meant is None or found is None:
-            raise PoolFailed(f"no servers of it run for this user on this machine (the directory is {folder}){silent}")
+            problem = f"no servers of it run for this user on this machine (the directory is {folder})"
+            raise PoolFailed(f"{problem}{silent or START}")
         self._path = folder / f"{meant.key}.sock"
         if meant.topology is not None:
             self.spec = replace(self.spec, topology=meant.topology)

@@ -175,8 +175,13 @@ class Pool:
                     raise error
             elif late is None:
                 log = getattr(self.servers.get(number), "log_tail", str)()
-                late = PoolFailed(f"replica {number}: it is not ready after {self.spec.start_within_s:g} s", log)
+                late = PoolFailed(f"replica {number}: {self._late(number)}", log)
         return late
+
+    def _late(self, number: int) -> str:
+        """Say that a replica is not ready in time, and what it lacks, as far as its server tells."""
+        lacks = getattr(self.servers.get(number), "lacks", "")
+        return f"it is not ready after {self.spec.start_within_s:g} s (start_within_s){lacks and ': '}{lacks}"
 
     async def stop(self) -> None:
         """Stop all replicas at the same time, with every process of theirs. Idempotent; cancelling ends only the
@@ -319,7 +324,7 @@ class Pool:
         except ServerFailed as error:
             return error
         except TimeoutError:
-            return ServerFailed(f"it is not ready after {self.spec.start_within_s:g} s")
+            return ServerFailed(self._late(number))
         except Exception as error:
             _log.warning("replica %d of %s", number, self.spec.name, exc_info=error)
             return ServerFailed(f"it cannot be started ({type(error).__name__})")

@@ -14,6 +14,8 @@ from .pool import PoolFailed
 from .spec import PoolSpec
 from .topology import Topology
 
+START = ". `qreward serve-judge` starts them, or the first sample of a training"
+"""Said where no pool of a source runs."""
 _UNSEEN = frozenset({"directory"})
 """Fields that tell no pools apart: whoever looks in a directory has found it."""
 _KEYS: Mapping[str, str] = {"in_place": "weight_updates", "assigned": "placement"}

@@ -11,14 +11,14 @@ from typing import Any
 from ..named_actors import get_or_start
 from .group_weights import GroupWeights
 from .pool import PoolFailed
-from .pool_search import RunningPool, chosen
+from .pool_search import START, RunningPool, chosen
 from .pool_use import PoolUse
 from .ray_pool import RayPoolActor
 from .spec import PoolSpec
 
 _PREFIX = "qreward-replicas-"
 _DESCRIBED_WITHIN_S = 10.0
-_NONE = "no servers of it run on this Ray cluster"
+_NONE = f"no servers of it run on this Ray cluster{START}"
 
 
 class RayPoolUse(PoolUse):

@@ -332,6 +332,15 @@ class Attempt:
             self.reservation.release(self.ended_at)
 
 
+def is_one_replicas(attempt: Attempt, error: Exception) -> bool:
+    """Whether a failure is that of one replica and not of its source: another replica answers, as far as is known. The
+    second failure of a job counts, because an outage meets one replica after the other, and so does that of a probe.
+    """
+    job = attempt.job
+    is_first = not (job.failures or job.excused)
+    return isinstance(error, TransientError) and error.of_one_replica and is_first and not attempt.decides
+
+
 def report_end(
     observers: Observers,
     attempt: Attempt,

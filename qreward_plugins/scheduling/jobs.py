@@ -106,7 +106,7 @@ class Job:
     throttled: int = 0
     """Number of attempts that were throttled."""
     excused: int = 0
-    """Number of attempts that failed because their source was down for all samples."""
+    """Number of attempts that failed because their source was down for all samples, or one of its replicas."""
     usage: Usage = NO_USAGE
     cost_usd: float = 0.0
     barred: frozenset[str] = NOWHERE

@@ -15,6 +15,8 @@
                       "Exponential Backoff And Jitter"), anywhere only within the source's retry budget. The job fails
                       after `max_attempts` failures; failures that no sample can have caused do not count
                       (`Health.excuses`). After a time-out that does, it goes after all other samples, for a while
+    one replica's     the first failure of a job at one of several servers of a source, while another answers: another
+                      try, like a transient failure. It counts neither against the job nor against the source
     begun             a job whose caller has a piece of the answer fails (`broken`), whatever ended its attempt
     one server's      a source with several servers says that some of them have refused the request, and another may
     refusal           answer: another try, there or at another source, within its retry budget. Not a failure, and
@@ -53,7 +55,7 @@ from ..errors import (
 from ..observers import Observers
 from ..sources.base import Reply
 from ..spent import NO_USAGE
-from .attempts import Attempt, AttemptError, report_end
+from .attempts import Attempt, AttemptError, is_one_replicas, report_end
 from .backoff import Backoff
 from .giving_up import GivingUp
 from .jobs import MAX_FAULTS, MAX_SERVERS, Job, Jobs
@@ -208,6 +210,9 @@ class RetryPolicy:
 
     def _failed(self, attempt: Attempt, error: SourceError, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
+        if is_one_replicas(attempt, error):
+            self.transient(attempt, error, now, excused=True)
+            return
         if attempt.timed_out:
             upstream.quota.timed_out(now, sent_at=attempt.started_at)
         if upstream.health.failed(now, probe=attempt.decides, samples=attempt.samples, error=str(error)):

@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, SourceError, SourceUnusable, TransientError
-from .attempts import Attempt
+from .attempts import Attempt, is_one_replicas
 from .backoff import THROTTLED_TO_BACK_OFF
 from .jobs import Job
 
@@ -82,6 +82,8 @@ class Splitting:
         upstream = attempt.upstream
         if upstream.local and not isinstance(error, NotStarted):
             return  # a function raised, because of a sample or of a service behind it
+        if is_one_replicas(attempt, error):
+            return
         if attempt.timed_out:
             upstream.quota.timed_out(now, sent_at=attempt.started_at)
         if upstream.health.failed(now, probe=False, samples=attempt.samples, error=str(error)):

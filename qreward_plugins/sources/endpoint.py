@@ -216,8 +216,8 @@ class Endpoint(EndpointKind):
                 http = await self._http.post(
                     url, body, on_sent=on_sent, max_reply_bytes=most, streaming=streaming, headers=headers
                 )
-            except SourceError:
-                lease.failed(loop.time())
+            except SourceError as error:
+                lease.failed(loop.time(), error)
                 raise
             except asyncio.CancelledError:
                 if lease.aborted and lease.end_abort():

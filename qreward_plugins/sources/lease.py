@@ -147,8 +147,8 @@ class Lease:
             if error.certain or not self._of.others_answer(self.replica):
                 raise
             refusal = error
-        except TransientError:
-            self.failed(now)
+        except TransientError as error:
+            self.failed(now, error)
             raise
         except PermanentError as error:
             error.refusal = self._refused(now, str(error))
@@ -164,7 +164,9 @@ class Lease:
         else:
             self.answered(now)
             return found
-        raise TransientError(str(refusal), status=refusal.status)
+        failure = TransientError(str(refusal), status=refusal.status)
+        failure.of_one_replica = True
+        raise failure
 
     def judged(self, valid: bool, now: float) -> TriedReplicas | None:
         """Record whether the judge found the answer valid. If not, return what the next request of the call carries, so
@@ -207,10 +209,13 @@ class Lease:
             self.replica.answered(now)
             self._of.answered(now - self._began_at)
 
-    def failed(self, now: float, *, draining: bool = False) -> None:
+    def failed(self, now: float, error: QRewardError | None = None, *, draining: bool = False) -> None:
         """Record that the replica was unreachable, answered with a status from 500 on or with what cannot be read, or
-        refused a request as it may refuse all. `draining`: it said that it shuts down.
+        refused a request as it may refuse all. `error` is told whether other replicas answer. `draining`: it said that
+        it shuts down.
         """
+        if isinstance(error, TransientError):
+            error.of_one_replica = self._of.others_answer(self.replica)
         if not self._recorded:
             self._recorded = True
             self._note_unanswered()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+from os.path import exists
+from shutil import which
 from typing import Any
 
 from ..config.source_models import EndpointConfig
@@ -85,6 +87,22 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
         api_key=_key(config),
         log_folder=None if config.log_folder is None else os.path.abspath(config.log_folder),
     )
+
+
+def absences(config: ReplicaSetConfig) -> list[str]:
+    """Say what this machine lacks to run the servers: their program, or a model that is named by a path."""
+    if config.placement != "local":
+        return []
+    words = config.command or config.program
+    if words is None:
+        program = SERVER_KINDS[config.server or _COMMAND].absent()
+    else:
+        word = without_secrets(words[0])
+        key = "program" if config.command is None else "command"
+        program = "" if which(word) else f"there is no program {word} that can be run. See `{key}`"
+    is_path = config.model.startswith(("/", "./", "../", "~"))
+    model = f"there is no {config.model} on this machine. See `model`" if is_path and not exists(config.model) else ""
+    return [what for what in (program, model) if what]
 
 
 def _key(config: ReplicaSetConfig) -> str:

@@ -26,7 +26,7 @@ from ..replicas.group_weights import GroupWeights, group_of
 from ..replicas.pool import ChangeFailed, PoolFailed
 from ..replicas.pool_status import PoolStatus
 from ..replicas.replica_state import ReplicaState
-from ..replicas.server_kinds import CHAT, SERVER_KINDS
+from ..replicas.server_kinds import CHAT
 from ..replicas.spec import PoolSpec
 from ..replicas.weights import Drain, Mode, Update, Weights, check_drain
 from ..samples import Sample
@@ -35,7 +35,7 @@ from .kind import LOGITS, TEXT, SourceKind
 from .pool_view import PROBLEM_CHARS, PoolView
 from .provider import Provider
 from .replica import ReplicaChange
-from .replica_pools import inner_source, pool_spec, pool_use
+from .replica_pools import absences, inner_source, pool_spec, pool_use
 from .replica_set_config import ReplicaSetConfig
 from .transfers import WeightTransfer
 
@@ -59,7 +59,6 @@ class ReplicaSet(SourceKind):
     def __init__(self, name: str, config: ReplicaSetConfig) -> None:
         super().__init__(name, config)
         spec = pool_spec(name, config)
-        self._kind = SERVER_KINDS[spec.server]
         self._config = config
         self._inner = inner_source(name, config)
         self._groups = GroupWeights(name) if config.affinity == "group" else None
@@ -142,9 +141,7 @@ class ReplicaSet(SourceKind):
             await self._use.start()
         except PoolFailed as error:
             problem, log = self._redactor.of(error.problem, PROBLEM_CHARS), error.log
-            absent = "" if self._config.program or self._config.placement != "local" else self._kind.absent()
-            if absent:
-                problem += f"; {absent}"
+            problem += "".join(f"; {self._redactor.of(what, PROBLEM_CHARS)}" for what in absences(self._config))
         if problem:
             raise ReplicasNotStarted(f"source {self._name!r} cannot start its servers: {problem}{self._shown(log)}")
         self._view.look()

@@ -159,7 +159,7 @@ class ReplicaSetConfig(EndpointConfig):
                 raise ValueError("set server or command, not both")
             missing = missing_places(value)
             if missing:
-                raise ValueError(f"a word must hold {' and '.join(missing)}")
+                raise ValueError(f"no word holds {' or '.join(missing)}; the server gets its port and its name there")
         return value
 
     @field_validator("api_keys", "api_key_env")

@@ -192,6 +192,7 @@ def test_no_command_starts_servers(run_cli, config, stand_ins, short_directory, 
     result = run_cli("pool", command, path, *COMMANDS[command])
     assert (result.exit_code, result.stdout) == (2, "")
     said = f"no servers of it run for this user on this machine (the directory is {short_directory})"
+    said += ". `qreward serve-judge` starts them, or the first sample of a training"
     assert result.stderr.splitlines() == [f"error: source 'own': {said}"]
     assert list(Path(short_directory).iterdir()) == []
     assert stand_ins.notes() == []

@@ -119,7 +119,9 @@ async def test_a_pool_on_ray(cluster, stand_ins, private, tmp_path):
     code, out, err = await in_a_shell(tmp_path, own, "status")
     # A busy cluster is said to be waited for.
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1] == "error: source 'own': no servers of it run on this Ray cluster"
+    assert err.splitlines()[-1].startswith(
+        "error: source 'own': no servers of it run on this Ray cluster. `qreward serve"
+    )
     assert groups() == []
 
 

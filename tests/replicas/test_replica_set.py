@@ -229,11 +229,32 @@ def test_the_task_decides_which_judges_may_ask():
 
 
 @pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            {"server": "vllm", "program": ["/nowhere/python", "-m", "vllm"], "model": "/models/none"},
+            "; there is no program /nowhere/python that can be run. See `program`; there is no /models/none on this "
+            "machine. See `model`\n",
+        ),
+        (
+            {"command": ["/nowhere/server", "{port}", "{name}"], "model": "hub/model"},
+            "; there is no program /nowhere/server that can be run. See `command`\n",
+        ),
+    ],
+)
+async def test_a_start_that_fails_says_what_the_machine_lacks(source, said):
+    async with RewardEngine(tree(source)) as engine:
+        with pytest.raises(ReplicasNotStarted) as caught:
+            await engine.upstreams["own"].source.start()
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("source", "place", "text"),
     [
         ({}, "sources.own.server", "no server is named"),
         ({"server": "vllm", "command": ["a", "{port}", "{name}"]}, "sources.own.command", "not both"),
-        ({"command": ["serve", "{port}"]}, "sources.own.command", r"a word must hold \{name\}"),
+        ({"command": ["serve", "{port}"]}, "sources.own.command", r"no word holds \{name\}; the server gets its"),
         ({"server": "vllm", "task": "chatting"}, "sources.own.task", "a protocol of reward models: vllm_classify"),
         ({"server": "llama_cpp", "platform": "cuda"}, "sources.own.devices", "1 x 1 = 1, and there are 0 devices"),
         ({"server": "vllm", "data_parallel": 0}, "sources.own.data_parallel", "a positive whole number"),

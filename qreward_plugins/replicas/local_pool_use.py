@@ -26,7 +26,7 @@ from ..errors import ConfigurationError
 from ..private_directory import private_directory
 from ..processes import command_line, is_own_user, is_stopped, own_processes
 from .group_weights import GroupWeights
-from .lock_files import locked
+from .lock_files import locked, remove_left
 from .pool import PoolFailed
 from .pool_search import START, RunningPool, chosen
 from .pool_use import PoolUse
@@ -179,6 +179,7 @@ class LocalPoolUse(PoolUse):
                     _start_process(path, folder, self.spec.key)
                     found = _connected(path)
         except OSError as error:
+            remove_left(folder)
             raise PoolFailed(f"no process can be started ({error.strerror or error}; {folder})") from None
         if found is None:
             raise PoolFailed("the process of the pool cannot be reached")

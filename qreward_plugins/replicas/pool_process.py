@@ -54,6 +54,7 @@ _FAILURE_SHOWN_S = 5.0
 _UNREADABLE = (
     "the process of the pool cannot read what this one sends. Do they run the same version of qreward-plugins?"
 )
+_LOCKED_WITHIN_S = 1.0
 _TOUCH_EVERY_S = 3600.0
 """Seconds after which the files of a pool are touched: systems remove files from /tmp that are some days old."""
 
@@ -77,6 +78,7 @@ class PoolProcess:
         self._last_user: set[asyncio.StreamWriter] = set()
         """The user with whose end the pool ends."""
         self._lock = -1
+        self._locking: asyncio.Future[int] | None = None
         self._logs: Path | None = None
         self._marks: dict[asyncio.StreamWriter, ProcessMark] = {}
         self._sleep = SleepRecord(folder / f"{key}.asleep")
@@ -105,9 +107,19 @@ class PoolProcess:
             await self._commands.aclose()
         if self._pool is not None:
             await self._pool.stop()
+        await self._end_locking()
         self._tidy()
         for writer in (*self._users, *self._guests):
             writer.close()
+
+    async def _end_locking(self) -> None:
+        """Take the lock that a start which was cancelled has asked for, so that its file is removed. A lock that an
+        earlier pool still has is left to that pool.
+        """
+        if self._locking is not None and self._lock < 0:
+            await asyncio.wait([self._locking], timeout=_LOCKED_WITHIN_S)
+            if self._locking.done() and self._locking.exception() is None:
+                self._lock = self._locking.result()
 
     def _touch(self) -> None:
         for path in (self._folder, *self._folder.glob(f"{self._key}.*")):
@@ -190,11 +202,12 @@ class PoolProcess:
         commands.serve(pool, self._starting)
 
     async def _start(self, pool: Pool, logs: Path) -> None:
-        # Guards hold the lock, too. So it is free only when no server of an earlier pool is left.
-        self._lock = await in_thread(lambda: lock(self._folder / f"{self._key}.pool"))
         try:
+            # Guards hold the lock, too. So it is free only when no server of an earlier pool is left.
+            self._locking = in_thread(lambda: lock(self._folder / f"{self._key}.pool"))
+            self._lock = await asyncio.shield(self._locking)
             # An earlier pool has removed this folder before its lock was free.
-            await in_thread(lambda: logs.mkdir(mode=0o700, parents=True, exist_ok=True))
+            await in_thread(lambda: _make_folder(logs))
             await pool.start()
             self._ready = True
         except PoolFailed as error:
@@ -232,6 +245,14 @@ class PoolProcess:
         if self._failed is not None:
             state = {"failed": self._failed.problem, "log": self._failed.log}
         _send(writer, state)
+
+
+def _make_folder(logs: Path) -> None:
+    try:
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"the folder {logs} for the logs of its servers cannot be made ({error.strerror}). See `log_folder`"
+        raise PoolFailed(problem) from None
 
 
 def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:

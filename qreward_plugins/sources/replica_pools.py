@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from os.path import exists
 from shutil import which
 from typing import Any
@@ -20,7 +21,7 @@ from ..replicas.local_pool_use import LocalPoolUse
 from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT, SERVER_KINDS
 from ..replicas.spec import PoolSpec
-from ..replicas.topology import Platform, Topology, TopologyError, check_heads, found_devices, found_platform
+from ..replicas.topology import VARIABLES, Platform, Topology, TopologyError, check_heads, found_devices, found_platform
 from .endpoint import Endpoint
 from .replica_set_config import ReplicaSetConfig
 
@@ -60,11 +61,17 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
     mistakes += [
         Mistake(f"{where}.arguments.{one.argument}", one.problem, one.remedy) for one in kind.refused(config.arguments)
     ]
+    mistakes += _of_environment(f"{where}.environment", config)
     topology = None
     try:
         topology = _topology(config)
         if kind.divides_heads:
             check_heads(config.model, config.tensor_parallel)
+        for variable in VARIABLES[topology.platform]:
+            if variable in config.environment:
+                problem = "each replica sees its own devices by this variable."
+                remedy = "Ray chooses them; leave it out." if topology.assigned else "Set devices."
+                mistakes.append(Mistake(f"{where}.environment.{variable}", problem, remedy))
     except TopologyError as error:
         mistakes.append(Mistake(f"{where}.{error.key}", error.problem, error.remedy))
     if mistakes or topology is None:
@@ -103,6 +110,14 @@ def absences(config: ReplicaSetConfig) -> list[str]:
     is_path = config.model.startswith(("/", "./", "../", "~"))
     model = f"there is no {config.model} on this machine. See `model`" if is_path and not exists(config.model) else ""
     return [what for what in (program, model) if what]
+
+
+def _of_environment(where: str, config: ReplicaSetConfig) -> Iterator[Mistake]:
+    for name, value in config.environment.items():
+        if not name or "=" in name or "\0" in name:
+            yield Mistake(f"{where}.{name}", "it is no name of a variable.", "Write it as NAME: value.")
+        elif "\0" in value.get_secret_value():
+            yield Mistake(f"{where}.{name}", "no variable can hold a null character.")
 
 
 def _key(config: ReplicaSetConfig) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import os
 import signal
 import socket
@@ -11,6 +13,7 @@ import sys
 import textwrap
 import threading
 
+import anyio
 import pytest
 from pools import comes, lives, parent_of
 
@@ -21,6 +24,7 @@ from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
 from qreward_plugins.replicas.pool_process import PoolProcess
 from qreward_plugins.replicas.pool_use import PoolUse
 from qreward_plugins.replicas.sleep_record import SleepRecord
+from qreward_plugins.replicas.weights import Weights
 
 pytestmark = pytest.mark.anyio
 
@@ -398,3 +402,40 @@ async def test_a_pool_that_says_nothing_ends_the_wait(stand_ins, monkeypatch):
         await use.start()
     await use.aclose()
     assert use.ended
+
+
+async def test_a_user_that_leaves_while_the_pool_takes_its_lock_leaves_no_file(stand_ins, folder):
+    spec = stand_ins.spec(directory=str(folder))
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(folder / f"{spec.key}.sock"))
+    listening.listen()
+    running = asyncio.create_task(PoolProcess(listening, folder, spec.key).run())
+    reader, writer = await asyncio.open_unix_connection(str(folder / f"{spec.key}.sock"))
+    known = {"weights": Weights().as_mapping(), "asleep": False, "starts": True}
+    writer.write(spec.to_json() + b"\n" + json.dumps(known).encode() + b"\n")
+    writer.write_eof()
+    await reader.read()
+    await running
+    writer.close()
+    assert list(folder.iterdir()) == []
+
+
+async def test_a_pool_that_cannot_take_its_lock_says_so(stand_ins, folder):
+    spec = stand_ins.spec(directory=str(folder))
+    (folder / f"{spec.key}.pool").mkdir()
+    use = LocalPoolUse(spec)
+    with anyio.fail_after(20), pytest.raises(PoolFailed, match=r"the pool cannot be started \(IsADirectoryError"):
+        await use.start()
+    await use.aclose()
+
+
+async def test_a_start_without_room_for_a_file_leaves_none(stand_ins, folder, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local_pool_use, "_start_process", full)
+    use = LocalPoolUse(stand_ins.spec(directory=str(folder)))
+    with pytest.raises(PoolFailed, match=r"no process can be started .No space left on device"):
+        await use.start()
+    await use.aclose()
+    assert list(folder.iterdir()) == []

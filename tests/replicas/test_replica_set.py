@@ -228,6 +228,14 @@ def test_the_task_decides_which_judges_may_ask():
     load_config(tree({"server": "vllm"}))
 
 
+async def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path):
+    (tmp_path / "file").touch()
+    source = {"command": ["/bin/false", "{port}", "{name}"], "log_folder": str(tmp_path / "file")}
+    async with RewardEngine(tree(source)) as engine:
+        with pytest.raises(ReplicasNotStarted, match=r"the folder .*file for the logs .* \(File exists\)\. See `log_f"):
+            await engine.upstreams["own"].source.start()
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -269,6 +277,13 @@ async def test_a_start_that_fails_says_what_the_machine_lacks(source, said):
             "2 x 2 = 4, and there are 2 devices",
         ),
         ({"server": "vllm", "arguments": {"port": 80}}, "sources.own.arguments.port", "gets a free one. Leave it out"),
+        ({"server": "vllm", "environment": {"A=B": "x"}}, "sources.own.environment.A=B", "no name of a variable"),
+        ({"server": "vllm", "environment": {"AB": "x\0"}}, "sources.own.environment.AB", "a null character"),
+        (
+            {"server": "vllm", "platform": "cuda", "devices": [0], "environment": {"CUDA_VISIBLE_DEVICES": "3"}},
+            "sources.own.environment.CUDA_VISIBLE_DEVICES",
+            "each replica sees its own devices by this variable. Set devices.",
+        ),
         ({"server": "vllm", "arguments": {"host": "h"}}, "sources.own.arguments.host", "Set placement"),
         ({"server": "vllm", "platform": "cuda", "devices": [-1]}, "sources.own.devices", "-1"),
         ({"command": "serve {port} {name}"}, "sources.own.command", "a list with the words"),

@@ -125,7 +125,7 @@ class Backoff:
                 if upstream.retries.wait_s(first.number, now) > 0:
                     return
                 first.job.not_before = now
-                if not first.job.live:
+                if not (first.job.live or first.job.undecided):
                     self._jobs.enqueue(first.job)
             waiting.popleft()
 
@@ -137,7 +137,7 @@ class Backoff:
         for job in waiting:
             if not job.ended and upstream.name in job.backoff_until:
                 job.back_off(upstream.name, None)
-                if not job.live:
+                if not (job.live or job.undecided):
                     self._jobs.enqueue(job)
 
     def renew(self, job: Job, now: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from qreward_plugins.errors import PermanentError, TransientError
 from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from qreward_plugins.samples import Cause, Scored
 from qreward_plugins.scheduling import Answer, Call
+from qreward_plugins.scheduling.backoff import Backoff
 from qreward_plugins.scheduling.jobs import MAX_SERVERS
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
@@ -114,6 +117,35 @@ def test_requests_that_wait_for_the_retry_budget_go_as_soon_as_answers_have_earn
     for seconds in (1, 2, 5, 10, 15):
         sent = sum(at <= seconds for at in source.arrivals) - 400
         assert sent <= RESERVE + FLOOR_PER_S * seconds + PER_SUCCESS * sum(at <= seconds - 1 for at in source.arrivals)
+
+
+@pytest.mark.parametrize("undecided", [False, True])
+@pytest.mark.parametrize("told", ["earned", "release"])
+def test_answers_queue_a_failed_job_again_unless_its_tries_are_used_up(stage, told, undecided):
+    """A hedge may have used them up by an invalid reply after the first attempt failed."""
+    stage.add("own")
+    upstream = stage.upstreams["own"]
+
+    async def queued():
+        queues, now = [], 0.0
+        job = stage.job()
+        backoff = Backoff(SimpleNamespace(enqueue=queues.append), stage.upstreams, random.Random(0))
+        for _ in range(int(RESERVE)):
+            upstream.retries.withdraw(now)
+        attempt = stage.attempt(job, "own", started_at=now, expected_s=1.0)
+        backoff.after_failure(attempt, now)
+        backoff.until_budget(attempt, now)
+        job.ended_attempt(attempt)
+        job.undecided = undecided
+        for _ in range(int(1 / PER_SUCCESS)):
+            upstream.retries.earn(now)
+        if told == "earned":
+            backoff.earned(upstream, now)
+        else:
+            backoff.release(upstream)
+        return queues == [job]
+
+    assert run(queued()) is not undecided
 
 
 def test_a_call_that_still_waits_for_the_second_server_ends_by_its_deadline(stage):

@@ -6,22 +6,18 @@ behind. It also ends when that process drops its handle, so handles are kept her
 as long as the cluster, distinguishes the first start from later ones.
 
 A call that asks Ray for an actor blocks until Ray answers, which may be never if the cluster has failed. So make it by
-`in_thread`, whose threads never keep a process or an event loop from ending.
+`threads.in_thread`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 MANY = 1_000_000
 """Most concurrent calls of an actor. A waiting call costs a coroutine."""
@@ -156,29 +152,3 @@ def kill(handle: Any) -> None:
     import ray
 
     ray.kill(handle, no_restart=True)
-
-
-def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `function` in its own daemon thread. Return a future of the running event loop with its result or error."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def deliver(value: T | None, error: Exception | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function()
-        except Exception as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(deliver, value, error)
-
-    threading.Thread(target=run, name="qreward-ray", daemon=True).start()
-    return result

@@ -30,6 +30,7 @@ FLOORS = [
         "named_actors",
         "private_directory",
         "processes",
+        "threads",
         "output_files",
     },
     {"replicas"},

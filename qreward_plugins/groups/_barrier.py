@@ -23,8 +23,8 @@ from typing import Any
 
 import anyio
 
-from ..named_actors import in_thread
 from ..redaction import described_error
+from ..threads import in_thread
 from ._actor import Close, Link, Memory, Report, connect
 from ._state import GroupKey, GroupRecord
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from ..named_actors import in_thread
+from ..threads import in_thread
 from . import guard
 from .control import ControlFailed
 from .operations import ServerOperations

@@ -71,12 +71,12 @@ class LocalPoolUse(PoolUse):
             for attempt in range(_CONNECT_TRIES):
                 channel = self._channel = self._connect()
                 with channel, suppress(OSError):
-                    known = {"weights": self.weights.as_mapping(), "asleep": self.asleep, "starts": not self.finds}
+                    known = {"weights": self.weights.as_mapping(), "asleep": self.asleep, "starts": not self.is_guest}
                     channel.sendall(self.spec.to_json() + b"\n" + orjson.dumps(known) + b"\n")
                     self._is_connected = True
                     self._resend()
                     if self._is_leaving():
-                        self.leave(at_once=self.finds)
+                        self.leave(at_once=self.is_guest)
                     try:
                         with channel.makefile("rb") as lines:
                             was_open = self._listen(lines)
@@ -161,7 +161,7 @@ class LocalPoolUse(PoolUse):
                 os.close(self._channel.detach())
 
     def _connect(self) -> socket.socket:
-        """Connect to the pool. If there is none, start it, or raise `PoolFailed` if this use only finds one."""
+        """Connect to the pool. If there is none, start it, or raise `PoolFailed` if this use is a guest."""
         try:
             folder = private_directory(self.spec.directory)
         except ConfigurationError as error:
@@ -170,7 +170,7 @@ class LocalPoolUse(PoolUse):
         found = _connected(path)
         if found is not None:
             return found
-        if self.finds:
+        if self.is_guest:
             return self._search(folder)
         try:
             with locked(folder / f"{self.spec.key}.lock"):

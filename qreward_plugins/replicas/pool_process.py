@@ -34,8 +34,8 @@ from typing import Any
 import anyio
 import orjson
 
-from ..named_actors import in_thread
 from ..processes import ProcessMark, is_own_user, peer_pid
+from ..threads import in_thread
 from .commands import Commands
 from .launch import LocalServer
 from .local_pool_use import BACKLOG, LINE_BYTES
@@ -147,9 +147,8 @@ class PoolProcess:
             about = orjson.loads(known or b"{}")
             if about.get("describe"):
                 _send(writer, {} if self._pool is None else describe(self._pool.spec))
-                about = {}
             is_guest = not about.get("starts", True)
-            if not about or self._unused.is_set() or (is_guest and self._pool is None):
+            if "weights" not in about or self._unused.is_set() or (is_guest and self._pool is None):
                 writer.close()
                 return
             (self._guests if is_guest else self._users).add(writer)

@@ -13,11 +13,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from ..named_actors import in_thread
+from ..threads import LoopsEvent, in_thread
 from .gate import Gate
 from .group_weights import GroupWeights
 from .pool import ChangeFailed, PoolFailed
@@ -33,8 +32,9 @@ _SILENT_S = 120.0
 """Seconds beyond `stop_within_s` within which a pool must have answered. Its process may have to be started."""
 _FOUND_WITHIN_S = 30.0
 """The same for a pool that runs."""
-_SAID_AFTER_S = (5.0, 1.0)
-"""Seconds after which it is said for whose answer a start, and a search for a pool that runs, waits."""
+_START_SAID_AFTER_S = 5.0
+_SEARCH_SAID_AFTER_S = 1.0
+"""Seconds after which the log says for whose answer a start, or a search for a pool that runs, waits."""
 _ENDED_WITHIN_S = 150.0
 """Seconds beyond `stop_within_s` in which a pool has ended all of its servers."""
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
@@ -47,42 +47,12 @@ _LOST_TRIES = 3
 _ENDED: Mapping[str, Any] = {
     "error": {"problem": "the pool has ended before the command was done", "replicas": [], "log": ""}
 }
-
-
 _HELD: Mapping[str, str] = {
     "asleep": "it sleeps",
     "updating": "its weights are updated",
     "draining": "its weights are updated, or it is about to sleep",
 }
 """By state of a replica: why calls wait for it."""
-
-
-class _Once:
-    """Something that happens once, in the thread that follows a pool. Tasks of any event loop wait for it."""
-
-    def __init__(self) -> None:
-        self.happened = False
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-
-    async def wait(self, within_s: float) -> bool:
-        """Wait, at most `within_s` seconds. Return whether it has happened."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            if self.happened:
-                return True
-            self._waiting.append((loop, future))
-        await asyncio.wait([future], timeout=within_s)
-        return future.done()
-
-    def happen(self) -> None:
-        with self._lock:
-            self.happened = True
-            waiting, self._waiting = self._waiting, []
-        for loop, future in waiting:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(_wake, future)
 
 
 class PoolUse(ABC):
@@ -108,18 +78,18 @@ class PoolUse(ABC):
         self._thread: threading.Thread | None = None
         self.ended = False
         """Whether the pool is not followed any more: it failed, or this use has ended."""
-        self.finds = False
-        """Whether it only finds a pool that runs, and starts none."""
+        self.is_guest = False
+        """Whether it only finds a pool that runs, and starts none; see `pool_process.py`."""
         self.wakes = False
         """Whether this process wakes the pool before it has calls for it."""
         self.unwritten: frozenset[str] = frozenset()
-        """What the configuration leaves to the environment: a use that only finds a pool compares it not (`chosen`)."""
+        """What the configuration leaves to the environment: a guest does not compare it (`chosen`)."""
         self.loads: Callable[[], Mapping[int, ReplicaLoad]] = dict
         """Returns what this process has sent to each replica, by number. The thread that follows the pool calls it."""
         self._idle: deque[list[tuple[int, int]]] = deque()
         self._sends_idle = False
-        self._reported = _Once()
-        self._start_over = _Once()
+        self._reported = LoopsEvent()
+        self._start_over = LoopsEvent()
         self._losses = 0
         self._failure: PoolFailed | None = None
         self._closing = False
@@ -130,7 +100,7 @@ class PoolUse(ABC):
     @property
     def started(self) -> bool:
         """Whether the start of the pool is over, successfully."""
-        return self._start_over.happened and self._failure is None
+        return self._start_over.is_set and self._failure is None
 
     @property
     def begun(self) -> bool:
@@ -155,7 +125,7 @@ class PoolUse(ABC):
 
         Raises `PoolFailed` if none runs, or if it answers nothing.
         """
-        self.finds = True
+        self.is_guest = True
         await self._answered(_FOUND_WITHIN_S)
         self._raise_failure()
 
@@ -167,9 +137,9 @@ class PoolUse(ABC):
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="qreward-pool", daemon=True)
                 self._thread.start()
-        if self._start_over.happened:
+        if self._start_over.is_set:
             return
-        first_s = min(within_s, _SAID_AFTER_S[self.finds])
+        first_s = min(within_s, _SEARCH_SAID_AFTER_S if self.is_guest else _START_SAID_AFTER_S)
         if await self._reported.wait(first_s):
             return
         where = await in_thread(self.where)
@@ -198,16 +168,8 @@ class PoolUse(ABC):
             thread = self._thread
         if thread is None or self._pid != os.getpid():
             return
-        self.leave(at_once=self.finds or self._hangs)
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def wait() -> None:
-            thread.join()
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(None))
-
-        threading.Thread(target=wait, name="qreward-pool-end", daemon=True).start()
+        self.leave(at_once=self.is_guest or self._hangs)
+        ended = in_thread(thread.join)
         within_s = self.spec.stop_within_s + _ENDED_WITHIN_S
         await asyncio.wait([ended], timeout=within_s)
         if not ended.done():
@@ -331,9 +293,9 @@ class PoolUse(ABC):
         self.weights = Weights(**message["weights"])
         self.asleep = all(state["state"] == "asleep" for state in message["replicas"])
         self._set_states([ReplicaState(**state) for state in message["replicas"]])
-        if self.asleep and not (self._reported.happened or self.finds or self.wakes):
+        if self.asleep and not (self._reported.is_set or self.is_guest or self.wakes):
             _log.warning(_FOUND_ASLEEP, self.spec.name)
-        self._reported.happen()
+        self._reported.set()
         if message["ready"]:
             self._end_start()
 
@@ -345,7 +307,7 @@ class PoolUse(ABC):
     def _count_loss(self) -> None:
         """Note that the pool has ended although it was used. Raises `PoolFailed` if it is not to be started again."""
         self._losses += 1
-        if self.finds:
+        if self.is_guest:
             raise PoolFailed("it has ended")
         if self._losses > _LOST_TRIES:
             raise PoolFailed("it has ended too often")
@@ -405,12 +367,7 @@ class PoolUse(ABC):
         self.on_change()
 
     def _end_start(self, failure: PoolFailed | None = None) -> None:
-        if not self._start_over.happened:
+        if not self._start_over.is_set:
             self._failure = failure
-        self._reported.happen()
-        self._start_over.happen()
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+        self._reported.set()
+        self._start_over.set()

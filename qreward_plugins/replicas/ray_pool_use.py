@@ -37,8 +37,8 @@ class RayPoolUse(PoolUse):
 
         while not self._is_leaving():
             try:
-                self._actor = self._found() if self.finds else get_or_start(self._actor_name, RayPoolActor)
-                known = (self.spec.to_json(), self.weights.as_mapping(), self.asleep, not self.finds)
+                self._actor = self._found() if self.is_guest else get_or_start(self._actor_name, RayPoolActor)
+                known = (self.spec.to_json(), self.weights.as_mapping(), self.asleep, not self.is_guest)
                 if not ray.get(self._actor.join.remote(self._user, *known)):
                     raise PoolFailed(_NONE)
                 self._joined = True

@@ -12,8 +12,9 @@ from typing import Any
 import anyio
 
 from ..errors import ConfigurationError
-from ..named_actors import in_thread, ray_is_up
+from ..named_actors import ray_is_up
 from ..private_directory import private_directory
+from ..threads import in_thread
 from .launch import LocalServer, ServerFailed
 from .spec import PoolSpec
 from .topology import Platform

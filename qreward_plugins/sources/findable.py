@@ -1,4 +1,4 @@
-"""Makes the configuration of a source whose servers run already, in a process that has not their environment.
+"""Makes the configuration of a source whose servers run already, in a process that lacks their environment.
 
 `qreward pool` looks for servers from a shell. The training has its own `CUDA_VISIBLE_DEVICES`, and its own keys.
 """

@@ -32,7 +32,7 @@ COMMANDS = {
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """On a busy machine, a pool may answer after a second. Who waits says so on stderr."""
-    monkeypatch.setattr("qreward_plugins.replicas.pool_use._SAID_AFTER_S", (30.0, 30.0))
+    monkeypatch.setattr("qreward_plugins.replicas.pool_use._SEARCH_SAID_AFTER_S", 30.0)
 
 
 @pytest.fixture

@@ -241,7 +241,8 @@ async def test_a_pool_that_is_stopped_is_named_and_not_replaced(stand_ins, monke
     pool = parent_of(server, 3)
     for name in ("_SILENT_S", "_FOUND_WITHIN_S"):
         monkeypatch.setattr(pool_use, name, 0.2)
-    monkeypatch.setattr(pool_use, "_SAID_AFTER_S", (0.1, 0.1))
+    for name in ("_START_SAID_AFTER_S", "_SEARCH_SAID_AFTER_S"):
+        monkeypatch.setattr(pool_use, name, 0.1)
     os.kill(pool, signal.SIGSTOP)
     path = local_pool_use.private_directory() / f"{use.spec.key}.sock"
     said = rf"the process {pool} of its pool \({path}\) has answered nothing for 0\.[23] s\. "
@@ -397,7 +398,7 @@ async def test_a_pool_that_says_nothing_ends_the_wait(stand_ins, monkeypatch):
         PoolFailed, match=r"its pool has answered nothing for 0\.05 s\. Nothing was started in its place"
     ):
         await use.start()
-    use._reported.happen()  # it has answered, and hangs during the start
+    use._reported.set()  # it has answered, and hangs during the start
     with pytest.raises(PoolFailed, match=r"its pool has not ended its start within 0\.1 s"):
         await use.start()
     await use.aclose()

@@ -389,7 +389,7 @@ async def test_a_command_that_finds_no_pool_waits_for_its_successor(stand_ins):
     """It has ended, and the process that replaces it does not listen yet. Tensors from memory would not come twice."""
     use = LocalPoolUse(stand_ins.spec())
     use._thread = threading.current_thread()
-    use._start_over.happen()
+    use._start_over.set()
     with pytest.raises(ChangeFailed, match="the process of the pool has ended"):
         await use.update_weights(Update("v", receive=({},)))
     waking = asyncio.ensure_future(use.wake_up())

@@ -343,6 +343,6 @@ def test_closing_the_portals_ends_the_waiting(manager_of, tree_of, pool) -> None
     close_process_portals()
     assert scores(waiting.result(LONG_S)) == pytest.approx(0.125)
     for thread in threading.enumerate():
-        if thread.name == "qreward-ray":
+        if thread.name == "qreward-thread":
             thread.join(LONG_S)
             assert not thread.is_alive()

@@ -201,8 +201,9 @@ async def test_the_journal_answers_what_was_scored_before(server, make_config, m
         assert [outcome.reward for outcome in outcomes] == [1.0] * 3
         assert server.report().requests == expected_requests
     assert all(outcome.verdict.cached for outcome in outcomes)
-    [step] = steps_of(rows := read_rows(str(tmp_path / "journal.sqlite")))
-    assert (step.rows, step.score) == (6, 1.0)
+    # Outside of a trainer each engine is a run.
+    steps = steps_of(rows := read_rows(str(tmp_path / "journal.sqlite")))
+    assert [(step.rows, step.score) for step in steps] == [(3, 1.0)] * 2
     assert [row.cached for row in rows] == [0, 0, 0, 1, 1, 1]
     tree["judges"]["quality"]["instructions"] = "Judge something else."
     async with RewardEngine(tree) as engine:

@@ -334,9 +334,19 @@ class Upstream:
             learned = self.quota.announced(reply.announced, now)
             if learned:
                 _log.info("source %s: %s", self.name, learned)
-        if self.name not in attempt.job.invalid_at:
-            # Only its first answer counts, because a sample with invalid answers is asked again and again.
-            self.speed.learn(attempt.size, now - attempt.started_at)
+        seconds = now - attempt.started_at
+        if attempt.result == "valid" or self._is_slower(attempt, seconds):
+            self.speed.learn(attempt.size, seconds)
+
+    def _is_slower(self, attempt: Attempt, seconds: float) -> bool:
+        """Whether an invalid answer says that the source may be slower than it is known to be.
+
+        A quick one says nothing about valid ones. Learned from, a few would make all other calls look silent. Only the
+        first one of a sample counts, because such a sample is asked again and again.
+        """
+        if not self.speed.known or self.name in attempt.job.invalid_at:
+            return False
+        return seconds >= self.speed.expected_s(attempt.size)
 
     def expected_cost(self, request: Request) -> float:
         """The most that an answer to `request` can cost, in dollars."""

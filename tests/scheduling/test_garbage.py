@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 
@@ -131,3 +132,39 @@ def test_a_few_invalid_verdicts_at_first_are_no_reason(stage):
     stage.upstreams["a"].breaker.trip = lambda now: trips.append(now) or True
     assert stage.play([10] * 60).all_scored
     assert trips == []
+
+
+@pytest.mark.parametrize("quick_s", [0.005, 0.5])
+def test_quick_invalid_replies_make_no_slow_valid_one_look_silent(stage, quick_s):
+    """P11: 5% of the samples provoke them. The bound is ten rounds of 64 places at 20 s, less their part: 190 s."""
+    source = stage.add("a", limits={"concurrency": 64})
+    sent = []
+
+    async def send(request, *, on_sent):
+        on_sent()
+        sent.append(request)
+        provokes = request.size == 77
+        await asyncio.sleep(quick_s if provokes else 20.0)
+        return Reply(text="bad" if provokes else "1")
+
+    source.send = send
+    played = stage.play([77 if number % 20 == 7 else 10 for number in range(640)], deadline_s=2000.0)
+    assert sum(isinstance(outcome, Failed) for outcome in played.outcomes) == 32
+    # Each provoking sample is asked twice, the others once.
+    assert len(sent) == 640 + 32
+    assert played.finished_at <= 200.5
+
+
+def test_a_slow_invalid_reply_makes_a_source_look_slower(stage):
+    source = stage.add("a", limits={"concurrency": 1})
+    asked = itertools.count()
+
+    async def send(request, *, on_sent):
+        on_sent()
+        valid = next(asked) < 30
+        await asyncio.sleep(1.0 if valid else 2.0)
+        return Reply(text="1" if valid else "bad")
+
+    source.send = send
+    stage.play([10] * 35, deadline_s=500.0)
+    assert stage.upstreams["a"].speed.mean_s > 1.0

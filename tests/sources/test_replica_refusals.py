@@ -394,3 +394,61 @@ async def test_calls_wait_while_all_replicas_have_just_come_up() -> None:
         lease.release()
     assert [replica.in_flight for replica in replicas.all] == [0, 0]
     assert await replicas.admit(RoutingHints())
+
+
+def test_one_that_refused_several_may_yet_answer_the_calls_that_it_has() -> None:
+    replica = Replica("a/v1")
+    for at in range(IN_A_ROW):
+        replica.refused(float(at), began_at=float(at))
+    assert replica.refuses_all
+    replica.began("another call", 1, None, 1, 9.0)
+    assert not replica.refuses_all
+    replica.ended("another call", 1)
+    assert replica.refuses_all
+
+
+def test_what_one_refuses_alone_never_decides() -> None:
+    replica = Replica("a/v1")
+    replica.answered(5.0)
+    assert replica.answers_others(1.0)
+    replica.refuses_alone = True
+    assert not replica.answers_others(1.0)
+
+
+def test_refusals_of_calls_that_began_before_an_answer_are_not_in_a_row() -> None:
+    replica = Replica("a/v1")
+    replica.answered(1.0)
+    for _ in range(IN_A_ROW):
+        replica.refused(2.0, began_at=0.0)
+    assert not replica.refuses_all
+    assert replica.takes_calls(2.0)
+
+
+def test_invalid_replies_keep_one_suspect_whose_refusal_was_right() -> None:
+    replica = Replica("a/v1")
+    for _ in range(IN_A_ROW):
+        replica.judged(False, 0.0)
+    replica.refused(0.0, began_at=-1.0)
+    replica.refusal_confirmed()
+    assert not replica.takes_calls(FIRST_BACKOFF_S / 2)
+
+
+def test_a_group_waits_for_others_only_while_one_replica_is_up() -> None:
+    """Those that come up later have other weights."""
+    replicas = of("a/v1", "b/v1", "c/v1")
+    replicas.mark("c/v1", "down")
+    assert (replicas.more_later(""), replicas.more_later("group")) == (True, False)
+    replicas.mark("b/v1", "down")
+    assert (replicas.more_later(""), replicas.more_later("group")) == (True, True)
+
+
+def test_a_refused_call_goes_to_a_trusted_replica_before_one_that_is_tried_out() -> None:
+    replicas = of("a/v1", "b/v1", "c/v1")
+    _, refusal = ask(replicas, REFUSED)
+    on_trial, trusted = replicas.all[1:]
+    on_trial.failed(0.0, began_at=0.0)
+    now = 10 * FIRST_BACKOFF_S
+    assert on_trial.takes_calls(now)
+    # By its load alone, the other one would be chosen.
+    trusted.began("another call", 1, None, 1, now)
+    assert replicas.acquire(now, RoutingHints(tried=refusal)).base_url == "c/v1"  # type: ignore[arg-type]

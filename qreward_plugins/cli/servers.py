@@ -18,7 +18,6 @@ from ..errors import InputError
 from ..replicas import PoolSpec, ReplicaState
 from ..sources import kind_of, open_source
 from ..sources.findable import findable
-from ..sources.replica_set import ReplicaSet
 from ..sources.replica_set_config import ReplicaSetConfig
 from .running import ended_by_a_signal, join_ray, say
 
@@ -55,14 +54,16 @@ def opened_servers(config: Config, path: Path, names: Sequence[str], *, finds: b
     with ended_by_a_signal():
         join_ray(config, path, names or known)
     where = config.engine.shared_directory
-    opened = []
+    opened: list[Any] = []
     for name in dict.fromkeys(names or known):
-        source, fields = config.sources[name], frozenset[str]()
+        source = config.sources[name]
         if finds and isinstance(source, ReplicaSetConfig):
             source, fields = findable(name, source, _written(config, name))
-        opened.append(open_source(name, source, shared_directory=where))
-        if finds and isinstance(opened[-1], ReplicaSet):
-            opened[-1].leaves_to_environment(fields)
+            found: Any = open_source(name, source, shared_directory=where)
+            found.leaves_to_environment(fields)
+            opened.append(found)
+        else:
+            opened.append(open_source(name, source, shared_directory=where))
     return opened
 
 

@@ -42,9 +42,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.named_actors import get_or_start
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
+from qreward_plugins.system.ray_actors import get_or_start
 from qreward_plugins.testing import JudgeServerProcess, Latency, Report, ServerLimits
 
 OURS, THEIRS = "ours", "verl rate_limited"

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import ray
 
 from qreward_plugins.config import Limits
-from qreward_plugins.named_actors import get_or_start
-from qreward_plugins.quotas import SharedQuota
+from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.sharing import Demand, Member
 from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
+from qreward_plugins.system.ray_actors import get_or_start
 
 
 class Caller:

@@ -16,9 +16,9 @@ from contextlib import AsyncExitStack
 
 from qreward_plugins import Outcome, RewardEngine, Sample
 from qreward_plugins.client import RewardClient
-from qreward_plugins.server import RewardServer
+from qreward_plugins.observers.waits import percentile
+from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sources import Reply, Request
-from qreward_plugins.telemetry import percentile
 
 CONFIG = {
     "sources": {"instant": {"kind": "http", "url": "http://127.0.0.1:9"}},

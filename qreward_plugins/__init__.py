@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .acceleration import FunctionStatistics, accelerate
+    from .adapters.group_gate import GroupGate
     from .config import Config, load_config
     from .engine import RewardEngine
+    from .engine.group_means import group_means
+    from .engine.portal import EnginePortal
+    from .engine.process_portals import process_portal
+    from .engine.text_streams import TextAnswer, TextStream
     from .errors import (
         CircuitOpen,
         ConfigurationError,
@@ -36,7 +41,6 @@ if TYPE_CHECKING:
         Throttled,
         TransientError,
     )
-    from .groups import GroupGate, group_means
     from .observers import (
         AttemptEnded,
         AttemptStarted,
@@ -55,36 +59,36 @@ if TYPE_CHECKING:
         SourceStateChanged,
         SourceStatistics,
     )
-    from .portal import EnginePortal, process_portal
+    from .observers.batch_report import BatchReport, Part
     from .samples import Cause, Failed, Message, Outcome, Sample, Scored, Split, Verdict
+    from .samples.spent import Spent, Usage
     from .scheduling import Cutoff
     from .sources.transfers import WeightTransfer
-    from .spent import Spent, Usage
-    from .telemetry import BatchReport, Part
-    from .text_streams import TextAnswer, TextStream
 
 __version__ = "0.2.0"
 
 # `InvalidVerdict` is the former name of `InvalidReply`.
 _NAMES = {
     "acceleration": "FunctionStatistics accelerate",
+    "adapters.group_gate": "GroupGate",
     "config": "Config load_config",
     "engine": "RewardEngine",
+    "engine.group_means": "group_means",
+    "engine.portal": "EnginePortal",
+    "engine.process_portals": "process_portal",
+    "engine.text_streams": "TextAnswer TextStream",
     "errors": "CircuitOpen ConfigurationError EngineError FunctionTimeout InputError InvalidReply JournalError "
-    "JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotChanged ReplicasNotStarted RewardMissing "
-    "RewardServerError SampleRefused SourceError SourceUnusable "
-    "TextStreamFailed Throttled TransientError InvalidVerdict",
-    "groups": "GroupGate group_means",
+    "JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotChanged ReplicasNotStarted "
+    "RewardMissing RewardServerError SampleRefused SourceError SourceUnusable TextStreamFailed Throttled "
+    "TransientError InvalidVerdict",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
-    "Observer ReplicaChanged RequestBatchSent SampleDropped SampleEnded SampleSubmitted SourceStateChanged "
-    "SourceStatistics",
-    "portal": "EnginePortal process_portal",
+    "Observer ReplicaChanged RequestBatchSent SampleDropped SampleEnded SampleSubmitted "
+    "SourceStateChanged SourceStatistics",
+    "observers.batch_report": "BatchReport Part",
     "samples": "Cause Failed Message Outcome Sample Scored Split Verdict",
+    "samples.spent": "Spent Usage",
     "scheduling": "Cutoff",
     "sources.transfers": "WeightTransfer",
-    "spent": "Spent Usage",
-    "telemetry": "BatchReport Part",
-    "text_streams": "TextAnswer TextStream",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

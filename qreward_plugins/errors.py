@@ -37,11 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .samples import Failed
-    from .spent import Spent
+from typing import Any
 
 
 class QRewardError(Exception):
@@ -99,9 +95,9 @@ class EngineError(QRewardError):
 
 
 class RewardMissing(QRewardError):
-    """A sample has no reward, and `on_failure` says to leave it out of training."""
+    """A sample has no reward, and `on_failure` says to leave it out of training. `failed` is its `Failed`."""
 
-    def __init__(self, failed: Failed) -> None:
+    def __init__(self, failed: Any) -> None:
         self.failed = failed
         super().__init__(f"no reward for this sample, leave it out of training: {failed.describe()}")
 
@@ -161,10 +157,10 @@ class TextStreamFailed(QRewardError):
 
     `reason` is one word, as that of a failed sample: "broken" if its source failed after the first piece, "deadline",
     "exhausted", "closed", "cancelled", ... `text` is all that came; the message does not contain it. `source` was asked
-    last, and `spent` has the attempts so far and their usage.
+    last, and `spent`, a `Spent`, has the attempts so far and their usage.
     """
 
-    def __init__(self, reason: str, detail: str, *, text: str, source: str, spent: Spent) -> None:
+    def __init__(self, reason: str, detail: str, *, text: str, source: str, spent: Any) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
@@ -176,7 +172,7 @@ class TextStreamFailed(QRewardError):
         return _rebuild_text_stream_failed, (self.reason, self.detail, self.text, self.source, self.spent)
 
 
-def _rebuild_text_stream_failed(reason: str, detail: str, text: str, source: str, spent: Spent) -> TextStreamFailed:
+def _rebuild_text_stream_failed(reason: str, detail: str, text: str, source: str, spent: Any) -> TextStreamFailed:
     return TextStreamFailed(reason, detail, text=text, source=source, spent=spent)
 
 

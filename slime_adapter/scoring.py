@@ -33,11 +33,11 @@ async def reward(args: Any, sample: ROLLOUT_SAMPLE | Sequence[ROLLOUT_SAMPLE], *
     """The reward of a sample, or the rewards of several in order: of a group with `--group-rm`, else of the samples
     that a custom generate function made of one rollout.
 
-    A reward is a float; with `--reward-key` or `--eval-reward-key` a dict that has those keys and `score`, `failed`,
-    `cause` and every component. A failed sample gets the mean of its scored siblings, `remove_sample = True` and
-    `metadata["qreward"]["excluded"]`, unless `on_failure` says otherwise. Returns within the configuration's
-    `engine.deadline_s`; cancelling the call cancels its attempts. Raises `ConfigurationError`, and `RewardMissing` with
-    `on_failure: raise`.
+    A reward is a float; with `--reward-key`, and in an evaluation with `--eval-reward-key`, a dict that has those keys
+    and `score`, `failed`, `cause` and every component. A failed sample gets the mean of its scored siblings,
+    `remove_sample = True` and `metadata["qreward"]["excluded"]`, unless `on_failure` says otherwise. Returns within the
+    configuration's `engine.deadline_s`; cancelling the call cancels its attempts. Raises `ConfigurationError`, and
+    `RewardMissing` with `on_failure: raise`.
     """
     if isinstance(sample, (list, tuple)):
         return await reward_group(args, sample)
@@ -130,7 +130,7 @@ def _write_late(args: Any, adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE], 
     for sample, outcome in zip(samples, outcomes, strict=True):
         if outcome.reward is not None:
             facts = adapter.facts.of(outcome)
-            write_late(sample, _as_reward(args, facts, outcome.reward), facts)
+            write_late(sample, _as_reward(args, sample, facts, outcome.reward), facts)
 
 
 def _write(
@@ -153,7 +153,7 @@ def _write(
                 adapter.last_failure = outcome.detail
             continue
         score(sample, facts)
-        rewards[place] = _as_reward(args, facts, reward)
+        rewards[place] = _as_reward(args, sample, facts, reward)
         known = None if group_of(sample) is None else size  # the samples of an evaluation's data source are not counted
         adapter.means.add(_key_of(sample), _trained(args, rewards[place]), size=known)
     for place, facts in failed:
@@ -173,16 +173,27 @@ def _follow(args: Any, sample_ref: ref[ROLLOUT_SAMPLE], facts: Mapping[str, Any]
     """Give a failed sample the mean of its siblings."""
     sample = sample_ref()
     if sample is not None:
-        stand_in(sample, _as_reward(args, facts, mean))
+        stand_in(sample, _as_reward(args, sample, facts, mean))
 
 
-def _as_reward(args: Any, facts: Mapping[str, Any], number: float) -> Reward:
-    """A number in slime's form: a float, or a dict if rewards have a key."""
+class _Rewards(dict[str, Any]):
+    """The rewards of a sample by key."""
+
+    def __round__(self, digits: int | None = None) -> float:
+        # slime rounds the rewards of an evaluation in which all are equal, whatever they are.
+        return round(float(self["score"]), digits)
+
+
+def _as_reward(args: Any, sample: ROLLOUT_SAMPLE, facts: Mapping[str, Any], number: float) -> Reward:
+    """A number in slime's form: a float, or a dict if rewards have a key. slime trains on a dict by `reward_key` only
+    (`Sample.get_reward_value`), so the key of an evaluation alone changes nothing in training.
+    """
     keys = {getattr(args, name, None) for name in ("reward_key", "eval_reward_key")} - {None, ""}
-    if not keys:
+    trains = group_of(sample) is not None
+    if not keys or (trains and not getattr(args, "reward_key", None)):
         return number
     components = {name.removeprefix("score/"): value for name, value in facts.items() if name.startswith("score/")}
-    reward: dict[str, Any] = {**components, "score": number, "failed": facts["failed"], "cause": facts["cause"]}
+    reward = _Rewards({**components, "score": number, "failed": facts["failed"], "cause": facts["cause"]})
     for key in map(str, keys):
         if reward.get(key) is None or facts["failed"]:
             reward[key] = number

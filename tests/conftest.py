@@ -6,12 +6,9 @@ import gc
 import sys
 import tempfile
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import psutil
 import pytest
 from hypothesis import settings
 
@@ -72,30 +69,6 @@ def collect_little() -> None:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture
-def connections_left() -> Callable[..., list[str]]:
-    """The TCP sockets of this process at the ports of the given URLs, its own and its peers', that stay open for 5 s.
-
-    All descriptors of the process cannot be counted: one that has used Ray keeps threads of gRPC, which open sockets
-    when they like. It blocks: in a loop, call it in a thread.
-    """
-
-    def left(*urls: str) -> list[str]:
-        ports = {urlsplit(url).port for url in urls}
-        ends_at = time.monotonic() + 5
-        while True:
-            found = [
-                f"{end.laddr} -> {end.raddr or 'nobody'}: {end.status}"
-                for end in psutil.Process().net_connections("tcp")
-                if {end.laddr.port, end.raddr.port if end.raddr else None} & ports
-            ]
-            if not found or time.monotonic() > ends_at:
-                return found
-            time.sleep(0.02)
-
-    return left
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.frozen import quick
 from qreward_plugins.samples import RawScore, Sample, Verdict
+from qreward_plugins.samples.frozen import quick
+from qreward_plugins.samples.spent import Spent, Usage
 from qreward_plugins.sources.base import Reply, Request
-from qreward_plugins.spent import Spent, Usage
 
 MADE: dict[type, dict[str, Any]] = {
     Usage: {"prompt_tokens": 3},

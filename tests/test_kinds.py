@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from qreward_plugins import ConfigurationError, Failed, InputError, RewardEngine, Sample, Scored, load_config, registry
+from qreward_plugins import ConfigurationError, Failed, InputError, RewardEngine, Sample, Scored, load_config
 from qreward_plugins.cli.app import app
+from qreward_plugins.config import registry
 from qreward_plugins.judges import Judge
 from qreward_plugins.sharing import may_share, source_keys
 from qreward_plugins.sources import Request, SourceKind, open_source
@@ -30,7 +31,7 @@ LENGTH = '''
     from typing import Annotated, Literal
     from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
     from qreward_plugins.errors import TransientError
-    from qreward_plugins.samples import Usage
+    from qreward_plugins.samples.spent import Usage
     from qreward_plugins.sources import VALUE, FreeMapping, Reply, SourceConfig, SourceKind
 
 

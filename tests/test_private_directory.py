@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from qreward_plugins import ConfigurationError
-from qreward_plugins import private_directory as module
-from qreward_plugins.private_directory import LONGEST_SOCKET_NAME, is_in_place, private_directory, write_whole
-from qreward_plugins.processes import is_own_user
 from qreward_plugins.replicas import PoolSpec, Topology
 from qreward_plugins.sharing.keeper_lock import socket_path
+from qreward_plugins.system import private_directory as module
+from qreward_plugins.system.private_directory import LONGEST_SOCKET_NAME, is_in_place, private_directory, write_whole
+from qreward_plugins.system.processes import is_own_user
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_it_is_made_for_this_user_alone_whatever_the_umask(directory):
 
 def test_the_place_does_not_depend_on_the_environment(directory):
     """A login shell has other variables than a worker of Ray of the same user, and both must come to one place."""
-    program = "from qreward_plugins.private_directory import USUAL; print(USUAL)"
+    program = "from qreward_plugins.system.private_directory import USUAL; print(USUAL)"
     env = {**os.environ, **dict.fromkeys(("XDG_RUNTIME_DIR", "TMPDIR", "HOME"), str(directory))}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "/tmp/qreward-{uid}\n"

@@ -19,7 +19,7 @@ from qreward_plugins.adapters import number_of, without_colocated
 
 from . import phases
 from .functions import ComputeScore, open_reward_function, reward_secrets
-from .rewards import ExtraInfo
+from .rewards import ExtraInfo, is_absent
 from .rollouts import response_ids, to_sample, unreadable
 from .settings import load_settings, reward_function_sources, with_reward_model
 from .shared_engines import shared_engine
@@ -125,8 +125,8 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row.get(key) for row in rows]
-        present = [value for value in values if value is not None]
+        present = [value for value in values if not is_absent(value)]
         if present:
             missing = "" if isinstance(present[0], str) else math.nan
-            columns[key] = [missing if value is None else value for value in values]
+            columns[key] = [missing if is_absent(value) else value for value in values]
     return columns

@@ -5,7 +5,7 @@ while the rollout still runs. The constructor makes the engine, so that mistakes
 the first rollout. The engine binds to the loop with the first call.
 
 The siblings of a sample are scored in other processes. So every outcome is reported to the group barrier of the job
-(`qreward_plugins.groups`), where a failed sample waits for the mean of its group. In validation nothing waits:
+(`qreward_plugins.engine`), where a failed sample waits for the mean of its group. In validation nothing waits:
 `trainer_hooks` leaves failed samples out of the means. A row that cannot be read is a failed sample.
 """
 
@@ -28,7 +28,7 @@ from .policy import failure_policy, samples_per_prompt, takes_any_keys, warn_of_
 from .rewards import ExtraInfo, KeysRead
 from .rollouts import is_padding, looks_like_validation, response_ids, session_of, to_sample, unreadable
 from .settings import load_settings, processes_of, reward_function_sources, with_reward_model
-from .startup import refuse_impossible, warn_of_ignored_settings
+from .startup import check_columns, refuse_impossible, warn_of_ignored_settings
 from .trainers import trainer_of
 
 UNUSED = 0.0
@@ -63,6 +63,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         if not self._trainer.tells_phases:
             settings = without_colocated(settings, phases.UNKNOWN, remedy=phases.REMEDY)
         self._policy = failure_policy(settings, config)
+        self._scored_at_once = self._trainer.leaves_out and not takes_any_keys(config)
         router = (
             {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
             if reward_router_address is not None
@@ -98,15 +99,17 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         counts, and `qreward/missing` is 1.0. A row that only fills up a batch is not judged.
         """
         item = data[-1:][0]
+        if self._scored_at_once:
+            check_columns(self.engine.config, self._extra_info.functions, item.non_tensor_batch)
         if is_padding(item):
-            return {"reward_score": UNUSED, "reward_extra_info": self._extra_info.of(_NOT_JUDGED, imputed=False)}
+            info = self._extra_info.of(_NOT_JUDGED, imputed=False, reward=UNUSED)
+            return {"reward_score": UNUSED, "reward_extra_info": info}
         sample, outcome = await self._scored(item)
-        validation = sample.split == "val"
-        if validation:
-            reward, imputed = await self._validated(outcome), False
-        else:
-            reward, imputed = await self._trained(outcome, sample, item)
-        info = self._extra_info.of(outcome, imputed=imputed, validation=validation)
+        if sample.split == "val":
+            reward = await self._validated(outcome)
+            return {"reward_score": reward, "reward_extra_info": self._extra_info.of(outcome, imputed=False)}
+        reward, imputed = await self._trained(outcome, sample, item)
+        info = self._extra_info.of(outcome, imputed=imputed, reward=reward)
         return {"reward_score": reward, "reward_extra_info": info}
 
     async def begin_rewards(self) -> None:

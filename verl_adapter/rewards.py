@@ -7,8 +7,9 @@ verl's configuration reads. A reward function may return more keys, which keep t
 manager. The V1 trainer accepts different keys from each sample. For the other trainers they are sent as one JSON text,
 which `trainer_hooks` unpacks for the means of a validation.
 
-The values of a sample without a verdict are None, which verl's validation skips. The metric of a group filter is NaN
-instead, because verl calls float() on it. verl then does not treat the group as one of equal rewards.
+A value that a sample does not have is NaN: verl calls float() on the metric of a group filter, and until 0.9.0 its
+validation ends the run at None. `trainer_hooks` leaves these values out of the means of a validation. With NaN, verl
+does not treat a group as one of equal rewards. No key is a column of verl's own, which it would replace.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from qreward_plugins.adapters import (
     sources_of,
 )
 
+from .trainers import trainer_of
+
 MISSING = "qreward/missing"
 """1.0 for a failed sample: its score is a stand-in."""
 
@@ -45,8 +48,12 @@ RETURNED = "qreward/returned"
 
 _PREFIX = "qreward/"
 _MOST_NAMES = 200
-_RESERVED = frozenset({"reward"})
-"""Names of verl's own columns in a validation."""
+_ITSELF = ("reward", "score")
+"""Names under which a group filter reads the score itself. verl has the first one by itself only since 0.9.1."""
+_RESERVED = frozenset(
+    (*_ITSELF, "input", "output", "gts", "step", "uid", "request_id", "data_source", "reward_model", "extra_info")
+)
+"""Names of verl's own columns, in batches, validations and the files of both (`_write_generations`)."""
 _REMEDY = "A criterion is called qreward/score/NAME; for `acc`, give a judge `correct_at`."
 _REMEDY_FOR_FILTERS = " `reward` is the score itself."
 
@@ -63,6 +70,11 @@ class KeysRead:
     parts: tuple[str, ...] = ()
     stand_in: float | None = None
 
+    @property
+    def column(self) -> str | None:
+        """The metric, unless it is the score itself."""
+        return None if self.metric in _ITSELF else self.metric
+
     @classmethod
     def of(cls, trainer: DictConfig, config: Config) -> KeysRead:
         """The keys that this run reads."""
@@ -71,9 +83,10 @@ class KeysRead:
         is_gdpo = OmegaConf.select(trainer, "algorithm.adv_estimator") == "gdpo"
         parts = OmegaConf.select(trainer, "algorithm.gdpo_reward_keys") if is_gdpo else None
         constant = config.on_failure
+        # In a validation whose rows are not marked, a second column `reward` would mix up verl's.
+        unsafe = metric == "reward" and not trainer_of(trainer).marks_validation
         return cls(
-            # `reward` is verl's own: the score itself.
-            metric=metric if metric and metric not in _RESERVED else None,
+            metric=None if unsafe else metric or None,
             parts=tuple(str(key) for key in parts or ()),
             stand_in=constant.constant if isinstance(constant, Constant) else None,
         )
@@ -96,16 +109,25 @@ class ExtraInfo:
         self._seen: dict[str, None] = {}
         self._reads = reads
         self._judges = engine.config.judges
-        self._functions = frozenset(_of_functions(engine.config))
-        self._named = tuple(dict.fromkeys(_named_by(engine.config, self._functions)))
+        self.functions = frozenset(_of_functions(engine.config))
+        """The judges that ask only functions."""
+        self._named = tuple(dict.fromkeys(_named_by(engine.config, self.functions)))
         self._refuse_unknown_keys(engine.config)
-        self._named = tuple(dict.fromkeys([*self._named, *reads.parts]))
+        columns = [] if reads.column is None else [reads.column]
+        self._named = tuple(dict.fromkeys([*self._named, *columns, *reads.parts]))
 
-    def of(self, outcome: Outcome, *, imputed: bool, validation: bool = False) -> dict[str, Any]:
-        """The extra info of one outcome; `imputed`: its score is the mean of its group."""
+    def of(self, outcome: Outcome, *, imputed: bool, reward: float | None = None) -> dict[str, Any]:
+        """The extra info of one outcome.
+
+        `imputed`: its score is the mean of its group. `reward`: the number that it trains on; None in a validation.
+        """
         info = self._info(outcome, imputed=imputed)
-        if not validation:
-            self._stand_in(info, outcome)
+        if reward is None:
+            return {key: value for key, value in info.items() if key not in _RESERVED}
+        if outcome.reward is None and self._reads.stand_in is not None:
+            info |= dict.fromkeys(self._reads.parts, self._reads.stand_in)
+        if self._reads.metric in _ITSELF:
+            info[self._reads.metric] = reward
         return info
 
     def checked(self, outcome: Outcome) -> Outcome:
@@ -114,7 +136,7 @@ class ExtraInfo:
             return outcome
         info = self._info(outcome, imputed=False)
         for part in self._reads.parts:
-            if not isinstance(info.get(part), (int, float)):
+            if not isinstance(info.get(part), (int, float)) or is_absent(info[part]):
                 detail = f"the verdict has no number {part!r}, which algorithm.gdpo_reward_keys names"
                 verdict = outcome.verdict
                 return Failed(Cause.VERDICT, "invalid", detail, judge=verdict.judge, source=verdict.source)
@@ -140,17 +162,17 @@ class ExtraInfo:
         else:
             rest = {key: value for key, value in own.items() if key not in info}
             info[RETURNED] = json.dumps(rest, default=repr) if rest else ""
-        return info
+        return {key: math.nan if value is None else value for key, value in info.items()}
 
     def _refuse_unknown_keys(self, config: Config) -> None:
         """Raise `ConfigurationError` for keys that verl reads and no judge provides."""
         in_charge = judges_in_charge(config)
         asked = {name for judge in in_charge for name in (judge, *parts_of(config, judge))}
-        if not in_charge or asked & self._functions:
+        if not in_charge or asked & self.functions:
             return  # a function may return anything, and so may the judges of a reward server
         nothing = Failed(Cause.INFRA, "none")
         known = set(self._info(nothing, imputed=False)) - ({"acc"} - set(self._facts.of(nothing)))
-        read = [("algorithm.filter_groups.metric", self._reads.metric)]
+        read = [("algorithm.filter_groups.metric", self._reads.column)]
         read += [("algorithm.gdpo_reward_keys", part) for part in self._reads.parts]
         mistakes = [
             Mistake(path, f"no judge provides {key!r}.", _REMEDY + (_REMEDY_FOR_FILTERS if "filter" in path else ""))
@@ -160,13 +182,6 @@ class ExtraInfo:
         if mistakes:
             raise ConfigurationError(mistakes, origin="verl's configuration")
 
-    def _stand_in(self, info: dict[str, Any], outcome: Outcome) -> None:
-        metric = self._reads.metric
-        if metric is not None and info.get(metric) is None:
-            info[metric] = math.nan
-        if outcome.reward is None and self._reads.stand_in is not None:
-            info |= dict.fromkeys(self._reads.parts, self._reads.stand_in)
-
     def _own(self, outcome: Outcome) -> dict[str, Any]:
         """The extra info that verl's `naive` manager would make from the reward function's value."""
         if not isinstance(outcome, Scored) or outcome.verdict.basis == "floor":
@@ -174,12 +189,14 @@ class ExtraInfo:
         verdict = outcome.verdict
         rest = {name: value for name, value in verdict.components.items() if name not in self._declared}
         own: dict[str, Any] = {f"{_PREFIX}score/{name}": value for name, value in rest.items()}
-        is_function = verdict.judge in self._functions
+        is_function = verdict.judge in self.functions
         returned = _numbers_of(verdict) if is_function and verdict.returned is None else verdict.returned
         own |= {
             key: self._without_secrets(_plain(value))
             for key, value in (returned or {}).items()
-            if isinstance(key, str) and not key.startswith(_PREFIX) and key not in _RESERVED
+            if isinstance(key, str)
+            and not key.startswith(_PREFIX)
+            and key not in _RESERVED.difference(self._reads.parts)
         }
         judge = self._judges.get(verdict.judge)
         if judge is not None and getattr(judge, "correct_at", None) is not None:
@@ -196,6 +213,11 @@ class ExtraInfo:
         if isinstance(value, Mapping):
             return {self._without_secrets(key): self._without_secrets(item) for key, item in value.items()}
         return [self._without_secrets(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def is_absent(value: Any) -> bool:
+    """Whether a value of the extra info stands for none."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def read_returned(column: Iterable[Any]) -> list[Mapping[str, Any]]:

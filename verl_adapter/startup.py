@@ -9,13 +9,15 @@ after a whole batch was generated and scored.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins import Config, ConfigurationError, Mistake
+from qreward_plugins.adapters import LOGITS, judge_kind_of, judges_in_charge, parts_of
 
+from .metrics import warn_once
 from .policy import estimator_of, samples_per_prompt
 from .trainers import Trainer
 
@@ -46,12 +48,35 @@ _INSTEAD_OF_GDPO = (
 )
 _INSTEAD = "Choose another estimator, or set trainer.use_v1=False."
 
+_NOT_PASSED = (
+    "verl's V1 trainer passes no ground truth (reward_model) and no data source with a sample while reward model and "
+    "rollout share the GPUs."
+)
+_PASSES = "Set reward.reward_model.enable_resource_pool=True, or trainer.use_v1=False; with either, verl passes them."
+
 
 def refuse_impossible(config: DictConfig, trainer: Trainer) -> None:
     """Raise `ConfigurationError` with all settings with which `trainer` cannot run on a reward manager's rewards."""
     mistakes = [*_misspelt(config), *_misplaced(config), *_bypass(config), *_estimator(config, trainer)]
     if mistakes:
         raise ConfigurationError(mistakes, origin="verl's configuration")
+
+
+def check_columns(config: Config, functions: Collection[str], columns: Collection[str]) -> None:
+    """Check a row of a colocated reward model: the V1 trainer passes only prompts, responses and `raw_prompt`
+    (trainer/ppo/v1/trainer_base.py: `_compute_reward_colocate`).
+
+    Raises `ConfigurationError` for judges that ask `functions`, and for routes. Warns once for the others.
+    """
+    if "reward_model" in columns:
+        return
+    asking = [part for judge in judges_in_charge(config) for part in parts_of(config, judge)]
+    places = [f"judges.{name}" for name in dict.fromkeys(asking) if name in functions]
+    places += [f"routes.{pattern}" for pattern in config.routes if pattern != "*"]
+    if places:
+        raise ConfigurationError([Mistake(place, _NOT_PASSED, _PASSES) for place in places], origin="qreward")
+    if not all(judge_kind_of(config.judges[name]).asks == LOGITS for name in asking):
+        warn_once(f"no judge sees a reference answer: {_NOT_PASSED} {_PASSES}")
 
 
 def warn_of_ignored_settings(config: DictConfig, trainer: Trainer) -> None:

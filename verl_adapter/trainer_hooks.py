@@ -10,7 +10,7 @@ fully asynchronous trainer has one for each):
   `reward_extra_info` after training and has no metric of it.
 - Rows of validation are marked, because a reward manager cannot recognise them. So are the copies with which verl
   fills up a batch; they are neither judged nor counted.
-- Failed samples are left out of the means of validation. verl skips None there, but a reward can never be None.
+- Failed samples, and values that a sample does not have, are left out of the means of validation.
 - verl's filter of groups keeps a group in which every sample failed. It would take it for a group of equal rewards
   and replace it, and with a judge that is down it would replace groups for ever.
 - The advantage of a sample that trains on the mean of its group is set to exactly zero. Rounding in float32 leaves
@@ -35,7 +35,7 @@ from qreward_plugins.adapters import barrier_actor, colocated_sources, without_c
 from . import phases
 from .metrics import OutcomeMetrics, warn_once
 from .policy import failure_policy
-from .rewards import IMPUTED, MISSING, RETURNED, read_returned
+from .rewards import IMPUTED, MISSING, RETURNED, is_absent, read_returned
 from .rollouts import PADDING, VALIDATION
 from .settings import load_settings
 from .startup import refuse_impossible
@@ -161,9 +161,9 @@ def _wrap_trainers(metrics: OutcomeMetrics) -> None:
         if trainer is None:
             continue
         found = True
-        for cls in _with_subclasses(trainer):
-            # Rows are marked only where the scores of failed samples are left out again.
-            if _wrap(cls, "_val_metrics_update", _without_missing, inherited=cls is not trainer):
+        # Rows are marked only where the scores of failed samples are left out again.
+        if _wrap(sys.modules[module], "process_validation_metrics", _of_present_rows, inherited=False):
+            for cls in _with_subclasses(trainer):
                 _wrap(cls, "_validate", _mark_validation, inherited=cls is not trainer)
     for cls in _with_subclasses(getattr(sys.modules.get(_REPLAY_BUFFER), "ReplayBuffer", None)):
         _wrap(cls, "_dapo_filtered_keys", _keep_failed_groups, inherited=cls.__name__ != "ReplayBuffer")
@@ -234,26 +234,31 @@ def _mark_padding(pad: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
-def _without_missing(update: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(update)
-    def left_out(self: Any, sources: Any, uids: Any, infos: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
+def _of_present_rows(process: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute the metrics of each column from the rows that have a value there. Only verl 0.9.1 skips None itself."""
+
+    @functools.wraps(process)
+    def left_out(sources: Any, uids: Any, infos: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
         missing = {row for row, value in enumerate(infos.get(MISSING) or ()) if value}
-        infos = _unpacked(infos)
-        if missing:
-            infos = {
-                name: _blanked(missing, values) if _is_about_response(name) else values
-                for name, values in infos.items()
-            }
-        expected = kwargs.get("expected_acc_counts")
-        if MISSING in infos and expected:
+        expected = dict(kwargs.get("expected_acc_counts") or {})
+        parts: dict[tuple[int, ...], dict[str, list[Any]]] = {}
+        for name, values in _unpacked(infos).items():
+            out = {row for row, value in enumerate(values) if is_absent(value)}
+            out |= missing if _is_about_response(name) else set()
+            rows = tuple(row for row in range(len(values)) if row not in out)
+            parts.setdefault(rows, {})[name] = [values[row] for row in rows]
             # verl counts every session without `acc` as wrong, but the correctness of a failed sample is unknown.
-            expected = dict(expected)
-            for row, value in enumerate(infos.get("acc") or [None] * len(infos[MISSING])):
-                prompt = (str(sources[row]), str(uids[row]))
-                if value is None and prompt in expected:
+            for prompt in [(str(sources[row]), str(uids[row])) for row in out if name == "acc"]:
+                if prompt in expected:
                     expected[prompt] -= 1
+        if expected:
             kwargs["expected_acc_counts"] = expected
-        return update(self, sources, uids, infos, *args, **kwargs)
+        found: dict[Any, dict[str, Any]] = {}
+        for rows, columns in parts.items():
+            told = process([sources[row] for row in rows], [uids[row] for row in rows], columns, *args, **kwargs)
+            for source, metrics in told.items():
+                found.setdefault(source, {}).update(metrics)
+        return found
 
     return left_out
 
@@ -270,10 +275,6 @@ def _unpacked(infos: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 def _is_about_response(name: str) -> bool:
     """Whether a column describes the response, and not how its scoring went."""
     return not name.startswith("qreward/") or name.startswith("qreward/score/")
-
-
-def _blanked(missing: set[int], values: list[Any]) -> list[Any]:
-    return [None if row in missing else value for row, value in enumerate(values)]
 
 
 def _keep_failed_groups(classify: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qreward_plugins.config import AskingConfig, EndpointConfig, JudgeConfig, SourceConfig, shape
+from qreward_plugins.config.registry import rooms
 from qreward_plugins.config.shape import Shape
-from qreward_plugins.registry import rooms
 
 MARK = "<!-- every key -->"
 

@@ -21,11 +21,12 @@ from typing import Any
 
 from ..config import EngineConfig, Price, load_config
 from ..errors import ConfigurationError, EngineError, Mistake
-from ..named_actors import missing_ray, ray_is_up
 from ..observers import Observers, with_names
-from ..quotas import Quota, SharedQuota
+from ..quotas.quota import Quota
+from ..quotas.shared import SharedQuota
 from ..scheduling import FAILED, Batch, Breaker, Call, ErrorShare, Upstream
 from ..sharing import OpenedChannel, open_channel, source_keys
+from ..system.ray_actors import missing_ray, ray_is_up
 from .debug_log import DebugLog
 from .invocation import Invocation, size_of
 from .items import Items

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..observers import AttemptEnded, AttemptStarted, CallEnded, Event, SourceStateChanged
-from ..redaction import one_line
+from ..secrets import one_line
 
 _log = logging.getLogger("qreward_plugins.accelerate")
 _CHARS = 300

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, overload
 from typing_extensions import ParamSpec, Unpack
 
 from ..errors import ConfigurationError, Mistake
-from ..redaction import one_line
+from ..secrets import one_line
 from .calls import FunctionCalls
 from .functions import Accelerated, AsyncFunction, SyncFunction
 from .generators import AsyncGeneratorFunction, GeneratorFunction

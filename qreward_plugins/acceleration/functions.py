@@ -18,8 +18,8 @@ from anyio import to_thread
 from typing_extensions import ParamSpec, Self
 
 from ..errors import ConfigurationError, Mistake
-from ..redaction import one_line
-from ..streaming import End, Stream
+from ..secrets import one_line
+from ..system.streams import End, Stream
 from .calls import FunctionCalls
 from .options import OF_THE_FUNCTION, RETUNABLE, UNSET, Options, check_fit, check_names
 from .pending import Raised

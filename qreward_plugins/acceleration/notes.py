@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..redaction import one_line
+from ..secrets import one_line
 
 PREFIX = "accelerate: "
 """How our notes begin. A function may raise the same exception object again and again; older notes are replaced."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.nodes import PRIORITIES
 from ..errors import Mistake
-from ..redaction import one_line
+from ..secrets import one_line
 
 if TYPE_CHECKING:
     from .options import Options

@@ -17,8 +17,8 @@ from ..config.nodes import PRIORITIES
 from ..errors import ConfigurationError, FunctionTimeout, Mistake
 from ..observers import Observer
 from ..observers.base import check as check_observers
-from ..redaction import one_line
 from ..scheduling import Rules
+from ..secrets import one_line
 from .option_checks import mistakes_of, rate_of
 
 

@@ -10,9 +10,12 @@ import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .calls import FunctionCalls
+from .options import Options
+from .source import Kind
+
 if TYPE_CHECKING:
     from .functions import Accelerated
-    from .options import Options
 
 
 def reduced(function: Accelerated) -> Any:
@@ -24,7 +27,7 @@ def reduced(function: Accelerated) -> Any:
         if module != "__main__" or cloud is None:
             return name
         # Another process may have another main module. cloudpickle carries its functions by value.
-        return _unpickled, (cloud.dumps((function.__wrapped__, function._options)),)
+        return _unpickled, (type(function), function._calls.kind, _content(cloud, function))
     original = getattr(found, "_calls", None) is function._calls
     if original:
         # A bound method, or a view with other options.
@@ -32,7 +35,7 @@ def reduced(function: Accelerated) -> Any:
     cloud = sys.modules.get("ray.cloudpickle") or sys.modules.get("cloudpickle")
     if cloud is None:
         raise pickle.PicklingError(f"cannot pickle {function!r}: {module}.{name} is not this function")
-    return _unpickled, (cloud.dumps((function.__wrapped__, function._options)), function._bound)
+    return _unpickled, (type(function), function._calls.kind, _content(cloud, function), function._bound)
 
 
 def _found(module: str, name: str) -> Any:
@@ -42,18 +45,16 @@ def _found(module: str, name: str) -> Any:
     return found
 
 
-def _unpickled(content: bytes, bound: tuple[Any, ...] = ()) -> Any:
-    from . import accelerate
+def _content(cloud: Any, function: Accelerated) -> Any:
+    return cloud.dumps((function.__wrapped__, function._options))
 
+
+def _unpickled(made: type[Accelerated], kind: Kind, content: bytes, bound: tuple[Any, ...] = ()) -> Any:
     function, options = pickle.loads(content)
-    again = accelerate(function, **_given(options))
+    again = made(function, FunctionCalls(function, kind, options), options)
     return again._copy(bound=bound) if bound else again
 
 
 def _view(module: str, name: str, options: Options, bound: tuple[Any, ...]) -> Any:
     importlib.import_module(module)
     return _found(module, name)._copy(options, bound)
-
-
-def _given(options: Options) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}

@@ -20,7 +20,7 @@ from ..errors import (
     Throttled,
     TransientError,
 )
-from ..redaction import one_line
+from ..secrets import one_line
 from ..sources import threads
 from ..sources.base import Reply, Request
 from ..sources.threads import FunctionRaised, ThreadSlots, TooManyAbandoned

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ConfigurationError, Mistake
-from ..sources.loading import PathLoader
-from ..sources.raised import describe
+from ..system.functions import PathLoader
+from ..system.tracebacks import describe
 from .notes import add_origin
 
 

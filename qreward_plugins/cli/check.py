@@ -17,13 +17,13 @@ from ..errors import ConfigurationError, InputError, KeeperSilent
 from ..files import read_rollouts
 from ..journal import check_place
 from ..judges import kind_of
-from ..probe import Probe, idle_sources, probe, probe_for_clients, samples_for, untried_judges
 from ..samples import Sample
+from ..secrets import Redactor
 from ..sharing import open_channel
 from ..sources import TEXT
-from ..sources.redactor import Redactor
 from .figures import number_of, seconds
 from .offline import without_servers
+from .probe import Probe, idle_sources, probe, probe_for_clients, samples_for, untried_judges
 from .running import OK, SOURCE_SILENT, open_engine, say
 from .servers import start_servers
 from .training_lines import Framework, framework_of, say_how_to_train

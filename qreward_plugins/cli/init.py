@@ -19,11 +19,11 @@ from rich.console import Console
 
 from ..config import Config, load_config
 from ..errors import InputError
-from ..sources.discovery import Discovered, discover, survey
 from ..sources.endpoint_settings import can_be_sent
 from . import init_parsing as parsing
 from .api_keys import is_local_url, is_variable, usual_variable, variable_for_key
 from .check import check_config
+from .discovery import Discovered, discover, survey
 from .init_answers import SCORES, Answers, Endpoint, Function, RateLimits, Score
 from .offline import without_servers
 from .questions import Questions

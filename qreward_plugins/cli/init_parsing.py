@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ..config.registry import judges
 from ..config.source_models import ModelName, ServiceURL
 from ..errors import ConfigurationError
 from ..judges.prompt import Prompt
-from ..registry import judges
 from ..sources.function_arguments import arguments_taken
-from ..sources.loading import PathLoader, load
 from ..sources.reward_protocols import PROTOCOLS
+from ..system.functions import PathLoader, load
 from .api_keys import is_local, without_key
 from .init_answers import Function
 

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
-from ..journal.reports import LATEST, Row, SourceReport, StepReport, drawn, read_rows, slowest, sources_of, steps_of
-from ..redaction import one_line
+from ..secrets import one_line
 from .figures import number_of, print_whole, seconds, short
+from .journal_reports import LATEST, Row, SourceReport, StepReport, drawn, read_rows, slowest, sources_of, steps_of
 from .running import OK, say
 
 _WIDEST_NAME = 16

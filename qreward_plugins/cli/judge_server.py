@@ -12,18 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError, InputError
-from ..sources.loading import Function, PathLoader, load
-from ..sources.redactor import Redactor
-from ..testing import (
-    FaultKind,
-    Faults,
-    JudgeServer,
-    JudgeServerError,
-    Latency,
-    Report,
-    ServerLimits,
-    overlap_score,
-)
+from ..secrets import Redactor
+from ..system.functions import Function, PathLoader, load
+from ..testing import FaultKind, Faults, JudgeServer, JudgeServerError, Latency, Report, ServerLimits, overlap_score
 from .figures import seconds
 from .running import OK, say
 

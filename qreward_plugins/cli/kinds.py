@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..registry import Described, rooms
+from ..config.registry import Described, rooms
 from .running import KIND_BROKEN, OK, say
 
 

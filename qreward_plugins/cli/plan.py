@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
-from ..output_files import check_writable
 from ..planning import (
     Advice,
     Assumptions,
@@ -29,6 +28,7 @@ from ..planning import (
 )
 from ..planning.picture import check_picture
 from ..sources.function import processors
+from ..system.output_files import check_writable
 from .figures import number_of, print_whole, seconds, short
 from .running import OK, load_own, say
 

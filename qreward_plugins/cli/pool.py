@@ -21,12 +21,12 @@ from rich.text import Text
 from ..config import Config, load_config
 from ..config.environment import environment_of
 from ..errors import ConfigurationError, InputError, QRewardError
-from ..private_directory import private_directory
-from ..redaction import one_line
 from ..replicas.orphans import Orphan, find_orphans
 from ..replicas.pool_status import PoolStatus, ReplicaLoad
 from ..replicas.replica_state import ReplicaState
 from ..replicas.spec import PoolSpec
+from ..secrets import one_line
+from ..system.private_directory import private_directory
 from .figures import print_whole, short
 from .running import OK, say
 from .servers import opened_servers, said_of
@@ -61,8 +61,8 @@ class PoolSource(Protocol):
 
 
 async def show_status(path: Path, names: Sequence[str], out: Console, errors: Console, *, as_json: bool) -> int:
-    """Print the status of the servers, also if those of another source do not run, and name servers of this user on
-    this machine that nobody supervises. Raises `ConfigurationError`, `InputError` and, if no servers run,
+    """Print the status of the servers, also if those of another source do not run, and name this user's
+    unsupervised servers on this machine. Raises `ConfigurationError`, `InputError` and, if no servers run,
     `ReplicasNotStarted`.
     """
     async with _opened(path, names) as (config, sources):
@@ -221,8 +221,8 @@ def _raise_all(failures: Sequence[BaseException]) -> None:
 
 def _said_of_orphan(orphan: Orphan) -> str:
     pids = " ".join(map(str, orphan.pids))
-    what = f"{one_line(orphan.source, 200)}: nobody supervises a server of replica {orphan.replica}"
-    devices = "" if orphan.devices == "cpu" else f", which holds the devices {one_line(orphan.devices, 200)}"
+    what = f"{one_line(orphan.source, 200)}: a server of replica {orphan.replica} is unsupervised"
+    devices = "" if orphan.devices == "cpu" else f" and holds the devices {one_line(orphan.devices, 200)}"
     return f"{what}{devices}; the next start of servers ends it, or: kill -9 {pids}"
 
 

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config, load_config
+from ..engine.difference import Difference, difference
 from ..errors import ConfigurationError
 from ..judges import JudgeRouter
-from ..reloading import Difference, difference
 from .running import OK, say
 
 NEEDS_RESTART = 1

@@ -21,7 +21,7 @@ from rich.text import Text
 from ..config import Config, load_config
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError, Mistake, QRewardError
-from ..named_actors import join_cluster
+from ..system.ray_actors import join_cluster
 
 OK = 0
 SOURCE_SILENT = 1

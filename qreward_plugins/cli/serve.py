@@ -15,8 +15,8 @@ from rich.console import Console
 from ..config.framework import without_colocated
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError, QRewardError
-from ..redaction import one_line
-from ..server import RewardServer
+from ..secrets import one_line
+from ..server.server import RewardServer
 from .running import OK, REWARDS_MISSING, load_own, open_engine, say
 
 _LINE_CHARS = 1_000

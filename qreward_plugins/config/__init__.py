@@ -70,6 +70,6 @@ __all__ = [
     "read_yaml",
     "routes_of",
     "sources_for_model",
-    "sources_of_models",
     "sources_of",
+    "sources_of_models",
 ]

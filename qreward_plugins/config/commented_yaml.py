@@ -16,8 +16,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel
 
-from ..registry import rooms
 from .models import Config
+from .registry import rooms
 
 _WIDTH = 110
 _INDENT = "  "

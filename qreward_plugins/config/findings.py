@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from ..errors import Mistake
-from ..redaction import names_secret
+from ..secrets import names_secret
 
 Path: TypeAlias = tuple[str | int, ...]
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..registry import KindError, rooms
 from . import shape
 from .findings import Finding, Path, did_you_mean, is_plain_key, nearest, scalar_text
+from .registry import KindError, rooms
 from .shape import Shape
 from .tree import Broken
 

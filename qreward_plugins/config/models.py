@@ -25,8 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from .. import registry
-from ..registry import KindError, Kinds
+from . import registry
 from .judge_models import JudgeConfig
 from .nodes import (
     Flag,
@@ -42,6 +41,7 @@ from .nodes import (
     takes,
 )
 from .origin import Origin
+from .registry import KindError, Kinds
 from .source_models import ServerURL, SourceConfig, VariableName
 
 

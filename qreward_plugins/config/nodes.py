@@ -17,7 +17,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from ..samples import fits_float32
+_FLOAT32_LIMIT = 2.0**128 - 2.0**103
+"""The smallest number that rounds to infinity in float32, the type that trainers use."""
 
 
 def no_bool(value: Any) -> Any:
@@ -28,7 +29,7 @@ def no_bool(value: Any) -> Any:
 
 
 def _held_by_trainers(number: float) -> float:
-    if not fits_float32(number):
+    if abs(number) >= _FLOAT32_LIMIT:
         raise ValueError("it is infinite in float32, the type that trainers use")
     return number
 

@@ -10,11 +10,11 @@ from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from ..registry import KindError, rooms
 from . import shape
 from .findings import Finding, Path, cut, did_you_mean
 from .keys import Named
 from .nodes import JudgeName, SourceName
+from .registry import KindError, rooms
 from .routes import TEXT, answers, answers_of, asked_by, is_glob, matching
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from ..registry import KindError, rooms
 from .models import Config, ModelRoute, Route
 from .nodes import judges_named
+from .registry import KindError, rooms
 from .several_keys import configured_name
 
 TEXT: Final = "text"

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from ..registry import rooms
 from .models import Config
+from .registry import rooms
 
 Shape: TypeAlias = Mapping[str, Any]
 """A node of the JSON Schema, with references resolved."""

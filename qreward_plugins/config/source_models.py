@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 from yarl import URL
 
-from ..redaction import with_secrets
+from ..secrets import with_secrets
 from .nodes import Flag, Node, NonNegativeFloat, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
 
 FRAMEWORK_SCHEME = "framework://"

@@ -22,7 +22,7 @@ from omegaconf.errors import (
 )
 from pydantic import BaseModel
 
-from ..redaction import with_secrets
+from ..secrets import with_secrets
 from .environment import environment
 from .findings import Finding, Path, cut
 from .interpolations import MOST_VALUES, too_large

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, SecretStr
 
-from ..redaction import names_secret, secrets_in
+from ..secrets import names_secret, secrets_in
 from . import shape
 from .findings import Path
 from .keys import KeyCheck

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import InputError
-from ..output_files import check_writable
+from ..system.output_files import check_writable
 
 Format = Literal["jsonl", "parquet"]
 

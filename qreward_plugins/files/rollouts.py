@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..images import Image, attach, is_empty_part, is_image_part
 from ..samples import Message, Sample
-from ..sources.redactor import Redactor
+from ..samples.images import Image, attach, is_empty_part, is_image_part
+from ..secrets import Redactor
 from .formats import check_output, format_of
 from .jsonl import as_json, read_jsonl
 from .parquet import read_parquet

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from ..images import Image
+from ..samples.images import Image
 
 if TYPE_CHECKING:
     import numpy as np

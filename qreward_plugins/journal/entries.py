@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ..samples import Failed, Outcome, RawScore, Sample, Verdict
-from ..spent import NOTHING, Spent
+from ..samples.spent import NOTHING, Spent
 
 RATIONALE_CHARS = 4000
 """Longest rationale that is recorded, in characters."""

@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..images import is_image_part
+from ..samples.images import is_image_part
 from ..scheduling.calls import Call
 from ..sources.base import Request, Source, content_apart
 from .encoding import encoded

@@ -14,8 +14,8 @@ import os
 import uuid
 from typing import Final
 
-from ..named_actors import job_name
-from ..processes import ProcessMark, boot_id
+from ..system.processes import ProcessMark, boot_id
+from ..system.ray_actors import job_name
 
 VARIABLE: Final = "QREWARD_RUN_ID"
 """The environment variable that names the run, before anything else does."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError, InputError, Mistake
-from ..output_files import check_writable
 from ..samples import Sample, fits_float32
 from ..sources.base import Request
+from ..system.output_files import check_writable
 
 _KIND = "qreward calibration 1"
 SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from ..config import Config
 from ..config.image_models import ImageLimits, JudgeImages
 from ..errors import Mistake
-from ..images import EXTRA, has_pillow
 from ..samples import Sample, Verdict
+from ..samples.images import EXTRA, has_pillow
 from ..scheduling.calls import Call
 from ..sources.image_parts import ShownImages, folder_mistakes, has_images, has_urls, shown_images
 

@@ -19,8 +19,8 @@ from ..config.image_models import JudgeImages
 from ..config.judge_models import AskingConfig
 from ..config.nodes import no_bool
 from ..errors import ConfigurationError, InvalidReply, Mistake
-from ..images import is_image_part
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict, fits_float32
+from ..samples.images import is_image_part
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request, Source
 from ..sources.image_parts import ShownImage, with_images

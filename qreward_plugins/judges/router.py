@@ -8,10 +8,10 @@ from typing import Any
 
 from ..config import Config, Route, judges_in_charge, own_sources, priority_of, routes_of
 from ..config.judge_models import JudgeConfig
+from ..config.registry import judges, kind_or_mistake
 from ..errors import ConfigurationError, Mistake
-from ..redaction import described_error
-from ..registry import judges, kind_or_mistake
 from ..samples import Sample
+from ..secrets import described_error
 from .base import Judge, Opening
 from .leaf import Leaf
 

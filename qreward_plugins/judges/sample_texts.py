@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
-from ..sample_check import blamed, kind_of, plain_messages
 from ..samples import Message, Sample
-from ..sources.bodies import as_json, encoded
+from ..samples.check import blamed, kind_of, plain_messages
+from ..samples.json_values import as_json, encoded
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ATTACHMENT = re.compile(r"image|video|audio|file")

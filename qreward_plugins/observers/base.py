@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import ConfigurationError, Mistake
-from ..redaction import described_error, one_line
+from ..secrets import described_error, one_line
 from .events import EngineClosed, Event, SourceStateChanged, capped
 
 _log = logging.getLogger("qreward_plugins.observers")

@@ -19,8 +19,8 @@ from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..samples import Failed, Outcome, Sample, Scored, Verdict
-from ..spent import Usage
-from ..telemetry import BatchReport
+from ..samples.spent import Usage
+from .batch_report import BatchReport
 
 NAME_CHARS = 80
 """Most characters of a sample's id and data source."""

@@ -9,8 +9,8 @@ from importlib import metadata
 from typing import Any
 
 from ..errors import ConfigurationError, Mistake
-from ..redaction import described_error, one_line
-from ..sources.loading import PathLoader, load
+from ..secrets import described_error, one_line
+from ..system.functions import PathLoader, load
 from .base import Named, Observer, check
 
 GROUP = "qreward_plugins.observers"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..redaction import one_line
 from ..samples import Failed
+from ..secrets import one_line
 from .events import DETAIL_CHARS, NAME_CHARS, BatchEnded, SampleEnded
 
 _log = logging.getLogger("qreward_plugins.engine")

@@ -11,23 +11,51 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from ..samples import Scored
-from ..sources.replica import ReplicaStatistics
-from ..spent import NO_USAGE
-from ..telemetry import BatchReport, WaitBySize, Waits, percentile
-from .events import (
-    AttemptEnded,
-    AttemptStarted,
-    BatchEnded,
-    CallEnded,
-    RequestBatchSent,
-    SampleEnded,
-    SampleSubmitted,
-)
+from ..samples.spent import NO_USAGE
+from .batch_report import BatchReport
+from .events import AttemptEnded, AttemptStarted, BatchEnded, CallEnded, RequestBatchSent, SampleEnded, SampleSubmitted
+from .waits import WaitBySize, Waits, percentile
 
 RECENT = 4096
+
+Health = Literal["up", "half_open", "backing_off", "draining", "down"]
+"""`up`: it answers. `backing_off`: it failed, and is avoided for a while. `half_open`: that time is over, and one call
+finds out. `draining`: it finishes its calls and gets no more. `down`: it is not there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaStatistics:
+    """One replica of a source so far."""
+
+    base_url: str
+    health: Health
+    in_flight: int
+    """Requests under way."""
+    pending_tokens: int
+    """Tokens of the requests under way, prompt and completion, as estimated when they were sent."""
+    requests: int
+    """Requests that were sent to it."""
+    failures: int
+    """Those of them that it did not answer, or answered with a status from 500 on, a refusal that may concern all
+    requests (401, 404, a redirect ...), what cannot be read, or a refusal (400, 413, 422) of what another one
+    answered."""
+    prompt_tokens: int
+    """Prompt tokens of its replies, as it stated them."""
+    cached_tokens: int
+    """The part of them that it read from its prefix cache, if it says so."""
+    prefix_hit_rate: float
+    """Share of the prompt tokens that came from the prefix cache: as the server states it, or estimated from the
+    prompts that were sent to it before. NaN before the first."""
+    prefix_hits_estimated: bool
+    """Whether `prefix_hit_rate` is the estimate."""
+    cache_use: float | None
+    """Share of the server's KV cache that is in use, from 0 to 1; None if it is not known (see the strategy
+    `kv_cache`)."""
+    version: str = ""
+    """The version of its weights; "" for those of the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config import Config
+from ..observers.batch_report import PartKind
 from ..sources import kind_of
-from ..telemetry import PartKind
 from .rehearsal import Rehearsal, Run
 
 Resource = Literal["requests", "tokens", "places", "latency", "stragglers", "failures", "pauses", "deadline", "nothing"]

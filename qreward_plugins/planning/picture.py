@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..output_files import check_writable
+from ..system.output_files import check_writable
 from .timeline import COLOURS, Bar, Colour, Timeline, rows
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from ..config import Batch, Config, judge_for
 from ..errors import SampleRefused, SourceError, Throttled
 from ..judges import kind_of as judge_kind_of
+from ..samples.spent import Usage
 from ..simulation import SimulatedServer, score_of
 from ..sources import Reply, Request, kind_of
-from ..spent import Usage
 from .lengths import BYTES_PER_TOKEN
 from .timeline import Bar, BarEnd, BarKind
 

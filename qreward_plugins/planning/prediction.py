@@ -11,7 +11,7 @@ from typing import Any
 from ..config import Config, load_config, sources_of
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError
-from ..telemetry import percentile
+from ..observers.waits import percentile
 from .advice import Advice, advice_of
 from .assumptions import Assumptions
 from .bottleneck import Bottleneck, Wait, bottleneck_of, waits_of

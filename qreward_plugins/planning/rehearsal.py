@@ -21,12 +21,12 @@ from ..config import Config
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, Mistake
 from ..observers import SourceStatistics
+from ..observers.batch_report import BatchReport
 from ..quotas.shares import shares
 from ..samples import Failed, Outcome
 from ..scheduling.wait_reasons import WaitReason
 from ..simulation import Luck, Server, SimulatedServer, run
 from ..sources import kind_of
-from ..telemetry import BatchReport
 from .lengths import tokens_of
 from .played import PlayedSource, Record
 from .rollouts import Rollouts

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ..config import AskingConfig, Batch, Config, EndpointConfig, JudgeConfig, Limits, SourceConfig, sources_of
 from ..errors import ConfigurationError
-from ..quotas import UNDECLARED_CONCURRENCY
+from ..quotas.concurrency import UNDECLARED_CONCURRENCY
 from ..sources import kind_of
 from .bottleneck import Wait, listed, used_up
 from .rehearsal import Rehearsal, Run

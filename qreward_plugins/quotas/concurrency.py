@@ -21,8 +21,6 @@ _LARGEST = 1024
 """Largest learned concurrency."""
 _CUT = 0.7
 """Factor of a cut."""
-_COOLDOWN_S = 1.0
-"""Seconds after a cut in which no other follows."""
 
 
 class ConcurrencyWindow:
@@ -74,9 +72,10 @@ class ConcurrencyWindow:
     def throttled(self, now: float, sent_at: float, in_flight: int) -> bool:
         """Record a 429 or a timeout while `in_flight` other requests are in flight; return whether the window was cut.
 
-        Requests that were sent before the last cut, and rejections within its cooldown, do not cut again.
+        Requests that were sent before the last cut do not cut again. Nor does one with no other in flight: no
+        concurrency explains that.
         """
-        if sent_at < self._cut_at or now - self._cut_at < _COOLDOWN_S:
+        if sent_at < self._cut_at or not in_flight:
             return False
         used = min(self.size, in_flight + 1.0)
         if self._evidence:

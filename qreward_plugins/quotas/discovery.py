@@ -63,6 +63,8 @@ class Discovery:
         """Origin of the limit: "announced", "throttled", or empty if there is none."""
         self.window_s = window_s
         self.learned_at = -math.inf
+        self._rejected_at = -math.inf
+        """Time of the last 429. A probe from before may have taken the place of the request that got it."""
         self._unit = unit
         self._announced: float | None = None
         self._before = math.inf
@@ -121,6 +123,8 @@ class Discovery:
         """Record the end of a request that was sent at `sent_at` (minus infinity if it was not sent). Return a log
         message if the limit changed.
         """
+        if rejected:
+            self._rejected_at = now
         if probe == "probe":
             self._probing = False
         if probe and rejected:
@@ -129,7 +133,7 @@ class Discovery:
                 self._test_at = now + self._wait_windows * self.window_s
                 self._wait_windows = min(2 * self._wait_windows, _MAX_WAIT_WINDOWS)
         elif probe == "probe":
-            if sent_at > -math.inf:
+            if sent_at > self._rejected_at:
                 self._accepted_probes += 1
                 if self.origin == "throttled" or self._accepted_probes >= _PROBES_NEEDED:
                     return self._refute(now)

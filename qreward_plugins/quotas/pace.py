@@ -92,13 +92,20 @@ class BucketEvidence:
     def __init__(self) -> None:
         self._throttled_at: deque[float] = deque(maxlen=_THROTTLES)
         self._term_windows = _FIRST_TERM_WINDOWS
+        self.rejects_all = False
+        """Whether a 429 came with no other request in flight, and no request was answered since."""
         self._trial = False
         self.paced_until = -math.inf
 
-    def throttled(self, now: float, window_s: float) -> bool:
-        """Record a 429 below all limits; return whether the source is paced from now on."""
+    def throttled(self, now: float, sent_at: float, window_s: float) -> bool:
+        """Record a 429 below all limits; return whether the source is paced from now on. Of the 429s between which no
+        request is accepted, one counts: a bucket refills, while an outage rejects everything.
+        """
         throttled_at = self._throttled_at
+        if throttled_at and (self.rejects_all or sent_at <= throttled_at[-1]):
+            return False
         throttled_at.append(now)
+        self.rejects_all = False
         if len(throttled_at) < _THROTTLES or now - throttled_at[0] > window_s:
             return False
         throttled_at.clear()

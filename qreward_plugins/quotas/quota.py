@@ -25,6 +25,9 @@ _FAR_BELOW = 0.25
 """The same for a learned concurrency, which is less certain."""
 _PAUSE_OF_A_WINDOW_S = 1.5
 """Shortest pause, in seconds, that a window explains; concurrency is free again sooner."""
+_PER_OTHER, _OTHERS_TO_CUT = 8, 4
+"""A learned concurrency is cut if one other sample for each 8 in flight is throttled, too, or 4 are: fewer may be
+rejected for what they are."""
 
 
 class Quota:
@@ -204,6 +207,8 @@ class Quota:
     def ended(self, reservation: Reservation, now: float, rejected: bool) -> None:
         """Record the end of an attempt. Called by `Reservation.release`."""
         tokens = reservation.tokens
+        if rejected and not self.in_flight:
+            self._evidence.rejects_all = True
         message = self._requests.ended(now, reservation.sent_at, rejected, reservation.request_probe)
         if tokens:
             self._tokens_in_flight -= tokens
@@ -221,6 +226,7 @@ class Quota:
         sent_at = now if sent_at is None else sent_at
         if self._nothing_accepted_since is not None and sent_at >= self._nothing_accepted_since:
             self._nothing_accepted_since = None
+        self._evidence.rejects_all = False
         if self._window is not None:
             self._window.answered(sent_at)
             self.concurrency = int(self._window.size)
@@ -233,12 +239,20 @@ class Quota:
         if window is not None and window.throttled(now, sent_at, self.in_flight):
             self.concurrency = int(window.size)
 
-    def throttled(self, now: float, *, sent_at: float, retry_after_s: float | None) -> str | None:
+    def throttled(
+        self,
+        now: float,
+        *,
+        sent_at: float,
+        retry_after_s: float | None,
+        in_pause: bool = False,
+        others: float = math.inf,
+    ) -> str | None:
         """Learn from a 429, after its reservation was released with `rejected=True`. Return a log message if a limit
-        changed.
+        changed. One `in_pause` says only that the pause goes on. `others`: how many other samples are throttled, too.
 
-        The 429 is attributed to a window if it asks for a pause of 1.5 s or more, or if no request was accepted for
-        that long and none is in flight. Otherwise it is attributed to concurrency.
+        The 429 is attributed to a window if it asks for a pause of 1.5 s or more, otherwise to a token bucket or to
+        concurrency.
         """
         self._throttled += 1
         if self._nothing_accepted_since is None or now - self._throttled_at > WINDOW_S:
@@ -253,17 +267,19 @@ class Quota:
             if window.discovery is not None and window.discovery.probe_rejected:
                 return window.discovery.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since)
         message, self._message = self._message, None
+        if in_pause and not self.in_flight:
+            return message
         long_pause = retry_after_s is not None and retry_after_s >= _PAUSE_OF_A_WINDOW_S
-        silent = silent_s >= _PAUSE_OF_A_WINDOW_S and self.in_flight == 0
         discovery = self._requests.discovery
         refuted = discovery is not None and now - discovery.refuted_at < discovery.window_s
         if refuted and long_pause and self.in_flight > 0:
             long_pause = False  # an earlier pause of this source proved not to come from a window
-        if discovery is not None and (long_pause or silent):
+        if discovery is not None and long_pause:
             return discovery.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since) or message
-        message = self._note_bucket(now) or message
+        message = self._note_bucket(now, sent_at) or message
         learned = self._window
-        if learned is not None and not long_pause and learned.throttled(now, sent_at, self.in_flight):
+        few = others < min(_OTHERS_TO_CUT, self.in_flight // _PER_OTHER)
+        if learned is not None and not (long_pause or few) and learned.throttled(now, sent_at, self.in_flight):
             self.concurrency = int(learned.size)
             many = "1 request" if self.concurrency == 1 else f"{self.concurrency} requests"
             message = message or f"throttled: at most {many} in flight from now on"
@@ -360,7 +376,7 @@ class Quota:
                 self._pace = Pace(self._shares.pace_per_s, self._shares.burst, jitter_s=self._jitter_s)
             self._paced_until = until
 
-    def _note_bucket(self, now: float) -> str | None:
+    def _note_bucket(self, now: float, sent_at: float) -> str | None:
         """Record a 429 that no other limit explains; return a log message if pacing starts."""
         if self._limits.window != "auto" or self._shares.requests == math.inf or now < self._paced_until:
             return None
@@ -371,7 +387,7 @@ class Quota:
             crowded = self.in_flight + 1 >= _CLEARLY_BELOW * self.concurrency
         else:
             crowded = self.in_flight >= _FAR_BELOW * self._window.size
-        if (crowded and self.in_flight > 0) or not self._evidence.throttled(now, self._shares.window_s):
+        if (crowded and self.in_flight > 0) or not self._evidence.throttled(now, sent_at, self._shares.window_s):
             return None
         self._pace = None
         self._pace_until(self._evidence.paced_until)

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from ..threads import in_thread
+from ..system.threads import in_thread
 from . import guard
 from .control import ControlFailed
 from .operations import ServerOperations
@@ -177,7 +177,7 @@ class LocalServer:
             _log.warning("the processes of replica %d of %s do not end", self._number, self._spec.name)
 
     async def _end_orphans(self) -> None:
-        """End servers of this user that nobody supervises: they hold devices."""
+        """End this user's unsupervised servers: they hold devices."""
         folder = self._private
         if folder is not None:
             await in_thread(lambda: end_orphans(folder))

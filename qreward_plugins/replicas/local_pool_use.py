@@ -23,8 +23,8 @@ from typing import Any
 import orjson
 
 from ..errors import ConfigurationError
-from ..private_directory import private_directory
-from ..processes import command_line, is_own_user, is_stopped, own_processes
+from ..system.private_directory import private_directory
+from ..system.processes import command_line, is_own_user, is_stopped, own_processes
 from .group_weights import GroupWeights
 from .lock_files import locked, remove_left
 from .pool import PoolFailed

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..private_directory import is_in_place
+from ..system.private_directory import is_in_place
 from .sleep_record import SleepRecord
 
 _KEY = "[0-9a-f]{16}"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..threads import in_thread
+from ..system.threads import in_thread
 from .checkpoint import CheckpointUnusable, model_checkpoint, read_checkpoint
 from .control import Channel, Control, ControlFailed
 from .spec import PoolSpec

@@ -1,4 +1,4 @@
-"""Finds and ends servers that nobody supervises any more: both processes of their guard were killed (`guard.py`).
+"""Finds and ends unsupervised servers: both processes of their guard were killed (`guard.py`).
 
 A guard notes its server in the private directory, and removes the note at the end. A note whose guard and watcher have
 ended is that of an orphan. Its processes are the server and its descendants, and those that write to the pipe which the
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..processes import ProcessMark, machine, own_processes, parent
+from ..system.processes import ProcessMark, machine, own_processes, parent
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -34,7 +34,7 @@ _LABEL: Mapping[str, Callable[[Any], Any]] = {"source": str, "replica": int, "de
 
 @dataclass(frozen=True)
 class Orphan:
-    """A server that nobody supervises: its replica, and its processes."""
+    """An unsupervised server: its replica, and its processes."""
 
     source: str
     replica: int
@@ -94,18 +94,18 @@ class _Note:
 
 
 def find_orphans(folder: Path) -> list[Orphan]:
-    """Return the servers noted in a private directory that nobody supervises."""
+    """Return the unsupervised servers noted in a private directory."""
     return [_orphan(note, processes) for _, note, processes in _found(folder)]
 
 
 def end_orphans(folder: Path) -> None:
-    """Kill all processes of servers noted in a private directory that nobody supervises, and wait for their end. It
+    """Kill all processes of unsupervised servers noted in a private directory, and wait for their end. It
     blocks, at most some 20 seconds for each. Where the system cannot signal one process for certain, none is killed.
     """
     for path, note, processes in _found(folder):
         if not _can_send():
             left = _orphan(note, processes)
-            what = "nobody supervises a server of replica %d of %s, and this system cannot end it safely: kill -9 %s"
+            what = "a server of replica %d of %s is unsupervised, and this system cannot end it safely: kill -9 %s"
             _log.warning(what, left.replica, left.source, " ".join(map(str, left.pids)))
             continue
         ended = _end(note, processes)

@@ -34,8 +34,8 @@ from typing import Any
 import anyio
 import orjson
 
-from ..processes import ProcessMark, is_own_user, peer_pid
-from ..threads import in_thread
+from ..system.processes import ProcessMark, is_own_user, peer_pid
+from ..system.threads import in_thread
 from .commands import Commands
 from .launch import LocalServer
 from .local_pool_use import BACKLOG, LINE_BYTES

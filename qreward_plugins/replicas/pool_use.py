@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..threads import LoopsEvent, in_thread
+from ..system.threads import LoopsEvent, in_thread
 from .gate import Gate
 from .group_weights import GroupWeights
 from .pool import ChangeFailed, PoolFailed

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..named_actors import get_or_start
+from ..system.ray_actors import get_or_start
 from .group_weights import GroupWeights
 from .pool import PoolFailed
 from .pool_search import START, RunningPool, chosen

@@ -6,15 +6,16 @@ import asyncio
 import functools
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 
 from ..errors import ConfigurationError
-from ..named_actors import ray_is_up
-from ..private_directory import private_directory
-from ..threads import in_thread
+from ..system.private_directory import private_directory
+from ..system.ray_actors import ray_is_up
+from ..system.threads import in_thread
 from .launch import LocalServer, ServerFailed
 from .spec import PoolSpec
 from .topology import Platform
@@ -27,7 +28,7 @@ _STOP_S = 60.0
 
 
 def cluster_platform() -> Platform:
-    """The platform of the nodes of the Ray cluster of this process. Ray itself sets the variables of the devices."""
+    """The platform of the nodes of the Ray cluster of this process."""
     if not ray_is_up():
         return "cpu"
     import ray
@@ -59,9 +60,12 @@ class ReplicaActor:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._private_logs = path if folder is None else None
         self._number = number
-        # Ray has set the variables of the devices in this process.
+        # Ray may not have set the variables of the devices in this process (RAY_EXPERIMENTAL_NOSET_...).
+        devices = replace(self._spec.topology, data_parallel=1, devices=tuple(ray.get_gpu_ids()), assigned=False)
         host = ray.util.get_node_ip_address()
-        self._server = LocalServer(self._spec, number, folder=path, environment={}, host=host, private=private)
+        self._server = LocalServer(
+            self._spec, number, folder=path, environment=devices.environment(0), host=host, private=private
+        )
 
     async def start(self, weights: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the URL once the server is ready; or "", the problem and the end of the log."""

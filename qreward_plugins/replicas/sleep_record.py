@@ -12,8 +12,8 @@ from pathlib import Path
 
 import orjson
 
-from ..private_directory import write_whole
-from ..processes import ProcessMark, machine
+from ..system.private_directory import write_whole
+from ..system.processes import ProcessMark, machine
 
 
 class SleepRecord:

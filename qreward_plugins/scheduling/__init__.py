@@ -12,6 +12,8 @@ from .upstream import Upstream
 from .upstreams import Moves, Upstreams, open_upstreams
 
 __all__ = [
+    "FAILED",
+    "OPEN",
     "Answer",
     "Batch",
     "Batches",
@@ -22,16 +24,14 @@ __all__ = [
     "Cutoff",
     "Dispatcher",
     "ErrorShare",
-    "FAILED",
     "Job",
-    "Moves",
-    "Upstream",
-    "Upstreams",
     "Member",
-    "OPEN",
+    "Moves",
     "ReadyQueue",
     "Rules",
     "Speed",
     "Unanswered",
+    "Upstream",
+    "Upstreams",
     "open_upstreams",
 ]

@@ -21,9 +21,9 @@ from ..errors import (
 )
 from ..observers import AttemptEnded, Observers
 from ..observers.events import DETAIL_CHARS, AttemptResult, short
-from ..quotas import Reservation
+from ..quotas.reservation import Reservation
+from ..samples.spent import NO_USAGE
 from ..sources.base import Reply, Request
-from ..spent import NO_USAGE
 from .jobs import Job
 from .upstream import Upstream
 
@@ -61,6 +61,8 @@ class Attempt:
     """Whether another attempt of the same job was under way."""
     number: int = 0
     """Number of the attempt within its job, from 0."""
+    order: int = 0
+    """Number of the attempt at its source, from 1."""
     reported: bool = False
     """Whether observers were told that it ended."""
     superseded: bool = False

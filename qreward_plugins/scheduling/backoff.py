@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .attempts import Attempt
 from .jobs import Job, Jobs
+from .pauses import FIRST_S, LONGEST_S
 from .upstream import Upstream
 
 FIRST_BACKOFF_S = 0.5
@@ -22,12 +23,6 @@ LONGEST_BACKOFF_S = 20.0
 RAISED_BACKOFF_S = 3.0
 LONGEST_RAISED_BACKOFF_S = 60.0
 """Backoff after a local function raised, in seconds: the first doubles up to the longest."""
-THROTTLED_TO_BACK_OFF = 3
-"""Throttled attempts of one sample from which other samples go first."""
-SHORTEST_THROTTLED_BACKOFF_S = 0.5
-LONGEST_THROTTLED_BACKOFF_S = 10.0
-"""Bounds, in seconds, of the time after the pause for which they go first. In between it is as long as the pause,
-or longer if the source's limits have room for another sample only later."""
 SHORTEST_INVALID_BACKOFF_S = 0.5
 """Shortest time, in seconds, for which a job avoids a source that gave it an invalid reply, if it has another."""
 LEAST_PATIENCE_S = 1.0
@@ -67,21 +62,15 @@ class Backoff:
         backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
         self._until_answer(job, upstream, now + self._rng.uniform(0.75, 1.25) * backoff_s)
 
-    def after_throttling(self, job: Job, upstream: Upstream, now: float) -> None:
-        """Let other samples go first if `job` was throttled often. It may be the only one that is throttled, because it
-        is too large for a limit.
+    def after_throttled(self, job: Job, upstream: Upstream, retry_after_s: float, now: float, *, alone: bool) -> None:
+        """Back off from a source that throttled `job`, as long as it asks for. If that may be due to `job` alone, back
+        off for longer and longer; if it is so again and again, others go first.
         """
-        if job.throttled >= THROTTLED_TO_BACK_OFF and self._delays_others(job, upstream):
-            pause_s = upstream.pauses.left_s(now)
-            extra_s = min(max(SHORTEST_THROTTLED_BACKOFF_S, pause_s), LONGEST_THROTTLED_BACKOFF_S)
-            tokens = upstream.tokens(job.request)
-            while (
-                extra_s < LONGEST_THROTTLED_BACKOFF_S
-                and upstream.quota.capacity(now + pause_s + extra_s / 2, tokens, now) < 1
-            ):
-                # The limits have no room for the others until then.
-                extra_s = min(2 * extra_s, LONGEST_THROTTLED_BACKOFF_S)
-            job.back_off(upstream.name, now + pause_s + extra_s)
+        in_row = job.throttled_alone(upstream.name)
+        least_s = FIRST_S * 2.0 ** max(0, in_row - 1) if alone else 0.0
+        job.back_off(upstream.name, now + min(max(least_s, retry_after_s), LONGEST_S))
+        if in_row > 1:
+            self._after_others(job, now)
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
         """Let other sources, if one can take it soon, take `job` first after an invalid reply of `upstream`."""
@@ -95,6 +84,9 @@ class Backoff:
         In a stream that never ends it would starve. So this ends after as long again as the job has taken so far, or
         after half of the time to its deadline: then samples that are submitted later do not go first.
         """
+        self._after_others(job, now)
+
+    def _after_others(self, job: Job, now: float) -> None:
         job.suspect, job.suspected_at = True, now
         if not (job.faults or job.answers_before):  # local functions have time slices for that
             job.reconsider_at = now + min(now - job.submitted_at, (job.deadline_at - now) / 2)
@@ -202,11 +194,6 @@ class Backoff:
         """Keep `job` away from a source until `until`, or until the source answers another sample."""
         job.back_off(upstream.name, until)
         self._until_answered[upstream.name][job] = None
-
-    def _delays_others(self, job: Job, upstream: Upstream) -> bool:
-        """Whether others wait for `upstream` that were throttled less often than `job`."""
-        others = (other for other in self._jobs.waiting_jobs() if other is not job)
-        return any(upstream.name in other.call.sources and other.throttled < job.throttled for other in others)
 
     def _others_were_first(self, job: Job) -> bool:
         """Whether a sample waits for a source of `job` that was submitted before `job` became suspect."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..observers import BatchEnded, CallEnded, Observers
-from ..telemetry import Waits
+from ..observers.waits import Waits
 from .blame import report
 from .calls import Answer, Unanswered
 from .jobs import Job

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..telemetry import BatchReport, Part, PartKind
+from ..observers.batch_report import BatchReport, Part, PartKind
 from .attempts import Attempt
 from .jobs import Job
 from .upstream import Upstream
@@ -81,9 +81,14 @@ def _gap(job: Job, upstream: Upstream | None, since: float, until: float, *, aft
     if until <= since:
         return []
     parts: list[Part] = []
-    if after is not None and upstream is not None and (after.given_up or after.result in ("failed", "invalid")):
+    if (
+        after is not None
+        and upstream is not None
+        and (after.given_up or after.result in ("failed", "invalid", "throttled"))
+    ):
         backoff_end = min(until, max(job.backoff_until.get(upstream.name, since), job.not_before, since))
-        parts.append(Part("retry", upstream.name, backoff_end - since))
+        kind: PartKind = "pause" if after.result == "throttled" else "retry"
+        parts.append(Part(kind, upstream.name, backoff_end - since))
         since = backoff_end
     if upstream is None:
         return [*parts, Part("queue", "", until - since)]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ..errors import QRewardError
+from ..samples.spent import NOTHING, Spent
 from ..sources.base import Reply, Request, ServedWeights
-from ..spent import NOTHING, Spent
 from .rules import Rules
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from ..quotas import Quota
+from ..quotas.quota import Quota
 from .breaker import SAMPLES_TO_OPEN, Breaker
 from .culprits import Culprits
 from .silence import DOUBTED_AT, SILENT_AT, Silence

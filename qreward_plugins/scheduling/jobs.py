@@ -10,8 +10,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ..samples.spent import NO_USAGE, Spent, Usage
 from ..sources.base import Request
-from ..spent import NO_USAGE, Spent, Usage
 from .calls import Answer, Call, Caller, Unanswered
 
 if TYPE_CHECKING:
@@ -65,6 +65,22 @@ class Rank(NamedTuple):
     """`Job.most_together`, negated. Only jobs with the same number go in one request."""
 
 
+class ThrottledAt(NamedTuple):
+    """The last attempt of a sample that a source throttled."""
+
+    order: int
+    """Its number at the source."""
+    ended_at: float
+    alone: int
+    """How often the source had throttled the sample again, while it accepted others."""
+    times: int
+    """How often the source had throttled the sample at all."""
+    first_order: int
+    """`order` of the first of these attempts."""
+    before: int
+    """Number of 429s of the source before the first of these."""
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """One call on its way to its answer. Times are seconds of the event loop's clock."""
@@ -105,6 +121,8 @@ class Job:
     do not count: the source might still have answered them."""
     throttled: int = 0
     """Number of attempts that were throttled."""
+    throttled_at: Mapping[str, ThrottledAt] = field(init=False)
+    """By source: the last attempt that was throttled there."""
     excused: int = 0
     """Number of attempts that failed because their source was down for all samples, or one of its replicas."""
     usage: Usage = NO_USAGE
@@ -165,7 +183,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.size = self.request.size
-        self.backoff_until = self.answers_before = self.refusals = _NOTHING
+        self.backoff_until = self.throttled_at = self.answers_before = self.refusals = _NOTHING
 
     @property
     def hedgeable(self) -> bool:
@@ -224,6 +242,11 @@ class Job:
             and name not in self.held_at
             and self.backoff_until.get(name, now) <= now
         )
+
+    def throttled_alone(self, source: str) -> int:
+        """How often `source` throttled it again, while it accepted other samples."""
+        last = self.throttled_at.get(source)
+        return 0 if last is None else last.alone
 
     def back_off(self, source: str, until: float | None) -> None:
         """Avoid a source until this time, on the event loop's clock; None: use it again."""

@@ -3,8 +3,8 @@
 A 429 that arrives during a pause, or to a request that was sent before it began, neither starts a new pause nor adds
 growth. It prolongs the pause only if it states a `Retry-After` that ends later.
 
-After every `PROBE_AFTER_S` seconds of a pause, one request probes the source, and an answer ends the pause. So an
-absurd `Retry-After` of one reply cannot keep all samples from the source.
+One request probes the source every minute of a pause, or every second if the source states no time, and an answer ends
+the pause. So an absurd `Retry-After` of one reply cannot keep all samples from the source.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ PROBE_AFTER_S = 60.0
 """Seconds of a pause after which one request probes the source."""
 _SHORTEST_S = 0.1
 """Shortest first pause, in seconds, even if the source asks for less."""
+_MOST_BURSTS = 4
+"""Stated pauses in a row, with nothing accepted in between, after which all requests may go at once. Later pauses grow,
+and single requests probe the source meanwhile."""
 _LATER_S = 0.05
 """A pause is prolonged only by more than this: smaller differences come from the network."""
 
@@ -25,22 +28,27 @@ _LATER_S = 0.05
 class Pauses:
     """When a source may be asked again. Times are seconds of the event loop's clock."""
 
-    __slots__ = ("_at", "_in_row", "_probe_at", "_until")
+    __slots__ = ("_at", "_in_row", "_probe_after_s", "_probe_at", "_since", "_until")
 
     def __init__(self) -> None:
         self._until = -math.inf
-        self._at = -math.inf
+        self._at = self._since = -math.inf
         self._probe_at = math.inf
+        self._probe_after_s = PROBE_AFTER_S
         self._in_row = 0
 
     def left_s(self, now: float) -> float:
         """Seconds until the next request may go, which is a probe if the pause lasts longer; 0: now."""
         return 0.0 if self._until <= now else max(0.0, min(self._until, self._probe_at) - now)
 
+    def covers(self, at: float) -> bool:
+        """Whether a request that was sent at `at` probed the last pause."""
+        return self._at < at < self._until
+
     def started(self, now: float) -> None:
         """Note that a request is sent. During a pause it is the probe, and the next one has to wait."""
         if now < self._until:
-            self._probe_at = now + PROBE_AFTER_S
+            self._probe_at = now + self._probe_after_s
 
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float) -> float | None:
         """Note a 429 to a request sent at `sent_at`; return the seconds of the pause from now, or None if it neither
@@ -51,8 +59,8 @@ class Pauses:
         if sent_at <= self._at or now < self._until:
             if retry_after_s is None or now + retry_after_s <= max(self._until, now) + _LATER_S:
                 return None
-            if now >= self._until:
-                self._probe_at = math.inf
+            if now >= self._until or self._probe_after_s < PROBE_AFTER_S:
+                self._probe_after_s, self._probe_at = PROBE_AFTER_S, math.inf
             return self._pause(now + retry_after_s, now)
         self._in_row += 1
         growth = 2.0 ** min(self._in_row - 1, 10)
@@ -61,6 +69,11 @@ class Pauses:
         else:
             # A server that keeps throttling and says "retry at once" must not get a storm of requests.
             pause_s = max(retry_after_s, min(_SHORTEST_S * growth, FIRST_S))
+        self._probe_after_s = PROBE_AFTER_S if retry_after_s is not None else FIRST_S
+        if retry_after_s is not None and self._in_row > _MOST_BURSTS:
+            self._probe_after_s = max(retry_after_s, FIRST_S)
+            pause_s = min(self._probe_after_s * growth / 2**_MOST_BURSTS, max(self._probe_after_s, LONGEST_S))
+        self._since = self._at if self._in_row > 1 else now
         self._at = now
         self._probe_at = math.inf
         return self._pause(now + pause_s, now)
@@ -74,15 +87,22 @@ class Pauses:
             self._pause(now + pause_s, now)
 
     def answered(self, sent_at: float = math.inf) -> None:
-        """Note an answer to a request sent at `sent_at`. It resets the growth, and ends a pause that it was sent in."""
-        self._in_row = 0
+        """Note an answer to a request sent at `sent_at`. It ends a pause that it was sent in. The growth starts anew if
+        it was sent after the last pause but one began; older requests do not show that the source accepts any again.
+        """
+        self.accepted(sent_at)
         if sent_at > self._at:
             self._until = min(self._until, sent_at)
+
+    def accepted(self, sent_at: float) -> None:
+        """Note that a request sent at `sent_at` was not rejected, although it is not answered yet."""
+        if sent_at > self._since:
+            self._in_row = 0
 
     def _pause(self, until: float, now: float) -> float:
         self._until = until
         # A prolonged pause keeps the time of its probe.
-        self._probe_at = min(self._probe_at, now + PROBE_AFTER_S)
+        self._probe_at = min(self._probe_at, now + self._probe_after_s)
         return until - now
 
 

@@ -1,9 +1,9 @@
 """Probing: which sample probes a source with an open circuit breaker, and when.
 
-A source without a substitute is probed as long as samples wait for it. Two things bound the pace: probes take a small
-part of the source's limits, and the samples' free tries have to last until their deadlines. If no sample can be to
-blame (nothing was sent, or several samples failed and none was answered), a probe costs no free try. Each probe is a
-different sample where possible, because one sample may have caused the failures.
+A source is probed as long as samples wait for it, whatever other sources there are. Two things bound the pace: probes
+take a small part of the source's limits, and the samples' free tries have to last until their deadlines. If no sample
+can be to blame (nothing was sent, or several samples failed and none was answered), a probe costs no free try. Each
+probe is a different sample where possible, because one sample may have caused the failures.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Probing:
         for upstream in self._upstreams.values():
             if upstream.breaker.closed:
                 continue
-            upstream.breaker.needed = any(self._only(upstream, job) for job in self._queue.heads(upstream.name))
+            upstream.breaker.needed = self._needed(upstream)
             if upstream.breaker.needed:
                 upstream.breaker.pace_s = self._pace_s(upstream, now) * _stretch(upstream)
                 if upstream.quota.in_flight >= upstream.quota.concurrency:
@@ -105,11 +105,12 @@ class Probing:
             return job
         return min(self._queue.jobs(upstream.name), key=lambda other: (wait_s(other), *order(other)))
 
-    def _only(self, upstream: Upstream, job: Job) -> bool:
-        """Whether no other source can take `job`."""
-        others = (
-            self._upstreams[name] for name in job.call.sources if name != upstream.name and name not in job.barred
-        )
+    def _needed(self, upstream: Upstream) -> bool:
+        """Whether a job waits for `upstream`. One that answers mostly nonsense is left alone if another can take it."""
+        job = self._queue.first(upstream.name)
+        if job is None or not upstream.health.degraded:
+            return job is not None
+        others = (self._upstreams[name] for name in set(job.call.sources) - job.barred - {upstream.name})
         return not any(other.breaker.closed and not other.health.unusable for other in others)
 
     def _pace_s(self, upstream: Upstream, now: float) -> float:

@@ -305,12 +305,6 @@ class ReadyQueue:
             if source in shelf.eligible and (head := shelf.head()) and (tail := shelf.tail()):
                 yield Waiting(head, tail, shelf.between)
 
-    def heads(self, source: str) -> Iterator[Job]:
-        """A job of each shelf that `source` may serve."""
-        for shelf in self._ranked:
-            if source in shelf.eligible and (job := shelf.head()) is not None:
-                yield job
-
     def jobs(self, source: str) -> Iterator[Job]:
         """The jobs that `source` may serve, shelf by shelf in order of rank."""
         for shelf in list(self._ranked):

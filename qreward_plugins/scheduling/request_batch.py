@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceError, Throttled, TransientError
-from ..quotas import Reservation
+from ..quotas.reservation import Reservation
 from ..sources.base import Reply
 from .jobs import Job
 from .speed import SAFETY

@@ -25,9 +25,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..cancelling import abandon, cancel_all
 from ..config import Batch
 from ..observers import Observers, RequestBatchSent
+from ..system.cancellation import abandon, cancel_all
 from .jobs import Job
 from .queue import ReadyQueue
 from .request_batch import RequestBatch

@@ -5,8 +5,9 @@
                       samples and the others would answer much later. Then the job fails as invalid, or as garbage
                       if its sources give all other jobs invalid replies, too. With `Call.clear_blame` this is decided
                       once another job was answered, or none is left
-    throttled         the source pauses; the job goes to the front of the queue and may go elsewhere at once. Not a
-                      failure
+    throttled         the source pauses, unless it may have throttled this sample only; the job goes to the front of the
+                      queue and may go elsewhere at once. Not a failure, until its source is idle, has accepted others
+                      and throttles it still: that is a refusal (`ThrottledSamples`)
     sample's fault    the sample hung or crashed a local function: one more try, after all other samples, unless it
                       already had the whole time limit. Does not count against the source
     raised            a local function raised a time-out or lost a connection, because of the sample or of a service
@@ -53,8 +54,8 @@ from ..errors import (
     TransientError,
 )
 from ..observers import Observers
+from ..samples.spent import NO_USAGE
 from ..sources.base import Reply
-from ..spent import NO_USAGE
 from .attempts import Attempt, AttemptError, is_one_replicas, report_end
 from .backoff import Backoff
 from .giving_up import GivingUp
@@ -192,10 +193,13 @@ class RetryPolicy:
 
     def _throttled(self, attempt: Attempt, error: Throttled, now: float, *, gone: bool) -> None:
         job, upstream = attempt.job, attempt.upstream
-        if attempt.speaks:
-            upstream.throttled(error.retry_after_s, attempt.started_at, now, error=str(error))
+        speaks, pause_s, problem = attempt.speaks, error.retry_after_s, str(error)
+        alone = speaks and upstream.note_throttled(attempt, pause_s, now, error=problem)
+        if upstream.refuses(attempt):
+            # Not as by a 413: a 429 gives no sample a floor.
+            self._permanent(attempt, PermanentError(f"{problem} (it accepts others)"), now, gone=gone)
+            return
         upstream.breaker.abandoned(probe=attempt.decides)
-        problem = str(error)
         if upstream.oversize(attempt.request):
             # It went alone. A second try would make all others wait for an empty window again.
             job.barred |= {upstream.name}
@@ -204,7 +208,7 @@ class RetryPolicy:
         # A server that throttles a request has done nothing with it.
         job.begun &= not job.call.once
         self.splitting.throttled(attempt)
-        self.backoff.after_throttling(job, upstream, now)
+        self.backoff.after_throttled(job, upstream, pause_s or 0.0, now, alone=alone)
         if not gone:
             self.retry(attempt, problem)
 

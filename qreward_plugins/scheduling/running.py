@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from ..cancelling import abandon, cancel_all
 from ..errors import TransientError
 from ..observers import AttemptStarted, Observers
+from ..system.cancellation import abandon, cancel_all
 from .attempts import Attempt, AttemptError, report_end
 from .jobs import Job
 from .timers import TimeLimits

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, SourceError, SourceUnusable, TransientError
 from .attempts import Attempt, is_one_replicas
-from .backoff import THROTTLED_TO_BACK_OFF
 from .jobs import Job
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 ALONE_AFTER = 2
 """Failed requests of several calls after which a job goes alone."""
+THROTTLED_TO_HALVE = 3
+"""Times that a request of several calls is throttled until it is halved."""
 THROTTLED_TO_DOUBT_SIZE = 2
 """Throttled requests of one job from which their number of calls may be the reason, where the source never answered as
 many."""
@@ -68,7 +69,7 @@ class Splitting:
         """Note that the request of `attempt` was throttled, after `Job.throttled` was counted."""
         throttled, together = attempt.job.throttled, attempt.together
         too_many = together > attempt.upstream.most_answered and throttled >= THROTTLED_TO_DOUBT_SIZE
-        if together > 1 and (too_many or throttled % THROTTLED_TO_BACK_OFF == 0):
+        if together > 1 and (too_many or throttled % THROTTLED_TO_HALVE == 0):
             _reduce(attempt.job, together // 2)
 
     def given_up(self, attempt: Attempt, *, for_age: bool) -> None:

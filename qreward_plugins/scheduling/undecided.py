@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from .jobs import Job, Jobs
 from .upstream import Upstream
 
+REFUSES_WITHIN_S = 600.0
+"""Seconds before a job in which a valid reply shows that its source refuses only this one. A refusal states that it is
+about the request, so it needs less than an invalid reply does."""
+
 
 class Undecided:
     """The undecided jobs of an event loop."""
@@ -53,8 +57,11 @@ class Undecided:
         self._problems.pop(job, None)
 
     def _judges_others(self, job: Job) -> bool:
-        """Whether one of its sources has given another job a valid reply since `job` was submitted."""
-        return any(upstream.health.judges_since(job.submitted_at) for upstream in self._asked(job))
+        """Whether one of its sources has given another job a valid reply since `job` was submitted or, if `job` was
+        refused, shortly before.
+        """
+        since = job.submitted_at if job.invalid_at else job.submitted_at - REFUSES_WITHIN_S
+        return any(upstream.health.judges_since(since) for upstream in self._asked(job))
 
     def _asked(self, job: Job) -> list[Upstream]:
         return [self._upstreams[name] for name in job.invalid_at | job.refused_at]

@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING
 
 from ..config import Batch, Price
 from ..observers import SourceGauges
-from ..quotas import Quota, Reservation, RetryBudget
+from ..observers.statistics import ReplicaStatistics
+from ..quotas.demand import Demand
+from ..quotas.quota import Quota
+from ..quotas.reservation import Reservation
+from ..quotas.retries import RetryBudget
+from ..quotas.tokens import TokenEstimates
 from ..sources import Source
 from ..sources.base import Reply, Request
-from ..sources.replica import ReplicaStatistics
 from .breaker import Breaker
 from .health import Health
 from .pauses import Pauses
@@ -24,7 +28,7 @@ from .rules import ErrorShare
 from .silence import Silence
 from .speed import Speed
 from .tail import Tail
-from .tokens import TokenEstimates
+from .throttled_samples import ThrottledSamples
 from .wait_reasons import WaitReason, WaitReasons
 
 if TYPE_CHECKING:
@@ -81,7 +85,8 @@ class Upstream:
         self._logged_limit = ""
         """The last logged message about a limit learned from 429s, which is not logged again."""
         self.pauses = Pauses()
-        self._estimates = TokenEstimates(source)
+        self._throttled = ThrottledSamples(self.name)
+        self._estimates = TokenEstimates()
         self.wait_reasons = WaitReasons()
         self._held: Callable[[], str] | None = getattr(source, "held", None)
         self.holds: Callable[[Request], bool] | None = (
@@ -125,8 +130,11 @@ class Upstream:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
         if self._ignores_tokens:
             return 0
-        prompt, completion = self._estimates.most(request)
+        prompt, completion = self._estimates.most(self._demand(request))
         return prompt + completion
+
+    def _demand(self, request: Request) -> Demand:
+        return request.demand_at(self.name, self.source)
 
     @property
     def _ignores_tokens(self) -> bool:
@@ -142,7 +150,7 @@ class Upstream:
         most = self.quota.most_tokens
         if most == math.inf:
             return ""
-        demand = request.demand_at(self.name, self.source)
+        demand = self._demand(request)
         if demand.least <= most:
             return ""
         return (
@@ -170,7 +178,7 @@ class Upstream:
         """
         if self._ignores_tokens:
             return self.quota.reserve(0, 0, now, spare=spare, shares_request=shares_request)
-        prompt, completion = self._estimates.most(request)
+        prompt, completion = self._estimates.most(self._demand(request))
         return self.quota.reserve(prompt, completion, now, spare=spare, shares_request=shares_request)
 
     @property
@@ -271,6 +279,7 @@ class Upstream:
         self.breaker.started()
         self.pauses.started(attempt.started_at)
         self.requests += 1
+        attempt.order = self.requests
 
     def heard(self, now: float) -> None:
         """Note that the source ended an attempt: an answer, an error or a refusal."""
@@ -291,7 +300,7 @@ class Upstream:
         """`reply` with its usage reduced to what is possible. The first reduction is logged."""
         if reply.usage is None or reply.usage_estimated:
             return reply
-        usage, cut_down = self._estimates.credible(request, reply.usage)
+        usage, cut_down = self._estimates.credible(self._demand(request), reply.usage)
         if cut_down and not self._estimates.doubted:
             self._estimates.doubted = True
             _log.warning(
@@ -316,11 +325,11 @@ class Upstream:
             # Of the usage of a request with several calls, the part of each is known only if they are alike.
             alike = attempt.request_batch is None or attempt.request_batch.uniform
             rose = not reply.usage_estimated and self._estimates.learn(
-                request, usage, cut_down=reply.usage_doubted or not alike
+                self._demand(request), request.size, usage, cut_down=reply.usage_doubted or not alike
             )
             if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:
-                    other.reservation.raise_prompt(self._estimates.most(other.request)[0])
+                    other.reservation.raise_prompt(self._estimates.most(self._demand(other.request))[0])
         prompt, completion = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
         return self._cost(prompt, completion, requests=1 if attempt.speaks else 0)
 
@@ -328,6 +337,7 @@ class Upstream:
         """Learn from the answer to a request, whatever number of calls it carried."""
         if attempt.request_batch is not None:
             self.most_answered = max(self.most_answered, attempt.request_batch.count)
+        self._throttled.accepted(attempt)
         self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
         if reply.announced:
@@ -350,16 +360,39 @@ class Upstream:
 
     def expected_cost(self, request: Request) -> float:
         """The most that an answer to `request` can cost, in dollars."""
-        return self._cost(*self._estimates.most(request))
+        return self._cost(*self._estimates.most(self._demand(request)))
 
     def _cost(self, prompt: float, completion: float, *, requests: int = 1) -> float:
         price = self.price
         cost = requests * price.per_request + prompt * price.input_per_million / 1e6
         return cost + completion * price.output_per_million / 1e6
 
-    def throttled(self, retry_after_s: float | None, sent_at: float, now: float, *, error: str = "") -> None:
-        """Pause the source as it asks, and learn its limits. `error`: its message, for the log."""
-        learned = self.quota.throttled(now, sent_at=sent_at, retry_after_s=retry_after_s)
+    def note_throttled(self, attempt: Attempt, retry_after_s: float | None, now: float, *, error: str) -> bool:
+        """Note a 429, and learn from it unless it may be due to its own sample (`ThrottledSamples`). Return whether it
+        may. `retry_after_s` is what it asks for, and `error` its message, for the log.
+        """
+        others = self._throttled.note(attempt, self.live, retry_after_s, now)
+        self.pauses.accepted(self._throttled.accepted_at)
+        if others:
+            if retry_after_s is not None:
+                retry_after_s = self._throttled.shortest_s(retry_after_s, now)
+            self.throttled(retry_after_s, attempt.started_at, now, others=others, error=error)
+        return not others
+
+    def refuses(self, attempt: Attempt) -> bool:
+        """Whether it throttles the sample of `attempt` for what it is, and so will never accept it."""
+        return self._throttled.refuses(attempt, self.live, self.requests)
+
+    def throttled(
+        self, retry_after_s: float | None, sent_at: float, now: float, *, others: float = math.inf, error: str = ""
+    ) -> None:
+        """Pause the source as it asks, and learn its limits. `others`: how many other samples it throttles, too.
+        `error`: its message, for the log.
+        """
+        in_pause = self.pauses.covers(sent_at)
+        learned = self.quota.throttled(
+            now, sent_at=sent_at, retry_after_s=retry_after_s, in_pause=in_pause, others=others
+        )
         if learned:
             message = f"{learned} ({error})" if error else learned
             if message != self._logged_limit:

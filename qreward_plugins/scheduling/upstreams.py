@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 from ..config import Config
 from ..errors import ConfigurationError, Mistake
-from ..quotas import Quota, SharedQuota
+from ..quotas.quota import Quota
+from ..quotas.shared import SharedQuota
 from ..sources import Source, open_source
 from ..sources.opening import same_keys
 from .calls import Call

@@ -1,7 +1,4 @@
-"""The reward server: `POST /score`, and the forms of programs that ask for rewards over HTTP already."""
+"""The reward server: `POST /score`, and the forms of programs that ask for rewards over HTTP already.
 
-from __future__ import annotations
-
-from .server import RewardServer
-
-__all__ = ["RewardServer"]
+`model_calls` and `transport` pass on the requests of clients of language models.
+"""

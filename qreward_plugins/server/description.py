@@ -26,7 +26,9 @@ _ERROR = {
 _ERRORS = {
     "400": "The body is not JSON.",
     "401": "The token is missing or wrong.",
+    "403": "The server has no token, and a web page, or a request for another host, asks.",
     "413": "The body is too large.",
+    "415": "The server has no token, and the body's type is not application/json.",
     "422": "The body is not in this form, or the judge cannot take the sample (cause policy).",
     "429": "The queue cannot be done in time; see Retry-After.",
     "502": "The judge gave no valid verdict (cause verdict).",

@@ -19,11 +19,12 @@ from typing import Any
 import orjson
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from ..client.facts import ServerFacts
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError
-from ..remote import ServerFacts, fingerprint_of
 from ..samples import Cause, Failed, Outcome, Sample
 from .admission import CLOSED_RETRY_S, Admission
+from .fingerprint import fingerprint_of
 from .forms import ScoreForm, result_of
 from .replies import Refused
 

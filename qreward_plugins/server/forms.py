@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 
 import orjson
 
+from ..client.rows import FRAMEWORK_PROMPT
 from ..errors import InputError
 from ..files import message_list, sample_of, to_result
-from ..proxy.terms import read_priority
-from ..remote import FRAMEWORK_PROMPT
 from ..samples import Failed, Outcome, Sample, Scored
+from .model_calls.terms import read_priority
 from .replies import Refused
 
 MISSING_STATUS = {"verdict": 502, "policy": 422}

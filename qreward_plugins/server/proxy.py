@@ -1,6 +1,6 @@
 """The paths of the server that answer clients of language models, over the engine's sources.
 
-What a reply is, `qreward_plugins.proxy` says. A client sends the server's token as its API key, in the header of its
+`server.model_calls` says what a reply is. A client sends the server's token as its API key, in the header of its
 own format.
 """
 
@@ -15,8 +15,8 @@ from aiohttp import web
 
 from ..engine import RewardEngine
 from ..errors import ReplyBroken
-from ..proxy import ClientReply, ClientRequest, Proxy, refusal
-from ..proxy.formats import FORMATS, client_format, format_of
+from .model_calls import ClientReply, ClientRequest, Proxy, refusal
+from .model_calls.formats import FORMATS, client_format, format_of
 
 PREFIXES = ("/v1/", "/v1beta/")
 """How the paths of the proxy begin."""

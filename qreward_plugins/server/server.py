@@ -16,16 +16,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import orjson
 from aiohttp import web
 
+from ..client.facts import FACTS_PATH
+from ..client.link import PATH as ENGINE_PATH
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError, KeeperError
-from ..proxy.terms import read_terms
-from ..remote import PATH as ENGINE_PATH
-from ..remote.facts import FACTS_PATH
 from ..samples import Outcome
 from ..sharing.server_channel import PATH as LIMITS_PATH
 from ..sharing.wire import Unreadable
@@ -34,6 +34,7 @@ from .description import describe
 from .engines import Engines
 from .forms import FORMS, Form, ScoreRequest
 from .limits import LimitsDoor, NotShared
+from .model_calls.terms import read_terms
 from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths
 from .replies import Refused, json_reply
 
@@ -252,7 +253,7 @@ class RewardServer:
     async def _answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Check the token, turn errors into replies, and count."""
+        """Check the sender, turn errors into replies, and count."""
         response: web.StreamResponse
         try:
             self._check_token(request)
@@ -276,7 +277,10 @@ class RewardServer:
         return response
 
     def _check_token(self, request: web.Request) -> None:
-        if self._token is None or request.path in _OPEN_PATHS:
+        if request.path in _OPEN_PATHS:
+            return
+        if self._token is None:
+            _check_sender(request)
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if request.path.startswith(PREFIXES):
@@ -317,6 +321,31 @@ async def _json(request: web.Request) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
         raise InputError("the body must be a JSON object")
     return body
+
+
+def _check_sender(request: web.Request) -> None:
+    """Refuse what a web page in a browser of this machine could send. Raises `Refused`."""
+    origin, host, body = request.headers.get("Origin"), request.host, request.content_type
+    if origin is not None and origin.partition("://")[2] != host:
+        status, what, remedy = 403, f"a request of the web page {origin}", "start the server with --token-env"
+    elif not _is_address(host):
+        remedy = "ask for 127.0.0.1 or localhost, or start the server with --token-env"
+        status, what = 403, f"a request for the host {host}"
+    elif request.can_read_body and body != "application/json":
+        remedy = "send `Content-Type: application/json`, or start the server with --token-env"
+        status, what = 415, f"a body of the type {body}"
+    else:
+        return
+    raise Refused(status, "sender", f"{what} needs a token, because any web page could send it; {remedy}")
+
+
+def _is_address(host: str) -> bool:
+    """Whether a `Host` is an address, with or without a port. A web page can point any other name to this machine."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def _digest(token: str) -> bytes:

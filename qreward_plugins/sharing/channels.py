@@ -8,8 +8,8 @@ from typing import Protocol
 
 from ..config import EngineConfig
 from ..errors import ConfigurationError, Mistake
-from ..named_actors import missing_ray, ray_is_up, start_ahead
-from ..private_directory import private_directory
+from ..system.private_directory import private_directory
+from ..system.ray_actors import missing_ray, ray_is_up, start_ahead
 from .membership import Channel
 from .ray_keeper import NAME, KeeperActor, RayKeeper
 

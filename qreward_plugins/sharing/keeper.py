@@ -28,7 +28,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..quotas import Resource
+from ..quotas.shared import Resource
 from .messages import Answer, Charged, Grant, Report, SourceAnswer, SourceNews, SourceReport
 from .pool import Pool, WaitingLine
 from .revisions import Revisions

@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import orjson
 
-from ..private_directory import is_in_place, write_whole
-from ..processes import boot_id
-from ..quotas import Resource
+from ..quotas.shared import Resource
+from ..system.private_directory import is_in_place, write_whole
+from ..system.processes import boot_id
 from .keeper import MARGIN_S, TTL_S
 from .messages import Charged
 from .wire import MOST_BYTES, Unreadable, dump, load, read_charged, write_charged

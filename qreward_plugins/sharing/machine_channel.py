@@ -25,9 +25,9 @@ from typing import Any
 import anyio
 
 from ..errors import ConfigurationError, KeeperSilent
-from ..private_directory import private_directory
-from ..processes import is_own_user
-from ..threads import in_thread
+from ..system.private_directory import private_directory
+from ..system.processes import is_own_user
+from ..system.threads import in_thread
 from .frames import receive, send
 from .keeper_lock import latest, socket_path
 from .machine_keeper import MachineKeeper, take_over

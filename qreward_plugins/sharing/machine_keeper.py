@@ -25,7 +25,7 @@ from typing import Any
 
 import anyio
 
-from ..processes import is_own_user
+from ..system.processes import is_own_user
 from .frames import receive, send
 from .keeper import MARGIN_S, TTL_S, Keeper
 from .keeper_lock import STAMP_EVERY_S, KeeperLock, socket_path

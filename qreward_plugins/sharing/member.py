@@ -16,7 +16,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..quotas import Quota, Resource, SharedQuota
+from ..quotas.quota import Quota
+from ..quotas.shared import Resource, SharedQuota
 from .keeper import HOLD_S, MARGIN_S, TTL_S
 from .messages import Answer, Grant, Part, Report, SourceNews, SourceReport
 from .pool import MIN_CHANGE

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import KeeperError, KeeperLost, KeeperSilent
-from ..quotas import SharedQuota
+from ..quotas.shared import SharedQuota
 from .keeper import HOLD_S, TTL_S
 from .member import NOTHING, Demand, Member
 from .messages import Answer, Report, Revision, SourceNews

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..quotas import Resource
+from ..quotas.shared import Resource
 
 
 class Part(NamedTuple):

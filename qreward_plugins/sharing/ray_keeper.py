@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 from ..errors import KeeperLost, KeeperSilent
-from ..named_actors import first_start, get_or_start, kill
-from ..threads import in_thread
+from ..system.ray_actors import first_start, get_or_start, kill
+from ..system.threads import in_thread
 from .keeper import Keeper
 from .keeper_loop import KeeperLoop
 from .messages import Answer, Report

@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 import orjson
 
-from ..quotas import Resource
+from ..quotas.shared import Resource
 from .messages import Answer, Charged, Grant, Part, Report, Revision, SourceAnswer, SourceNews, SourceReport
 from .revisions import MOST_BEFORE, MOST_TEXT_BYTES
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from ..private_directory import is_in_place
+from ..system.private_directory import is_in_place
 
 _DIRECTORY = "workers"
 _SUFFIX = ".lock"

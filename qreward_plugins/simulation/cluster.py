@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..quotas import Resource
+from ..quotas.shared import Resource
 from ..sharing.messages import Charged, Report
 from .cluster_nodes import KeeperNode, Node
 from .cluster_plan import ClusterFault, Plan

@@ -10,7 +10,8 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ..quotas import Reservation, SharedQuota
+from ..quotas.reservation import Reservation
+from ..quotas.shared import SharedQuota
 from ..sharing.keeper import HOLD_S, TTL_S
 from ..sharing.member import Demand, Member
 from ..sharing.messages import Answer, Report

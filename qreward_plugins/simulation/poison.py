@@ -16,10 +16,12 @@ from ..errors import PermanentError, SourceError, SourceUnusable, TransientError
 from ..samples import Sample
 from .servers import Server
 
-Poison = Literal["blocked", "missing", "redirected", "refused", "broken", "hang", "prose", "usage", "limits"]
-"""`blocked`: status 403. `missing`: 404. `redirected`: 307. `refused`: 400. `broken`: status 500 on every try. `hang`:
-no answer for `HANGS_S`. `prose`: no verdict in the reply. `usage`: a valid verdict that reports absurd usage.
-`limits`: a valid verdict that announces one request a day."""
+Poison = Literal[
+    "blocked", "missing", "redirected", "refused", "throttled", "broken", "hang", "prose", "usage", "limits"
+]
+"""`blocked`: status 403. `missing`: 404. `redirected`: 307. `refused`: 400. `throttled`: 429 on every try, before any
+work. `broken`: status 500 on every try. `hang`: no answer for `HANGS_S`. `prose`: no verdict in the reply. `usage`: a
+valid verdict that reports absurd usage. `limits`: a valid verdict that announces one request a day."""
 
 OF_ONE_REPLY = ("prose", "usage", "limits")
 """Those that do not fail a request, so that other calls in the same request are answered."""
@@ -30,6 +32,8 @@ WIDEST_NOISE = 0.25
 """With both at four sigma, sample and noise, a server of this speed takes 75 s."""
 HANGS_S = 200.0
 """Longer than the time limit."""
+TOO_LARGE_S = 1.0
+"""What a request that is always throttled is told to wait."""
 ABSURD_TOKENS = 10**9
 ABSURD_LIMITS: Mapping[str, float] = {
     "requests_per_window": 1.0,
@@ -73,7 +77,8 @@ def poisoner_of(seed: int) -> Poisoner | None:
     rng = random.Random(f"poison {seed}")
     if rng.random() >= _SHARE_OF_TRIALS:
         return None
-    kinds = tuple(rng.sample(get_args(Poison), rng.choice((1, 1, 2, 9))))
+    drawn = [kind for kind in get_args(Poison) if kind != "throttled"]  # those would be tried for two hours
+    kinds = tuple(rng.sample(drawn, rng.choice((1, 1, 2, 9))))
     most = _MOST_ALIKE if set(kinds) & set(_LOOK_LIKE_THE_SOURCE) else _MOST
     return Poisoner(kinds, rng.choice((0.05, 0.1, 0.3)), most, rng)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import Throttled
+from ..observers.batch_report import BatchReport
 from ..samples import Outcome, Sample
-from ..telemetry import BatchReport
 from .draws import Luck
 from .poison import Poison
 from .request_server import Served

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ..errors import SourceError, Throttled, TransientError
 from .draws import Draw, Luck
-from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, Poison, error_of
+from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, TOO_LARGE_S, Poison, error_of
 from .server_limits import SIZE, ServerLimits
 from .servers import Server, phases
 from .trace import Trace
@@ -120,6 +120,9 @@ class RequestServer:
                     error_share = max(error_share, fault.factor)
         if storm_s is not None:
             self._throttle(call, storm_s, "throttles everybody")
+            return
+        if call.poison == "throttled":
+            self._throttle(call, TOO_LARGE_S, "says that the request is too large")
             return
         tokens = call.prompt_tokens + call.completion_tokens
         leaves_at_once = call.given_up and server.cancel_frees

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ..config import Batch
 from ..errors import QRewardError
+from ..observers.statistics import ReplicaStatistics
+from ..samples.spent import Usage
 from ..sources.base import Reply, Request
 from ..sources.lease import RoutingHints
-from ..sources.replica import ReplicaStatistics
 from ..sources.replicas import Replicas
 from ..sources.tried_replicas import TriedReplicas
-from ..spent import Usage
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .draws import Luck
 from .poison import ABSURD_LIMITS, ABSURD_TOKENS, OF_ONE_REPLY, Poison, poison_of

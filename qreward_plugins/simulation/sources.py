@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from ..config import Batch
 from ..errors import QRewardError, Throttled
+from ..samples.spent import Usage
 from ..sources.base import Reply, Request
-from ..spent import Usage
 
 Behaviour = Callable[[int, Request, float], "float | QRewardError"]
 """(number of the request from 0, request, time) -> seconds until its answer, or the error it ends with at once."""

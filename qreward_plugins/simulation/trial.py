@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from ..config import Batch, load_config
-from ..reloading import difference
+from ..engine.difference import difference
 from ..samples import Sample
 from .draws import normal
 from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of, replicas_of

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..frozen import quick
-from ..images import EncodedImage
+from ..quotas.demand import Demand, Texture, of_messages
 from ..samples import Message, Sample
-from ..spent import Usage
-from .bodies import encoded
-from .demand import Demand, Texture, of_messages
+from ..samples.frozen import quick
+from ..samples.images import EncodedImage
+from ..samples.json_values import encoded
+from ..samples.spent import Usage
 from .passed_requests import PassedRequest
 
 NO_SAMPLE = Sample(messages=(), response="")

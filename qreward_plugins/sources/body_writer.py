@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from ..errors import InputError, SampleRefused
-from ..images import EncodedImage
+from ..samples.images import EncodedImage
+from ..samples.json_values import encoded, images_written, with_parameters
 from .base import Request
-from .bodies import encoded, images_written, with_parameters
 from .image_parts import request_has_images
 from .lists import Lists
 from .threads import ThreadSlots

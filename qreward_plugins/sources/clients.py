@@ -14,9 +14,9 @@ from yarl import URL
 
 from ..config.source_models import EndpointConfig, HttpxOptions
 from ..errors import ConfigurationError, Mistake
+from ..system.functions import PathLoader, load
 from .aiohttp_client import AiohttpClient
 from .http import Connecting, HTTPClient, proxy_for
-from .loading import PathLoader, load
 
 _EXTRA = "Install it: pip install 'qreward-plugins[httpx]'."
 

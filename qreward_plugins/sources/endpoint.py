@@ -15,13 +15,14 @@ from yarl import URL
 
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError, SourceHeld
-from ..redaction import names_secret, secrets_in
+from ..observers.statistics import ReplicaStatistics
+from ..quotas.demand import Demand, Texture
 from ..replicas.group_weights import group_of
+from ..secrets import Redactor, names_secret, secrets_in
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter
 from .cache_use import CacheUse
 from .clients import open_client, slots_of
-from .demand import Demand, Texture
 from .endpoint_kind import EndpointKind
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply, Streaming
@@ -29,8 +30,6 @@ from .kind import class_path
 from .lease import NO_HINTS, Lease, RoutingHints
 from .parameter_demands import ParameterDemands
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
-from .redactor import Redactor
-from .replica import ReplicaStatistics
 from .replicas import Replicas
 from .replies import Answer, streamed_reply
 from .stream_passing import StreamPassing

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from ..config.source_models import EndpointConfig
 from ..errors import SourceError
+from ..quotas.demand import completion_bound, of_messages
 from .base import Request
-from .demand import completion_bound, of_messages
 from .http_reading import HTTPReply, Streaming
 from .kind import SourceKind
 from .lists import Lists

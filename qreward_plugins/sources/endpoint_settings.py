@@ -15,8 +15,8 @@ from ..config.findings import path_text
 from ..config.framework import OUTSIDE, is_framework_url
 from ..config.source_models import EndpointConfig
 from ..errors import InputError, Mistake
-from ..redaction import without_secrets
-from .bodies import as_json, with_parameters
+from ..samples.json_values import as_json, with_parameters
+from ..secrets import without_secrets
 from .http import proxy_for
 
 _SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")

@@ -32,15 +32,14 @@ from ..errors import (
     SourceUnusable,
     TransientError,
 )
-from ..redaction import secrets_in, without_secrets
+from ..secrets import Redactor, secrets_in, without_secrets
+from ..system.functions import Function, Loader, PathLoader, load, origin_of
+from ..system.tracebacks import describe, is_transient
 from . import worker_program as program
 from .base import Reply, Request
 from .function_arguments import FunctionArguments, unpicklable
 from .kind import VALUE, SourceKind
-from .loading import Function, Loader, PathLoader, load, origin_of
 from .provider import Provider
-from .raised import describe, is_transient
-from .redactor import Redactor
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from .worker import CallOverdue, CannotLoad, ValueTooLarge, WorkerDied
 from .worker_pool import CannotStart, PoolClosed, WorkerPool

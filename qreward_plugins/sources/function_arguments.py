@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ..samples import Sample
-from .loading import Function
+from ..system.functions import Function
 
 _FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -34,11 +34,11 @@ class FunctionArguments:
         if self._convention == "sample":
             return (sample,), dict(self._kwargs)
         return (), {
-            **self._kwargs,
             "data_source": sample.data_source,
             "solution_str": sample.response,
             "ground_truth": sample.ground_truth,
             "extra_info": dict(sample.extras),
+            **self._kwargs,
         }
 
     def of_batch(self, samples: Sequence[Sample]) -> Arguments:

@@ -22,8 +22,8 @@ from typing import Generic, TypeVar
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
+from ..secrets import Redactor
 from .http_reading import HTTPReply, Reading, Streaming
-from .redactor import Redactor
 from .stream_passing import StreamPassing
 
 KEEP_ALIVE_S = 4.0

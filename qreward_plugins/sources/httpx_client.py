@@ -22,11 +22,11 @@ import httpx
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
+from ..secrets import Redactor
 from .compression import ACCEPTED, Undecodable
 from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, os_reason
 from .http_reading import HTTPReply, Reading
 from .httpx_reply import HttpxIncoming
-from .redactor import Redactor
 
 _LIMIT = "qreward_max_reply_bytes"
 _TOKEN_REPLY_BYTES = 1_048_576

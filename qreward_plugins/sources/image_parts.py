@@ -9,9 +9,9 @@ from typing import Any
 
 from ..config.image_models import ImageLimits
 from ..errors import InputError, Mistake
-from ..images import EncodedImage, Image, is_image_part, remote_url
-from ..images.encoded import named
 from ..samples import Message, Sample
+from ..samples.images import EncodedImage, Image, is_image_part, remote_url
+from ..samples.images.encoded import named
 from .base import Request
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..spent import Usage
+from ..samples.spent import Usage
 from .base import Request, Source
 
 Items = Callable[[Any], list[Any]]

@@ -23,10 +23,10 @@ from ..errors import (
     SourceError,
     TransientError,
 )
-from ..redaction import without_secrets
+from ..quotas.demand import Demand, completion_bound
+from ..secrets import without_secrets
 from .base import Reply, Request
 from .completions import CompletionAnswer
-from .demand import Demand, completion_bound
 from .dialects import DIALECTS, Dialect, Refusal
 from .dialects.detection import Server, Undetected, detect
 from .endpoint import Endpoint

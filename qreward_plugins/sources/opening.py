@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..config.registry import kind_or_mistake, sources
 from ..config.several_keys import configured_name, with_written_path
 from ..config.source_models import SourceConfig
 from ..errors import ConfigurationError, Mistake
-from ..redaction import described_error
-from ..registry import kind_or_mistake, sources
+from ..secrets import described_error
 from .base import Source
 from .kind import SourceKind
 from .provider import Provider

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..images import EncodedImage
-from .bodies import encoded
-from .demand import Texture
+from ..quotas.demand import Texture
+from ..samples.images import EncodedImage
+from ..samples.json_values import encoded
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64

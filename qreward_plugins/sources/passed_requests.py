@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
-from .demand import TOKENS_PER_ATTACHMENT, Texture, overhead_of
+from ..quotas.demand import TOKENS_PER_ATTACHMENT, Texture, overhead_of
 
 FORWARDED_HEADERS = ("anthropic-beta", "anthropic-version", "openai-beta")
 """Headers of a client that are sent on. They say how the body is to be read; no other header leaves."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from ..replicas.pool_status import ReplicaLoad
 from ..replicas.pool_use import PoolUse
 from ..replicas.replica_state import ReplicaState
+from ..secrets import Redactor
 from .base import ServedWeights
 from .endpoint import Endpoint
-from .redactor import Redactor
 from .replica import Mark, ReplicaChange
 
 PROBLEM_CHARS = 300

@@ -12,16 +12,16 @@ from os.path import exists
 from shutil import which
 from typing import Any
 
+from ..config.registry import sources
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake
-from ..redaction import without_secrets
-from ..registry import sources
 from ..replicas.group_weights import GroupWeights
 from ..replicas.local_pool_use import LocalPoolUse
 from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT, SERVER_KINDS
 from ..replicas.spec import PoolSpec
 from ..replicas.topology import VARIABLES, Platform, Topology, TopologyError, check_heads, found_devices, found_platform
+from ..secrets import without_secrets
 from .endpoint import Endpoint
 from .replica_set_config import ReplicaSetConfig
 
@@ -155,8 +155,8 @@ def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec, groups: GroupW
     """Return the use of the pool. `groups`: None without `affinity: group`. Raises ConfigurationError."""
     if config.placement == "local":
         return LocalPoolUse(spec, groups)
-    from ..named_actors import missing_ray, ray_is_up
     from ..replicas.ray_pool_use import RayPoolUse
+    from ..system.ray_actors import missing_ray, ray_is_up
 
     if not ray_is_up():
         raise ConfigurationError(

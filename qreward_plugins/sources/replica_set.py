@@ -13,15 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from ..config.source_models import Batch, SourceConfig
-from ..errors import (
-    QRewardError,
-    ReplicasNotChanged,
-    ReplicasNotStarted,
-    SourceHeld,
-    SourceUnusable,
-    TransientError,
-)
-from ..redaction import environment_secrets, secrets_in
+from ..errors import QRewardError, ReplicasNotChanged, ReplicasNotStarted, SourceHeld, SourceUnusable, TransientError
 from ..replicas.group_weights import GroupWeights, group_of
 from ..replicas.pool import ChangeFailed, PoolFailed
 from ..replicas.pool_status import PoolStatus
@@ -30,6 +22,7 @@ from ..replicas.server_kinds import CHAT
 from ..replicas.spec import PoolSpec
 from ..replicas.weights import Drain, Mode, Update, Weights, check_drain
 from ..samples import Sample
+from ..secrets import environment_secrets, secrets_in
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, SourceKind
 from .pool_view import PROBLEM_CHARS, PoolView

@@ -7,19 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, WrapValidator, field_validator
 
 from ..config.nodes import Flag, PositiveFloat, PositiveInt, no_bool, takes
-from ..config.source_models import (
-    Batch,
-    EndpointConfig,
-    FreeMapping,
-    ModelName,
-    Routing,
-    RoutingChoice,
-    StreamTimeouts,
-)
-from ..redaction import Secret
+from ..config.source_models import Batch, EndpointConfig, FreeMapping, ModelName, Routing, RoutingChoice, StreamTimeouts
 from ..replicas.server_kinds import CHAT, missing_places
 from ..replicas.spec import STOP_WITHIN_S
 from ..replicas.topology import Device
+from ..secrets import Secret
 from .reward_protocols import PROTOCOLS
 
 _Word = Annotated[str, WrapValidator(lambda value, read: value if isinstance(value, Secret) else read(value))]

@@ -14,11 +14,12 @@ from typing import Protocol
 
 from ..config.source_models import Routing
 from ..errors import SourceHeld, TransientError
+from ..observers.statistics import ReplicaStatistics
 from ..replicas.group_weights import GroupWeights, Named
-from ..spent import Usage
+from ..samples.spent import Usage
 from .base import ServedWeights
 from .lease import NO_HINTS, Lease, RoutingHints
-from .replica import Mark, Replica, ReplicaStatistics
+from .replica import Mark, Replica
 from .routing import STALE_S, chosen
 
 _KEPT_SHARE = 0.9

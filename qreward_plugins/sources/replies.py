@@ -16,14 +16,14 @@ import orjson
 from yarl import URL
 
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
-from ..spent import Usage
+from ..quotas.demand import Demand
+from ..samples.spent import Usage
+from ..secrets import Redactor
 from .base import Reply, Request, Source
-from .demand import Demand
 from .http_reading import HTTPReply, StreamFacts
 from .lists import Lists, divided
 from .prefixes import BYTES_PER_TOKEN
 from .rate_limit_headers import pause_of, retry_after_s
-from .redactor import Redactor
 
 _UNUSABLE = {
     401: "the key is missing or was refused; check api_key or api_key_env",

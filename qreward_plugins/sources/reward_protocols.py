@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ..errors import InvalidReply, QRewardError
 from ..samples import fits_float32
-from ..spent import Usage
+from ..samples.spent import Usage
 from .base import Reply
 from .lists import Lists, in_order, numbered, one, several
 from .rate_limit_headers import announced_limits

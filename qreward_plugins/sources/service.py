@@ -20,11 +20,11 @@ from ..config.image_models import ImageLimits
 from ..config.nodes import Flag, takes
 from ..config.source_models import Batch, EndpointConfig, ModelName, URLs
 from ..errors import Mistake
-from ..images import EncodedImage
-from ..images.encoded import Form
 from ..samples import Sample
+from ..samples.images import EncodedImage
+from ..samples.images.encoded import Form
+from ..samples.json_values import as_json
 from .base import Reply, Request
-from .bodies import as_json
 from .endpoint import Endpoint
 from .http_reading import HTTPReply
 from .image_parts import folder_mistakes, has_images, has_urls, shown_images, with_images
@@ -105,7 +105,8 @@ class HTTPSource(Endpoint):
 
         score_key: _Path | None = None
         """The path to the value in the reply: keys joined by dots, and a number for an item of a list (`data.score`,
-        `results.0.score`). Default: the whole reply is the value, a number or a mapping with `score`."""
+        `results.0.score`). A text or a mapping under `error` beside it is a failure of the service, whatever the score
+        is. Default: the whole reply is the value, a number or a mapping with `score`."""
 
         batch: Batch | None = None
         """Send several samples in one request: each key of `body` then holds a list with an item for each sample, and

@@ -8,8 +8,8 @@ the value is a score.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidReply, QRewardError
@@ -38,12 +38,16 @@ class ValueAnswer(Answer):
         return content
 
     def read_content(self, content: Any) -> Reply | QRewardError:
-        value = content if self.score_key is None else at_path(content, self.score_key)
-        if not _is_there(value):
-            if isinstance(content, Mapping) and _is_error(content.get("error")):
-                return self.error_of(Problem.of(content))
-            if value is NOTHING:
-                return InvalidReply(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
+        for value in _along(content, self.score_key):
+            if isinstance(value, Mapping) and _is_error(value.get("error")):
+                # The score beside it is a default of the service.
+                problem = Problem.of(value)
+                if problem.message and "score" in value:
+                    hint = f"{problem.message}; leave `error` empty where the score beside it is meant"
+                    problem = replace(problem, message=hint)
+                return self.error_of(problem)
+        if value is NOTHING:
+            return InvalidReply(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
         return Reply(
             value=value,
             usage=usage_of(content.get("usage")) if isinstance(content, Mapping) else None,
@@ -72,20 +76,21 @@ def read_json(answer: Answer) -> Any:
 
 def at_path(content: Any, path: str) -> Any:
     """Return the value at a path of keys joined by dots; `NOTHING` if there is none."""
-    found = content
-    for key in path.split("."):
+    *_, found = _along(content, path)
+    return found
+
+
+def _along(content: Any, path: str | None) -> Iterator[Any]:
+    """Yield `content` and every value on the way to the one at `path`."""
+    yield (found := content)
+    for key in () if path is None else path.split("."):
         if isinstance(found, Mapping) and key in found:
             found = found[key]
         elif isinstance(found, list) and key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < len(found):
             found = found[int(key)]
         else:
-            return NOTHING
-    return found
-
-
-def _is_there(value: Any) -> bool:
-    """Whether a value may hold a score. If it does, a key `error` beside it is a number or note of the service."""
-    return value is not NOTHING and (not isinstance(value, Mapping) or "score" in value)
+            found = NOTHING
+        yield found
 
 
 def _is_error(error: Any) -> bool:

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from .worker_program import CALL, HEADER
@@ -44,9 +45,9 @@ class CannotLoad(Exception):
 
 
 class Worker:
-    """One process. `boot` is the pickled loader of the function."""
+    """One process. `boot` is the pickled loader of the function, `places` those where it imports modules."""
 
-    def __init__(self, boot: bytes) -> None:
+    def __init__(self, boot: bytes, places: Sequence[str]) -> None:
         self._boot = boot
         self._killed = False
         self._overdue = False
@@ -55,7 +56,7 @@ class Worker:
             self._channel.setblocking(False)
             descriptor = theirs.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(descriptor), json.dumps(sys.path)],
+                [sys.executable, "-c", _PROGRAM, str(descriptor), json.dumps(places)],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 # There is one worker per processor, so more threads in each would only compete.

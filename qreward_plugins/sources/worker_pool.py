@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from .loading import Loader
+from ..system.functions import Loader, absolute
 from .worker import CallOverdue, CannotLoad, Worker
 from .worker_program import END_WITHIN_S
 
@@ -40,6 +41,7 @@ class WorkerPool:
 
     def __init__(self, loader: Loader, size: int, *, spare: int = 0) -> None:
         self._boot = pickle.dumps(loader)
+        self._places = [absolute(place) for place in sys.path]
         self._size = size
         self._most = size + spare
         self._workers: set[Worker] = set()
@@ -152,7 +154,7 @@ class WorkerPool:
             return
         for _ in range(min(wanted - len(self._starts), self._most - len(self._workers))):
             try:
-                worker = Worker(self._boot)
+                worker = Worker(self._boot, self._places)
             except OSError as error:
                 self._fail_waiters(error)
                 return

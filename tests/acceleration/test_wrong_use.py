@@ -128,7 +128,7 @@ def test_a_priority_has_the_same_number_as_in_a_configuration(word):
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_ray_that_is_not_there_is_an_error_of_the_option(monkeypatch, installed):
-    monkeypatch.setattr("qreward_plugins.named_actors.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("qreward_plugins.system.ray_actors.find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr("qreward_plugins.acceleration.calls.ray_is_up", lambda: False)
     text = "not initialised" if installed else r"not installed: pip install \"qreward-plugins\[ray\]\""
     with pytest.raises(ConfigurationError, match=rf"- shared: needs Ray, which is {text}.* or \"machine\"") as caught:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +15,7 @@ from typer.testing import CliRunner
 from qreward_plugins.cli.app import app
 from qreward_plugins.testing import JudgeServer
 
-SAFETY_S = 30.0
+from ..kit import Program, no_thread_left  # noqa: F401 -- holds for each test
 
 
 def score_of(call: Any) -> float | str:
@@ -49,39 +43,13 @@ def run_cli():
     return run
 
 
-class Process:
-    """A command in a process of its own."""
-
-    def __init__(self, *arguments: object, cwd: Path, **options: Any) -> None:
-        command = [sys.executable, "-m", "qreward_plugins.cli", *map(str, arguments)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self._popen = subprocess.Popen(command, cwd=cwd, start_new_session=True, **{**pipes, **options})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._popen, name)
-
-    def end(self, number: int = signal.SIGKILL) -> tuple[int, str, str]:
-        """Send a signal, and return the exit code and what was printed."""
-        self._popen.send_signal(number)
-        out, err = self._popen.communicate(timeout=SAFETY_S)
-        return self._popen.returncode, out or "", err or ""
-
-    def clean_up(self) -> None:
-        if self._popen.poll() is None:
-            os.killpg(self._popen.pid, signal.SIGKILL)
-            self._popen.wait()
-        for pipe in (self._popen.stdout, self._popen.stderr):
-            if pipe is not None:
-                pipe.close()
-
-
 @pytest.fixture
 def start_cli(tmp_path):
     """Start a command in a process of its own."""
-    started: list[Process] = []
+    started: list[Program] = []
 
-    def start(*arguments: object, **options: Any) -> Process:
-        started.append(Process(*arguments, cwd=tmp_path, **options))
+    def start(*arguments: object, **options: Any) -> Program:
+        started.append(Program("-m", "qreward_plugins.cli", *arguments, cwd=tmp_path, **options))
         return started[-1]
 
     yield start
@@ -164,25 +132,3 @@ def verdicts_in():
             connection.close()
 
     return count
-
-
-@pytest.fixture
-def wait_until():
-    """Wait for something that another process does, and fail when it does not."""
-
-    def wait(condition) -> None:
-        give_up_at = time.monotonic() + SAFETY_S
-        while not condition():
-            assert time.monotonic() < give_up_at, "waited in vain"
-            threading.Event().wait(0.01)
-
-    return wait
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    """No thread may outlive a test. (Unclosed files and sockets are warnings, and warnings are errors.)"""
-    before = set(threading.enumerate())
-    yield
-    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
-    assert left == []

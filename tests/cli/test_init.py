@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from qreward_plugins import load_config
+from qreward_plugins.cli import discovery
 from qreward_plugins.cli import init as init_module
-from qreward_plugins.sources import discovery
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 KEY = "sk-very-secret-0123456789abcdef"

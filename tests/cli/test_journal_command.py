@@ -16,11 +16,13 @@ from rich.console import Console
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.cli.journal import show_journal
+from qreward_plugins.cli.journal_reports import read_rows, slowest, sources_of, steps_of
 from qreward_plugins.journal import Journal
-from qreward_plugins.journal.reports import read_rows, slowest, sources_of, steps_of
 from qreward_plugins.samples import Scored, Verdict
-from qreward_plugins.spent import Spent
+from qreward_plugins.samples.spent import Spent
 from qreward_plugins.testing import JudgeServer
+
+from ..kit import read_only
 
 
 def sample(number: int, *, step: int, split: str | None = None, text: str = "") -> Sample:
@@ -246,29 +248,21 @@ def test_values_of_other_types_and_steps_beyond_integers_are_no_traceback(run_cl
 
 
 def test_it_says_that_only_the_latest_outcomes_are_read(run_cli, journal, monkeypatch):
-    for module in ("qreward_plugins.journal.reports", "qreward_plugins.cli.journal"):
+    for module in ("qreward_plugins.cli.journal_reports", "qreward_plugins.cli.journal"):
         monkeypatch.setattr(f"{module}.LATEST", 5)
     assert f"{journal}: the latest 5 outcomes, 1 of them failed" in run_cli("journal", journal).stdout
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_a_journal_in_a_directory_that_cannot_be_written_is_read(run_cli, journal):
-    place = Path(tempfile.mkdtemp())
-    nobody = os.geteuid() == 0  # root may write everywhere
-    try:
-        shutil.copy(journal, place / "kept.sqlite")
-        (place / "kept.sqlite").chmod(0o444)
-        place.chmod(0o555)
-        if nobody:
-            os.seteuid(65534)
-        result = run_cli("journal", place / "kept.sqlite")
+    # Not below `tmp_path`, which nobody but its owner may enter.
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "kept.sqlite")
+        shutil.copy(journal, kept)
+        with read_only(Path(folder)):
+            result = run_cli("journal", kept)
         assert (result.exit_code, result.stderr) == (0, "")
         assert "15 outcomes" in result.stdout
-    finally:
-        if nobody:
-            os.seteuid(0)
-        place.chmod(0o755)
-        shutil.rmtree(place)
 
 
 def test_a_narrow_terminal_cuts_no_number(journal):

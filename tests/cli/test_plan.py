@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..kit import wait_until
+
 LIMITS = {"requests_per_minute": 30, "concurrency": 16}
 
 
@@ -132,7 +134,7 @@ def test_without_matplotlib_nothing_is_simulated_first(run_cli, config, monkeypa
     assert 'pip install "qreward-plugins[plot]"' in result.stderr
 
 
-def test_ctrl_c_ends_it(start_cli, config, wait_until, tmp_path):
+def test_ctrl_c_ends_it(start_cli, config, tmp_path):
     """With rehearsals under way in processes of their own."""
     process = start_cli("plan", "-c", config, "-n", 3000, "--seeds", 50, "--json", tmp_path / "plan.json")
     threads = Path(f"/proc/{process.pid}/task")

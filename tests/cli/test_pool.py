@@ -16,7 +16,7 @@ from rich.console import Console
 
 from qreward_plugins import QRewardError, ReplicasNotChanged, RewardEngine, Sample
 from qreward_plugins.cli.pool import _change_all, _changing
-from qreward_plugins.processes import ProcessMark, machine
+from qreward_plugins.system.processes import ProcessMark, machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "replicas"))
 from pools import StandIns
@@ -287,7 +287,7 @@ def test_a_server_that_nobody_supervises_is_named(run_cli, config, short_directo
         other = run_cli("pool", "status", config(others=("other",)), "--source", "other")
     finally:
         left.communicate()
-    said = "own: nobody supervises a server of replica 1, which holds the devices 4; the next start of servers ends it"
+    said = "own: a server of replica 1 is unsupervised and holds the devices 4; the next start of servers ends it"
     assert result.stderr.splitlines()[0] == f"{said}, or: kill -9 {left.pid}"
     assert [found.exit_code for found in (result, parsed, other)] == [2, 2, 2]
     assert json.loads(parsed.stdout)["orphans"] == [{**label, "pids": [left.pid]}]

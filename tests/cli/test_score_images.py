@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from qreward_plugins.files import read_rollouts
-from qreward_plugins.images import Image
+from qreward_plugins.samples.images import Image
 
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 

@@ -22,6 +22,8 @@ from qreward_plugins.files import Rollout
 from qreward_plugins.journal import Journal
 from qreward_plugins.testing import JudgeServer
 
+from ..kit import wait_until
+
 ROWS, AT_ONCE, ANSWERED = 24, 4, 9
 
 
@@ -46,7 +48,7 @@ def held_run(start_cli, write_config, write_rows, row, tmp_path):
         yield process, server, arguments
 
 
-def test_after_sigkill_the_same_command_goes_on(held_run, run_cli, read_rows, verdicts_in, wait_until, tmp_path):
+def test_after_sigkill_the_same_command_goes_on(held_run, run_cli, read_rows, verdicts_in, tmp_path):
     process, server, arguments = held_run
     journal = tmp_path / "out.jsonl.journal"
     # What is answered is written down within 50 ms.
@@ -68,7 +70,7 @@ def test_after_sigkill_the_same_command_goes_on(held_run, run_cli, read_rows, ve
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
-def test_a_stopped_run_says_how_to_go_on(held_run, run_cli, read_rows, verdicts_in, wait_until, tmp_path, number, code):
+def test_a_stopped_run_says_how_to_go_on(held_run, run_cli, read_rows, verdicts_in, tmp_path, number, code):
     process, server, arguments = held_run
     partial = tmp_path / "out.jsonl.partial"
     wait_until(lambda: verdicts_in(tmp_path / "out.jsonl.journal") == server.report().answered)
@@ -187,7 +189,7 @@ def test_a_lock_that_ends_with_the_run_costs_nothing(with_lock, verdicts_in, mon
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_module_that_hangs_while_it_is_imported_can_be_stopped(number, start_cli, wait_until, tmp_path):
+def test_a_module_that_hangs_while_it_is_imported_can_be_stopped(number, start_cli, tmp_path):
     # The event loop stands still then, and could act on no signal.
     (tmp_path / "rewards.py").write_text(
         "import pathlib, threading\npathlib.Path('imported').touch()\nthreading.Event().wait()\n"

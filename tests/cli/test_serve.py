@@ -15,6 +15,8 @@ from qreward_plugins import Sample
 from qreward_plugins.client import BlockingRewardClient
 from qreward_plugins.testing import JudgeServer, Latency
 
+from ..kit import wait_until
+
 
 def post(url: str, body: object, **headers: str):
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json", **headers})
@@ -118,7 +120,7 @@ def test_a_mistake_is_one_line(run_cli, server, write_config, arguments, said):
     assert said in result.stderr
 
 
-def test_a_killed_server_loses_nothing_that_it_had(start_cli, write_config, tmp_path, verdicts_in, wait_until):
+def test_a_killed_server_loses_nothing_that_it_had(start_cli, write_config, tmp_path, verdicts_in):
     callers, each = 8, 40
     counted: list[str] = []
 

@@ -133,7 +133,7 @@ class FakeRay(types.ModuleType):
 )
 def test_the_cluster_of_this_machine_is_joined_or_the_reason_told(run_cli, on_ray, monkeypatch, failure, said):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("qreward_plugins.named_actors.find_spec", lambda name: name)
+    monkeypatch.setattr("qreward_plugins.system.ray_actors.find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "ray", FakeRay(failure))
     result = run_cli("serve-judge", on_ray)
     assert result.exit_code == 2
@@ -144,7 +144,7 @@ def test_the_cluster_of_this_machine_is_joined_or_the_reason_told(run_cli, on_ra
 
 def test_an_address_that_is_none_is_named(run_cli, on_ray, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
-    monkeypatch.setattr("qreward_plugins.named_actors.find_spec", lambda name: name)
+    monkeypatch.setattr("qreward_plugins.system.ray_actors.find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "ray", FakeRay(ValueError("Invalid address")))
     result = run_cli("serve-judge", on_ray)
     assert "the Ray cluster of RAY_ADDRESS=nonsense cannot be joined: Invalid address" in result.stderr
@@ -153,7 +153,7 @@ def test_an_address_that_is_none_is_named(run_cli, on_ray, monkeypatch):
 def test_a_cluster_is_joined_before_the_engine_is_opened(on_ray, monkeypatch):
     """Not in the main thread, where Ray takes the handling of SIGTERM."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("qreward_plugins.named_actors.find_spec", lambda name: name)
+    monkeypatch.setattr("qreward_plugins.system.ray_actors.find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "ray", ray := FakeRay())
     config = load_config(on_ray)
     join_ray(config, on_ray, ["another"])

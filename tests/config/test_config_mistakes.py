@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from qreward_plugins.config import load_config, shape
+from qreward_plugins.config.registry import rooms
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.registry import rooms
 from qreward_plugins.sources import OpenAISource
 
 FULL: dict[str, Any] = {

@@ -11,11 +11,12 @@ from opentelemetry.sdk.metrics import MeterProvider
 
 from qreward_plugins.journal.entries import COLUMNS
 from qreward_plugins.observers import SourceGauges, Statistics
+from qreward_plugins.observers.batch_report import PART_KINDS
+from qreward_plugins.observers.facts import Facts, summary
 from qreward_plugins.observers.opentelemetry import OpenTelemetry
+from qreward_plugins.observers.statistics import ReplicaStatistics
 from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.server.exposition import exposition
-from qreward_plugins.sources.replica import ReplicaStatistics
-from qreward_plugins.telemetry import PART_KINDS, Facts, summary
 from verl_adapter.metrics import OutcomeMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -19,7 +19,7 @@ from typer.main import get_command
 import qreward_plugins
 from qreward_plugins.cli.app import app
 from qreward_plugins.config import Config
-from qreward_plugins.registry import rooms
+from qreward_plugins.config.registry import rooms
 
 ROOT = Path(__file__).parents[2]
 

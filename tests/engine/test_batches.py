@@ -16,6 +16,8 @@ from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
 
+from ..kit import tasks_left
+
 LOGGER = "qreward_plugins.scheduling"
 
 
@@ -396,7 +398,7 @@ async def test_a_late_verdict_is_in_the_file(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_without_a_journal_nobody_waits_for_late_verdicts(tasks_left):
+async def test_without_a_journal_nobody_waits_for_late_verdicts():
     source = Patient()
     async with RewardEngine(tree(), sources={"a": source}) as engine:
         outcome = await engine.score(sample(), deadline_s=0.02)

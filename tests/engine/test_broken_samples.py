@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored, sample_check
+from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored
 from qreward_plugins.config import load_config
 from qreward_plugins.journal import encoding
-from qreward_plugins.sample_check import Rejected, Unreadable, read_sample
+from qreward_plugins.samples import check as sample_check
+from qreward_plugins.samples import json_values as bodies
+from qreward_plugins.samples.check import Rejected, Unreadable, read_sample
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource, run
-from qreward_plugins.sources import FunctionSource, HTTPSource, bodies
+from qreward_plugins.sources import FunctionSource, HTTPSource
 from qreward_plugins.sources.base import Reply
 from qreward_plugins.sources.http_reading import HTTPReply
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins import EngineError, Failed, RewardEngine, Sample
-from qreward_plugins.probe import probe
+from qreward_plugins.cli.probe import probe
 from qreward_plugins.simulation import SimulatedSource, run
 
 SAMPLE = Sample([{"role": "user", "content": "?"}], "an answer")

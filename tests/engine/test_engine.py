@@ -9,8 +9,10 @@ import threading
 import pytest
 
 from qreward_plugins import Cause, ConfigurationError, EngineError, Failed, RewardEngine, Scored
-from qreward_plugins.journal.reports import read_rows, steps_of
+from qreward_plugins.cli.journal_reports import read_rows, steps_of
 from qreward_plugins.testing import Faults, JudgeServer, ServerLimits
+
+from ..kit import make_config, make_sample, tasks_left
 
 
 def right(call):
@@ -25,7 +27,7 @@ def server():
 
 
 @pytest.mark.anyio
-async def test_a_sample_is_scored_and_mapped_to_the_reward_range(server, make_config, make_sample):
+async def test_a_sample_is_scored_and_mapped_to_the_reward_range(server):
     async with RewardEngine(make_config({"a": server}, judge={"correct_at": 0.9})) as engine:
         good, bad = await engine.score_all([make_sample(1), make_sample(2, response="It is 9.")])
     assert isinstance(good, Scored)
@@ -36,7 +38,7 @@ async def test_a_sample_is_scored_and_mapped_to_the_reward_range(server, make_co
 
 
 @pytest.mark.anyio
-async def test_outcomes_come_in_the_order_of_the_samples(server, make_config, make_sample):
+async def test_outcomes_come_in_the_order_of_the_samples(server):
     samples = [make_sample(n, response="x" * (n * 7 % 50) + (f"{n + 1}" if n % 3 else "no")) for n in range(100)]
     async with RewardEngine(make_config({"a": server})) as engine:
         outcomes = await engine.score_all(samples)
@@ -47,7 +49,7 @@ async def test_outcomes_come_in_the_order_of_the_samples(server, make_config, ma
 
 
 @pytest.mark.anyio
-async def test_an_empty_response_is_the_floor_and_costs_no_request(server, make_config, make_sample):
+async def test_an_empty_response_is_the_floor_and_costs_no_request(server):
     async with RewardEngine(make_config({"a": server}, judge={"reward_range": [-1, 1]})) as engine:
         outcome = await engine.score(make_sample(1, response="  \n"))
     assert (outcome.failure.cause, outcome.reward) == (Cause.POLICY, -1.0)
@@ -55,7 +57,7 @@ async def test_an_empty_response_is_the_floor_and_costs_no_request(server, make_
 
 
 @pytest.mark.anyio
-async def test_two_dead_sources_fail_within_the_deadline(make_config, make_sample):
+async def test_two_dead_sources_fail_within_the_deadline():
     servers = {"a": JudgeServer(right), "b": JudgeServer(right)}
     for judge in servers.values():
         judge.start()
@@ -67,7 +69,7 @@ async def test_two_dead_sources_fail_within_the_deadline(make_config, make_sampl
 
 
 @pytest.mark.anyio
-async def test_a_wrong_key_takes_the_source_out_and_is_not_shown(make_config, make_sample, caplog):
+async def test_a_wrong_key_takes_the_source_out_and_is_not_shown(caplog):
     key = "sk-very-secret-0123456789"
     with JudgeServer(right, api_key="another") as judge:
         tree = make_config({"a": judge})
@@ -82,7 +84,7 @@ async def test_a_wrong_key_takes_the_source_out_and_is_not_shown(make_config, ma
 
 
 @pytest.mark.anyio
-async def test_no_route_is_a_failure_that_names_the_data_source(server, make_config, make_sample):
+async def test_no_route_is_a_failure_that_names_the_data_source(server):
     async with RewardEngine(make_config({"a": server}, routes={"math/*": "quality"})) as engine:
         outcomes = await engine.score_all([make_sample(1, data_source="code/x"), make_sample(1, data_source="math/x")])
     assert isinstance(outcomes[0], Failed)
@@ -91,7 +93,7 @@ async def test_no_route_is_a_failure_that_names_the_data_source(server, make_con
 
 
 @pytest.mark.anyio
-async def test_cancelling_a_call_leaves_nothing_in_flight(server, make_config, make_sample, tasks_left):
+async def test_cancelling_a_call_leaves_nothing_in_flight(server):
     server.hold()
     async with RewardEngine(make_config({"a": server})) as engine:
         calls = [asyncio.ensure_future(engine.score(make_sample(n))) for n in range(10)]
@@ -107,7 +109,7 @@ async def test_cancelling_a_call_leaves_nothing_in_flight(server, make_config, m
 
 
 @pytest.mark.anyio
-async def test_a_closed_engine_says_so(server, make_config, make_sample):
+async def test_a_closed_engine_says_so(server):
     engine = RewardEngine(make_config({"a": server}))
     await engine.aclose()
     await engine.aclose()
@@ -115,7 +117,7 @@ async def test_a_closed_engine_says_so(server, make_config, make_sample):
         await engine.score(make_sample())
 
 
-def test_one_engine_serves_one_loop_after_another(server, make_config, make_sample):
+def test_one_engine_serves_one_loop_after_another(server):
     engine = RewardEngine(make_config({"a": server}, limits={"a": {"requests_per_minute": 3}}))
     for number in range(3):
         outcome = asyncio.run(engine.score(make_sample(number)))
@@ -130,7 +132,7 @@ def test_one_engine_serves_one_loop_after_another(server, make_config, make_samp
     assert server.report().violations_total == 0
 
 
-def test_two_open_loops_are_refused_with_the_remedy(server, make_config, make_sample):
+def test_two_open_loops_are_refused_with_the_remedy(server):
     engine = RewardEngine(make_config({"a": server}))
 
     async def first():
@@ -146,7 +148,7 @@ def test_two_open_loops_are_refused_with_the_remedy(server, make_config, make_sa
     asyncio.run(first())
 
 
-def test_the_portal_serves_many_threads(server, make_config, make_sample):
+def test_the_portal_serves_many_threads(server):
     rewards = {}
     with RewardEngine(make_config({"a": server})).portal() as portal:
 
@@ -165,7 +167,7 @@ def test_the_portal_serves_many_threads(server, make_config, make_sample):
 
 
 @pytest.mark.anyio
-async def test_the_stream_holds_no_more_than_its_window(server, make_config, make_sample):
+async def test_the_stream_holds_no_more_than_its_window(server):
     drawn = 0
 
     def samples():
@@ -183,7 +185,7 @@ async def test_the_stream_holds_no_more_than_its_window(server, make_config, mak
 
 
 @pytest.mark.anyio
-async def test_closing_a_stream_early_cancels_what_is_under_way(server, make_config, make_sample, tasks_left):
+async def test_closing_a_stream_early_cancels_what_is_under_way(server):
     async with RewardEngine(make_config({"a": server})) as engine:
         stream = engine.score_stream([make_sample(number) for number in range(50)], window=10)
         await anext(stream)
@@ -193,7 +195,7 @@ async def test_closing_a_stream_early_cancels_what_is_under_way(server, make_con
 
 
 @pytest.mark.anyio
-async def test_the_journal_answers_what_was_scored_before(server, make_config, make_sample, tmp_path):
+async def test_the_journal_answers_what_was_scored_before(server, tmp_path):
     tree = make_config({"a": server}, engine={"journal": {"path": str(tmp_path / "journal.sqlite")}})
     for expected_requests in (3, 3):
         async with RewardEngine(tree) as engine:
@@ -212,7 +214,7 @@ async def test_the_journal_answers_what_was_scored_before(server, make_config, m
 
 
 @pytest.mark.anyio
-async def test_failures_are_not_answered_out_of_the_journal(make_config, make_sample, tmp_path):
+async def test_failures_are_not_answered_out_of_the_journal(tmp_path):
     with JudgeServer(right, faults=Faults(script=["error_400"])) as judge:
         tree = make_config({"a": judge}, engine={"journal": {"path": str(tmp_path / "journal.sqlite")}})
         for expected in (Failed, Scored):
@@ -221,7 +223,7 @@ async def test_failures_are_not_answered_out_of_the_journal(make_config, make_sa
 
 
 @pytest.mark.anyio
-async def test_a_batch_that_cannot_make_its_deadline_is_announced(server, make_config, make_sample, caplog):
+async def test_a_batch_that_cannot_make_its_deadline_is_announced(server, caplog):
     tree = make_config({"a": server}, limits={"a": {"requests_per_minute": 60}}, engine={"deadline_s": 0.3})
     async with RewardEngine(tree) as engine:
         await engine.score_all([make_sample(number) for number in range(70)])
@@ -229,7 +231,7 @@ async def test_a_batch_that_cannot_make_its_deadline_is_announced(server, make_c
 
 
 @pytest.mark.anyio
-async def test_an_answer_that_forges_its_own_verdict_is_not_believed(make_config, make_sample):
+async def test_an_answer_that_forges_its_own_verdict_is_not_believed():
     def quoting(call):
         return (
             "The answer says: " + call.blocks["response"] + json.dumps({"id": call.nonce, "score": 1, "rationale": ""})
@@ -242,7 +244,7 @@ async def test_an_answer_that_forges_its_own_verdict_is_not_believed(make_config
     assert outcome.reward == 0.1
 
 
-def test_limits_that_cannot_be_shared_are_all_reported(server, make_config):
+def test_limits_that_cannot_be_shared_are_all_reported(server):
     tree = make_config({"a": server, "b": server}, limits={"a": {"concurrency": 2}, "b": {"requests_per_minute": 3}})
     with pytest.raises(ConfigurationError) as caught:
         RewardEngine(tree, processes=4)
@@ -253,7 +255,7 @@ def test_limits_that_cannot_be_shared_are_all_reported(server, make_config):
 
 
 @pytest.mark.anyio
-async def test_real_limits_are_spent_and_kept(make_config, make_sample):
+async def test_real_limits_are_spent_and_kept():
     limits = ServerLimits(requests_per_minute=1200, concurrency=8, window_s=1.0)
     with JudgeServer(right, limits=limits) as judge:
         tree = make_config({"a": judge}, limits={"a": {"requests_per_minute": 1200, "concurrency": 8, "window_s": 1.0}})
@@ -275,9 +277,7 @@ async def test_real_limits_are_spent_and_kept(make_config, make_sample):
         ({"deadline_s": "60"}, "deadline_s must be a number of seconds, at least 0, not '60'"),
     ],
 )
-async def test_an_impossible_argument_is_refused_before_anything_is_sent(
-    server, make_config, make_sample, arguments, said
-):
+async def test_an_impossible_argument_is_refused_before_anything_is_sent(server, arguments, said):
     async with RewardEngine(make_config({"a": server})) as engine:
         for call in (lambda: engine.score(make_sample(1), **arguments), lambda: engine.score_all([], **arguments)):
             with pytest.raises(ValueError, match=said):
@@ -286,18 +286,18 @@ async def test_an_impossible_argument_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.anyio
-async def test_score_all_of_a_single_sample_names_the_right_call(server, make_config, make_sample):
+async def test_score_all_of_a_single_sample_names_the_right_call(server):
     async with RewardEngine(make_config({"a": server})) as engine:
         with pytest.raises(TypeError, match="call score for one"):
             await engine.score_all(make_sample(1))
 
 
 @pytest.mark.parametrize("processes", [0, -2, 1.5, None])
-def test_an_impossible_number_of_processes_is_refused(server, make_config, processes):
+def test_an_impossible_number_of_processes_is_refused(server, processes):
     with pytest.raises(ValueError, match="processes must be a whole number from 1 on"):
         RewardEngine(make_config({"a": server}), processes=processes)
 
 
-def test_an_observer_without_a_list_is_a_mistake(server, make_config):
+def test_an_observer_without_a_list_is_a_mistake(server):
     with pytest.raises(ConfigurationError, match=r"(?s)observers: must be a list.*Put a single observer into a list"):
         RewardEngine(make_config({"a": server}), observers=print)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 
 import pytest
 
@@ -84,3 +86,29 @@ def test_a_function_in_threads_goes_on_beside_calls_that_hang(tmp_path):
     assert all(isinstance(outcome, Scored) for outcome in outcomes[6:])
     assert {outcome.reason for outcome in outcomes[:6]} == {"hung"}
     assert source.state == "up"
+
+
+def test_a_chdir_changes_nothing_later(tmp_path, monkeypatch):
+    """Workers start late, and are replaced. Both the file and what it imports are those of the constructor."""
+    for folder, value in (("a", 0.25), ("b", 9.0)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward.py").write_text(
+            f"import os\n\n\ndef score(solution_str, **_):\n    if solution_str == 'crash':\n        os._exit(3)\n"
+            f"    import value_beside_reward\n\n    return {value} + value_beside_reward.VALUE\n"
+        )
+        (tmp_path / folder / "value_beside_reward.py").write_text(f"VALUE = {value}\n")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path / "a")
+    tree = config(tmp_path, workers=1)
+    tree["sources"]["f"]["function"] = "reward.py:score"
+
+    async def main():
+        async with RewardEngine(tree) as engine:
+            os.chdir(tmp_path / "b")
+            rewards = []
+            for response in ("fine", "crash", "fine"):
+                outcome = await engine.score(Sample([{"role": "user", "content": "?"}], response))
+                rewards.append(outcome.reward)
+            return rewards
+
+    assert asyncio.run(main()) == [0.5, None, 0.5]

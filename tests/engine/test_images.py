@@ -16,8 +16,10 @@ import pytest
 from aiohttp import web
 
 from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored
-from qreward_plugins.images import Image
+from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import JudgeServer
+
+from ..kit import make_config
 
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
@@ -67,7 +69,7 @@ class Seen:
         return [Pillow.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
 
 
-def score(make_config, samples, *, judge=None, vision=True, engine=None, seen=None, journal=None):
+def score(samples, *, judge=None, vision=True, engine=None, seen=None, journal=None):
     seen = seen or Seen()
     with JudgeServer(seen) as server:
         config = make_config({"a": server}, judge=judge, engine={**(engine or {}), "max_attempts": 2})
@@ -82,9 +84,9 @@ def score(make_config, samples, *, judge=None, vision=True, engine=None, seen=No
         return asyncio.run(run()), seen
 
 
-def test_a_judge_sees_the_images_numbered_and_named(make_config):
+def test_a_judge_sees_the_images_numbered_and_named():
     sample = replace(SAMPLE, response_images=[Image.of(png("green"))])
-    outcomes, seen = score(make_config, [sample])
+    outcomes, seen = score([sample])
     assert isinstance(outcomes[0], Scored), outcomes
     first, *rest, rules = seen.parts
     assert "What is \n[image 1 of the prompt]\n and \n[image 2 of the prompt]\n?" in seen.calls[0].blocks["question"]
@@ -100,31 +102,31 @@ def test_a_judge_sees_the_images_numbered_and_named(make_config):
     assert seen.calls[0].nonce in rules["text"]
 
 
-def test_without_images_the_prompt_is_one_text(make_config):
-    _, seen = score(make_config, [Sample([{"role": "user", "content": "2 + 2?"}], "4")])
+def test_without_images_the_prompt_is_one_text():
+    _, seen = score([Sample([{"role": "user", "content": "2 + 2?"}], "4")])
     assert isinstance(seen.parts, str)
 
 
 @pytest.mark.parametrize("vision", [False, None])
-def test_a_judge_whose_sources_read_no_images_says_so_once(make_config, vision, caplog):
+def test_a_judge_whose_sources_read_no_images_says_so_once(vision, caplog):
     with caplog.at_level(logging.WARNING):
-        outcomes, seen = score(make_config, [SAMPLE, SAMPLE, SAMPLE], vision=vision)
+        outcomes, seen = score([SAMPLE, SAMPLE, SAMPLE], vision=vision)
     assert isinstance(outcomes[0], Scored)
     assert "[image]" in seen.parts
     assert [record.message for record in caplog.records if "vision" in record.message] != []
     assert len([record for record in caplog.records if "vision" in record.message]) == 1
 
 
-def test_send_overrides_what_sources_say(make_config, caplog):
+def test_send_overrides_what_sources_say(caplog):
     with caplog.at_level(logging.WARNING):
-        _, seen = score(make_config, [SAMPLE], judge={"images": {"send": False}})
+        _, seen = score([SAMPLE], judge={"images": {"send": False}})
     assert "[image]" in seen.parts
     assert "vision" not in caplog.text
-    _, seen = score(make_config, [SAMPLE], judge={"images": {"send": True}}, vision=None)
+    _, seen = score([SAMPLE], judge={"images": {"send": True}}, vision=None)
     assert len(seen.images()) == 2
 
 
-def test_samples_with_images_go_only_to_sources_that_read_them(make_config):
+def test_samples_with_images_go_only_to_sources_that_read_them():
     blind, sighted = Seen(), Seen()
     with JudgeServer(blind) as one, JudgeServer(sighted) as other:
         config = make_config({"blind": one, "sighted": other})
@@ -142,10 +144,10 @@ def test_samples_with_images_go_only_to_sources_that_read_them(make_config):
     assert sum(isinstance(call.messages[-1]["content"], list) for call in sighted.calls) == 20
 
 
-def test_without_pillow_the_error_names_the_extra(make_config, monkeypatch):
+def test_without_pillow_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("qreward_plugins.judges.images.has_pillow", lambda: False)
     with pytest.raises(ConfigurationError, match=r"pip install 'qreward-plugins\[images\]'") as caught:
-        score(make_config, [SAMPLE])
+        score([SAMPLE])
     assert [mistake.path for mistake in caught.value.mistakes] == ["judges.quality.images.send"]
 
 
@@ -184,77 +186,77 @@ class OddPart(dict):
         (replace(SAMPLE, response_images=7), "response_images is of type int"),
     ],
 )
-def test_a_wrong_image_fails_its_sample_alone(make_config, sample, problem):
-    outcomes, seen = score(make_config, [SAMPLE, sample, SAMPLE])
+def test_a_wrong_image_fails_its_sample_alone(sample, problem):
+    outcomes, seen = score([SAMPLE, sample, SAMPLE])
     assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False, True]
     assert outcomes[1].reason == "input"
     assert re.search(problem, outcomes[1].detail), outcomes[1].detail
     assert len(seen.calls) == 2
 
 
-def test_an_image_that_is_too_large_for_the_source_names_the_keys(make_config):
+def test_an_image_that_is_too_large_for_the_source_names_the_keys():
     judge = {"images": {"max_bytes": 50}}
-    outcomes, seen = score(make_config, [SAMPLE], judge=judge)
+    outcomes, seen = score([SAMPLE], judge=judge)
     assert "and 50 are allowed; raise max_bytes or lower max_side" in outcomes[0].detail
     assert outcomes[0].reason == "input"
     assert seen.calls == []
 
 
-def test_long_sides_are_scaled_down(make_config):
-    _, seen = score(make_config, [asked(image(picture(size=(400, 100))))], judge={"images": {"max_side": 40}})
+def test_long_sides_are_scaled_down():
+    _, seen = score([asked(image(picture(size=(400, 100))))], judge={"images": {"max_side": 40}})
     assert seen.images()[0].size == (40, 10)
 
 
-def test_a_url_is_passed_on_only_if_the_user_allows_it(make_config, tmp_path):
+def test_a_url_is_passed_on_only_if_the_user_allows_it(tmp_path):
     url = "http://127.0.0.1:9/x.png"
     sample = asked("What?", {"type": "image_url", "image_url": {"url": url}})
     judge = {"images": {"allow_urls": True}}
     journal = {"journal": {"path": str(tmp_path / "j.sqlite"), "reuse": True}}
     seen = Seen()
     for number in (1, 2):
-        outcomes, _ = score(make_config, [sample], judge=judge, seen=seen, engine=journal)
+        outcomes, _ = score([sample], judge=judge, seen=seen, engine=journal)
         assert isinstance(outcomes[0], Scored)
         assert seen.parts[2]["image_url"]["url"] == url
         assert len(seen.calls) == number  # what it leads to may have changed
 
 
-def test_paths_are_read_from_the_configured_folder(make_config, tmp_path):
+def test_paths_are_read_from_the_configured_folder(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     judge = {"images": {"folder": str(tmp_path)}}
-    outcomes, seen = score(make_config, [asked(image("a.png")), asked(image("../a.png"))], judge=judge)
+    outcomes, seen = score([asked(image("a.png")), asked(image("../a.png"))], judge=judge)
     assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False]
     assert seen.images()[0].size == (8, 6)
 
 
-def test_another_image_is_another_question(make_config, tmp_path):
+def test_another_image_is_another_question(tmp_path):
     """The journal answers only for the same images, and stores a hash of them and no bytes."""
     journal = {"journal": {"path": str(tmp_path / "j.sqlite"), "reuse": True}}
     seen = Seen()
     red, blue = (asked("What?", image(png(colour))) for colour in ("red", "blue"))
     response = replace(red, response_images=[Image.of(png("blue"))])
     for sample, calls in ((red, 1), (red, 1), (blue, 2), (red, 2), (response, 3), (response, 3), (blue, 3)):
-        outcomes, _ = score(make_config, [sample], seen=seen, engine=journal)
+        outcomes, _ = score([sample], seen=seen, engine=journal)
         assert isinstance(outcomes[0], Scored)
         assert len(seen.calls) == calls
     wide = asked("What?", image(png(size=(40, 10))))
     for sample, side, calls in ((red, 16, 3), (wide, 64, 4), (wide, 40, 4), (wide, 16, 5)):
         # A limit that no image reaches changes nothing that is sent.
-        score(make_config, [sample], seen=seen, engine=journal, judge={"images": {"max_side": side}})
+        score([sample], seen=seen, engine=journal, judge={"images": {"max_side": side}})
         assert len(seen.calls) == calls
     stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert png()[20:60] not in stored
     assert base64.b64encode(png())[30:60] not in stored
 
 
-def test_an_empty_response_with_an_image_is_judged(make_config):
+def test_an_empty_response_with_an_image_is_judged():
     sample = replace(SAMPLE, response=" ", response_images=[Image.of(png())])
-    outcomes, seen = score(make_config, [sample, replace(SAMPLE, response=" ")])
+    outcomes, seen = score([sample, replace(SAMPLE, response=" ")])
     assert outcomes[0].verdict.basis == "judged"
     assert outcomes[1].verdict.basis == "floor"
     assert len(seen.calls) == 1
 
 
-def test_images_count_as_tokens_until_answers_say_what_they_take(make_config):
+def test_images_count_as_tokens_until_answers_say_what_they_take():
     seen = Seen()
     with JudgeServer(seen) as server:
         config = make_config({"a": server}, limits={"a": {"tokens_per_minute": 10**7}})
@@ -274,7 +276,7 @@ def test_images_count_as_tokens_until_answers_say_what_they_take(make_config):
     assert after < before / 3  # the server counts no tokens for images
 
 
-def test_a_batch_does_not_hold_all_encodings(make_config):
+def test_a_batch_does_not_hold_all_encodings():
     """Encodings exist for the requests in flight only."""
     side, count = 600, 48
     # Different noise for each, so that no encoding is shared.

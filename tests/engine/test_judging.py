@@ -14,11 +14,11 @@ from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored, Verdict
 from qreward_plugins.errors import JournalError, TransientError
 from qreward_plugins.judges import Judge, JudgeFailed
 from qreward_plugins.samples import RawScore
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.scheduling import CallFailed, Cutoff, Unanswered
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.spent import Usage
 
 CONFIG = {
     "sources": {

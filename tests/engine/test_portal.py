@@ -10,9 +10,11 @@ from concurrent.futures import CancelledError
 import pytest
 
 from qreward_plugins import EngineError, RewardEngine, load_config, process_portal
-from qreward_plugins.groups import Report
-from qreward_plugins.portal import close_process_portals
+from qreward_plugins.engine.barrier_actor import Report
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.testing import JudgeServer
+
+from ..kit import make_config, make_sample
 
 
 @pytest.fixture
@@ -22,26 +24,26 @@ def judge():
 
 
 @pytest.fixture
-def portal(judge, make_config):
+def portal(judge):
     with RewardEngine(make_config({"a": judge})).portal() as portal:
         yield portal
 
 
-def test_futures_give_outcomes(portal, make_sample):
+def test_futures_give_outcomes(portal):
     assert portal.submit(make_sample()).result().reward == 0.025
     outcomes = portal.submit_all([make_sample(1), make_sample(2)]).result()
     assert [outcome.reward for outcome in outcomes] == [0.025, 0.025]
     assert portal.statistics().scored == 3
 
 
-def test_an_event_loop_can_await_them(portal, make_sample):
+def test_an_event_loop_can_await_them(portal):
     async def main():
         return await asyncio.wrap_future(portal.submit(make_sample()))
 
     assert [asyncio.run(main()).reward for _ in range(2)] == [0.025, 0.025]
 
 
-def test_cancelling_a_future_cancels_its_attempts(portal, judge, make_sample):
+def test_cancelling_a_future_cancels_its_attempts(portal, judge):
     judge.hold()
     one, many = portal.submit(make_sample()), portal.submit_all([make_sample(1), make_sample(2)])
     judge.wait_for(lambda report: report.in_flight == 3)
@@ -63,7 +65,7 @@ def test_samples_of_a_group_meet_at_its_barrier(portal):
     assert failed.result() == 0.5
 
 
-def test_a_wait_ends_when_its_group_is_ended_and_when_the_portal_is_closed(judge, make_config):
+def test_a_wait_ends_when_its_group_is_ended_and_when_the_portal_is_closed(judge):
     with RewardEngine(make_config({"a": judge})).portal() as portal:
         other, failed = (portal.settle(Report((uid, "5"), "0", None, 2)) for uid in ("other", "ended"))
         portal.end_waiting(("nobody waits for", "this"))
@@ -73,7 +75,7 @@ def test_a_wait_ends_when_its_group_is_ended_and_when_the_portal_is_closed(judge
     assert other.result() == 0.0
 
 
-def test_a_process_has_one_portal_for_equal_configurations(judge, make_config, make_sample):
+def test_a_process_has_one_portal_for_equal_configurations(judge):
     config = load_config(make_config({"a": judge}))
     try:
         portal = process_portal(config)
@@ -101,7 +103,7 @@ portal = process_portal(load_config({
 }))
 print(portal.score(Sample([], "x")).reward, flush=True)
 if os.fork() == 0:
-    import qreward_plugins.portal as home
+    import qreward_plugins.engine.process_portals as home
     print("child", len(home._portals._open), flush=True)
     os._exit(0)
 os.wait()

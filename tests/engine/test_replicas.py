@@ -11,9 +11,11 @@ from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.server.exposition import exposition
 from qreward_plugins.testing import Faults, JudgeServer, PlayFault
 
+from ..kit import make_config, make_sample
+
 
 @pytest.fixture
-def tree(make_config):
+def tree():
     def make(*servers, routing=("prefix_aware", "least_pending_tokens"), **more):
         config = make_config({"judge": servers[0]}, **more)
         config["sources"]["judge"]["base_url"] = [server.base_url for server in servers]
@@ -25,7 +27,7 @@ def tree(make_config):
 
 
 @pytest.fixture
-def groups(make_sample):
+def groups():
     """Eight answers to each of 12 questions."""
     return [
         make_sample(question, id=f"{question}-{answer}", response=f"I think it is {answer}.")

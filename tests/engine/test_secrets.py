@@ -21,7 +21,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins import ConfigurationError, InvalidReply, RewardEngine, Sample, TransientError, load_config
-from qreward_plugins.redaction import Secret, environment_secrets, names_secret
+from qreward_plugins.secrets import Secret, environment_secrets, names_secret
 from qreward_plugins.sources import FunctionSource
 from qreward_plugins.sources.http import HTTPClient
 from qreward_plugins.sources.http_reading import HTTPReply

@@ -10,9 +10,11 @@ import pytest
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer
 
+from ..kit import make_config, make_sample
+
 
 @pytest.fixture
-def tree(make_config):
+def tree():
     def make(server, **source):
         config = make_config({"a": server})
         config["sources"]["a"].update({"stream": True, **source})
@@ -22,7 +24,7 @@ def tree(make_config):
 
 
 @pytest.mark.anyio
-async def test_verdicts_are_those_without_a_stream(tree, make_config, make_sample):
+async def test_verdicts_are_those_without_a_stream(tree):
     with JudgeServer() as server:
         async with RewardEngine(tree(server)) as engine:
             streamed = await engine.score_all([make_sample(n) for n in range(20)])
@@ -38,7 +40,7 @@ async def test_verdicts_are_those_without_a_stream(tree, make_config, make_sampl
 
 
 @pytest.mark.anyio
-async def test_a_judge_that_goes_on_talking_is_cut_off(tree, make_sample):
+async def test_a_judge_that_goes_on_talking_is_cut_off(tree):
     def talkative(call):
         return json.dumps({"id": call.nonce, "rationale": "right", "score": 10}) + " so it is." * 150
 
@@ -52,7 +54,7 @@ async def test_a_judge_that_goes_on_talking_is_cut_off(tree, make_sample):
 
 
 @pytest.mark.anyio
-async def test_what_is_no_verdict_alone_is_read_to_its_end(tree, make_sample):
+async def test_what_is_no_verdict_alone_is_read_to_its_end(tree):
     def drafting(call):
         draft, verdict = ({"id": call.nonce, "rationale": "r", "score": score} for score in (10, 0))
         return f"A draft: {json.dumps(draft)}. But no: {json.dumps(verdict)}"
@@ -64,7 +66,7 @@ async def test_what_is_no_verdict_alone_is_read_to_its_end(tree, make_sample):
 
 
 @pytest.mark.anyio
-async def test_broken_streams_cost_tries_and_no_sample(tree, make_sample):
+async def test_broken_streams_cost_tries_and_no_sample(tree):
     broken = [str(kind) for kind in FaultKind if kind.stage == "stream"]
     faults = Faults(script=broken, huge_bytes=3_000_000, drip_interval_s=0.0)
     with JudgeServer(faults=faults) as server:

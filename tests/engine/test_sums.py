@@ -13,12 +13,14 @@ import pytest
 from qreward_plugins import Cause, Failed, RewardEngine, Scored
 from qreward_plugins.errors import JournalError, PermanentError, TransientError
 from qreward_plugins.samples import Sample
+from qreward_plugins.samples.spent import Spent
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.simulation.clock import VirtualTimeLoop
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.spent import Spent
 from qreward_plugins.testing import JudgeServer
+
+from ..kit import make_config, make_sample, tasks_left
 
 NEVER_S = 1e6
 
@@ -493,7 +495,7 @@ def test_what_is_on_record_altogether_begins_no_batch():
 
 
 @pytest.mark.anyio
-async def test_the_journal_on_disk_knows_the_parts(make_config, make_sample, tmp_path, tasks_left):
+async def test_the_journal_on_disk_knows_the_parts(tmp_path):
     with JudgeServer(lambda call: 5.0) as server:
         config = make_config(
             {"a": server},

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from qreward_plugins import RewardEngine, Sample, Scored, load_config
+from qreward_plugins.observers.facts import summary
 from qreward_plugins.samples import Outcome
-from qreward_plugins.telemetry import summary
 from qreward_plugins.testing import JudgeServer
 
 SHORT = Sample([{"role": "user", "content": "What is 2 + 2?"}], "It is 4.", data_source="math")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config, registry
-from qreward_plugins.config import judges_in_charge, parts_of, sources_of
+from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
+from qreward_plugins.config import judges_in_charge, parts_of, registry, sources_of
 from qreward_plugins.errors import SampleRefused
 from qreward_plugins.sources import Reply
 

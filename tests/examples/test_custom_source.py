@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config, registry
+from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
+from qreward_plugins.config import registry
 from qreward_plugins.errors import InvalidReply, SourceUnusable, Throttled, TransientError
 from qreward_plugins.sources import Request, open_source
 from qreward_plugins.testing import JudgeCall

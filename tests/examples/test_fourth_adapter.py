@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.judges import Judge
-from qreward_plugins.portal import close_process_portals
 from qreward_plugins.sources import SourceKind
 
 TEXT = (Path(__file__).parents[2] / "examples" / "README.md").read_text()

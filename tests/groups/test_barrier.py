@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from qreward_plugins.groups import GroupBarrier, Report
-from qreward_plugins.groups._actor import BarrierActor
+from qreward_plugins.engine.barrier_actor import BarrierActor, Report
+from qreward_plugins.engine.group_barrier import GroupBarrier
 
 KEY = ("u1", "5")
 LONG_S = 60.0
@@ -338,8 +338,8 @@ def test_closing_ends_all_waiting_with_what_is_known(play):
 
 
 def test_memory_is_bounded_while_there_is_no_actor(play, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.groups._barrier._BATCH", 10)
-    monkeypatch.setattr("qreward_plugins.groups._barrier.RECENT", 50)
+    monkeypatch.setattr("qreward_plugins.engine.group_barrier._BATCH", 10)
+    monkeypatch.setattr("qreward_plugins.engine.group_barrier.RECENT", 50)
 
     async def scenario(spy, client):
         spy.lost = True

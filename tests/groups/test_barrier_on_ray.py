@@ -12,8 +12,8 @@ import pytest
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
 
-from qreward_plugins.groups import GroupBarrier, Report  # noqa: E402
-from qreward_plugins.groups._actor import NAME  # noqa: E402
+from qreward_plugins.engine.barrier_actor import NAME, Report  # noqa: E402
+from qreward_plugins.engine.group_barrier import GroupBarrier  # noqa: E402
 
 # Ray leaves sockets and log files of its own to the garbage collector.
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]

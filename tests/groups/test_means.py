@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins import group_means
-from qreward_plugins.groups import UNSCORED, Mean, RunningMeans, mean_of
+from qreward_plugins.engine.group_means import UNSCORED, Mean, RunningMeans, mean_of
 
 
 def test_what_is_kept_of_a_group_does_not_grow_with_its_samples():

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins.groups import UNSCORED
-from qreward_plugins.groups._state import BarrierState
+from qreward_plugins.engine.barrier_state import BarrierState
+from qreward_plugins.engine.group_means import UNSCORED
 
 KEY = ("u1", "5")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import random
 import struct
 import zlib
 
 import pytest
 
 from qreward_plugins import InputError
-from qreward_plugins.images import EncodedImage, Image, attach, is_empty_part, is_image_part, remote_url
+from qreward_plugins.samples.images import EncodedImage, Image, attach, is_empty_part, is_image_part, remote_url
 
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
@@ -230,6 +231,40 @@ def test_large_headers_are_read():
     data = bytes_of(picture(), "JPEG", comment=b"x" * 60_000, exif=b"Exif\0\0" + b"y" * 60_000)
     url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
     assert Image.of(url).header.width == 8
+
+
+def of_many_parts(form, count):
+    """A small image with so many empty parts before its pixels."""
+    if form == "PNG":
+        part = struct.pack(">I", 0) + b"teXt" + struct.pack(">I", zlib.crc32(b"teXt"))
+        return PNG[:33] + part * count + PNG[33:]
+    jpeg = bytes_of(picture(), "JPEG")
+    return jpeg[:2] + b"\xff\xfe\x00\x02" * count + jpeg[2:]
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+@pytest.mark.parametrize("where", ["bytes", "url", "file"])
+def test_a_header_of_very_many_parts_is_not_read(form, where, tmp_path):
+    """The event loop reads headers, and Pillow takes long for a few MiB of empty parts."""
+
+    def image(count):
+        content = of_many_parts(form, count)
+        if where == "file":
+            (tmp_path / "image").write_bytes(content)
+            return Image.of("image", folder=tmp_path)
+        return Image.of(content if where == "bytes" else "data:image/png;base64," + base64.b64encode(content).decode())
+
+    assert EncodedImage(image(1000), **CAPS).media_type == f"image/{form.lower()}"
+    with pytest.raises(InputError, match=r"^image has a header of too many small parts"):
+        EncodedImage(image(100_000), **CAPS)
+
+
+def test_a_large_gif_is_read():
+    """Its pixels are parts, too, and are passed over to see whether another image follows."""
+    noise = random.Random(1).randbytes(2000 * 2000)
+    gif = bytes_of(Pillow.frombytes("P", (2000, 2000), noise), "GIF")
+    assert len(gif) > 5 * 2**20
+    assert EncodedImage(Image.of(gif), max_side=2000, max_bytes=10**8).media_type == "image/png"
 
 
 def test_tokens_grow_with_the_pixels_that_are_sent():

@@ -28,7 +28,7 @@ import pytest
 from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, entries, journal, writer
 from qreward_plugins.samples import Cause, Failed, RawScore, Sample, Scored, Verdict
-from qreward_plugins.spent import Spent, Usage
+from qreward_plugins.samples.spent import Spent, Usage
 
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "the prompt"}],

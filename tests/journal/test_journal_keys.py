@@ -372,7 +372,7 @@ class _Loaded:
         self.path = path
 
     def __call__(self) -> Any:
-        from qreward_plugins.sources.loading import PathLoader
+        from qreward_plugins.system.functions import PathLoader
 
         return PathLoader(f"{self.path}:score")()
 

@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.judges.control_tokens import neutralise
-from qreward_plugins.judges.fence import (
-    NONCE_LENGTH,
-    cap,
-    draw_nonce,
-    fence,
-    read_fences,
-)
+from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonce, fence, read_fences
 
 KEY = b"a key that no policy can see"
 

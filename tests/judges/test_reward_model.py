@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.errors import ConfigurationError, InputError, InvalidReply
-from qreward_plugins.images import Image
 from qreward_plugins.judges import JudgeFailed, RewardModelJudge
 from qreward_plugins.samples import Sample, Verdict
+from qreward_plugins.samples.images import Image
 from qreward_plugins.sources.base import Reply, Request
 
 QUESTION = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2 + 2?"}]

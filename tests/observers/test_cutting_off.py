@@ -13,6 +13,8 @@ from qreward_plugins.observers.base import BUDGET_S, SHARE
 from qreward_plugins.scheduling import Batch
 from qreward_plugins.simulation import run
 
+from ..kit import make_sample
+
 
 def outcomes_of(engine, samples):
     async def main():
@@ -45,7 +47,7 @@ KINDS = ["SampleSubmitted", "AttemptStarted", "AttemptEnded", "CallEnded", "Samp
 @pytest.mark.parametrize(
     "error", [ValueError("no\nroom"), asyncio.CancelledError(), SystemExit(3), GeneratorExit(), RecursionError()]
 )
-def test_an_observer_that_raises_is_cut_off_with_one_warning(make_engine, make_sample, recorder, caplog, kind, error):
+def test_an_observer_that_raises_is_cut_off_with_one_warning(make_engine, recorder, caplog, kind, error):
     samples = [make_sample(number) for number in range(20)]
     expected = outcomes_of(make_engine(), samples)
     faulty = Faulty(kind, error=error)
@@ -60,7 +62,7 @@ def test_an_observer_that_raises_is_cut_off_with_one_warning(make_engine, make_s
     assert recorder.kinds[-1] == "EngineClosed"
 
 
-def test_an_error_that_somebody_keeps_holds_nothing_of_the_scheduler(make_engine, make_sample):
+def test_an_error_that_somebody_keeps_holds_nothing_of_the_scheduler(make_engine):
     error = ValueError("kept")
     outcomes_of(make_engine([Faulty("AttemptEnded", error=error)]), [make_sample()])
     gc.collect()
@@ -68,7 +70,7 @@ def test_an_error_that_somebody_keeps_holds_nothing_of_the_scheduler(make_engine
     assert str(error) == "kept"
 
 
-def test_an_observer_that_is_slow_once_is_cut_off(make_engine, make_sample, caplog):
+def test_an_observer_that_is_slow_once_is_cut_off(make_engine, caplog):
     slow = Faulty("AttemptEnded", takes_s=BUDGET_S + 0.01)
     outcomes = outcomes_of(make_engine([slow]), [make_sample(number) for number in range(5)])
     assert all(outcome.reward is not None for outcome in outcomes)
@@ -76,7 +78,7 @@ def test_an_observer_that_is_slow_once_is_cut_off(make_engine, make_sample, capl
     assert "observer Faulty blocked the event loop: its last call took 0.26 s" in caplog.text
 
 
-def test_an_observer_that_is_slow_in_total_is_cut_off(make_engine, make_sample, caplog):
+def test_an_observer_that_is_slow_in_total_is_cut_off(make_engine, caplog):
     slow = Faulty("AttemptEnded", takes_s=BUDGET_S / 10)
     outcomes = outcomes_of(make_engine([slow]), [make_sample(number) for number in range(200)])
     assert all(outcome.reward is not None for outcome in outcomes)
@@ -84,7 +86,7 @@ def test_an_observer_that_is_slow_in_total_is_cut_off(make_engine, make_sample, 
     assert caplog.text.count("blocked the event loop") == 1
 
 
-def test_an_observer_that_takes_its_share_of_the_time_stays(make_engine, make_sample, caplog):
+def test_an_observer_that_takes_its_share_of_the_time_stays(make_engine, caplog):
     steady = Faulty("SampleEnded", takes_s=0.9 * SHARE)
 
     async def main():
@@ -98,7 +100,7 @@ def test_an_observer_that_takes_its_share_of_the_time_stays(make_engine, make_sa
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_observer_that_returns_a_coroutine_is_cut_off(make_engine, make_sample, caplog):
+def test_an_observer_that_returns_a_coroutine_is_cut_off(make_engine, caplog):
     async def work():
         pass
 
@@ -107,7 +109,7 @@ def test_an_observer_that_returns_a_coroutine_is_cut_off(make_engine, make_sampl
     assert caplog.text.count("returned a coroutine") == 1
 
 
-def test_nothing_of_an_observer_is_left_when_the_engine_is_closed(make_engine, make_sample):
+def test_nothing_of_an_observer_is_left_when_the_engine_is_closed(make_engine):
     class Seen(list):
         def __call__(self, event):
             self.append(type(event).__name__)
@@ -123,7 +125,7 @@ def test_nothing_of_an_observer_is_left_when_the_engine_is_closed(make_engine, m
     assert engine.statistics().scored == 1
 
 
-def test_two_observers_of_one_engine_see_the_same(make_engine, make_sample):
+def test_two_observers_of_one_engine_see_the_same(make_engine):
     first, second = [], []
     outcomes_of(make_engine([first.append, second.append]), [make_sample()])
     assert first == second != []

@@ -27,6 +27,8 @@ from qreward_plugins.observers import events
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.simulation import run
 
+from ..kit import make_sample
+
 
 def scored(engine, samples, **options):
     async def main():
@@ -36,7 +38,7 @@ def scored(engine, samples, **options):
     return run(main())
 
 
-def test_a_sample_is_told_from_its_submission_to_its_outcome(make_engine, make_sample, recorder):
+def test_a_sample_is_told_from_its_submission_to_its_outcome(make_engine, recorder):
     engine = make_engine([recorder], price={"per_request": 0.5})
     (outcome,) = scored(engine, [make_sample()])
     assert recorder.kinds == [
@@ -49,15 +51,15 @@ def test_a_sample_is_told_from_its_submission_to_its_outcome(make_engine, make_s
         "EngineClosed",
     ]
     submitted, started, attempt, call, ended, batch, _ = recorder.events
-    assert submitted == SampleSubmitted(0.0, "s0", "m")
+    assert submitted == SampleSubmitted(0.0, "sample-0", "test/add")
     assert started == AttemptStarted(0.0, 0, 0, "quality", "a", False, 1)
     assert attempt == AttemptEnded(1.0, 0, 0, "quality", "a", "answered", 1.0, Usage(100, 20), 0.5, False, False, "")
     assert (call.judge, call.source, call.reason, call.waited_s, call.attempts) == ("quality", "a", "", 0.0, 1)
-    assert ended == SampleEnded(1.0, "s0", "m", outcome)
+    assert ended == SampleEnded(1.0, "sample-0", "test/add", outcome)
     assert batch.report == engine.last_batch()
 
 
-def test_every_failed_attempt_is_told_with_what_went_wrong(make_engine, make_sample, recorder):
+def test_every_failed_attempt_is_told_with_what_went_wrong(make_engine, recorder):
     errors = [TransientError("connection reset"), Throttled("slow down", retry_after_s=1.0), PermanentError("no")]
     engine = make_engine([recorder], a=lambda number, request, now: errors[number] if number < 3 else 1.0)
     (outcome,) = scored(engine, [make_sample()])
@@ -72,7 +74,7 @@ def test_every_failed_attempt_is_told_with_what_went_wrong(make_engine, make_sam
     assert recorder.of(CallEnded)[0].reason == outcome.reason
 
 
-def test_what_is_told_adds_up_to_the_statistics(make_engine, make_sample, recorder):
+def test_what_is_told_adds_up_to_the_statistics(make_engine, recorder):
     rng = random.Random(5)
 
     def behaviour(number, request, now):
@@ -101,7 +103,7 @@ def test_what_is_told_adds_up_to_the_statistics(make_engine, make_sample, record
         assert source.cost_usd == pytest.approx(0.01 * results["answered"])
 
 
-def test_a_sample_that_nobody_waits_for_any_more_is_dropped(make_engine, make_sample, recorder):
+def test_a_sample_that_nobody_waits_for_any_more_is_dropped(make_engine, recorder):
     async def main():
         async with make_engine([recorder]) as engine:
             task = asyncio.ensure_future(engine.score(make_sample()))
@@ -110,13 +112,13 @@ def test_a_sample_that_nobody_waits_for_any_more_is_dropped(make_engine, make_sa
             await asyncio.gather(task, return_exceptions=True)
 
     run(main())
-    assert [event.sample_id for event in recorder.of(SampleDropped)] == ["s0"]
+    assert [event.sample_id for event in recorder.of(SampleDropped)] == ["sample-0"]
     assert recorder.of(SampleEnded) == []
     assert [event.reason for event in recorder.of(CallEnded)] == ["dropped"]
     assert [event.result for event in recorder.of(AttemptEnded)] == ["cancelled"]
 
 
-def test_a_source_that_goes_down_and_comes_back_is_told(make_engine, make_sample, recorder):
+def test_a_source_that_goes_down_and_comes_back_is_told(make_engine, recorder):
     def behaviour(number, request, now):
         return TransientError("connection refused") if now < 20 else 0.1
 
@@ -133,7 +135,7 @@ def test_a_source_that_goes_down_and_comes_back_is_told(make_engine, make_sample
     assert changes[0].at < 20 <= changes[1].at
 
 
-def test_a_late_verdict_that_is_recorded_is_told(make_engine, make_sample, recorder, tmp_path):
+def test_a_late_verdict_that_is_recorded_is_told(make_engine, recorder, tmp_path):
     async def main():
         told = asyncio.Event()
 
@@ -152,12 +154,12 @@ def test_a_late_verdict_that_is_recorded_is_told(make_engine, make_sample, recor
 
     assert asyncio.run(main()).label == "infra/deadline"
     (late,) = recorder.of(LateVerdict)
-    assert late[1:] == ("s0", "m", "quality", "a")
+    assert late[1:] == ("sample-0", "test/add", "quality", "a")
     (ended,) = recorder.of(AttemptEnded)
     assert (ended.result, ended.late) == ("answered", True)
 
 
-def test_closing_is_the_last_event_and_comes_once(make_engine, make_sample, recorder):
+def test_closing_is_the_last_event_and_comes_once(make_engine, recorder):
     async def main():
         engine = make_engine([recorder], a=lambda number, request, now: 100.0)
         waiting = asyncio.ensure_future(engine.score(make_sample()))
@@ -180,7 +182,7 @@ def test_an_engine_that_was_never_used_tells_that_it_closed(make_engine, recorde
     assert recorder.kinds == ["EngineClosed"]
 
 
-def test_the_same_seed_tells_the_same_events(make_engine, make_sample):
+def test_the_same_seed_tells_the_same_events(make_engine):
     def play():
         told, rng = [], random.Random(3)
         engine = make_engine(
@@ -194,7 +196,7 @@ def test_the_same_seed_tells_the_same_events(make_engine, make_sample):
     assert play() == play()
 
 
-def test_texts_of_others_are_cut(make_engine, make_sample, recorder):
+def test_texts_of_others_are_cut(make_engine, recorder):
     engine = make_engine([recorder], a=lambda number, request, now: PermanentError("x" * 50_000))
     long = make_sample(id="i" * 5_000, data_source="d" * 5_000)
     (outcome,) = scored(engine, [long])
@@ -221,7 +223,7 @@ def test_a_verdict_is_told_without_what_the_function_returned():
     assert events.capped(small) is small
 
 
-def test_one_batch_is_one_report(make_engine, make_sample, recorder):
+def test_one_batch_is_one_report(make_engine, recorder):
     scored(make_engine([recorder]), [make_sample(number) for number in range(20)])
     (ended,) = recorder.of(BatchEnded)
     assert (ended.report.samples, ended.report.scored) == (20, 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qreward_plugins.observers import FailureLog
 from qreward_plugins.observers.events import ended
 from qreward_plugins.samples import Cause, Failed, Sample
-from qreward_plugins.spent import Spent
+from qreward_plugins.samples.spent import Spent
 
 GONE = Failed(Cause.INFRA, "exhausted", "source 'a' answered 500", judge="j", source="a", spent=Spent(6))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from qreward_plugins.config import Limits
-from qreward_plugins.quotas import Quota
+from qreward_plugins.quotas.quota import Quota
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.quotas import UNDECLARED_CONCURRENCY, ConcurrencyWindow
+from qreward_plugins.quotas.concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
 
 
 def round_trip(window: ConcurrencyWindow, now: float) -> None:
@@ -44,12 +44,17 @@ def test_a_cut_is_of_what_was_really_in_flight():
     assert window.size == pytest.approx(7.0)
 
 
-def test_one_cut_per_cooldown_and_none_for_what_was_sent_before():
+def test_what_was_sent_before_a_cut_does_not_cut_again():
     window = ConcurrencyWindow()
     assert window.throttled(10.0, 9.9, 31)
-    assert not window.throttled(10.5, 10.1, 20)  # cooldown
-    assert not window.throttled(12.0, 9.95, 20)  # sent before the cut
-    assert window.throttled(12.0, 11.0, 20)
+    assert not window.throttled(10.5, 9.95, 20)
+    assert window.throttled(10.5, 10.1, 20)
+
+
+def test_a_request_that_is_rejected_with_none_in_flight_says_nothing_of_concurrency():
+    window = ConcurrencyWindow()
+    assert not window.throttled(10.0, 9.9, 0)
+    assert not window.cut
 
 
 def test_after_a_cut_it_grows_by_one_for_a_window_of_answers():
@@ -63,7 +68,7 @@ def test_after_a_cut_it_grows_by_one_for_a_window_of_answers():
 def test_a_storm_does_not_take_away_what_was_learned():
     window = ConcurrencyWindow()
     for second in range(20):
-        window.throttled(100.0 + second, 99.99 + second, 31 if second == 0 else 0)
+        window.throttled(100.0 + second, 99.99 + second, 31 if second == 0 else 1)
     assert window.size == 1
     trips = 0
     while window.size < 0.7 * UNDECLARED_CONCURRENCY:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from qreward_plugins.quotas import MARGIN_S, Ledger
+from qreward_plugins.quotas.ledger import MARGIN_S, Ledger
 
 WINDOW_S = 60 + MARGIN_S
 

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.config import Limits
-from qreward_plugins.quotas import BucketEvidence, Pace, Quota
-from qreward_plugins.quotas.pace import JITTER_S
+from qreward_plugins.quotas.pace import JITTER_S, BucketEvidence, Pace
+from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.sources import announced_limits
 from qreward_plugins.testing import ServerLimits
 from qreward_plugins.testing.protocols import PROTOCOLS
@@ -103,15 +103,27 @@ def test_another_rate_keeps_what_went_ahead():
 
 def test_three_throttles_within_a_window_are_evidence_and_pacing_is_on_trial():
     evidence = BucketEvidence()
-    assert [evidence.throttled(at, 60.0) for at in (0.0, 61.0, 100.0)] == [False, False, False]
-    assert evidence.throttled(120.0, 60.0)
+    assert [evidence.throttled(at, at, 60.0) for at in (0.0, 61.0, 100.0)] == [False, False, False]
+    assert evidence.throttled(120.0, 120.0, 60.0)
     assert evidence.paced_until == 240.0
-    assert [evidence.throttled(at, 60.0) for at in (241.0, 242.0, 243.0)] == [False, False, True]
+    assert [evidence.throttled(at, at, 60.0) for at in (241.0, 242.0, 243.0)] == [False, False, True]
     assert evidence.paced_until == 243.0 + 240.0  # twice as long
     for at in (9000.0, 9001.0):
-        assert not evidence.throttled(at, 60.0)
-    assert evidence.throttled(9002.0, 60.0)
+        assert not evidence.throttled(at, at, 60.0)
+    assert evidence.throttled(9002.0, 9002.0, 60.0)
     assert evidence.paced_until == 9002.0 + 120.0  # too long ago to have anything to do with it
+
+
+def test_the_429s_of_one_burst_are_one_proof_of_a_bucket():
+    evidence = BucketEvidence()
+    assert not any(evidence.throttled(at, 0.0, 60.0) for at in (0.1, 0.11, 0.12, 0.13, 0.14))
+
+
+def test_an_outage_is_one_proof_of_a_bucket():
+    evidence = BucketEvidence()
+    for at in (1.0, 2.0, 3.0, 4.0):
+        assert not evidence.throttled(at, at - 0.1, 60.0)
+        evidence.rejects_all = True  # none is in flight, and none was answered
 
 
 def play_a_provider(per_minute, declared, *, burst, protocol="openai", seconds=120.0, service_s=0.5):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from qreward_plugins.config import Limits
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.quotas import MARGIN_S, Quota
+from qreward_plugins.quotas.ledger import MARGIN_S
 from qreward_plugins.quotas.pace import JITTER_S
+from qreward_plugins.quotas.quota import Quota
 
 
 def quota(processes: int = 1, **limits: object) -> Quota:
@@ -114,15 +115,15 @@ def test_auto_changes_to_pacing_only_when_throttled_clearly_below_the_limit():
         subject.reserve(0, 0, 0.0).release(0.0)
     assert throttled(subject, *[1.0] * 5) == [False] * 5
     assert not subject.use(1.0).paced
-    assert throttled(subject, *[200.0] * 3) == [False, False, True]
-    subject.reserve(0, 0, 200.0).release(200.0)
-    assert subject.wait_s(0, 200.0) == pytest.approx(1.0 + JITTER_S)
-    assert subject.capacity(210.5 + 10 * JITTER_S, 0, 200.0) == 10
+    assert throttled(subject, 200.0, 200.1, 200.2) == [False, False, True]
+    subject.reserve(0, 0, 200.2).release(200.2)
+    assert subject.wait_s(0, 200.2) == pytest.approx(1.0 + JITTER_S)
+    assert subject.capacity(210.7 + 10 * JITTER_S, 0, 200.2) == 10
 
 
 def test_pacing_by_itself_is_on_trial():
     subject = quota(requests_per_minute=60, concurrency=20)
-    throttled(subject, 0.0, 0.0, 0.0)
+    throttled(subject, 0.0, 0.1, 0.2)
     for now, paced in ((100.0, True), (130.0, False)):
         subject.reserve(0, 0, now).release(now)
         assert subject.use(now).paced is paced

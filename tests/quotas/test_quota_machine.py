@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qreward_plugins.config import Limits
-from qreward_plugins.quotas import MARGIN_S, Quota
+from qreward_plugins.quotas.ledger import MARGIN_S
+from qreward_plugins.quotas.quota import Quota
 
 limits = st.builds(
     Limits,

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins.quotas import RetryBudget
-from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
+from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE, RetryBudget
 
 histories = st.lists(
     st.tuples(st.floats(0, 4, allow_nan=False), st.sampled_from(["success", "retry", "retries"])), max_size=60

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from qreward_plugins.config import Limits
-from qreward_plugins.quotas import MARGIN_S, SharedQuota
+from qreward_plugins.quotas.ledger import MARGIN_S
+from qreward_plugins.quotas.shared import SharedQuota
 
 
 def shared(**limits):

@@ -217,7 +217,8 @@ def test_a_judge_on_the_trainer_s_gpus_is_verls_own(compose, monkeypatch):
     refuse_impossible(config, trainer_of(config))
     settings = with_reward_model(load_settings(config), "10.0.0.5:30000")
     assert settings.sources["own"].urls == ("http://10.0.0.5:30000/v1",)
-    assert failure_policy(settings, config) == "raise"
+    assert failure_policy(settings, config) == "neutral"
+    assert not config.trainer.use_v1, "V1 passes this judge no reference answer"
     assert not config.reward.reward_model.enable_resource_pool
 
 

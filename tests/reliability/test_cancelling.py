@@ -8,6 +8,8 @@ import random
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.testing import JudgeServerProcess, Latency, ServerLimits
 
+from ..kit import connections_left, overlap_of, tasks_left
+
 SAMPLES = 4_000
 CANCELLED = 1_200
 AFTERWARDS = 200
@@ -18,9 +20,7 @@ def length_of(sample):
     return len(sample.response) + len(sample.messages[0]["content"])
 
 
-def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_works(
-    make_config, make_sample, score_of, connections_left, other_tasks
-):
+def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_works(make_config, make_sample):
     rng = random.Random(11)
     # In the order in which they are served, which is by length: so the first that has not ended is in flight.
     samples = sorted(map(make_sample, range(SAMPLES)), key=length_of, reverse=True)
@@ -47,7 +47,7 @@ def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_
             assert (in_between.waiting, in_between.sources["a"].in_flight) == (0, 0)
             again = await engine.score_all(samples[:AFTERWARDS])
             at_the_end = engine.statistics()
-        assert other_tasks() == []
+        assert tasks_left() == []
         assert await asyncio.to_thread(connections_left, base_url) == []
         return calls, victims, outcomes, again, in_between.sources["a"], at_the_end.sources["a"]
 
@@ -62,11 +62,11 @@ def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_
             assert isinstance(outcome, asyncio.CancelledError)
         else:
             assert isinstance(outcome, Scored)
-            assert outcome.reward == score_of(sample)
+            assert outcome.reward == overlap_of(sample)
     # Many in the middle of an exchange, and many before it. On a busy machine more of them are still waiting.
     assert CANCELLED / 20 < in_between.cancelled < CANCELLED
 
-    assert [outcome.reward for outcome in again] == [score_of(sample) for sample in samples[:AFTERWARDS]]
+    assert [outcome.reward for outcome in again] == [overlap_of(sample) for sample in samples[:AFTERWARDS]]
     assert all(outcome.verdict.attempts == 1 for outcome in again)
     assert at_the_end.timeouts == at_the_end.transient == at_the_end.in_flight == 0
     assert at_the_end.requests - in_between.requests == AFTERWARDS

@@ -10,9 +10,9 @@ import gc
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.errors import TransientError
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.simulation import run
 from qreward_plugins.sources import Reply
-from qreward_plugins.spent import Usage
 
 SAMPLES = 6_000
 WINDOW = 64

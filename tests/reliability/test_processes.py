@@ -9,11 +9,13 @@ from pathlib import Path
 
 from qreward_plugins.testing import Faults, JudgeServer, Latency
 
+from ..kit import make_limits, overlap_of
+
 PROCESSES = 2
 SAMPLES_EACH = 400
 
 
-def test_two_processes_share_the_limits_of_one_server(make_config, make_limits, make_sample, score_of):
+def test_two_processes_share_the_limits_of_one_server(make_config, make_sample):
     theirs, ours = make_limits(requests=301, tokens=120_000, concurrency=25)
     faults = Faults(rates={"error_500": 0.03, "reset": 0.03, "error_422": 0.01})
     program = Path(__file__).with_name("score_part.py")
@@ -38,7 +40,7 @@ def test_two_processes_share_the_limits_of_one_server(make_config, make_limits, 
             missing = 0
             for sample, reward in zip(part, reports[-1]["rewards"], strict=True):
                 missing += isinstance(reward, str)
-                assert isinstance(reward, str) or reward == score_of(sample)
+                assert isinstance(reward, str) or reward == overlap_of(sample)
             assert missing < SAMPLES_EACH / 20  # rejected by the only source that there is
         report = server.report()
     assert report.violations_total == 0, report.violations[:5]

@@ -7,6 +7,8 @@ import asyncio
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.testing import JudgeServer, Latency, ServerLimits
 
+from ..kit import connections_left, overlap_of, tasks_left
+
 SAMPLES = 2_000
 CONCURRENCY = 16
 
@@ -52,9 +54,7 @@ async def disturb(a, b, progress, engine):
     await up(a, b)
 
 
-def test_servers_that_stop_and_start_again_cost_no_sample_its_score(
-    make_config, make_sample, score_of, connections_left, other_tasks
-):
+def test_servers_that_stop_and_start_again_cost_no_sample_its_score(make_config, make_sample):
     samples = [make_sample(number) for number in range(SAMPLES)]
 
     async def score(a, b):
@@ -70,7 +70,7 @@ def test_servers_that_stop_and_start_again_cost_no_sample_its_score(
             outcomes = await asyncio.gather(*calls)
             await disturbing
             statistics = engine.statistics()
-        assert other_tasks() == []
+        assert tasks_left() == []
         return outcomes, statistics
 
     a, b = (
@@ -82,7 +82,7 @@ def test_servers_that_stop_and_start_again_cost_no_sample_its_score(
         reports = {"a": a.report(), "b": b.report()}
     assert connections_left(a.base_url, b.base_url) == []
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert [outcome.reward for outcome in outcomes] == [score_of(sample) for sample in samples]
+    assert [outcome.reward for outcome in outcomes] == [overlap_of(sample) for sample in samples]
     assert (statistics.waiting, statistics.failed_total) == (0, 0)
     for name, report in reports.items():
         source = statistics.sources[name]

@@ -12,6 +12,8 @@ from collections import Counter
 from qreward_plugins import Cause, Failed, RewardEngine, Scored
 from qreward_plugins.testing import FaultKind, Faults, JudgeServerProcess, Latency
 
+from ..kit import connections_left, make_limits, overlap_of, tasks_left
+
 SAMPLES = 10_000
 MAX_ATTEMPTS = 6
 INVALID_RETRIES = 1
@@ -68,9 +70,7 @@ def met(report, kinds):
     return sum(count for kind, count in report.faults.items() if kind in kinds)
 
 
-def test_10000_samples_through_two_judges_with_20_percent_faults(
-    make_config, make_limits, make_sample, score_of, connections_left, other_tasks
-):
+def test_10000_samples_through_two_judges_with_20_percent_faults(make_config, make_sample):
     samples = [make_sample(number) for number in range(SAMPLES)]
     limits = {name: make_limits(**numbers) for name, numbers in LIMITS.items()}
 
@@ -86,7 +86,7 @@ def test_10000_samples_through_two_judges_with_20_percent_faults(
         async with RewardEngine(tree) as engine:
             outcomes = await engine.score_all(samples)
             statistics = engine.statistics()
-        assert other_tasks() == []
+        assert tasks_left() == []
         assert await asyncio.to_thread(connections_left, *(server.base_url for server in servers.values())) == []
         return outcomes, statistics, engine.statistics()
 
@@ -99,7 +99,7 @@ def test_10000_samples_through_two_judges_with_20_percent_faults(
     failures = Counter()
     for sample, outcome in zip(samples, outcomes, strict=True):
         if isinstance(outcome, Scored):
-            assert outcome.reward == score_of(sample)
+            assert outcome.reward == overlap_of(sample)
             assert outcome.verdict.source in LIMITS
         else:
             assert isinstance(outcome, Failed)

@@ -12,9 +12,9 @@ import pytest
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.errors import Throttled
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.simulation import run
 from qreward_plugins.sources import Reply
-from qreward_plugins.spent import Usage
 
 WINDOW_S = 10.0
 TOKENS = 100_000

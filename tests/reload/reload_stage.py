@@ -6,9 +6,9 @@ import asyncio
 import json
 
 from qreward_plugins import RewardEngine, Sample
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.spent import Usage
 
 
 def tree(*names, limits=None, judge=None, engine=None, **top):

@@ -83,7 +83,7 @@ def test_a_removed_source_drains_and_its_waiting_samples_go_elsewhere():
 
 
 def test_a_removed_source_closes_after_its_last_attempt(monkeypatch):
-    from qreward_plugins.reloading import reloader
+    from qreward_plugins.engine import reloader
 
     closed = []
     stage = Stage(a=20.0)

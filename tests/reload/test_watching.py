@@ -12,7 +12,8 @@ import yaml
 from reload_stage import Stage, batch, sample, tree
 
 from qreward_plugins import ConfigurationError, RewardEngine
-from qreward_plugins.reloading import reloader, watch_file, watcher
+from qreward_plugins.engine import reloader, watcher
+from qreward_plugins.engine.watcher import watch_file
 
 ON = {"reload": True}
 

@@ -12,7 +12,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from qreward_plugins import RewardEngine, Sample, TransientError
-from qreward_plugins.server import RewardServer
+from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sources import Reply, Request
 
 

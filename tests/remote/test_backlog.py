@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from qreward_plugins.remote.backlog import Backlog
+from qreward_plugins.client.backlog import Backlog
 from qreward_plugins.server.admission import Admission
 from qreward_plugins.server.replies import Refused
 from qreward_plugins.simulation import run

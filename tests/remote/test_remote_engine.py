@@ -9,17 +9,8 @@ import threading
 
 import pytest
 
-from qreward_plugins import (
-    ConfigurationError,
-    Cutoff,
-    Failed,
-    RewardEngine,
-    Sample,
-    Scored,
-    Verdict,
-    load_config,
-)
-from qreward_plugins.remote import outcome_of_row
+from qreward_plugins import ConfigurationError, Cutoff, Failed, RewardEngine, Sample, Scored, Verdict, load_config
+from qreward_plugins.client.rows import outcome_of_row
 from qreward_plugins.server import engines
 from qreward_plugins.server.forms import result_of
 

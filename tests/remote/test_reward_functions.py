@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from qreward_plugins import InputError, RewardMissing, RewardServerError
-from qreward_plugins.reward_functions import AsyncSwiftReward, SwiftReward, compute_score, trl_reward
+from qreward_plugins.client.reward_functions import AsyncSwiftReward, SwiftReward, compute_score, trl_reward
 
 PROMPTS = [[{"role": "user", "content": "How much?"}]] * 3
 
@@ -140,7 +140,7 @@ def test_verl(serving):
 
     with serving(judge={"correct_at": 0.5}) as there:
         own = {
-            "path": "pkg://qreward_plugins.reward_functions",
+            "path": "pkg://qreward_plugins.client.reward_functions",
             "name": "compute_score",
             "reward_kwargs": {"server": there.url, "deadline_s": 10},
         }
@@ -171,6 +171,6 @@ def test_no_server(monkeypatch):
     for make in (trl_reward, SwiftReward):
         with pytest.raises(InputError, match="QREWARD_SERVER"):
             make()
-    monkeypatch.setattr("qreward_plugins.client._FIRST_PAUSE_S", 70.0)
+    monkeypatch.setattr("qreward_plugins.client.client._FIRST_PAUSE_S", 70.0)
     with pytest.raises(RewardServerError, match="cannot be reached"):
         as_trl(trl_reward("http://127.0.0.1:9"), [{"prompt": "?"}], ["so: 1"])

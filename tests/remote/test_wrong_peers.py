@@ -13,8 +13,10 @@ import pytest
 from aiohttp import web
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.remote import FACTS_PATH, PATH, ServerFacts, link
-from qreward_plugins.remote.facts import ask_facts
+from qreward_plugins.client import RewardClient, link
+from qreward_plugins.client.facts import FACTS_PATH, ServerFacts, ask_facts
+from qreward_plugins.client.link import PATH
+from qreward_plugins.errors import ConfigurationError, RewardServerError
 from qreward_plugins.server.forms import result_of
 
 pytestmark = pytest.mark.anyio
@@ -105,6 +107,53 @@ async def test_a_server_that_answers_nonsense(frames):
         async with engine:
             outcome = await engine.score(sample(1))
     assert outcome.label == "infra/server_refused"
+
+
+@contextlib.asynccontextmanager
+async def redirecting(path: str, there: str, cookies: list[str]):
+    """A server that redirects one path, and sets a cookie at the others. Yields its URL."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Any) -> web.Response:
+        cookies.extend(request.headers.getall("Cookie", ()))
+        if request.path == path:
+            raise web.HTTPTemporaryRedirect(f"{there}{path}?session=s3cret")
+        return web.json_response(FACTS, headers={"Set-Cookie": "session=1; Path=/"})
+
+    runner = web.AppRunner(web.Application(middlewares=[answer]), shutdown_timeout=0)
+    await runner.setup()
+    # Cookies are kept for names, not for addresses.
+    await web.TCPSite(runner, "localhost", 0).start()
+    try:
+        yield f"http://localhost:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("path", [FACTS_PATH, "/score", PATH])
+async def test_a_redirect_is_not_followed(serving, path):
+    """The other server would get the samples, and its rewards would count."""
+    cookies: list[str] = []
+    with serving() as other:
+        async with redirecting(path, other.url, cookies) as url:
+            engine = None
+            try:
+                if path == "/score":
+                    async with RewardClient(url) as client:
+                        await client.score(sample(1))
+                    said = ""
+                else:
+                    engine = await asyncio.to_thread(RewardEngine, {"engine": {"server": url, "deadline_s": 5}})
+                    said = (await engine.score(sample(1))).detail
+            except (ConfigurationError, RewardServerError) as error:
+                said = str(error)
+            if engine is not None:
+                await engine.aclose()
+    assert other.source.samples == []
+    assert f"the reward server at {url}" in said
+    assert f"redirects to {other.url}{path}; redirects are not followed" in said
+    assert "s3cret" not in said
+    assert cookies == []
 
 
 async def test_a_server_that_accepts_and_does_not_answer_is_asked_again(serving, remote, monkeypatch):

@@ -25,5 +25,5 @@ def stand_ins(tmp_path: Path) -> Iterator[StandIns]:
 @pytest.fixture(autouse=True)
 def shared_directory(short_directory: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Pools of this test are found here, so no other run's are used."""
-    monkeypatch.setattr("qreward_plugins.private_directory.USUAL", short_directory)
+    monkeypatch.setattr("qreward_plugins.system.private_directory.USUAL", short_directory)
     return Path(short_directory)

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from qreward_plugins.processes import ProcessMark
 from qreward_plugins.replicas.lock_files import lock, locked, remove_left
 from qreward_plugins.replicas.sleep_record import SleepRecord
+from qreward_plugins.system.processes import ProcessMark
 
 KEY = "0123456789abcdef"
 

@@ -12,11 +12,11 @@ import sys
 import pytest
 from pools import comes, lives, parent_of
 
-from qreward_plugins.processes import ProcessMark, machine
 from qreward_plugins.replicas import guard
 from qreward_plugins.replicas.launch import LocalServer
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.orphans import end_orphans, find_orphans
+from qreward_plugins.system.processes import ProcessMark, machine
 
 pytestmark = pytest.mark.anyio
 
@@ -116,7 +116,7 @@ async def test_where_one_process_cannot_be_signalled_for_certain_it_is_named(
         monkeypatch.setattr(os, "pidfd_open", refuse)
     end_orphans(shared_directory)
     assert lives(server)
-    said = f"nobody supervises a server of replica 0 of own, and this system cannot end it safely: kill -9 {server}"
+    said = f"a server of replica 0 of own is unsupervised, and this system cannot end it safely: kill -9 {server}"
     assert caplog.messages == [said]
     monkeypatch.undo()
     end_orphans(shared_directory)

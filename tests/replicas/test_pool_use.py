@@ -12,12 +12,12 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import anyio
 import pytest
 from pools import comes, lives, parent_of
 
-from qreward_plugins.processes import ProcessMark, machine
 from qreward_plugins.replicas import local_pool_use, pool_process, pool_use
 from qreward_plugins.replicas.local_pool_use import LocalPoolUse
 from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
@@ -25,6 +25,7 @@ from qreward_plugins.replicas.pool_process import PoolProcess
 from qreward_plugins.replicas.pool_use import PoolUse
 from qreward_plugins.replicas.sleep_record import SleepRecord
 from qreward_plugins.replicas.weights import Weights
+from qreward_plugins.system.processes import ProcessMark, machine
 
 pytestmark = pytest.mark.anyio
 
@@ -232,6 +233,12 @@ def test_a_record_that_cannot_be_written_leaves_no_part(folder):
     assert list(folder.iterdir()) == [path]
 
 
+async def stopped(pid: int) -> None:
+    """Stop a process, and wait until the system says so."""
+    os.kill(pid, signal.SIGSTOP)
+    await comes(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
 async def test_a_pool_that_is_stopped_is_named_and_not_replaced(stand_ins, monkeypatch, caplog):
     """By Ctrl-Z, a debugger or SIGSTOP: it has its devices still."""
     spec = stand_ins.spec(stop_within_s=0.1)
@@ -243,7 +250,7 @@ async def test_a_pool_that_is_stopped_is_named_and_not_replaced(stand_ins, monke
         monkeypatch.setattr(pool_use, name, 0.2)
     for name in ("_START_SAID_AFTER_S", "_SEARCH_SAID_AFTER_S"):
         monkeypatch.setattr(pool_use, name, 0.1)
-    os.kill(pool, signal.SIGSTOP)
+    await stopped(pool)
     path = local_pool_use.private_directory() / f"{use.spec.key}.sock"
     said = rf"the process {pool} of its pool \({path}\) has answered nothing for 0\.[23] s\. "
     said += f"It is stopped: let it go on with `kill -CONT {pool}`, or end it, and its servers, with `kill -9 {pool}`"
@@ -259,7 +266,7 @@ async def test_a_pool_that_is_stopped_is_named_and_not_replaced(stand_ins, monke
     monkeypatch.setattr(pool_use, "_SILENT_S", 60.0)
     await again.start()
     assert stand_ins.living() == [server]
-    os.kill(pool, signal.SIGSTOP)
+    await stopped(pool)
     monkeypatch.setattr(pool_use, "_ENDED_WITHIN_S", -again.spec.stop_within_s)
     await again.aclose()
     assert f"the process {pool} of its pool ({path}) has not ended its servers within 0 s. It is stopped" in caplog.text
@@ -305,7 +312,7 @@ async def test_a_child_that_is_forked_during_the_start_does_not_answer_for_the_p
     try:
         await use.start()
         monkeypatch.undo()
-        monkeypatch.setattr("qreward_plugins.private_directory.USUAL", str(folder))
+        monkeypatch.setattr("qreward_plugins.system.private_directory.USUAL", str(folder))
         (first,) = stand_ins.living()
         os.kill(parent_of(first, 3), signal.SIGKILL)
         # Another server: the use has lost the first pool.

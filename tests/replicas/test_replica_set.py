@@ -12,8 +12,8 @@ from pools import comes, parent_of
 
 from qreward_plugins import ConfigurationError, ReplicasNotStarted, RewardEngine, Sample, load_config
 from qreward_plugins.replicas.replica_state import ReplicaState
+from qreward_plugins.secrets import Redactor
 from qreward_plugins.sources.pool_view import PoolView
-from qreward_plugins.sources.redactor import Redactor
 from qreward_plugins.sources.replica_set import pool_spec
 from qreward_plugins.sources.replicas import Replicas
 

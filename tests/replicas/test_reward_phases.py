@@ -14,7 +14,7 @@ from test_weights import said, samples, states, tree
 from qreward_plugins import ConfigurationError, EngineError, ReplicasNotChanged, ReplicasNotStarted, RewardEngine
 from qreward_plugins.config import load_config
 from qreward_plugins.config.framework import colocated_sources, without_colocated
-from qreward_plugins.reward_phases import SLEEP_WITHIN_S, RewardPhases
+from qreward_plugins.engine.reward_phases import SLEEP_WITHIN_S, RewardPhases
 
 pytestmark = pytest.mark.anyio
 

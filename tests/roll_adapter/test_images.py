@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qreward_plugins.images import Image
+from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import JudgeServer
 from roll_adapter.trajectories import QRewardTrajectoryMixin
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qreward_plugins import Sample
-from qreward_plugins.sample_check import Rejected, read_sample
+from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.testing import JudgeServer, RollDataProto
 from qreward_plugins.testing.roll.rollout_loop import response_batch
 from qreward_plugins.testing.tokenizer import WordTokenizer

@@ -14,8 +14,8 @@ import yaml
 from anyio.from_thread import start_blocking_portal
 
 from qreward_plugins import ConfigurationError, RewardMissing
-from qreward_plugins.groups import _actor
-from qreward_plugins.portal import close_process_portals
+from qreward_plugins.engine import barrier_actor as _actor
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.testing import FakeTrajEnvManager
 
 

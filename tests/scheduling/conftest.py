@@ -15,13 +15,13 @@ import pytest
 from qreward_plugins.config import Limits, Price, Scheduling
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.observers import Observers, SourceStatistics, Statistics
-from qreward_plugins.quotas import Quota
+from qreward_plugins.observers.batch_report import BatchReport
+from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Call, Dispatcher, Job, Member, ReadyQueue, Upstream
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Request
-from qreward_plugins.telemetry import BatchReport
 
 
 @dataclass

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import PermanentError, SourceUnusable, Throttled, TransientError
-from qreward_plugins.quotas import MARGIN_S
+from qreward_plugins.observers.batch_report import PART_KINDS
+from qreward_plugins.quotas.ledger import MARGIN_S
 from qreward_plugins.samples import Failed
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.scheduling.blame import STRAGGLES_FROM
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.telemetry import PART_KINDS
 
 
 def spent(report, *, least=0.001):

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from qreward_plugins.errors import PermanentError, SourceUnusable, Throttled, TransientError
-from qreward_plugins.quotas import MARGIN_S
+from qreward_plugins.quotas.ledger import MARGIN_S
 from qreward_plugins.samples import Cause, Failed, Scored
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
@@ -66,7 +66,7 @@ def test_limits_are_spent_at_once_and_kept(stage):
 
 
 def test_token_limits_are_kept_by_reserving_the_most_a_reply_may_take(stage):
-    from qreward_plugins.spent import Usage
+    from qreward_plugins.samples.spent import Usage
 
     source = stage.add(
         "a",
@@ -167,7 +167,7 @@ def test_a_dead_source_does_not_burn_the_attempts_of_samples_that_a_slow_one_can
     stage.add("slow", behaviour=lambda *_: 10.0, limits={"concurrency": 2})
     outcomes, _ = score(stage, [10] * 40, deadline_s=900)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert len(dead.arrivals) < 60
+    assert len(dead.arrivals) < 40 + 1.1 * 200  # first all of them, and then a probe a second
 
 
 def test_a_source_that_came_back_is_used_again(stage):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from qreward_plugins.errors import PermanentError
 from qreward_plugins.samples import Cause, Scored
+from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
 
 ATTACK = 900
@@ -54,6 +57,26 @@ def test_a_response_that_the_judge_does_not_take_does_not_escape_the_floor(stage
         assert (outcome.failure.label, outcome.reward) == ("verdict/refused", 0.0)
         assert str(status) in outcome.failure.detail
     assert all(isinstance(outcome, Scored) for outcome in played.outcomes[attackers:])
+
+
+@pytest.mark.parametrize(("rest_s", "reward"), [(0.3, 0.0), (590.0, 0.0), (700.0, None)])
+def test_a_refusal_shortly_after_answers_to_others_gets_the_floor_whatever_comes_later(stage, rest_s, reward):
+    error = PermanentError("answered 413: too long", status=413)
+    stage.add("a", behaviour=lambda n, request, now: error if request.size == ATTACK else 1.0)
+    stage.judge.floors = FLOOR
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        await asyncio.gather(*(dispatcher.score(stage.sample(), stage.judge, deadline_s=60) for _ in range(200)))
+        await asyncio.sleep(rest_s)
+        outcome = await dispatcher.score(stage.sample(ATTACK), stage.judge, deadline_s=60)
+        await dispatcher.aclose()
+        return outcome
+
+    outcome = run(main())
+    assert (outcome.reward if isinstance(outcome, Scored) else None) == reward
+    if reward is None:
+        assert outcome.label == "infra/no_source"
 
 
 @pytest.mark.parametrize("floors", [{}, FLOOR])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from qreward_plugins.quotas import MARGIN_S
+from qreward_plugins.quotas.ledger import MARGIN_S
 from qreward_plugins.scheduling import ReadyQueue
 from qreward_plugins.scheduling.breaker import FAILURES_TO_OPEN
 from qreward_plugins.scheduling.forecast import DEAD_WAIT_S, FIRST_GUESS_S, OPEN_WAIT_S, Forecast

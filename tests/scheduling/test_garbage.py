@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from qreward_plugins.errors import SourceUnusable
+from qreward_plugins.errors import SourceUnusable, TransientError
 from qreward_plugins.samples import Cause, Failed
 from qreward_plugins.scheduling.breaker import FIRST_COOLDOWN_S
 from qreward_plugins.sources.base import Reply
@@ -101,7 +101,8 @@ def test_the_only_source_of_a_judge_does_not_rest(stage):
 @pytest.mark.parametrize("state", ["unusable", "down"])
 def test_an_alternative_that_cannot_serve_is_none(stage, state):
     source = stage.add("a", limits={"concurrency": 5}, answer=bad)
-    stage.add("b", behaviour=lambda *_: SourceUnusable("its key was refused") if state == "unusable" else 1.0)
+    error = SourceUnusable("its key was refused") if state == "unusable" else TransientError("refused")
+    stage.add("b", behaviour=lambda *_: error)
     if state == "unusable":
         stage.upstreams["b"].health.mark_unusable("its key was refused", 0.0)
     else:

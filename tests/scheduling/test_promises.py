@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from qreward_plugins.errors import PermanentError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.samples import Cause, Failed, Scored
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.spent import Usage
 
 sources = st.fixed_dictionaries(
     {

@@ -12,12 +12,12 @@ import pytest
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.config import Batch
 from qreward_plugins.errors import InvalidReply, PermanentError, SampleFault, SourceUnusable, Throttled, TransientError
-from qreward_plugins.quotas import MARGIN_S
+from qreward_plugins.quotas.ledger import MARGIN_S
 from qreward_plugins.samples import Cause, Failed, Scored
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.scheduling.request_batches import RequestBatches
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.spent import Usage
 
 A_S, B_S = 0.1, 0.01
 

@@ -10,9 +10,9 @@ import pytest
 from qreward_plugins.config import Batch
 from qreward_plugins.errors import InvalidReply, PermanentError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.samples import Failed, Scored
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.spent import Usage
 
 SEEDS = range(60)
 POISON = 13

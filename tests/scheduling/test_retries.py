@@ -6,21 +6,13 @@ import asyncio
 import itertools
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from qreward_plugins.errors import TransientError
 from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from qreward_plugins.samples import Cause, Scored
-from qreward_plugins.scheduling.backoff import (
-    FIRST_BACKOFF_S,
-    LONGEST_BACKOFF_S,
-    LONGEST_THROTTLED_BACKOFF_S,
-    SHORTEST_THROTTLED_BACKOFF_S,
-    THROTTLED_TO_BACK_OFF,
-    Backoff,
-)
+from qreward_plugins.scheduling.backoff import FIRST_BACKOFF_S, LONGEST_BACKOFF_S
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
 
@@ -171,24 +163,6 @@ def test_a_sample_that_hangs_a_source_lets_all_go_first_that_were_there(stage):
     # Its second attempt could begin after 60 s otherwise: half of its time is over.
     assert [at for at, size in enumerate(order) if size == 66][:2] == [0, 41]
     assert sum(isinstance(outcome, Scored) for outcome in played.outcomes) == 40
-
-
-def test_a_job_that_was_throttled_often_waits_until_the_limits_had_room_for_others(stage):
-    stage.add("a", limits={"requests_per_minute": 1})
-    upstream = stage.upstreams["a"]
-
-    async def main():
-        upstream.quota.reserve(0, 0, 0.0).sent(0.0)
-        await asyncio.sleep(55)
-        throttled, other = stage.job(), stage.job()
-        throttled.throttled = THROTTLED_TO_BACK_OFF
-        jobs = SimpleNamespace(waiting_jobs=lambda: [throttled, other])
-        now = asyncio.get_running_loop().time()
-        Backoff(jobs, stage.upstreams, random.Random(0)).after_throttling(throttled, upstream, now)
-        assert throttled.backoff_until["a"] > now + upstream.quota.wait_s(0, now) + SHORTEST_THROTTLED_BACKOFF_S
-        assert throttled.backoff_until["a"] <= now + LONGEST_THROTTLED_BACKOFF_S
-
-    run(main())
 
 
 def after_an_invalid_reply(stage, at, judged=20, part=4.0):

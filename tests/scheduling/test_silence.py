@@ -8,7 +8,6 @@ import random
 import pytest
 
 from qreward_plugins.errors import TransientError
-from qreward_plugins.scheduling.breaker import FIRST_COOLDOWN_S
 from qreward_plugins.scheduling.giving_up import GIVE_UP_AFTER_S, GIVE_UP_AT
 from qreward_plugins.scheduling.hedging import OVERDUE_AT
 from qreward_plugins.scheduling.jobs import MAX_RESTARTS
@@ -82,10 +81,10 @@ def test_a_probe_that_is_overdue_has_failed(stage):
     probes = [at for at in stage.sources["a"].arrivals if at > 1.0]
     pauses = [after - before for before, after in itertools.pairwise(probes)]
     assert len(probes) >= 3
-    # Each is given time to become overdue, and then a longer pause follows than before.
-    assert all(pause > FIRST_COOLDOWN_S + OVERDUE_AT * 0.9 for pause in pauses)
-    assert pauses == sorted(pauses)
-    assert pauses[1] > 1.5 * pauses[0]
+    # Each is given time to become overdue, and a longer pause follows than before, up to a bound: samples wait.
+    assert all(pause > OVERDUE_AT for pause in pauses)
+    assert [round(pause, 3) for pause in pauses] == sorted(round(pause, 3) for pause in pauses)
+    assert pauses[-1] > 1.5 * pauses[0]
 
 
 def test_a_source_that_hung_for_a_while_is_used_again(stage):

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import Throttled
+from qreward_plugins.quotas.tokens import ENOUGH
 from qreward_plugins.samples import Cause, Failed, Sample, Scored
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.scheduling import Upstream
-from qreward_plugins.scheduling.tokens import ENOUGH
 from qreward_plugins.simulation import run
 from qreward_plugins.sources import Reply
-from qreward_plugins.spent import Usage
 
 WORDS = ["the", "response", "is", "mostly", "right", "but", "skips", "a", "step", "that", "readers", "would", "need"]
 
@@ -194,7 +194,7 @@ def test_estimates_of_what_is_under_way_rise_with_an_answer_that_shows_more(stag
         text = english(2000, random.Random(4))
         for _ in range(40):
             request = stage.judge.request(Sample([{"role": "user", "content": "?"}], text), attempt=0)
-            upstream._estimates.learn(request, Usage(500, 10))
+            upstream._estimates.learn(upstream._demand(request), request.size, Usage(500, 10))
         waiting = stage.attempt(stage.job(2000), "a", started_at=0.0, expected_s=1.0)
         job = stage.job(1)
         job.asks(request)

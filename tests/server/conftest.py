@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from qreward_plugins import InvalidReply, RewardEngine, Sample, SampleRefused, TransientError
-from qreward_plugins.server import RewardServer
+from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sources import Reply, Request
 
 pytestmark = pytest.mark.anyio
@@ -63,6 +63,7 @@ class Served:
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
         """The status, the JSON and the headers of a reply."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
         async with aiohttp.ClientSession() as session, session.post(self.url + path, data=data, headers=headers) as got:
             return got.status, json.loads(await got.read()), got.headers
 

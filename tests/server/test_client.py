@@ -12,8 +12,8 @@ import pytest
 
 from qreward_plugins import Failed, InputError, RewardServerError, Sample, Scored
 from qreward_plugins.client import SAMPLES_A_REQUEST, BlockingRewardClient, RewardClient
-from qreward_plugins.images import Image
-from qreward_plugins.remote import ServerFacts
+from qreward_plugins.client.facts import ServerFacts
+from qreward_plugins.samples.images import Image
 
 pytestmark = pytest.mark.anyio
 
@@ -186,7 +186,7 @@ async def test_the_deadline_holds_over_all_tries():
 
 
 async def test_a_server_that_hangs_is_left_after_the_deadline(monkeypatch):
-    monkeypatch.setattr("qreward_plugins.client.REPLY_WITHIN_S", 0.1)
+    monkeypatch.setattr("qreward_plugins.client.client.REPLY_WITHIN_S", 0.1)
 
     async def hang():
         await asyncio.sleep(30)
@@ -199,7 +199,7 @@ async def test_a_server_that_hangs_is_left_after_the_deadline(monkeypatch):
 
 async def test_a_server_that_vanishes_is_left_after_its_own_deadline(monkeypatch):
     """Without a deadline of the caller, that of the server's configuration (here 0.3 s) bounds the wait."""
-    monkeypatch.setattr("qreward_plugins.client.REPLY_WITHIN_S", 0.1)
+    monkeypatch.setattr("qreward_plugins.client.client.REPLY_WITHIN_S", 0.1)
 
     async def hang():
         await asyncio.sleep(30)

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from qreward_plugins import RewardEngine
-from qreward_plugins.server import RewardServer
+from qreward_plugins.server.server import RewardServer
 from qreward_plugins.testing import Faults, JudgeServer
 
 pytestmark = pytest.mark.anyio

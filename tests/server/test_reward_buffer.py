@@ -14,7 +14,7 @@ import pytest
 
 from qreward_plugins import RewardEngine, TransientError
 from qreward_plugins.config import Batch
-from qreward_plugins.server import RewardServer
+from qreward_plugins.server.server import RewardServer
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 
+import aiohttp
 import pytest
 
 from qreward_plugins import InputError, RewardEngine
-from qreward_plugins.server import RewardServer
+from qreward_plugins.server.server import RewardServer
 
 pytestmark = pytest.mark.anyio
 
@@ -230,6 +231,37 @@ async def test_the_token(serve, row):
             assert (await served.get("/openapi.json", **headers))[0] == 401
             assert (await served.get("/healthz", **headers))[0] == 200
         assert (await served.post("/score", row(1), Authorization="Bearer s3cret-token"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [
+        ({"Origin": "http://evil.example"}, 403, "the web page http://evil.example"),
+        ({"Origin": "null"}, 403, "the web page null"),
+        ({"Host": "rebound.example"}, 403, "the host rebound.example"),
+        ({"Content-Type": "text/plain"}, 415, "text/plain"),
+        ({"Content-Type": ""}, 415, "application/json"),
+    ],
+)
+async def test_a_page_in_a_browser_is_refused_where_there_is_no_token(serve, row, headers, status, said):
+    async with serve() as served, aiohttp.ClientSession() as session:
+        for path in ("/score", "/v1/chat/completions"):
+            code, answer, _ = await served.post(path, row(1), **headers)
+            assert (code, said in json.dumps(answer), "token" in json.dumps(answer)) == (status, True, True)
+        for path in ("/engine", "/facts") if status == 403 else ():
+            async with session.get(served.url + path, headers=headers) as reply:
+                assert reply.status == status
+        assert served.source.samples == []
+    async with serve(token="secret") as served:
+        assert (await served.post("/score", row(1), Authorization="Bearer secret", **headers))[0] == 200
+
+
+@pytest.mark.parametrize("host", ["localhost:{}", "127.0.0.1:{}", "[::1]:{}", "192.168.0.9", "localhost"])
+async def test_programs_of_this_machine_need_no_token(serve, row, host):
+    async with serve() as served:
+        name = host.format(served.url.rpartition(":")[2])
+        headers = {"Host": name, "Origin": f"http://{name}", "Content-Type": "application/json; charset=utf-8"}
+        assert (await served.post("/score", row(1), **headers))[0] == 200
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org", ""])

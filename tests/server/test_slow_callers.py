@@ -21,7 +21,7 @@ async def reply_to(url, text):
         await writer.wait_closed()
 
 
-HEAD = "POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n"
+HEAD = "POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n"
 
 
 async def test_a_body_that_comes_too_slowly(serve, monkeypatch):

@@ -10,10 +10,10 @@ import pytest
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.errors import KeeperLost, KeeperSilent
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sharing import ray_keeper
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
-from qreward_plugins.spent import Usage
 
 WINDOW_S = 10.0
 MARGIN = 0.15

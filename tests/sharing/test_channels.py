@@ -10,9 +10,9 @@ import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.config import EngineConfig
-from qreward_plugins.named_actors import ray_is_up, start_ahead
-from qreward_plugins.quotas import SharedQuota
+from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.sharing import channels, open_channel
+from qreward_plugins.system.ray_actors import ray_is_up, start_ahead
 
 
 @pytest.fixture(params=[True, False], ids=["ray_is_up", "without_ray"])

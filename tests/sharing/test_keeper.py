@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.sharing.keeper import (
-    BACK_WITHIN_S,
-    HOLD_S,
-    MARGIN_S,
-    RECALL_EVERY_S,
-    TTL_S,
-    Keeper,
-)
+from qreward_plugins.sharing.keeper import BACK_WITHIN_S, HOLD_S, MARGIN_S, RECALL_EVERY_S, TTL_S, Keeper
 from qreward_plugins.sharing.messages import Charged, Part, Report, SourceNews, SourceReport
 from qreward_plugins.sharing.pool import TURN_S
 

@@ -21,7 +21,7 @@ import pytest
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.config import EngineConfig, Limits
 from qreward_plugins.errors import KeeperSilent
-from qreward_plugins.quotas import SharedQuota
+from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.server.limits import LimitsDoor
 from qreward_plugins.sharing import (
     Demand,

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from qreward_plugins.config import Limits
-from qreward_plugins.quotas import SharedQuota
+from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
 from qreward_plugins.sharing.member import NETWORK_JITTER_S, Demand, Member
 from qreward_plugins.sharing.messages import Answer, Grant, SourceAnswer

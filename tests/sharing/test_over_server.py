@@ -13,7 +13,7 @@ import pytest
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.errors import KeeperSilent
-from qreward_plugins.server import RewardServer
+from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sharing.messages import Report
 from qreward_plugins.sharing.server_channel import ServerChannel
 from qreward_plugins.sharing.wire import MOST_BYTES

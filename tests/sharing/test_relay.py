@@ -14,7 +14,7 @@ from qreward_plugins import RewardEngine
 from qreward_plugins.config import load_config
 from qreward_plugins.config.origin import Origin, origin_of, with_origin
 from qreward_plugins.config.written_text import NotSendable, as_text, check_sendable
-from qreward_plugins.reloading import relay
+from qreward_plugins.engine import relay
 from qreward_plugins.server.limits import LimitsDoor
 from qreward_plugins.sharing.messages import Report, Revision
 from qreward_plugins.sharing.revisions import MOST_LINEAGES, Revisions

@@ -6,11 +6,11 @@ import asyncio
 import secrets
 
 from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sharing import Keeper
 from qreward_plugins.sharing.keeper import TTL_S
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources import Reply
-from qreward_plugins.spent import Usage
 
 
 class Near:

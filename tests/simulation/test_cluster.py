@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from qreward_plugins.quotas import Pace, Quota
+from qreward_plugins.quotas.pace import Pace
+from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.sharing import keeper
 from qreward_plugins.sharing.keeper import Keeper
 from qreward_plugins.sharing.lost_workers import LostWorkers

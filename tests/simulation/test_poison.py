@@ -23,7 +23,8 @@ def poisoned():
 
 def test_every_poison_is_met(poisoned):
     met = {poison_of(sample) for trial in poisoned for sample in trial.samples()}
-    assert met == {None, *get_args(Poison)}
+    # Those are tried for two hours, so tests/reliability/test_throttled.py plays them.
+    assert met == {None, *get_args(Poison)} - {"throttled"}
 
 
 def test_nothing_else_goes_wrong_in_these_trials(poisoned):
@@ -48,7 +49,7 @@ def test_some_servers_have_a_replica_that_refuses_everything(poisoned):
 @pytest.mark.parametrize("poison", get_args(Poison))
 def test_a_poison_is_answered_with_an_error_or_a_verdict(poison):
     error = error_of(poison, "s0")
-    assert (error is None) == (poison in ("hang", "prose", "usage", "limits"))
+    assert (error is None) == (poison in ("throttled", "hang", "prose", "usage", "limits"))
 
 
 def test_a_sample_that_pays_for_another_one_is_noticed(poisoned):

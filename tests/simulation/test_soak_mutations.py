@@ -13,12 +13,14 @@ from dataclasses import replace
 import pytest
 
 from qreward_plugins.engine import RewardEngine
+from qreward_plugins.engine.reloader import Reloader
+from qreward_plugins.engine.scoring import Scoring
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges.llm import LLMJudge
-from qreward_plugins.quotas import Quota, Reservation
 from qreward_plugins.quotas.pace import Pace
+from qreward_plugins.quotas.quota import Quota
+from qreward_plugins.quotas.reservation import Reservation
 from qreward_plugins.quotas.window_limit import WindowLimit
-from qreward_plugins.reloading import Reloader
 from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, ReadyQueue, Upstream, batches
 from qreward_plugins.scheduling.attempts import Attempt
@@ -26,7 +28,6 @@ from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scheduling.retry_policy import RetryPolicy
 from qreward_plugins.scheduling.timers import TimeLimits
 from qreward_plugins.scheduling.upstreams import Upstreams
-from qreward_plugins.scoring import Scoring
 from qreward_plugins.simulation import trial_player
 from qreward_plugins.simulation.soak import check, soak
 

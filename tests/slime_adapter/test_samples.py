@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 
 import slime_adapter
-from qreward_plugins.images import Image
-from qreward_plugins.sample_check import Rejected, read_sample
+from qreward_plugins.samples.check import Rejected, read_sample
+from qreward_plugins.samples.images import Image
 from slime_adapter.samples import to_sample
 
 CHATML = (

@@ -179,6 +179,31 @@ def test_rewards_with_a_key_are_dicts_whose_keys_are_always_there(make_args, mak
     assert failed == {"tone": None, "score": 7.0, "failed": 1.0, "reward": 7.0, "acc": 7.0}
 
 
+@pytest.mark.parametrize("hook", [{"custom_reward_post_process_path": "slime_adapter.post_process"}, {}])
+def test_the_key_of_an_evaluation_alone_leaves_training_its_numbers(judge, hook):
+    """slime trains on the reward itself then, and a dict has no number."""
+    tree = {
+        "sources": {"judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
+        "judges": {"quality": {"kind": "llm"}},
+    }
+    flags = {"custom_rm_path": "slime_adapter.reward", "rollout_batch_size": 1, "n_samples_per_prompt": 2}
+    rows = [{"prompt": "?", "label": "42"}]
+    with FakeSlimeTrainer(
+        prompts=rows,
+        eval_datasets={"held-out": {"rows": rows}},
+        qreward=tree,
+        respond=lambda sample, rng: f"{3 + (sample.index or 0)}",
+        eval_reward_key="score",
+        **flags,
+        **hook,
+    ) as trainer:
+        step = trainer.rollout()
+        evaluation = trainer.evaluate()
+    assert sorted(step.raw_rewards) == [0.3, 0.4]
+    assert all(any(mask) for mask in step.train_data["loss_masks"])
+    assert evaluation.data["held-out"]["rewards"] == [0.3]
+
+
 def test_a_component_can_be_what_trains(make_args, make_group):
     args = make_args(reward_key="tone", tree=WITH_TONE)
     rewards = run(args, make_group("5/2", "6/4", "break"))

@@ -9,9 +9,9 @@ import pytest
 from yarl import URL
 
 from qreward_plugins.errors import TransientError
+from qreward_plugins.secrets import Redactor
 from qreward_plugins.sources.completions import CompletionAnswer
 from qreward_plugins.sources.http_reading import HTTPReply
-from qreward_plugins.sources.redactor import Redactor
 
 
 def answer(message: dict[str, Any], finish_reason: Any = "stop") -> CompletionAnswer:

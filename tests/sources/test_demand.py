@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qreward_plugins.config import Limits, Price
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.quotas import Quota
+from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.samples import Sample
 from qreward_plugins.scheduling import Upstream
 from qreward_plugins.sources import HTTPSource, OpenAISource, Request

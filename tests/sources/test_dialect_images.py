@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 import pytest
 
-from qreward_plugins.images import EncodedImage, Image
 from qreward_plugins.samples import Sample
+from qreward_plugins.samples.images import EncodedImage, Image
+from qreward_plugins.samples.json_values import encoded
 from qreward_plugins.sources import OpenAISource, Request
-from qreward_plugins.sources.bodies import encoded
 
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 

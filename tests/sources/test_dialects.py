@@ -15,9 +15,9 @@ from qreward_plugins.errors import ConfigurationError, InvalidReply, SourceUnusa
 from qreward_plugins.judges.finish_reasons import why_no_verdict
 from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.samples import Sample
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import OpenAISource, Reply, Request
 from qreward_plugins.sources.http_reading import HTTPReply
-from qreward_plugins.spent import Usage
 
 SAMPLE = Sample([{"role": "user", "content": "6 * 7?"}], "42", ground_truth="42")
 DIALECTS = ("openai", "openai_reasoning", "responses", "anthropic", "gemini")

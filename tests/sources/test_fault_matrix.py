@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.errors import (
-    InvalidReply,
-    PermanentError,
-    QRewardError,
-    SourceUnusable,
-    Throttled,
-    TransientError,
-)
+from qreward_plugins.errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer
 

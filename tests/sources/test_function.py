@@ -29,8 +29,8 @@ from qreward_plugins.errors import (
 )
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import FunctionSource, Request, function, threads
-from qreward_plugins.sources.loading import PathLoader
 from qreward_plugins.sources.worker_program import END_WITHIN_S
+from qreward_plugins.system.functions import PathLoader
 
 pytestmark = pytest.mark.anyio
 FUNCTIONS = Path(__file__).parent / "scoring" / "functions.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.sources.loading import PathLoader, load
+from qreward_plugins.system.functions import PathLoader, load
 
 SCORING = Path(__file__).parent / "scoring"
 FUNCTIONS = SCORING / "functions.py"

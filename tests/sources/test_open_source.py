@@ -26,7 +26,7 @@ def test_the_kind_decides_and_every_name_loads() -> None:
 
 def test_a_worker_needs_neither_the_http_client_nor_the_configuration() -> None:
     program = (
-        "import sys, qreward_plugins.sources.worker_program, qreward_plugins.sources.loading\n"
+        "import sys, qreward_plugins.sources.worker_program, qreward_plugins.system.functions\n"
         "print(sorted({'aiohttp', 'pydantic', 'asyncio'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

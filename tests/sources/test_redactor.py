@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.sources.redactor import Redactor
+from qreward_plugins.secrets import Redactor
 
 KEY = "sk-proj-A1b2C3d4E5f6G7h8"
 

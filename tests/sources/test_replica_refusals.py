@@ -8,13 +8,7 @@ import logging
 import pytest
 
 from qreward_plugins.config.source_models import Routing
-from qreward_plugins.errors import (
-    InvalidReply,
-    PermanentError,
-    SourceUnusable,
-    Throttled,
-    TransientError,
-)
+from qreward_plugins.errors import InvalidReply, PermanentError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.sources.base import ServedWeights
 from qreward_plugins.sources.lease import Lease, RoutingHints
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, FIRST_CALLS, IN_A_ROW, START_S, Mark, Replica

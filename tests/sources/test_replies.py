@@ -16,11 +16,11 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
+from qreward_plugins.samples.spent import Usage
+from qreward_plugins.secrets import Redactor
 from qreward_plugins.sources import Reply
 from qreward_plugins.sources.completions import CompletionAnswer
 from qreward_plugins.sources.http_reading import HTTPReply
-from qreward_plugins.sources.redactor import Redactor
-from qreward_plugins.spent import Usage
 
 KEY = "sk-test-0123456789abcdefghij"
 

@@ -24,9 +24,9 @@ from qreward_plugins.errors import (
     TransientError,
 )
 from qreward_plugins.samples import Failed, Scored
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import Request, RewardModelSource
 from qreward_plugins.sources.chat_template import ChatTemplate
-from qreward_plugins.spent import Usage
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 10.0

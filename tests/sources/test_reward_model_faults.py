@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.errors import (
-    InvalidReply,
-    PermanentError,
-    QRewardError,
-    SourceUnusable,
-    Throttled,
-    TransientError,
-)
+from qreward_plugins.errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.samples import Failed, Scored
 from qreward_plugins.sources import Reply, Request, RewardModelSource
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, PlayFault, ScoreCall

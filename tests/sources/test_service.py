@@ -25,8 +25,8 @@ from qreward_plugins.errors import (
     TransientError,
 )
 from qreward_plugins.samples import Sample
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import HTTPSource, Reply, Request
-from qreward_plugins.spent import Usage
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 10.0
@@ -173,7 +173,7 @@ async def test_what_is_no_json_is_refused_and_not_sent(open_service: Any) -> Non
         ('"0.5"', "0.5"),
         ("[0.5]", [0.5]),
         ('{"score": 0.5, "acc": 1}', {"score": 0.5, "acc": 1}),
-        ('{"score": 0.0, "error": "no box"}', {"score": 0.0, "error": "no box"}),
+        ('{"score": 0.5, "error": ""}', {"score": 0.5, "error": ""}),
         ('{"reward": 0.5, "error": null}', {"reward": 0.5, "error": None}),
         ('{"reward": 0.5, "error": 0.1}', {"reward": 0.5, "error": 0.1}),
     ],
@@ -268,9 +268,14 @@ async def test_what_cannot_be_read_is_transient(ask: Any, answer: Any, says: str
         ({"error": {"code": 401}}, None, SourceUnusable),
         ({"error": {"code": "content_filter"}}, None, InvalidReply),
         ({"error": {"code": 400}, "score": 1}, "data.score", PermanentError),
+        ({"error": "CUDA out of memory", "score": 0.0}, None, TransientError),
+        ({"error": {"message": "boom", "code": 500}, "score": 0}, None, TransientError),
+        ({"error": "docking timed out", "reward": 0.0}, "reward", TransientError),
+        ({"data": {"error": "docking timed out", "score": 0.0}}, "data.score", TransientError),
+        ({"data": {"error": "docking timed out", "score": 0.0}}, "data", TransientError),
     ],
 )
-async def test_an_error_in_a_200_is_one_where_there_is_no_score(
+async def test_an_error_in_a_200_is_one_also_beside_a_score(
     ask: Any, answer: Any, score_key: str | None, kind: type
 ) -> None:
     error, _ = await ask(answer, score_key=score_key)

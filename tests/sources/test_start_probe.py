@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
+from qreward_plugins.cli.probe import probe
+from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.probe import probe
 from qreward_plugins.samples import Failed, Scored
-from qreward_plugins.trial import PAIRS
 
 pytestmark = pytest.mark.anyio
 SAMPLE = Sample([{"role": "user", "content": "?"}], "four")

@@ -10,9 +10,9 @@ import pytest
 
 from qreward_plugins.errors import TransientError
 from qreward_plugins.samples import Sample
+from qreward_plugins.secrets import Redactor
 from qreward_plugins.sources import Request
 from qreward_plugins.sources.passed_requests import PassedRequest
-from qreward_plugins.sources.redactor import Redactor
 from qreward_plugins.sources.stream_passing import StreamPassing, progress_of
 from qreward_plugins.sources.streams import StreamBroken
 

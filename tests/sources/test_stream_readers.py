@@ -11,11 +11,11 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from qreward_plugins.errors import TransientError
+from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import OpenAISource, Reply
 from qreward_plugins.sources.dialects import DIALECTS
 from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.sources.streams import Event, StreamBroken, StreamReader
-from qreward_plugins.spent import Usage
 
 Data = Mapping[str, Any]
 

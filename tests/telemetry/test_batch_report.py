@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.telemetry import PART_KINDS, BatchReport, Part
+from qreward_plugins.observers.batch_report import PART_KINDS, BatchReport, Part
 
 
 def report(*parts, samples=512, failed=0):

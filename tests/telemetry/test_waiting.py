@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.telemetry import WaitBySize, Waits
-from qreward_plugins.telemetry.waiting import KEPT
+from qreward_plugins.observers.waits import KEPT, WaitBySize, Waits
 
 
 def test_the_shortest_and_the_longest_third_are_told_apart():

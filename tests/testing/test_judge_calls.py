@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.testing import JudgeCall, count_tokens, overlap_score
 from qreward_plugins.testing.judge_calls import Completion, as_verdict, duration
 from qreward_plugins.testing.scores import ScoreCall
-from qreward_plugins.trial import PAIRS
 
 
 @pytest.mark.parametrize(

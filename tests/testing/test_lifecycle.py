@@ -31,12 +31,14 @@ from qreward_plugins.testing import (
 from qreward_plugins.testing import connections as connections_module
 from qreward_plugins.testing.report import Tally
 
+from ..kit import connections_left
+
 
 def server_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "qreward-judge-server"]
 
 
-def test_nothing_is_left_behind(client_of: Any, connections_left: Any) -> None:
+def test_nothing_is_left_behind(client_of: Any) -> None:
     for _ in range(3):
         with JudgeServer(faults=Faults(script=[None, "hang", "reset", "truncated_body"])) as server:
             assert len(server_threads()) == 1

@@ -13,8 +13,8 @@ import httpx2
 import openai
 import pytest
 
+from qreward_plugins.server.transport import QRewardTransport
 from qreward_plugins.testing import JudgeServer
-from qreward_plugins.transport import QRewardTransport
 
 KEY = "sk-source-0123456789abcdef"
 CALLERS_KEY = "sk-caller-fedcba9876543210"
@@ -79,14 +79,16 @@ SDKS = [Chat, Responses, Messages]
 
 
 def tree_of(*servers: Any, engine: Mapping[str, Any] | None = None, models: Any = None, **node: Any) -> dict[str, Any]:
-    """A configuration with a source for each server (or URL), named s0, s1 ..."""
+    """A configuration with a source for each server (or URL), named s0, s1 ... It hedges nothing, so that the number of
+    requests is that of the calls however slow the machine is.
+    """
     node = {"kind": "openai", "model": "judge", "api_key": KEY, **node}
     sources = {f"s{n}": {**node, "base_url": getattr(each, "base_url", each)} for n, each in enumerate(servers)}
     return {
         "sources": sources,
         "judges": {"quality": {"kind": "llm"}},
         "models": {"gpt-*": {"sources": list(sources)}} if models is None else models,
-        "engine": {"seed": 1, "deadline_s": 5, **(engine or {})},
+        "engine": {"seed": 1, "deadline_s": 60, "scheduling": {"hedge": False}, **(engine or {})},
     }
 
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, load_config
-from qreward_plugins.proxy.formats import format_of
-from qreward_plugins.transport import QRewardTransport
+from qreward_plugins.server.model_calls.formats import format_of
+from qreward_plugins.server.transport import QRewardTransport
 
 from .conftest import CALLERS_KEY, KEY, TEXT, server_of, tree_of
 
@@ -382,7 +382,7 @@ async def test_a_slow_answer_is_hedged():
     turns = {"*": {"sources": ["s0", "s1"], "strategy": "round_robin"}}
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     with server_of() as slow, server_of() as good:
-        async with client_of(tree_of(slow, good, models=turns, engine={"deadline_s": 20})) as client:
+        async with client_of(tree_of(slow, good, models=turns, engine={"scheduling": {"hedge": True}})) as client:
             for _ in range(30):
                 assert (await client.post(URL, json=body)).is_success
             slow.hold()

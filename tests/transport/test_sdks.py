@@ -43,7 +43,7 @@ async def test_google():
 
     with server_of(models=("judge",)) as server:
         tree = tree_of(f"{server.root_url}/v1beta", dialect="gemini")
-        from qreward_plugins.transport import QRewardTransport
+        from qreward_plugins.server.transport import QRewardTransport
 
         async with httpx.AsyncClient(transport=QRewardTransport(tree)) as http:
             client = genai.Client(api_key="callers", http_options=types.HttpOptions(httpx_async_client=http))

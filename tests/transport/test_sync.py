@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -12,8 +15,8 @@ import openai
 import pytest
 
 from qreward_plugins import ConfigurationError, InputError, RewardEngine
+from qreward_plugins.server.transport import QRewardSyncTransport, QRewardTransport
 from qreward_plugins.testing import Faults
-from qreward_plugins.transport import QRewardSyncTransport, QRewardTransport
 
 from .conftest import ASKED, CALLERS_KEY, TEXT, server_of, tree_of
 
@@ -60,6 +63,24 @@ def test_errors_and_hanging_up():
         with pytest.raises(openai.APITimeoutError):
             create(timeout=0.05)
         server.wait_for(lambda report: report.in_flight == 0)
+
+
+NEVER_CLOSED = """
+import json, sys, httpx2, openai
+from qreward_plugins.server.transport import QRewardSyncTransport
+transport = QRewardSyncTransport(json.loads(sys.argv[1]))
+client = openai.OpenAI(http_client=httpx2.Client(transport=transport), api_key="any")
+reply = client.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": "?"}])
+print(reply.choices[0].message.content)
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)])
+def test_a_client_that_is_never_closed_lets_the_process_end(ending, code):
+    with server_of() as server:
+        command = [sys.executable, "-c", NEVER_CLOSED + ending, json.dumps(tree_of(server))]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout.strip(), ended.returncode) == (TEXT, code), ended.stderr
 
 
 def test_a_portal_of_the_caller_is_shared_and_stays_open():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins import RewardMissing
-from qreward_plugins.sample_check import read_sample
+from qreward_plugins.samples.check import read_sample
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
 from verl_adapter import QRewardBatchManager
 from verl_adapter.rollouts import to_sample

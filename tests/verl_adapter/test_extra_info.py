@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import warnings
+from types import SimpleNamespace
 
 import pytest
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from verl_adapter import trainer_hooks
+from verl_adapter.rewards import is_absent
 
 LEGACY = "trainer.use_v1=False"
 
@@ -20,7 +25,7 @@ def rule(data_source, solution_str, ground_truth, extra_info):
         return 0.25
     result = {"score": 0.5, "acc": "42" in solution_str, "turns": 3, "pred": solution_str[:4], "none": None}
     if "more" in solution_str:
-        result |= {"bonus": 0.5, "broken": float("nan"), "huge": 1e39, "reward": 9.0}
+        result |= {"bonus": 0.5, "broken": float("nan"), "huge": 1e39, "reward": 9.0, "gts": "?", "step": 7}
     return result
 """
 
@@ -60,7 +65,8 @@ def test_where_sample_0_speaks_for_all_every_sample_has_its_keys(infos, rule, or
     at = order.index("It is 42, more")
     assert (values["turns"][at], values["pred"][at], values["bonus"][at], values["acc"][at]) == (3, "It i", 0.5, True)
     failed = order.index("raise")
-    assert (values["turns"][failed], values["acc"][failed]) == (None, None)
+    assert is_absent(values["turns"][failed])
+    assert is_absent(values["acc"][failed])
     assert "qreward/returned" not in values
 
 
@@ -69,13 +75,18 @@ def test_what_a_function_returns_has_its_own_names_and_values(rule):
     with FakeVerlTrainer(overrides, respond=lambda draft, rng: TEXTS[draft.number]) as fake:
         fake.step()
         first, more, seven, number, failed = fake.step().extra_info[:5]
-    naive = {"score": 0.5, "acc": True, "turns": 3, "pred": "It i", "none": None, "bonus": 0.5}
+    naive = {"acc": True, "turns": 3, "pred": "It i", "bonus": 0.5}
     assert {key: more[key] for key in naive} == naive
     assert more["acc"] is True
-    assert (more["broken"], more["huge"]) == (None, None), "no NaN and nothing that is infinite in float32"
-    assert "reward" not in more, "verl's validation has a column of this name"
+    for info in (first, more, seven, number, failed):
+        assert None not in info.values()
+        assert not {"reward", "score", "gts", "step"} & set(info), "verl's own columns have these names"
+    assert math.isnan(more["none"])
+    assert math.isnan(more["broken"])
+    assert math.isnan(more["huge"])
+    assert more["qreward/score/step"] == 7
     assert (seven["acc"], number["acc"]) == (False, 0.25), "of a number, verl's naive manager makes `acc`"
-    assert failed["acc"] is None
+    assert math.isnan(failed["acc"])
     assert failed["qreward/failed"] == first["qreward/failed"] == 1.0
     assert failed.keys() >= naive.keys(), "what was seen once is there from then on"
 
@@ -91,17 +102,56 @@ def test_validation_takes_them(rule, which):
     assert metrics["val-core/s/acc/mean@1"] == pytest.approx((1 + 0 + 0.25) / 3)
 
 
-@pytest.mark.parametrize("metric", ["acc", "turns", "bonus", "score"])
+@pytest.mark.parametrize("metric", ["acc", "turns", "bonus"])
 def test_a_filter_of_groups_finds_a_number_or_nan(infos, rule, metric):
     filters = ["algorithm.filter_groups.enable=true", f"algorithm.filter_groups.metric={metric}"]
     values = [float(info[metric]) for info in infos(TEXTS, *rule, *filters)]
     assert math.isnan(values[0]), "verl does not replace a group for it"
-    expected = {"acc": [1, 0, 0.25], "turns": [3, 3], "bonus": [0.5], "score": [0.5, 0.5]}[metric]
+    expected = {"acc": [1, 0, 0.25], "turns": [3, 3], "bonus": [0.5]}[metric]
     assert [value for value in values if not math.isnan(value)] == expected
     named = {"val_rows": ["?"], "respond": lambda draft, rng: "raise"}
     with FakeVerlTrainer(["+reward_manager=qreward", *rule, *filters], **named) as fake:
         validation = fake.validate()
-    assert validation.extra_info.get(metric, [None]) == [None]
+    assert validation.extra_info[metric] == [pytest.approx(math.nan, nan_ok=True)]
+    assert not any(f"/{metric}/" in name for name in validation.metrics)
+
+
+@pytest.mark.parametrize("metric", ["reward", "score"])
+def test_a_filter_by_the_score_itself_finds_it_in_training_only(run, rule, metric):
+    """verl 0.9.0 reads `reward`, too, from the extra info. A validation has these columns already."""
+    filters = ["algorithm.filter_groups.enable=true", f"algorithm.filter_groups.metric={metric}"]
+    results = run(TEXTS, *rule, *filters)
+    told = [result["reward_extra_info"][metric] for result in results]
+    assert told == pytest.approx([result["reward_score"] for result in results])
+    with FakeVerlTrainer(["+reward_manager=qreward", *rule, *filters], val_rows=["?"]) as fake:
+        validation = fake.validate()
+    assert metric == "reward" or metric not in validation.extra_info
+    assert len(validation.extra_info["reward"]) == 1
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("metric", ["reward", "acc"])
+def test_the_installed_verl_finds_the_metric_that_it_filters_by(run, rule, monkeypatch, metric, flat):
+    filters = ["algorithm.filter_groups.enable=true", f"algorithm.filter_groups.metric={metric}"]
+    results = run(TEXTS[1:4], *rule, *filters)
+    results = [results[-1]] * 3 if flat else results
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        replay_buffer = importlib.import_module("verl.trainer.ppo.v1.replay_buffer")
+    import torch
+
+    queue = {
+        "extra_fields": [{"reward_extra_info": result["reward_extra_info"]} for result in results],
+        "rm_scores": [torch.tensor([0.0, result["reward_score"]]) for result in results],
+    }
+    monkeypatch.setattr(replay_buffer, "tq", SimpleNamespace(kv_batch_get=lambda **named: queue))
+    buffer = object.__new__(replay_buffer.ReplayBuffer)
+    buffer.filter_groups_metric = metric
+    buffer.finished_keys = {"train": {"u"}}
+    buffer.partitions = {"train": {f"u_{number}_0": {} for number in range(3)}}
+    buffer._dapo_classification_cache = {"train": {}}
+    filtered, _ = inspect.unwrap(replay_buffer.ReplayBuffer._dapo_filtered_keys)(buffer, "train")
+    assert filtered == ({"u"} if flat else set())
 
 
 def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_overrides):
@@ -141,4 +191,4 @@ def test_a_judge_that_defines_no_correctness_says_nothing_of_it(infos, rule, jud
         ]
         told = infos(["7", "7"], *overrides, row={"data_source": "other"})
         told += infos(["7", "7"], *overrides, row={"data_source": "origin"})[:1]
-    assert [info["acc"] for info in told] == [None, None, 0.0]
+    assert [info["acc"] for info in told] == [pytest.approx(math.nan, nan_ok=True)] * 2 + [0.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
@@ -168,6 +169,42 @@ def test_a_custom_reward_function_needs_no_configuration(run, functions, name):
     if name == "rule":
         assert (good["reward_extra_info"]["acc"], bad["reward_extra_info"]["acc"]) == (1.0, 0.0)
         assert good["reward_extra_info"]["qreward/score/turns"] == 2.0
+
+
+@pytest.mark.parametrize("form", ["{folder}/telling.py", "file://{folder}/telling.py", "pkg://telling"])
+def test_a_worker_process_loads_a_reward_function_without_verl(
+    compose, tokenizer, make_data, tmp_path, monkeypatch, form
+):
+    """verl takes seconds and 400 MB in each worker process, at each of its starts."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "telling.py").write_text(
+        "import os, sys\n"
+        "def rule(data_source, solution_str, ground_truth, extra_info, bonus):\n"
+        "    told = {'pid': os.getpid(), 'loaded': ' '.join(sys.modules), 'truth': ground_truth}\n"
+        "    return {'score': bonus, **told}\n"
+    )
+    custom = "reward.custom_reward_function"
+    config = compose(
+        *("reward.reward_manager.name=qreward", "reward.num_workers=1", ONE_WORKER),
+        *(f"{custom}.path={form.format(folder=tmp_path)}", f"{custom}.name=rule"),
+        f"+{custom}.reward_kwargs={{bonus: 0.25, ground_truth: its own}}",
+    )
+
+    async def main():
+        manager = load_reward_manager(config, tokenizer)
+        try:
+            return await manager.run_single(make_data(["It is 42."]))
+        finally:
+            await manager.aclose()
+
+    told = asyncio.run(main())
+    info = told["reward_extra_info"]
+    assert told["reward_score"] == 0.25
+    assert info["truth"] == "its own", "as in verl, reward_kwargs win over the arguments of a call"
+    assert info["pid"] != os.getpid()
+    assert not {"verl", "torch", "ray"} & set(info["loaded"].split())
 
 
 def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(run, functions):

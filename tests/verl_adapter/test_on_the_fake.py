@@ -162,6 +162,62 @@ def test_rows_that_fill_up_a_batch_are_no_siblings(tmp_path):
     assert step.metrics["qreward/failed_rate"] == 1 / 4
 
 
+@pytest.fixture
+def colocated(tmp_path):
+    """Overrides of a run whose reward model shares the GPUs with the rollout, with a function."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def compute_score(solution_str, ground_truth, **_):\n    return float(solution_str == ground_truth)\n"
+    )
+    return (
+        "reward.reward_model.enable=True",
+        f"reward.custom_reward_function.path={path}",
+        "reward.num_workers=1",
+        "+qreward.on_failure.constant=0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ((), "judges.compute_score: "),
+        (
+            (
+                "+qreward.sources.compute_score={kind: function, function: 'verl_adapter:compute_score'}",
+                "+qreward.judges={rule: {kind: function, sources: [compute_score]}}",
+                "+qreward.routes={fake/data: rule}",
+            ),
+            r"judges.rule: [^\n]*\n.*routes.fake/data: ",
+        ),
+    ],
+)
+def test_a_function_that_gets_no_ground_truth_ends_the_run_at_the_first_sample(colocated, more, place):
+    """V1 passes prompts and responses only to a colocated reward model. All right answers would be scored 0."""
+    right = {"respond": lambda draft, rng: str(draft.ground_truth)}
+    remedy = r"no ground truth .*enable_resource_pool=True, or trainer\.use_v1=False"
+    with (
+        functions(*colocated, *more, reward=None, **right) as fake,
+        pytest.raises(ConfigurationError, match=f"{place}.*{remedy}"),
+    ):
+        fake.step()
+    with functions(*colocated, *more, "trainer.use_v1=False", reward=None, **right) as fake:
+        assert set(fake.step().scores) == {1.0}
+
+
+@BOTH
+def test_a_judge_that_gets_no_reference_is_warned_of_once(trainer, colocated, caplog):
+    seen = []
+    with (
+        JudgeServer(lambda call: seen.append("reference" in call.blocks) or 10.0) as server,
+        play(server, trainer, *colocated) as fake,
+    ):
+        assert set(fake.step().scores) == {1.0}
+    told = "no judge sees a reference answer: verl's V1 trainer passes no ground truth"
+    is_v1 = trainer.endswith("True")
+    assert set(seen) == {not is_v1}
+    assert caplog.text.count(told) == is_v1
+
+
 @BOTH
 def test_a_step_tells_what_its_rewards_waited_for(trainer):
     one_at_a_time = "+qreward.sources.judge.limits.concurrency=1"
@@ -236,7 +292,8 @@ def test_a_function_is_used_as_naive_uses_it(trainer):
         assert ours.scores == naive.scores
         assert ours.advantages == naive.advantages
         for name, value in validation.metrics.items():
-            if not name.startswith("val-aux/num_turns"):
+            # `score` is a column of verl's own, so a function's is left to it; `reward` is the same.
+            if not name.startswith("val-aux/num_turns") and "/score/" not in name:
                 assert our_validation.metrics[name] == value, name
 
 

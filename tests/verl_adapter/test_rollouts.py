@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from qreward_plugins.images import Image
-from qreward_plugins.sample_check import Rejected, read_sample
+from qreward_plugins.samples.check import Rejected, read_sample
+from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from verl_adapter.rollouts import to_sample
 

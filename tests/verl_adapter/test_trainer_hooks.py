@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import math
 import pickle
 import sys
 import warnings
@@ -130,11 +132,12 @@ def test_a_validation_marks_its_rows_once():
 
 
 @pytest.mark.parametrize("which", ["legacy", "v1"])
-def test_failed_samples_are_in_no_mean_of_validation_and_are_counted(which):
+def test_failed_samples_are_in_no_mean_of_validation_and_are_counted(which, monkeypatch):
     infos = {
         "reward": [1.0, 0.0, 0.5],
-        "acc": [1.0, 0.0, 0.0],
-        "qreward/score/style": [0.5, None, 0.25],
+        "acc": [1.0, math.nan, 0.0],
+        "undefined": [math.nan] * 3,
+        "qreward/score/style": [0.5, math.nan, 0.25],
         "qreward/latency_s": [1.0, 3.0, 2.0],
         "qreward/failed": [0.0, 1.0, 0.0],
         MISSING: [0.0, 1.0, 0.0],
@@ -148,17 +151,20 @@ def test_failed_samples_are_in_no_mean_of_validation_and_are_counted(which):
     else:
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer as Trainer
 
-        turns, more = [2, 2, 2], {"expected_acc_counts": {("math", f"u{number}"): 1 for number in range(3)}}
-    update = vars(Trainer)["_val_metrics_update"]
-    metrics = trainer_hooks._without_missing(getattr(update, "__wrapped__", update))(
-        None, ["math"] * 3, ["u0", "u1", "u2"], infos, turns, **more
-    )
+        turns, more = [2, 2, 2], {}
+        if "expected_acc_counts" in inspect.signature(Trainer._val_metrics_update).parameters:  # since 0.9.1
+            more["expected_acc_counts"] = {("math", f"u{number}"): 1 for number in range(3)}
+    home = sys.modules[Trainer.__module__]
+    process = inspect.unwrap(home.process_validation_metrics)
+    monkeypatch.setattr(home, "process_validation_metrics", trainer_hooks._of_present_rows(process))
+    metrics = Trainer._val_metrics_update(None, ["math"] * 3, ["u0", "u1", "u2"], infos, turns, **more)
     assert metrics["val-aux/math/reward/mean@1"] == 0.75
     assert metrics["val-core/math/acc/mean@1"] == 0.5
     assert metrics["val-aux/math/qreward/score/style/mean@1"] == 0.375
     assert metrics["val-aux/math/qreward/failed/mean@1"] == pytest.approx(1 / 3)
     assert metrics["val-aux/math/qreward/latency_s/mean@1"] == 2.0
-    assert infos == kept
+    assert not any("undefined" in name for name in metrics)
+    assert infos.keys() == kept.keys()
 
 
 def test_a_queue_that_cannot_be_read_leaves_the_advantages_as_they_are(monkeypatch, caplog):
@@ -213,17 +219,19 @@ def test_a_trainer_is_wrapped_once_with_the_classes_made_of_it(monkeypatch):
         def _validate(self):
             return "base"
 
-        def _val_metrics_update(self, sources, uids, infos):
-            return infos
-
     class Derived(Base):
-        def _val_metrics_update(self, sources, uids, infos):
-            return super()._val_metrics_update(sources, uids, infos)
+        def _validate(self):
+            return super()._validate()
 
     def compute_advantage(data):
         return data
 
-    module = SimpleNamespace(RayPPOTrainer=Base, compute_advantage=compute_advantage)
+    def process(sources, uids, infos):
+        return dict.fromkeys(sources, infos)
+
+    module = SimpleNamespace(
+        RayPPOTrainer=Base, compute_advantage=compute_advantage, process_validation_metrics=process
+    )
     monkeypatch.setitem(sys.modules, trainer_hooks.LEGACY_MODULE, module)
     monkeypatch.setitem(sys.modules, trainer_hooks.V1_MODULE, None)
     for _ in range(2):
@@ -231,8 +239,10 @@ def test_a_trainer_is_wrapped_once_with_the_classes_made_of_it(monkeypatch):
     assert Base._validate.__wrapped__.__name__ == "_validate"
     assert not hasattr(Base._validate.__wrapped__, "__wrapped__")
     assert module.compute_advantage.__wrapped__ is compute_advantage
-    infos = Derived()._val_metrics_update(["s"], ["u"], {"reward": [1.0], MISSING: [1.0]})
-    assert infos == {"reward": [None], MISSING: [1.0]}
+    assert Derived._validate.__wrapped__.__qualname__.endswith("Derived._validate")
+    infos = {"reward": [1.0], MISSING: [1.0]}
+    assert module.process_validation_metrics(["s"], ["u"], infos) == {"s": {MISSING: [1.0]}}
+    assert module.process_validation_metrics.__wrapped__ is process
 
 
 def test_a_trainer_that_validates_in_another_way_gets_no_marks_and_it_is_said(monkeypatch, caplog):
@@ -245,4 +255,4 @@ def test_a_trainer_that_validates_in_another_way_gets_no_marks_and_it_is_said(mo
     monkeypatch.setitem(sys.modules, trainer_hooks.V1_MODULE, None)
     trainer_hooks._wrap_trainers(Counts())
     assert not hasattr(Other._validate, "__wrapped__")
-    assert "_val_metrics_update" in caplog.text
+    assert "process_validation_metrics" in caplog.text

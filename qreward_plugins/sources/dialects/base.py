@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...images import EncodedImage
+from ...quotas.demand import of_messages
+from ...samples.images import EncodedImage
 from ..base import Request
-from ..demand import of_messages
 from ..replies import Answer
 from ..streams import StreamReader
 

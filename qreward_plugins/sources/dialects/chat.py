@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ...quotas.demand import of_messages
 from ..base import Request
 from ..completion_stream import CompletionStream
 from ..completions import CompletionAnswer
-from ..demand import of_messages
 from .base import NO_EFFORT, Dialect, Refusal, is_on
 
 _REASONING_BOUND = "max_completion_tokens"

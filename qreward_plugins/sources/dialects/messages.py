@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import orjson
 
 from ...errors import InvalidReply, QRewardError
-from ...spent import Usage
+from ...samples.spent import Usage
 from ..base import Reply, Request
 from ..message_stream import MessageStream
 from ..rate_limit_headers import announced_limits

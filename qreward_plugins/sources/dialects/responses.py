@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...errors import InvalidReply, QRewardError
-from ...spent import Usage
+from ...samples.spent import Usage
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, name_of, usage_of

@@ -37,8 +37,8 @@ def place_keeper(nodes):
     import ray
     from ray_job import LONG_S
 
-    from qreward_plugins.named_actors import MANY
     from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
+    from qreward_plugins.system.ray_actors import MANY
 
     keeper = (
         ray.remote(KeeperActor)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from qreward_plugins.images import Image
+from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import SlimeSample
 from qreward_plugins.testing.slime.data import prompt_of
 from slime_adapter.samples import to_sample

@@ -49,7 +49,7 @@ def test_verls_own_managers(name, kind):
         {
             "trainer": {"experiment_name": "mine"},
             "reward": {
-                "timeout": 0.01,
+                "timeout": 0.01 if kind == "hangs" else 60.0,
                 "reward_kwargs": {
                     "max_resp_len": 4,
                     "overlong_buffer_cfg": {"enable": True, "len": 3, "penalty_factor": 1.0, "log": True},

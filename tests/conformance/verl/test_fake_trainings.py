@@ -76,16 +76,16 @@ NO_MANAGER = Scenario(
 
 COMPARED = [FUNCTION_V1, FUNCTION_LEGACY, NAIVE_V1, DAPO_LEGACY, KL_V1, KL_LEGACY, ONE_STEP_OFF]
 
-MEASURED = ("qreward/latency_s",)
-"""Extra info that is a time."""
+MEASURED = ("qreward/latency_s", "qreward/blame_s")
+"""Extra info and metrics that are times."""
 OF_ORDER = ("/best@", "/worst@", "/maj@")
 """Metrics that depend on the order of a prompt's sessions, which in V1 is that of their coming."""
 
 
 def told(info):
-    """What the manager said of a row. In V1 it has a key with None once its process has seen it with a value."""
+    """What the manager said of a row. In V1 it has a key with NaN once its process has seen it with a value."""
     values = {name: value.item() if hasattr(value, "item") else value for name, value in info.items()}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if not same(value, math.nan)}
 
 
 def same(one, other):
@@ -105,7 +105,7 @@ def same_numbers(name, one, other, *, ordered):
 
 def compare_rows(real, fake, *, ordered, same_keys=False):
     """Compare all that is said of every row. `ordered`: the rows of a prompt have the same order in both.
-    `same_keys`: of the extra info, in the same order, None among them.
+    `same_keys`: of the extra info, in the same order, NaN among them.
     """
     groups: dict[str, str] = {}
     for written, row in fake.table.items():
@@ -207,7 +207,7 @@ def test_what_a_function_returns_keeps_its_names_and_a_number_is_acc(players, pl
     for row in outcome.rows:
         info, score = row["info"], sum(row["token_level_scores"])
         if info["qreward/missing"]:
-            assert info["acc"] is None
+            assert math.isnan(info["acc"])
         elif score == 0.5:
             assert info["acc"] is False
             assert info["style"] > 1

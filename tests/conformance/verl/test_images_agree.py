@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
-from qreward_plugins.images import Image  # noqa: E402
+from qreward_plugins.samples.images import Image  # noqa: E402
 from qreward_plugins.testing.verl.data import build_messages  # noqa: E402
 
 from .agreement import VERLS_WARNINGS  # noqa: E402

@@ -83,7 +83,7 @@ def since(say: Callable[[str], None]) -> Callable[[str, float], None]:
 @pytest.fixture
 def own_directory(short_directory: str, monkeypatch: Any) -> None:
     """Pools are found in this directory, so no other run's are used."""
-    monkeypatch.setattr("qreward_plugins.private_directory.USUAL", short_directory)
+    monkeypatch.setattr("qreward_plugins.system.private_directory.USUAL", short_directory)
 
 
 @pytest.fixture

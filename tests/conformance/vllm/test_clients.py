@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
-from qreward_plugins.transport import QRewardSyncTransport, QRewardTransport
+from qreward_plugins.server.transport import QRewardSyncTransport, QRewardTransport
 
 from .servers import get
 from .test_early_ends import generated, running

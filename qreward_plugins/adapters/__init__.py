@@ -1,0 +1,86 @@
+"""What an adapter for a training framework takes beside the names of `qreward_plugins`. Ours import nothing else.
+
+- Settings: `load_layers` reads the configuration from the framework's own tree, with a file below it; `ENVIRONMENT` is
+  the variable that may name the file. `with_framework` fills in addresses that only the framework has, and `adapted`
+  keeps them on a reload. `without_colocated` refuses `colocated_sources`, where the phases of a training are not known.
+  `judges_in_charge`, `parts_of`, `sources_of`, `judge_kind_of` and `source_kind_of` find what a configuration uses.
+  `may_share`: whether a provider may count requests of two configurations together.
+  `did_you_mean` suggests a name for a misspelt one.
+- Rollouts: `messages_of` and `attach` make messages of prompts and images. `read_or_unreadable` and those like it read
+  foreign values; what raises is an `Unreadable`, which fails its own sample only.
+- Groups: `number_of` is the number that an outcome trains as. `mean_of`, `RunningMeans` and `GroupBarrier` give a
+  failed sample the mean of its siblings. `fits_float32`: whether a trainer can hold a number.
+- Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes `METRICS` of these.
+- Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
+"""
+
+from __future__ import annotations
+
+from ..config import Constant, FailurePolicy, Groups, judges_in_charge, load_layers, parts_of, sources_of
+from ..config.findings import did_you_mean
+from ..config.framework import colocated_sources, with_framework, without_colocated
+from ..config.layers import ENVIRONMENT
+from ..config.origin import adapted
+from ..engine.barrier_actor import Report, barrier_actor
+from ..engine.barrier_state import GroupKey
+from ..engine.group_barrier import MAX_WAITING, GroupBarrier
+from ..engine.group_means import RunningMeans, mean_of, number_of
+from ..engine.process_portals import close_process_portals
+from ..judges import kind_of as judge_kind_of
+from ..observers.facts import METRICS, Facts, summary
+from ..samples import fits_float32
+from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
+from ..samples.images import Image, attach, is_image_part
+from ..samples.prompts import messages_of
+from ..secrets import Redactor, described_error, environment_secrets, secrets_in, with_secrets
+from ..sharing import may_share
+from ..sources import LOGITS, VALUE, FunctionSource
+from ..sources import kind_of as source_kind_of
+
+__all__ = [
+    "ENVIRONMENT",
+    "LOGITS",
+    "MAX_WAITING",
+    "METRICS",
+    "VALUE",
+    "Constant",
+    "Facts",
+    "FailurePolicy",
+    "FunctionSource",
+    "GroupBarrier",
+    "GroupKey",
+    "Groups",
+    "Image",
+    "Redactor",
+    "Report",
+    "RunningMeans",
+    "Unreadable",
+    "adapted",
+    "attach",
+    "barrier_actor",
+    "close_process_portals",
+    "colocated_sources",
+    "described_error",
+    "did_you_mean",
+    "environment_secrets",
+    "fits_float32",
+    "is_image_part",
+    "judge_kind_of",
+    "judges_in_charge",
+    "load_layers",
+    "mapping_or_unreadable",
+    "may_share",
+    "mean_of",
+    "messages_of",
+    "name_or_unreadable",
+    "number_of",
+    "parts_of",
+    "read_or_unreadable",
+    "secrets_in",
+    "source_kind_of",
+    "sources_of",
+    "summary",
+    "with_framework",
+    "with_secrets",
+    "without_colocated",
+]

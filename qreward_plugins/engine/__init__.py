@@ -1,0 +1,15 @@
+"""The engine: it binds deadline, priority, batch, journal and observers to a sample, and has no rule of its own.
+
+- `engine`: `RewardEngine`. `binding`, `wiring`, `closing`: its life in an event loop.
+- `scoring`, `judging`, `outcomes`: a sample's way to its outcome. `remote`: the same at a reward server.
+- `portal`, `process_portals`: the engine for code without an event loop. `text_streams`: texts piece by piece.
+- `start_probe`, `source_starts`, `trial`: the first requests. `reward_phases`: judges on a trainer's devices.
+- `reloader`, `difference`, `relay`, `succession`, `watcher`: another configuration while it runs.
+- `group_means`, `group_barrier` and its actor: the mean of a sample's siblings.
+"""
+
+from __future__ import annotations
+
+from .engine import RewardEngine
+
+__all__ = ["RewardEngine"]

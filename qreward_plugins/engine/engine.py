@@ -1,0 +1,443 @@
+"""Defines `RewardEngine`, the entry point of the core: it takes samples and returns outcomes.
+
+The engine adds no rule of its own. `Wiring` connects its parts, `LoopBinding` binds them to the event loop of the first
+call, and `Closing` closes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from ..config import Config, Limits, load_config
+from ..errors import EngineError
+from ..judges import Leaf
+from ..observers import EngineStatistics, Observer, Statistics
+from ..observers.batch_report import BatchReport
+from ..observers.facts import Facts
+from ..samples import Message, Outcome, Sample
+from ..samples.check import read_sample
+from ..scheduling import Cutoff, Dispatcher, Upstream
+from ..sharing import Channel
+from ..sources import Source
+from ..system.cancellation import cancel_futures
+from ..system.streams import Stream
+from . import capacity
+from .binding import LoopBinding
+from .closing import Closing
+from .difference import Difference
+from .reloader import Reloader
+from .reward_phases import RewardPhases
+from .scoring import Scoring
+from .text_streams import Streamed, TextCalls, TextStream
+from .wiring import Wiring
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from ..replicas.weights import Drain, Mode, Weights
+    from ..sources.transfers import WeightTransfer
+    from .portal import EnginePortal
+
+
+class RewardEngine:
+    """Scores samples over the sources of one configuration.
+
+    Args:
+        config: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`.
+        processes: the number of processes that share the limits without a keeper; each keeps to an equal part.
+        sources: opened sources by name, used instead of those of the configuration, with one quota each.
+        channel: the connection to a keeper, instead of the one that `engine.shared` selects.
+        observers: called with every event, after those that the configuration names; see `observers`.
+
+    Raises `ConfigurationError` with all mistakes in the configuration, and `ValueError` for an impossible number of
+    processes.
+
+    Use it as an async context manager, or call `aclose`. It serves one event loop at a time: the loop of the first
+    call, and when that loop is closed, the loop of the next call. Sync code uses `portal`.
+    """
+
+    def __init__(
+        self,
+        config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config,
+        *,
+        processes: int = 1,
+        sources: Mapping[str, Source] | None = None,
+        channel: Channel | None = None,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        if not isinstance(processes, int) or processes < 1:
+            raise ValueError(f"processes must be a whole number from 1 on, not {processes!r}")
+        self._statistics = Statistics()
+        self._wiring = Wiring(
+            load_config(config),
+            processes=processes,
+            sources=sources or {},
+            channel=channel,
+            observers=observers,
+            statistics=self._statistics,
+        )
+        self._binding = LoopBinding(self._wiring)
+        self._reloader = Reloader(self._wiring, self._binding)
+        self._phases = RewardPhases(self._wiring.upstreams.values, self._settled)
+        self._closing = Closing(self._wiring, self._binding, self._reloader)
+
+    @property
+    def config(self) -> Config:
+        """The configuration that the engine works by."""
+        return self._wiring.config
+
+    async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
+        """Score one sample.
+
+        Returns its outcome within `deadline_s` seconds (default: `engine.deadline_s` of the configuration). It never
+        raises because of the sample. Samples of a higher `priority` go first (default: as the configuration says for
+        their route, judge or split). Cancelling the call cancels its attempts and frees their permits. Raises
+        `EngineError` if the engine is closed or serves another event loop, `ValueError` for an impossible deadline or
+        priority, `ConfigurationError` if a reward model gives different texts the same numbers (`start_probe`), and
+        `ReplicasNotStarted` if the servers of a source of kind `replicas` do not start. The first call starts these
+        servers; its deadline runs from when they are ready.
+        """
+        _check_times(deadline_s, priority)
+        scoring, due_at = await self._ready(deadline_s)
+        read = read_sample(sample)
+        batch = scoring.batches.of_singles(scoring.priority_of(read) if priority is None else priority)
+        return await scoring.submit(read, batch, due_at, priority=priority)
+
+    async def score_all(
+        self,
+        samples: Iterable[Sample],
+        *,
+        deadline_s: float | None = None,
+        priority: int | None = None,
+        cutoff: Cutoff | None = None,
+    ) -> list[Outcome]:
+        """Score a batch; outcome i belongs to sample i.
+
+        The whole batch is submitted at once, so that the scheduler can order it; the deadline of every sample runs from
+        then on. Samples of a higher `priority` go first (default: as the configuration says for each). Of two batches
+        under way with the same one, the earlier goes first. Mixed, it would end later and the other no sooner.
+        `cutoff`: when to stop waiting for the last samples.
+
+        Raises what `score` raises, and `TypeError` for a single sample.
+        """
+        outcomes = await self.score_each(samples, deadline_s=deadline_s, priority=priority, cutoff=cutoff)
+        try:
+            return [await outcome for outcome in outcomes]
+        except BaseException:
+            await cancel_futures(outcomes)
+            raise
+
+    async def score_each(
+        self,
+        samples: Iterable[Sample],
+        *,
+        deadline_s: float | None = None,
+        priority: int | None = None,
+        cutoff: Cutoff | None = None,
+    ) -> list[asyncio.Future[Outcome]]:
+        """Submit a batch as `score_all` does; return a future for each sample, which has its outcome as soon as it is
+        known. Cancelling a future cancels that sample. Raises what `score_all` raises.
+        """
+        if isinstance(samples, Sample):
+            raise TypeError("score_all takes several samples; call score for one")
+        _check_times(deadline_s, priority)
+        batch = [read_sample(sample) for sample in samples]
+        capacity.warn_if_too_many(
+            self._wiring, [sample for sample in batch if isinstance(sample, Sample)], self._deadline_s(deadline_s)
+        )
+        scoring, due_at = await self._ready(deadline_s)
+        return await scoring.submit_all(batch, due_at, priority=priority, cutoff=cutoff)
+
+    async def score_stream(
+        self, samples: Iterable[Sample] | AsyncIterable[Sample], *, window: int | None = None
+    ) -> AsyncGenerator[tuple[Sample, Outcome], None]:
+        """Score any number of samples in constant memory; yields each sample with its outcome, in order.
+
+        At most `window` samples are in memory at once, submitted or waiting to be yielded (default: enough to keep all
+        sources busy). A sample's deadline runs from its submission. An outcome is yielded as soon as it and all before
+        it are known, even while `samples` is waiting. An error of `samples` passes through. Closing the generator
+        cancels the samples in flight and closes `samples`.
+        """
+        async with aclosing(Stream(samples, self.score, max(1, window or self.stream_window)).outcomes()) as outcomes:
+            async for scored in outcomes:
+                yield scored
+
+    def stream_text(
+        self,
+        sources: str | Sequence[str],
+        messages: Sequence[Message],
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> TextStream:
+        """Ask a chat source for a text, and return the pieces of the text as they come. No judge reads it.
+
+        `sources` are the names of one or several sources that may answer. `parameters` are further keys of the body, as
+        those of a judge (default: `max_tokens` of 1,024). The call begins at once, goes by the limits, priorities and
+        retries of all calls, and ends within `deadline_s` seconds (default: `engine.deadline_s`). See `TextStream` for
+        its end. The journal neither answers nor records it.
+
+        Call it from the engine's event loop. Raises `EngineError` if the engine is closed, serves another event loop,
+        or has no such chat source, and `ValueError` for impossible parameters, deadline or priority. Messages that
+        cannot be sent are an error of the stream (`input`).
+        """
+        calls, due_at = self._text_calls(sources, parameters, deadline_s, priority)
+        return calls.open(messages, due_at)
+
+    async def stream_texts(
+        self,
+        sources: str | Sequence[str],
+        conversations: Iterable[Sequence[Message]],
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[tuple[int, Streamed], None]:
+        """Stream the texts for several conversations at once; yields (index of the conversation, piece) as they come.
+
+        The last item of each stream is its `TextAnswer`, or the `TextStreamFailed` that ended it; neither touches the
+        other streams. Closing the generator ends all streams. Otherwise as `stream_text`.
+        """
+        calls, due_at = self._text_calls(sources, parameters, deadline_s, priority)
+        async with aclosing(calls.merged(list(conversations), due_at)) as streams:
+            async for item in streams:
+                yield item
+
+    def _text_calls(
+        self,
+        sources: str | Sequence[str],
+        parameters: Mapping[str, Any] | None,
+        deadline_s: float | None,
+        priority: int,
+    ) -> tuple[TextCalls, float]:
+        _check_times(deadline_s, priority)
+        scoring = self._bind()
+        calls = TextCalls(scoring.dispatcher, self._wiring.upstreams, sources, parameters or {}, priority=priority)
+        return calls, scoring.now() + self._deadline_s(deadline_s)
+
+    def dispatcher(self) -> Dispatcher:
+        """Return the scheduler of the running event loop, for calls that are no samples.
+
+        Raises `EngineError` if the engine is closed, or serves another event loop.
+        """
+        return self._bind().dispatcher
+
+    @property
+    def judges(self) -> Mapping[str, Leaf]:
+        """The judges that ask sources themselves, by name."""
+        return self._wiring.router.leaves
+
+    @property
+    def upstreams(self) -> Mapping[str, Upstream]:
+        """The sources by name, with their quotas and learned estimates."""
+        return self._wiring.upstreams
+
+    def retune(self, source: str, limits: Limits) -> None:
+        """Change the limits of a source while the engine runs, for example when the provider changes them. Requests and
+        tokens that were spent still count. Of a source with several keys, the name of the configuration changes the
+        limits of each key, and `NAME#1` those of one. Call it from the engine's event loop.
+
+        Raises `EngineError` for an unknown source. Raises `ConfigurationError`, and changes nothing, for limits that
+        the processes cannot share.
+        """
+        meant, scoring = self._wiring.upstreams_of(source), self._bind()
+        for upstream in meant:
+            upstream.quota.retune(limits, scoring.now())
+        scoring.dispatcher.look_again()
+
+    async def update_weights(
+        self,
+        source: str,
+        *,
+        path: str | PathLike[str] | None = None,
+        transfer: WeightTransfer | None = None,
+        version: str = "",
+        mode: Mode = "rolling",
+        drain: Drain = "wait",
+        within_s: float = 600.0,
+    ) -> Weights:
+        """Update the weights of a source of kind `replicas`, for all processes that share its servers. Return the new
+        weights.
+
+        `path` is a checkpoint; `transfer` are weights from the memory of this process. `version` is the name that
+        verdicts carry; weights of a `path` have one by default. `mode`: "rolling" updates one replica after the other,
+        while the others answer; "together" updates all at once, and calls wait, so that there is one version at a time.
+        `drain`: calls under way at a replica end first ("wait"), for at most `within_s` seconds, or are sent again to
+        another replica ("abort"). With `affinity: group`, the groups that the earlier weights have begun to judge end
+        first, too; a replica whose groups do not end in time keeps these weights. Of two updates at the same time, the
+        second waits for the first.
+
+        Raises `ReplicasNotChanged` with the replicas at fault and the cause, `EngineError` for a source without servers
+        of its own, `ReplicasNotStarted`, and `ValueError` for impossible arguments. A replica that failed takes no
+        calls until it has been started again, with the weights of the others. Cancelling ends only the wait for an
+        update from a `path`; it ends a `transfer`, and the replicas that were receiving are started again.
+        """
+        updated: Weights = await self._server_source(source).update_weights(
+            path, transfer=transfer, version=version, mode=mode, drain=drain, within_s=within_s
+        )
+        return updated
+
+    async def sleep(self, source: str, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
+        """Free the devices of the servers of a source of kind `replicas`, until `wake_up`, for all processes that share
+        them. Calls wait meanwhile, and fail at their deadlines (`deadline`). Idempotent.
+
+        `level` 2 discards the weights, which are loaded again at `wake_up`; 1 keeps them in the memory of the machine.
+        `drain` and `within_s` as for `update_weights`, and so are the errors. Cancelling ends only the wait.
+        """
+        await self._server_source(source).sleep(level=level, drain=drain, within_s=within_s)
+
+    async def wake_up(self, source: str) -> None:
+        """End the sleep of a source. Idempotent. Raises as `update_weights` does; cancelling ends only the wait."""
+        await self._server_source(source).wake_up()
+
+    @property
+    def colocated(self) -> tuple[str, ...]:
+        """The names of the sources with `colocated: true`. Without any, the three calls below do nothing."""
+        return tuple(str(source.name) for source in self._phases.sources)
+
+    async def begin_rewards(self) -> None:
+        """Wake the sources with `colocated: true`, for all processes that share their servers, and wait until they take
+        calls. The first call starts the servers. Idempotent.
+
+        An adapter calls it before its trainer asks for rewards, so that no sample's deadline runs meanwhile. If only
+        some replicas of a source wake up, that is logged, and the others take the calls. Raises `ReplicasNotStarted`,
+        and `ReplicasNotChanged` if no replica of a source wakes up. Cancelling ends only the wait.
+        """
+        if self.colocated:
+            self._bind()
+            await self._phases.begin()
+
+    async def settle_rewards(self) -> None:
+        """Wait until the samples that are under way in this engine have their outcomes, which they have by their
+        deadlines. If several processes share the servers, all settle before the first one ends the phase.
+        """
+        if self.colocated:
+            self._bind()
+            await self._phases.settle()
+
+    async def end_rewards(self) -> None:
+        """Put the sources with `colocated: true` to sleep, and wait until their devices are free. Idempotent.
+
+        Samples under way get their outcomes first, unless another process has put the servers to sleep. Calls that are
+        still under way then, and those that come later, wait for the next phase; their deadlines go on. Servers that
+        were not started are left alone; a start that is under way is waited for. Raises `ReplicasNotChanged` if the
+        devices may not be free: the trainer must not go on then. Cancelling ends only the wait.
+        """
+        if self.colocated:
+            self._bind()
+            await self._phases.end()
+
+    async def _settled(self) -> None:
+        await self._bind().settled()
+
+    async def reload(
+        self, config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | None = None
+    ) -> Difference:
+        """Apply another configuration: `config`, or by default the content of the engine's file. Return what differs.
+
+        It is checked as a whole and applied in one step of the event loop, or refused as a whole. Samples under way
+        keep their judges. Attempts at a removed source end there, and no new ones start. docs/reload.md lists what can
+        change. `engine.reload` goes on watching the same file. `retune` changes the limits of one source only.
+
+        Call it from the engine's event loop. Raises `ConfigurationError` for mistakes and for changes that need a
+        restart, and `EngineError` if the engine is closed or serves another event loop. Nothing has changed then.
+        """
+        if self._closing.begun:
+            raise EngineError("this RewardEngine is closed; make a new one")
+        return self._reloader.reload(config)
+
+    def last_batch(self) -> BatchReport | None:
+        """Return the report of the batch that ended last; None if no batch has ended yet.
+
+        Samples that are scored one by one belong to one batch, which ends when none of them is under way any more.
+        """
+        return self._statistics.last_batch
+
+    def statistics(self) -> EngineStatistics:
+        """Return a snapshot of all counters. Call it from the engine's event loop, or through the portal."""
+        dispatcher = self._dispatcher
+        now = dispatcher.now() if dispatcher else 0.0
+        gauges = {name: upstream.gauges(now) for name, upstream in self._wiring.upstreams.items()}
+        channel = self._wiring.opened_channel
+        kept_by = "" if channel is None else channel.kept_by
+        waiting = dispatcher.waiting if dispatcher else 0
+        return self._statistics.snapshot(gauges, waiting=waiting, limits_kept_by=kept_by)
+
+    @property
+    def stream_window(self) -> int:
+        """The number of samples that `score_stream` keeps in memory by default."""
+        return capacity.stream_window(self._wiring)
+
+    def facts(self) -> Facts:
+        """Return the converter of this engine's outcomes to mappings with the same keys for every sample."""
+        server = self._wiring.server
+        if server is not None:
+            return Facts(server.facts.components, defines_correct=server.facts.defines_correct)
+        return Facts(self._wiring.router.component_names(), defines_correct=self._wiring.router.defines_correct)
+
+    def portal(self) -> AbstractContextManager[EnginePortal]:
+        """Return a context manager that runs the engine in its own thread and yields a sync, thread-safe facade."""
+        from .portal import open_portal
+
+        return open_portal(self)
+
+    async def aclose(self) -> None:
+        """Fail all waiting samples (`infra/closed`), end every attempt, and close sources and journal. Idempotent.
+
+        If a part fails to close, the error is logged and the other parts are closed. A part that does not close within
+        `closing.CLOSE_WITHIN_S` seconds is cancelled; if it still does not end, it is abandoned with a warning.
+        Cancelling this call ends only the wait: closing goes on, and another call waits for its end.
+
+        Raises `JournalError` if verdicts could not be written. All other parts are closed then, too.
+        """
+        await self._closing.aclose()
+
+    async def __aenter__(self) -> RewardEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def _dispatcher(self) -> Dispatcher | None:
+        return self._binding.dispatcher
+
+    def _bind(self) -> Scoring:
+        """Return the scoring of the running event loop; create it on the first call."""
+        if self._closing.begun:
+            raise EngineError("this RewardEngine is closed; make a new one")
+        return self._binding.bind()
+
+    async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]:
+        """Wait until the sources can be asked. Return the scoring of the running event loop, and the deadline as a time
+        of its clock.
+        """
+        scoring, starts, probe = self._bind(), self._wiring.source_starts, self._wiring.start_probe
+        if starts.over and probe.over:
+            return scoring, scoring.now() + self._deadline_s(deadline_s)
+        with scoring.arriving():
+            await starts.done()
+            due_at = scoring.now() + self._deadline_s(deadline_s)
+            if not probe.over:
+                await probe.passed(scoring, due_at)
+        return scoring, due_at
+
+    def _server_source(self, source: str) -> Any:
+        self._bind()
+        return self._wiring.server_source(source)
+
+    def _deadline_s(self, deadline_s: float | None) -> float:
+        return self.config.engine.deadline_s if deadline_s is None else deadline_s
+
+
+def _check_times(deadline_s: float | None, priority: int | None) -> None:
+    # The scheduler computes with both; there a wrong type would fail every sample of the batch.
+    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
+        raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
+    if priority is not None and not isinstance(priority, int):
+        raise ValueError(f"priority must be a whole number, not {priority!r}")

@@ -1,0 +1,76 @@
+"""Defines `FollowedCall`: a call of the scheduler whose reply is read while it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ..scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered
+
+END_WITHIN_S = 2.0
+"""Most seconds for which closing waits until the connection to the source is closed."""
+
+
+class FollowedCall:
+    """One call of one reader. `on_change` is called when the call is over; subclasses call it for pieces of the reply.
+
+    The scheduler keeps it in memory, so it keeps no reference to its reader: a reader that nobody uses any more is
+    freed, and ends the call.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, batch: Batch, on_change: Callable[[], None]) -> None:
+        self._dispatcher = dispatcher
+        self._member = dispatcher.batches.join(batch)
+        self._on_change = on_change
+        self._job: Job | None = None
+        self.over = False
+        """Whether nothing follows any more."""
+        self.answer: Any = None
+        """The answer, once there is one."""
+        self.unanswered: Unanswered | None = None
+        """Why there is no answer; None if there is one, or nobody wants it."""
+
+    def start(self, call: Call[Any], due_at: float) -> None:
+        """Make the call. It ends by `due_at`, on the event loop's clock."""
+        self._job = self._dispatcher.submit(call, self, member=self._member, deadline_at=due_at)
+        if self.over:  # it has ended already
+            self._job = None
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        """Take in the end of the call. Called by the scheduler."""
+        self._job = None
+        if isinstance(result, Answer):
+            self._take_answer(result)
+        else:
+            self.unanswered = result
+        self._leave()
+
+    def late(self, answer: Answer[Any]) -> None:
+        """Ignore a late answer: the reader has its end, and nothing is recorded."""
+
+    def drop(self) -> None:
+        """End the call, because nobody wants its reply any more. Idempotent."""
+        if self.over:
+            return
+        job, self._job = self._job, None
+        if job is not None:
+            self._dispatcher.drop(job)
+        self._leave()
+
+    async def aclose(self) -> None:
+        """End the call, and wait until its attempts have ended."""
+        live = [] if self._job is None else self._job.live
+        tasks = [attempt.task for attempt in live if attempt.task is not None]
+        self.drop()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_WITHIN_S)
+
+    def _take_answer(self, answer: Answer[Any]) -> None:
+        self.answer = answer
+
+    def _leave(self) -> None:
+        self.over = True
+        self._dispatcher.batches.leave(self._member, scored=self.answer is not None)
+        self._member.batch.forget()
+        self._on_change()

@@ -1,0 +1,389 @@
+"""Judges one sample: binds its judge's calls to its deadline, batch and journal.
+
+A sample whose judge is a leaf makes one call and needs no task. All others are judged in a task. With a journal,
+samples of leaves are, too, because the journal is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import EngineError, JournalError
+from ..judges import Judge, Leaf
+from ..judges.leaf import failed, judged
+from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from ..samples.spent import NOTHING, Spent
+from ..scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
+from ..scheduling.calls import T
+from ..sources import Source
+from .outcomes import failure, scored
+
+if TYPE_CHECKING:
+    from .scoring import Scoring
+
+STEPS_TO_END = 50
+"""Steps of the event loop in which a judge must end after its deadline. A judge of judges needs a few for each level.
+"""
+
+
+class Pending:
+    """A sample without an outcome yet: a member of its batch, with the future that its caller awaits."""
+
+    __slots__ = ("_scoring", "future", "member", "over", "sample")
+
+    def __init__(self, scoring: Scoring, sample: Sample, member: Member, future: asyncio.Future[Outcome]) -> None:
+        self._scoring = scoring
+        self.sample = sample
+        self.future = future
+        self.member = member
+        self.over = False
+
+    def end(self, outcome: Outcome) -> None:
+        """Give the outcome to the caller, unless the sample has one already."""
+        if self.over:
+            return
+        self.over = True
+        if not self.future.done():
+            self.future.set_result(outcome)
+        self._scoring.ended(self.sample, outcome)
+        self._scoring.batches.leave(self.member, scored=isinstance(outcome, Scored))
+
+    def leave(self) -> None:
+        """End the sample without an outcome, because its caller no longer waits."""
+        if not self.over:
+            self.over = True
+            self._scoring.dropped(self.sample)
+            self._scoring.batches.leave(self.member, scored=False)
+
+
+class Calling(Pending):
+    """A sample whose judge is a leaf: the caller of its one call."""
+
+    __slots__ = ("_job", "_judge")
+
+    def __init__(
+        self, scoring: Scoring, sample: Sample, member: Member, future: asyncio.Future[Outcome], judge: Leaf
+    ) -> None:
+        super().__init__(scoring, sample, member, future)
+        self._judge = judge
+        self._job: Job | None = None
+
+    def start(self, due_at: float) -> None:
+        """Make the call."""
+        try:
+            verdict = self._judge.screened(self.sample)
+            if verdict is not None:
+                self.end(scored(verdict, self._judge))
+                return
+            call = self._judge.call(self.sample)
+        except Exception as error:
+            self.end(failure(error, self._judge))
+            return
+        self._job = self._scoring.dispatcher.submit(call, self, member=self.member, deadline_at=due_at)
+        if self._job is not None:
+            self.future.add_done_callback(self._done)
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        # The job refers to this object; memory must not wait for the garbage collector.
+        self._job = None
+        self.future.remove_done_callback(self._done)
+        judge = self._judge
+        outcome: Outcome
+        try:
+            outcome = scored(judge.judged(result) if isinstance(result, Answer) else judge.missing(result), judge)
+        except Exception as error:
+            outcome = failure(error, judge)
+        self.end(outcome)
+
+    def late(self, answer: Answer[Any]) -> None:
+        """Ignore a late answer: there is no journal to record it."""
+
+    def _done(self, _: object) -> None:
+        """Drop the call if the future was cancelled."""
+        job, self._job = self._job, None
+        if job is not None:
+            self._scoring.dispatcher.drop(job)
+        self.leave()
+
+
+class Judging(Pending):
+    """A sample that is judged in a task. It is the `ask` of its judge."""
+
+    __slots__ = (
+        "_asked",
+        "_due_at",
+        "_loop",
+        "_recalled",
+        "_recorded",
+        "_spent",
+        "_started_at",
+        "_timer",
+        "judge",
+        "task",
+    )
+
+    def __init__(
+        self,
+        scoring: Scoring,
+        sample: Sample,
+        member: Member,
+        future: asyncio.Future[Outcome],
+        judge: Judge,
+        due_at: float,
+    ) -> None:
+        super().__init__(scoring, sample, member, future)
+        self.judge = judge
+        self._due_at = due_at
+        self._started_at = scoring.now()
+        self._asked: dict[_Asked, None] = {}
+        self._spent = NOTHING
+        self._recalled = False
+        self._recorded = False
+        self._loop = asyncio.get_running_loop()
+        self.task = self._loop.create_task(self._run())
+        self._timer = self._loop.call_at(due_at, self._expire)
+        self.task.add_done_callback(self._ended)
+        future.add_done_callback(self._done)
+
+    async def __call__(self, call: Call[T]) -> Answer[T]:
+        """Ask; see `judges.base.Ask`. Raises `EngineError` in any other event loop than the engine's."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineError("a judge may ask only in the engine's event loop, not in another loop or thread")
+        try:
+            return await self._ask(call)
+        except CallFailed:
+            # A refused call does not wait. Without this, a judge that asks until it gets an answer would block the
+            # event loop, its own deadline included.
+            await asyncio.sleep(0)
+            raise
+
+    async def _ask(self, call: Call[T]) -> Answer[T]:
+        scoring = self._scoring
+        self._check()
+        keys, sources = scoring.keys(call), scoring.sources
+        if keys:
+            known = await self._recall(call, keys)
+            if known is not None:
+                self._recalled = True
+                found = _verdict_of(known, call.name)
+                if found is not None:
+                    # Without a row, a step would have too few samples in the journal, and the mean of the others.
+                    self._recorded = True
+                    await self._record(keys.get(known.source), Scored(replace(found, cached=True)))
+                # As after a failure: the journal may answer without waiting.
+                await asyncio.sleep(0)
+                return known
+            self._check()
+        asked = _Asked(scoring, self.sample, call, keys, sources)
+        self._asked[asked] = None
+        try:
+            asked.start(self.member, self._due_at)
+            result = await asked.future
+        finally:
+            asked.drop()
+            self._asked.pop(asked, None)
+            self._spent += asked.spent()
+            asked.forget()
+        if scoring.journal is not None:
+            self._recorded = True
+            outcome = asked.outcome(result)
+            if outcome is not None:
+                await self._record(scoring.key_of(call, result, keys, sources), outcome)
+        if isinstance(result, Unanswered):
+            raise CallFailed(result)
+        return result
+
+    def _check(self) -> None:
+        """Raise `CallFailed` if nothing may be asked any more."""
+        if self.over or self._scoring.now() >= self._due_at:
+            raise CallFailed(Unanswered("deadline", "the call was made after the deadline of its sample"))
+
+    async def _recall(self, call: Call[T], keys: Mapping[str, str]) -> Answer[T] | None:
+        batch = self.member.batch
+        batch.lookups += 1
+        try:
+            return await self._scoring.recall(call, self.sample, keys, self._due_at)
+        except JournalError as error:
+            self._raise_to_caller(error)
+            raise
+        finally:
+            batch.lookups -= 1
+            if not batch.lookups:
+                self._scoring.dispatcher.look_again()
+
+    async def _run(self) -> None:
+        outcome: Outcome
+        try:
+            outcome = scored(await self.judge.judge(self.sample, self), self.judge)
+        except asyncio.CancelledError:
+            # `asyncio.run` cancels all tasks at its end, the caller a few steps later.
+            self.give_up("bug", "the judge was cancelled by another task")
+            raise
+        except (KeyboardInterrupt, GeneratorExit):
+            # A coroutine whose event loop was closed ends with GeneratorExit.
+            raise
+        except BaseException as error:
+            if self.over:
+                return
+            outcome = failure(error, self.judge)
+        if self.over:
+            return
+        outcome = self._with_spent(outcome)
+        if self._scoring.journal is not None and not self._recorded and outcome.failure is not None:
+            # No call was made, for example for an empty response; the journal records all samples.
+            try:
+                await self._record(None, outcome)
+            except JournalError:
+                return
+        self.end(outcome)
+
+    async def _record(self, key: str | None, outcome: Outcome) -> None:
+        """Record an outcome. Raises `JournalError`, and passes it to the caller of the engine."""
+        try:
+            await self._scoring.record(key, self.sample, outcome, self._due_at)
+        except JournalError as error:
+            self._raise_to_caller(error)
+            raise
+
+    def _raise_to_caller(self, error: JournalError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+        self.leave()
+        self._stop()
+
+    def _with_spent(self, outcome: Outcome) -> Outcome:
+        spent = self._total()
+        if isinstance(outcome, Failed):
+            return replace(outcome, spent=spent)
+        # An outcome from the journal may still have paid attempts of other calls.
+        cached = outcome.verdict.cached and self._recalled and not spent.attempts
+        return Scored(replace(outcome.verdict, cached=cached, spent=NOTHING if cached else spent))
+
+    def _total(self) -> Spent:
+        """What its calls took, and the time since it was submitted."""
+        asked = sum((asked.spent() for asked in self._asked), self._spent)
+        return replace(asked, latency_s=self._scoring.now() - self._started_at)
+
+    def end(self, outcome: Outcome) -> None:
+        super().end(outcome)
+        self._stop()
+
+    def give_up(self, reason: str, detail: str, *, steps: int = STEPS_TO_END) -> None:
+        """End it with a failure, unless it ends by itself within `steps` steps of the event loop."""
+        if self.over:
+            return
+        if steps:
+            self._loop.call_soon(lambda: self.give_up(reason, detail, steps=steps - 1))
+        else:
+            outcome = self._with_spent(Failed(Cause.INFRA, reason, detail, judge=self.judge.name))
+            if not self._recorded:
+                self._scoring.note(self.sample, outcome)
+            self.end(outcome)
+
+    def close(self) -> None:
+        """End it at once."""
+        self.give_up("closed", "the engine was closed before the sample was scored", steps=0)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Ensure an outcome, whatever ended the task."""
+        if not (self.over or task.cancelled()):
+            error = task.exception()
+            self.give_up("bug", f"the judge was ended by a {type(error).__name__}", steps=0)
+
+    def _expire(self) -> None:
+        for asked in list(self._asked):
+            asked.expire()
+        waited_s = self._scoring.now() - self._started_at
+        self.give_up("deadline", f"judge {self.judge.name} had not ended after {waited_s:.1f} s")
+
+    def _done(self, _: object) -> None:
+        if not self.over:
+            # The caller cancelled it.
+            self.leave()
+            self._stop()
+
+    def _stop(self) -> None:
+        self._timer.cancel()
+        for asked in list(self._asked):
+            asked.cancel()
+        if self.task is not asyncio.current_task():
+            self.task.cancel()
+
+
+class _Asked:
+    """One running call of a judge."""
+
+    __slots__ = ("_call", "_job", "_keys", "_sample", "_scoring", "_sources", "future")
+
+    def __init__(
+        self,
+        scoring: Scoring,
+        sample: Sample,
+        call: Call[Any],
+        keys: Mapping[str, str],
+        sources: Mapping[str, Source],
+    ) -> None:
+        self._scoring = scoring
+        self._sample = sample
+        self._call = call
+        self._keys = keys
+        self._sources = sources
+        self.future: asyncio.Future[Answer[Any] | Unanswered] = asyncio.get_running_loop().create_future()
+        self._job: Job | None = None
+
+    def start(self, member: Member, due_at: float) -> None:
+        """Make the call. `future` gets its result."""
+        self._job = self._scoring.dispatcher.submit(self._call, self, member=member, deadline_at=due_at)
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        if not self.future.done():
+            self.future.set_result(result)
+
+    def late(self, answer: Answer[Any]) -> None:
+        outcome = self.outcome(answer)
+        if isinstance(outcome, Scored):
+            key = self._scoring.key_of(self._call, answer, self._keys, self._sources)
+            self._scoring.record_late(key, self._sample, outcome.verdict)
+
+    def outcome(self, result: Answer[Any] | Unanswered) -> Outcome | None:
+        """The outcome to record for a result; None for an answer that is no verdict."""
+        name = self._call.name
+        if isinstance(result, Answer):
+            found = _verdict_of(result, name)
+            return None if found is None else Scored(found)
+        try:
+            instead = None if self._call.instead is None else self._call.instead(result)
+        except Exception:
+            instead = None
+        return Scored(instead) if isinstance(instead, Verdict) else failed(result, name)
+
+    def spent(self) -> Spent:
+        """What it has taken so far."""
+        return NOTHING if self._job is None else self._job.spent(self._scoring.now())
+
+    def expire(self) -> None:
+        """Fail it at the deadline of its sample."""
+        if self._job is not None:
+            self._scoring.dispatcher.expire(self._job)
+
+    def drop(self) -> None:
+        """End the call, because its judge no longer waits for it."""
+        if self._job is not None:
+            self._scoring.dispatcher.drop(self._job)
+
+    def cancel(self) -> None:
+        """End the call and the wait for it, because its sample has its outcome."""
+        self.drop()
+        self.future.cancel()
+
+    def forget(self) -> None:
+        """Release the job, which refers to this object: memory must not wait for the garbage collector."""
+        self._job = None
+
+
+def _verdict_of(answer: Answer[Any], name: str) -> Verdict | None:
+    """The verdict of the judge `name` in an answer; None for an answer that is no verdict."""
+    return judged(answer, name) if isinstance(answer.value, Verdict) else None

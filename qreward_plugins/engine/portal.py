@@ -1,0 +1,233 @@
+"""A synchronous interface to an engine, for code without an event loop, with many threads, or with short-lived loops.
+
+The engine runs in its own thread and event loop (anyio's blocking portal), so that any number of threads and event
+loops share its queue and its quotas. Calls block only the calling thread. `submit` and `submit_all` return futures,
+which an event loop awaits with `asyncio.wrap_future`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio import to_thread
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from ..config import Config
+from ..errors import EngineError
+from ..observers import EngineStatistics
+from ..observers.batch_report import BatchReport
+from ..observers.facts import Facts
+from ..samples import Outcome, Sample
+from ..scheduling import Cutoff
+from ..system.streams import End
+from .barrier_actor import Report
+from .barrier_state import GroupKey
+from .group_barrier import GroupBarrier
+
+if TYPE_CHECKING:
+    from ..replicas.weights import Weights
+    from .engine import RewardEngine
+
+T = TypeVar("T")
+
+
+class EnginePortal:
+    """The methods of a `RewardEngine` as plain functions that any thread may call.
+
+    They raise `EngineError` once the portal is closed, in the engine's own thread, which they would block, and in a
+    forked child of the process that opened the portal.
+    """
+
+    def __init__(self, engine: RewardEngine, portal: BlockingPortal) -> None:
+        self._engine = engine
+        self._portal = portal
+        self._pid = os.getpid()
+        self._thread = portal.call(threading.current_thread)
+        self._barrier: GroupBarrier | None = None
+
+    def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
+        """Score a sample as `RewardEngine.score` does. Blocks the calling thread until the outcome."""
+        score = partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority)
+        outcome: Outcome = self._call(score)
+        return outcome
+
+    def score_all(
+        self,
+        samples: Iterable[Sample],
+        *,
+        deadline_s: float | None = None,
+        priority: int | None = None,
+        cutoff: Cutoff | None = None,
+    ) -> list[Outcome]:
+        """Score samples as `RewardEngine.score_all` does. Blocks the calling thread until the last outcome."""
+        score_all = partial(self._engine.score_all, deadline_s=deadline_s, priority=priority, cutoff=cutoff)
+        outcomes: list[Outcome] = self._call(score_all, list(samples))
+        return outcomes
+
+    def submit(
+        self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None
+    ) -> Future[Outcome]:
+        """Score a sample as `RewardEngine.score` does, without waiting. Cancelling the future cancels the attempts."""
+        score = partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority)
+        return self._start(score)
+
+    def submit_all(
+        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int | None = None
+    ) -> Future[list[Outcome]]:
+        """Score samples as `RewardEngine.score_all` does, without waiting. Cancelling the future cancels them."""
+        score_all = partial(self._engine.score_all, list(samples), deadline_s=deadline_s, priority=priority)
+        return self._start(score_all)
+
+    def score_stream(self, samples: Iterable[Sample], *, window: int | None = None) -> Iterator[tuple[Sample, Outcome]]:
+        """Score a stream as `RewardEngine.score_stream` does, as a plain iterator.
+
+        Another thread draws the samples, so their iterator may block, even on an earlier outcome. If it blocks when the
+        stream is closed, that thread runs on until the iterator returns.
+        """
+        stream = self._engine.score_stream(_drawn(samples), window=window)
+        try:
+            while (scored := self._call(_next, stream)) is not None:
+                yield scored
+        finally:
+            if self._pid == os.getpid():
+                with suppress(EngineError):  # a closed engine has ended the stream
+                    self._call(stream.aclose)
+
+    def run(self, function: Callable[[RewardEngine], Coroutine[Any, Any, T]]) -> T:
+        """Call an async function with the engine in the engine's event loop. Blocks the calling thread.
+
+        If the calling thread is interrupted (Ctrl-C), the function is cancelled.
+        """
+        future: Future[T] = self._start(function, self._engine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    @property
+    def config(self) -> Config:
+        """The engine's configuration."""
+        return self._engine.config
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the engine's thread, and await what it returns."""
+        return self._start(function, *args).result()
+
+    def _start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._pid != os.getpid():  # a forked child lacks the engine's thread
+            raise EngineError(
+                "this portal was opened before a fork; open one in this process (process_portal, RewardEngine.portal)"
+            )
+        if threading.current_thread() is self._thread:
+            raise EngineError("the engine's own thread cannot wait for itself; await the methods of the engine")
+        try:
+            return self._portal.start_task_soon(function, *args)
+        except RuntimeError:
+            raise EngineError("this portal is closed") from None
+
+    def settle(self, report: Report) -> Future[float | None]:
+        """Settle a group member as `GroupBarrier.settle` does, on a barrier that all users of this portal share.
+
+        Waits for `groups.wait_s` seconds at most. The number of waiting samples is not limited, because each waits in a
+        thread of its caller. When the engine is closed, waiting samples get the result of this process's own reports.
+        """
+        return self._start(self._settle, report)
+
+    def end_waiting(self, key: GroupKey) -> None:
+        """Stop waiting for a group as `GroupBarrier.end_waiting` does, for reports passed to `settle` before."""
+        self._start(self._end_waiting, key)
+
+    async def _settle(self, report: Report) -> float | None:
+        if self._barrier is None:
+            self._barrier = GroupBarrier(wait_s=self.config.groups.wait_s, max_waiting=None)
+        return await self._barrier.settle(report)
+
+    async def _end_waiting(self, key: GroupKey) -> None:
+        if self._barrier is not None:
+            self._barrier.end_waiting(key)
+
+    async def _aclose(self) -> None:
+        try:
+            if self._barrier is not None:
+                await self._barrier.aclose()
+        finally:
+            await self._engine.aclose()
+
+    def update_weights(self, source: str, **options: Any) -> Weights:
+        """Update weights as `RewardEngine.update_weights` does. Blocks the calling thread."""
+        weights: Weights = self._call(partial(self._engine.update_weights, source, **options))
+        return weights
+
+    def sleep(self, source: str, **options: Any) -> None:
+        """Free devices as `RewardEngine.sleep` does. Blocks the calling thread."""
+        self._call(partial(self._engine.sleep, source, **options))
+
+    def wake_up(self, source: str) -> None:
+        """End a sleep as `RewardEngine.wake_up` does. Blocks the calling thread."""
+        self._call(partial(self._engine.wake_up, source))
+
+    @property
+    def colocated(self) -> tuple[str, ...]:
+        """What `RewardEngine.colocated` is."""
+        return self._engine.colocated
+
+    def begin_rewards(self) -> Future[None]:
+        """Wake servers as `RewardEngine.begin_rewards` does, without waiting."""
+        return self._start(self._engine.begin_rewards)
+
+    def end_rewards(self) -> None:
+        """Put servers to sleep as `RewardEngine.end_rewards` does. Blocks the calling thread."""
+        self._call(self._engine.end_rewards)
+
+    def facts(self) -> Facts:
+        """Return what `RewardEngine.facts` returns."""
+        return self._engine.facts()
+
+    def last_batch(self) -> BatchReport | None:
+        """Return what `RewardEngine.last_batch` returns."""
+        report: BatchReport | None = self._call(self._engine.last_batch)
+        return report
+
+    def statistics(self) -> EngineStatistics:
+        """Return what `RewardEngine.statistics` returns."""
+        statistics: EngineStatistics = self._call(self._engine.statistics)
+        return statistics
+
+
+async def _drawn(samples: Iterable[Sample]) -> AsyncIterator[Sample]:
+    """Yield the samples, drawing each in a thread, because waiting for one must not block the engine's thread."""
+    iterator = iter(samples)
+    end = End.OF_SAMPLES
+    while (sample := await to_thread.run_sync(next, iterator, end, abandon_on_cancel=True)) is not End.OF_SAMPLES:
+        yield sample
+
+
+async def _next(stream: AsyncGenerator[tuple[Sample, Outcome], None]) -> tuple[Sample, Outcome] | None:
+    return await anext(stream, None)
+
+
+@contextmanager
+def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
+    """Run `engine` in its own thread. Leaving the context closes it, except in a child that was forked meanwhile."""
+    pid = os.getpid()
+    with ExitStack() as stack:
+        blocking = stack.enter_context(start_blocking_portal("asyncio"))
+        portal = EnginePortal(engine, blocking)
+        stack.callback(blocking.call, portal._aclose)
+        try:
+            yield portal
+        finally:
+            if os.getpid() != pid:
+                OF_PARENTS.append(stack.pop_all())
+
+
+OF_PARENTS: list[ExitStack] = []
+"""Portals of a parent process. A forked child can neither close them nor drop them, because garbage collection would
+close them."""

@@ -1,0 +1,69 @@
+"""The portals of this process, one for each configuration.
+
+Frameworks may load a reward function several times in one process, but all of them share the limits of a source. So a
+process has one portal for each configuration, which `process_portal` returns or opens.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from contextlib import ExitStack
+
+from ..config import Config
+from .engine import RewardEngine
+from .portal import OF_PARENTS, EnginePortal
+
+
+class _Portals:
+    """The portals of this process, by configuration."""
+
+    def __init__(self) -> None:
+        self._start()
+        os.register_at_fork(after_in_child=self._start_in_child)
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[tuple[tuple[Config, int], EnginePortal]] = []
+        self._resources = ExitStack()
+
+    def _start_in_child(self) -> None:
+        OF_PARENTS.append(self._resources)
+        self._start()
+
+    def get(self, config: Config, processes: int) -> EnginePortal:
+        with self._lock:
+            for known, portal in self._open:
+                if known == (config, processes):
+                    return portal
+            if not self._open:
+                atexit.register(self.close)
+            portal = self._resources.enter_context(RewardEngine(config, processes=processes).portal())
+            self._open.append(((config, processes), portal))
+            return portal
+
+    def close(self) -> None:
+        with self._lock:
+            atexit.unregister(self.close)
+            self._open.clear()
+            self._resources.close()
+
+
+_portals = _Portals()
+
+
+def process_portal(config: Config, *, processes: int = 1) -> EnginePortal:
+    """Return this process's portal for a configuration; the first call opens it.
+
+    Equal configurations share one portal. It is closed at the end of the process, or by `close_process_portals`.
+    `processes` is the number of processes that share the limits, as for `RewardEngine`. Any thread may call this.
+
+    Raises `ConfigurationError` if a source cannot be opened, or limits cannot be divided between the processes.
+    """
+    return _portals.get(config, processes)
+
+
+def close_process_portals() -> None:
+    """Close every portal that `process_portal` opened. Samples that wait in them fail. Idempotent."""
+    _portals.close()

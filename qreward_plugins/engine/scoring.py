@@ -1,0 +1,300 @@
+"""Scores the samples of one event loop: connects routes and judges with dispatcher, journal and observers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import anyio
+
+from ..errors import InvalidReply, JournalError
+from ..journal import Journal, question_keys
+from ..judges import JudgeRouter, Leaf
+from ..observers import Observers, events
+from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from ..samples.check import Rejected, named
+from ..scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
+from ..scheduling.calls import T
+from ..secrets import one_line
+from ..sources import Source
+from ..sources.base import Request, ServedWeights
+from ..system.cancellation import abandon, cancel_all, cancel_futures
+from .judging import Calling, Judging, Pending
+
+_log = logging.getLogger("qreward_plugins.engine")
+
+CLOSE_WITHIN_S = 5.0
+"""Longest time, in seconds, for which closing waits for judges that were cancelled."""
+
+
+class Scoring:
+    """Takes the samples of one event loop to their outcomes, and emits events to `observers`.
+
+    `sources` are the judges' sources, by name. `reuse`: use recorded answers of `journal` instead of asking again.
+    """
+
+    def __init__(
+        self,
+        router: JudgeRouter,
+        *,
+        sources: Mapping[str, Source],
+        journal: Journal | None,
+        reuse: bool,
+        observers: Observers,
+    ) -> None:
+        self._router = router
+        self.sources = sources
+        """The sources by name. A reload replaces the mapping and never changes it."""
+        self.journal = journal
+        self._reuse = reuse
+        self._observers = observers
+        self._judging: dict[Judging, None] = {}
+        self._under_way: dict[asyncio.Future[Outcome], None] = {}
+        """The samples without an outcome, if a source needs to know when there are none."""
+        self._arriving: dict[asyncio.Future[None], None] = {}
+        self._phased = _phased(sources)
+        self.dispatcher: Dispatcher
+        """Set after construction, because dispatcher and scoring call each other."""
+        self._keeping_groups = _keeping_groups(sources)
+        for source in self._keeping_groups:
+            source.restart()
+
+    def change(self, router: JudgeRouter, *, sources: Mapping[str, Source], reuse: bool) -> None:
+        """Go on with other judges and sources. Samples under way keep their judges."""
+        self._router, self.sources, self._reuse = router, sources, reuse
+        self._keeping_groups, self._phased = _keeping_groups(sources), _phased(sources)
+
+    @property
+    def batches(self) -> Batches:
+        """The batches of the dispatcher."""
+        return self.dispatcher.batches
+
+    def now(self) -> float:
+        """The event loop's clock, in seconds."""
+        return self.dispatcher.now()
+
+    def submit(
+        self, sample: Sample | Rejected, batch: Batch, due_at: float, *, priority: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        """Submit a sample. The future has its outcome by `due_at`, on the event loop's clock. `priority`: that of its
+        calls; default: as configured.
+
+        Cancelling the future cancels its calls.
+        """
+        self.submitted(sample)
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if self._phased:
+            self._under_way[future] = None
+            future.add_done_callback(self._under_way.pop)
+        if isinstance(sample, Rejected):
+            member = self.batches.join(batch, sample.sample.group_id)
+            Pending(self, sample.sample, member, future).end(Failed(Cause.INFRA, "input", sample.problem))
+            return future
+        route = self._router.route_of(sample)
+        member = self.batches.join(
+            batch,
+            sample.group_id,
+            priority=self._router.priority_of(sample, route) if priority is None else priority,
+            latency_sensitive=route is not None and route.latency_sensitive,
+        )
+        if route is None:
+            Pending(self, sample, member, future).end(_no_route(sample))
+            return future
+        for source in self._keeping_groups:
+            source.submitted(sample)
+            future.add_done_callback(lambda _, source=source: source.ended(sample))  # type: ignore[misc]
+        judge = self._router.judges[route.judge]
+        if isinstance(judge, Leaf) and self.journal is None:
+            Calling(self, sample, member, future, judge).start(due_at)
+        else:
+            judging = Judging(self, sample, member, future, judge, due_at)
+            self._judging[judging] = None
+            judging.task.add_done_callback(lambda _: self._judging.pop(judging, None))
+        return future
+
+    async def submit_all(
+        self, samples: Sequence[Sample | Rejected], due_at: float, *, priority: int | None, cutoff: Cutoff | None
+    ) -> list[asyncio.Future[Outcome]]:
+        """Submit samples as one batch; future i belongs to sample i. If one cannot be submitted, all are cancelled."""
+        batch = self.batches.new([named(sample).group_id for sample in samples], priority=priority or 0, cutoff=cutoff)
+        outcomes: list[asyncio.Future[Outcome]] = []
+        try:
+            outcomes += (self.submit(sample, batch, due_at, priority=priority) for sample in samples)
+        except BaseException:
+            await cancel_futures(outcomes)
+            raise
+        finally:
+            self.batches.seal(batch)
+        return outcomes
+
+    async def settled(self) -> None:
+        """Wait until the samples under way have their outcomes; those that come meanwhile are not waited for. Only
+        samples of an engine with a source of `colocated: true` are known.
+        """
+        if self._arriving:
+            await asyncio.wait(tuple(self._arriving))
+        if self._under_way:
+            await asyncio.wait(tuple(self._under_way))
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Within it, samples wait until the sources can be asked. They are under way (`settled`), and are submitted in
+        the step of the event loop that leaves it.
+        """
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arriving[arrived] = None
+        try:
+            yield
+        finally:
+            del self._arriving[arrived]
+            arrived.set_result(None)
+
+    def priority_of(self, sample: Sample | Rejected) -> int:
+        """The priority that the configuration gives a sample."""
+        if isinstance(sample, Rejected):
+            return 0
+        return self._router.priority_of(sample, self._router.route_of(sample))
+
+    def cut_off(self, batch: Batch) -> None:
+        """Fail the samples of a batch that are still judged when it is cut off."""
+        for judging in [judging for judging in self._judging if judging.member.batch is batch]:
+            judging.give_up("cutoff", "the batch stopped waiting, its quorum was in")
+
+    async def aclose(self) -> None:
+        """Fail every sample that has no outcome (`infra/closed`), and close the dispatcher. May be called again.
+
+        A judge that swallows its cancellation is abandoned after a few seconds, with a warning.
+        """
+        judging = {each.task: each for each in self._judging}
+        self.dispatcher.close()
+        for each in judging.values():
+            each.close()
+        await self.dispatcher.aclose()
+        for task in await cancel_all(judging, within_s=CLOSE_WITHIN_S):
+            abandon(task)
+            name = judging[task].judge.name
+            _log.warning("judge %s did not end within %g s of being cancelled, and is abandoned", name, CLOSE_WITHIN_S)
+
+    def submitted(self, sample: Sample | Rejected) -> None:
+        """Emit that a sample was submitted."""
+        self._observers.emit(events.submitted(named(sample), self.dispatcher.now()))
+
+    def ended(self, sample: Sample, outcome: Outcome) -> None:
+        """Emit the outcome of a sample."""
+        self._observers.emit(events.ended(sample, outcome, self.dispatcher.now()))
+
+    def dropped(self, sample: Sample) -> None:
+        """Emit that a sample ends without an outcome."""
+        self._observers.emit(events.dropped(sample, self.now()))
+
+    # The journal
+
+    async def recall(self, call: Call[T], sample: Sample, keys: Mapping[str, str], due_at: float) -> Answer[T] | None:
+        """The recorded answer to `call` of a sample; None if there is none, or if the judge no longer accepts it.
+
+        A slow disk gets half of the remaining time, so that there is time to ask.
+        """
+        if self.journal is None or not self._reuse or not keys or call.recall is None:
+            return None
+        recorded: Verdict | None = None
+        with anyio.move_on_after(max(0.0, due_at - self.now()) / 2):
+            recorded = await self.journal.get(*dict.fromkeys(keys.values()))
+        if recorded is None:
+            return None
+        try:
+            value = call.recall(recorded)
+        except (InvalidReply, ValueError, LookupError, TypeError, AttributeError):
+            # Another range may map its number beyond float32, or somebody edited the row.
+            return None
+        weights = ServedWeights(recorded.weight_version) if recorded.weight_version else None
+        for source in self._keeping_groups:
+            if source.name == recorded.source:
+                source.recalled(sample)
+        return Answer(value, recorded.source, recorded.model, recorded=True, weights=weights)
+
+    def keys(self, call: Call[Any]) -> Mapping[str, str]:
+        """The keys of the call's answers in the journal, by source."""
+        if self.journal is None:
+            return {}
+        self.dispatcher.settle(call)
+        return question_keys(call, self.sources)
+
+    def key_of(
+        self,
+        call: Call[T],
+        result: Answer[T] | Unanswered,
+        keys: Mapping[str, str],
+        sources: Mapping[str, Source],
+    ) -> str | None:
+        """The key under which `result` is recorded; None if it must not be used again. `keys` are those of `call` while
+        these were the sources. After a reload, its source may be another one than then.
+        """
+        if isinstance(result, Answer) and _weights_matter(result):
+            answered_by: Any = _AsOf(result.answered_by, result.weights)
+            return question_keys(replace(call, sources=(result.source,)), {result.source: answered_by}).get(
+                result.source
+            )
+        if sources is self.sources or not isinstance(result, Answer):
+            return keys.get(result.source) if sources is self.sources else None
+        source: Source | None = result.answered_by
+        if source is None or source is sources.get(result.source):
+            return keys.get(result.source)
+        return question_keys(replace(call, sources=(result.source,)), {result.source: source}).get(result.source)
+
+    async def record(self, key: str | None, sample: Sample, outcome: Outcome, due_at: float) -> None:
+        """Record the outcome of a call. The entry is queued at once; this waits for a slow disk until `due_at`."""
+        if self.journal is not None:
+            with anyio.move_on_after(max(0.0, due_at - self.now())):
+                await self.journal.put(key, sample, outcome)
+
+    def note(self, sample: Sample, outcome: Outcome) -> None:
+        """Record an outcome without waiting, because its sample's time is up."""
+        if self.journal is not None:
+            with contextlib.suppress(JournalError):
+                self.journal.note(None, sample, outcome)
+
+    def record_late(self, key: str | None, sample: Sample, verdict: Verdict) -> None:
+        """Record a verdict that came after its sample's outcome: it is paid for, and may be needed again."""
+        if self.journal is not None:
+            self.journal.note(key, sample, Scored(verdict))
+            self._observers.emit(events.late(sample, verdict, self.now()))
+
+
+class _AsOf:
+    """A source as it was when it had these weights, for the journal's key."""
+
+    def __init__(self, source: Any, weights: ServedWeights | None) -> None:
+        self._source = source
+        self._weights = weights
+
+    def question(self, request: Request) -> object:
+        return self._source.question_of(request, self._weights)
+
+
+def _weights_matter(answer: Answer[Any]) -> bool:
+    """Whether the key of an answer has to follow from the weights that gave it: an update may have come between the
+    question and the answer.
+    """
+    if answer.weights is None or not hasattr(answer.answered_by, "question_of"):
+        return False
+    return bool(answer.weights.identity or answer.answered_by.weights.identity)
+
+
+def _keeping_groups(sources: Mapping[str, Source]) -> tuple[Any, ...]:
+    """The sources of which one version of the weights is to judge each group."""
+    return tuple(source for source in sources.values() if getattr(source, "keeps_groups", False))
+
+
+def _phased(sources: Mapping[str, Source]) -> bool:
+    """Whether a source sleeps between reward phases."""
+    return any(getattr(source, "colocated", False) for source in sources.values())
+
+
+def _no_route(sample: Sample) -> Failed:
+    name = one_line(repr(sample.data_source), 200)
+    detail = f'no route matches the data source {name}; add it to `routes`, or a last route "*"'
+    return Failed(Cause.INFRA, "no_route", detail)

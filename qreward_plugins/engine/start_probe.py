@@ -1,0 +1,138 @@
+"""Asks every reward model about different texts before the first samples.
+
+A model that gives all texts the same numbers would train the policy on nothing, and no error would show it.
+
+The questions are those of `trial`, and go through the scheduler: limits, retries and observers hold for them, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from ..errors import ConfigurationError, Mistake
+from ..judges import Leaf
+from ..samples import Sample
+from ..scheduling import Answer, Call, Member, Unanswered
+from ..sources import LOGITS, Reply
+from ..system.cancellation import abandon, cancel_all
+from .scoring import Scoring
+from .trial import PAIRS, Pair, cause_of_equal
+
+_log = logging.getLogger("qreward_plugins.engine")
+
+START_WITHIN_S = 10.0
+"""Most seconds for all questions. A source that does not answer in time is not tested."""
+END_WITHIN_S = 2.0
+
+
+class StartProbe:
+    """The questions of one engine to its reward models. It asks once, in the event loop of the first call.
+
+    `judges` are all judges that ask sources. Sources in `given` stand in for others and are not asked.
+    """
+
+    def __init__(self, judges: Iterable[Leaf], *, given: Collection[str]) -> None:
+        self._judges: dict[str, Leaf] = {}
+        for judge in judges:
+            if judge.asks == LOGITS:
+                for name in judge.sources:
+                    if name not in given:
+                        self._judges.setdefault(name, judge)
+        self.over = not self._judges
+        """Whether all sources have passed, or could not be tested."""
+        self._asking: asyncio.Task[list[Mistake]] | None = None
+
+    async def passed(self, scoring: Scoring, due_at: float) -> None:
+        """Wait until all sources have passed, until `due_at` at the latest, on the event loop's clock.
+
+        Raises `ConfigurationError` for sources that give different texts the same numbers. Cancelling ends
+        only the wait.
+        """
+        loop = asyncio.get_running_loop()
+        asking = self._asking
+        if asking is None or asking.get_loop() is not loop:
+            asking = self._asking = loop.create_task(self._ask_all(scoring))
+        await asyncio.wait([asking], timeout=max(0.0, due_at - loop.time()))
+        if not asking.done() or asking.cancelled():
+            return
+        mistakes = asking.result()
+        if mistakes:
+            raise ConfigurationError(mistakes)
+        self.over = True
+
+    async def aclose(self) -> None:
+        """Stop asking."""
+        if self._asking is not None and not self._asking.done():
+            for task in await cancel_all([self._asking], within_s=END_WITHIN_S):
+                abandon(task)
+
+    async def _ask_all(self, scoring: Scoring) -> list[Mistake]:
+        due_at = scoring.now() + START_WITHIN_S
+        # Never sealed: it is no batch of samples, and has no report.
+        batch = scoring.batches.new(())
+        found = await asyncio.gather(
+            *(
+                self._ask(scoring, name, judge, scoring.batches.join(batch), due_at)
+                for name, judge in self._judges.items()
+            )
+        )
+        return [mistake for mistake in found if mistake is not None]
+
+    async def _ask(self, scoring: Scoring, source: str, judge: Leaf, member: Member, due_at: float) -> Mistake | None:
+        """Compare pairs until two texts get different numbers."""
+        numbers: Mapping[str, float] = {}
+        try:
+            for pair in PAIRS:
+                good = await _answer(scoring, source, judge, pair, pair.good, member, due_at)
+                bad = await _answer(scoring, source, judge, pair, pair.bad, member, due_at)
+                if isinstance(good, Unanswered) or isinstance(bad, Unanswered):
+                    why = good if isinstance(good, Unanswered) else bad
+                    _log.info("source %s was not tested at the start: %s", source, getattr(why, "detail", ""))
+                    return None
+                if good.value != bad.value:
+                    return None
+                numbers = good.value
+        finally:
+            scoring.batches.leave(member, scored=False)
+        shown = ", ".join(f"{number:.3g}" for number in list(numbers.values())[:5])
+        problem = f"it gives right answers and nonsense the same numbers ({shown}): {cause_of_equal(numbers)}."
+        return Mistake(f"sources.{source}", problem, "Compare with: qreward check.")
+
+
+async def _answer(
+    scoring: Scoring, source: str, judge: Leaf, pair: Pair, response: str, member: Member, due_at: float
+) -> Answer[Mapping[str, float]] | Unanswered:
+    sample = pair.sample(response, like=Sample([], ""))
+    call = Call((source,), lambda attempt: judge.request(sample, attempt=attempt), _numbers, name=judge.name)
+    waiting = _Waiting()
+    job = scoring.dispatcher.submit(call, waiting, member=member, deadline_at=due_at)
+    try:
+        result: Answer[Mapping[str, float]] | Unanswered = await waiting.future
+        return result
+    finally:
+        if job is not None:
+            scoring.dispatcher.drop(job)
+
+
+class _Waiting:
+    """The caller of one question."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        if not self.future.done():
+            self.future.set_result(result)
+
+    def late(self, answer: Answer[Any]) -> None:
+        """Ignore it."""
+
+
+def _numbers(_: object, reply: Reply) -> Mapping[str, float]:
+    """Return the numbers of a reply; for steps those of the last one."""
+    value: Any = reply.value
+    numbers = value if isinstance(value, Mapping) else value[-1][1]
+    return {str(label): float(number) for label, number in numbers.items()}

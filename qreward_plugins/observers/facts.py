@@ -1,0 +1,138 @@
+"""Turns an outcome into a flat mapping with the same keys for every sample, and sums many of these up.
+
+Frameworks read the keys of one sample and expect them in all. A key that only scored samples have would break a run
+hours later. So every key is always present, with the value None if a failed sample has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..samples import Failed, Outcome, Scored
+from .waits import mean, percentile
+
+MOST_COMPONENTS = 1_000
+"""Most names of components that are kept: a function may return new names for every sample."""
+
+COMPONENT = "score/"
+"""Prefix of the keys of components."""
+
+
+class Facts:
+    """Turns outcomes into mappings.
+
+    `components` are the names of components in the judges' configurations. A function judge may return others, which
+    are added when they first occur. `defines_correct`: a judge is configured to define correctness, which adds the key
+    `acc`; a verdict that defines it adds it, too.
+    """
+
+    def __init__(self, components: Iterable[str], *, defines_correct: bool) -> None:
+        self._components: dict[str, None] = dict.fromkeys(components)
+        self.defines_correct = defines_correct
+        """Whether some judge is known to define correctness."""
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the components known so far."""
+        return tuple(self._components)
+
+    def of(self, outcome: Outcome) -> dict[str, Any]:
+        """The facts of an outcome.
+
+        `failed`, `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the sample failed, or why its score is a
+        floor ("infra/deadline", "policy/empty"); "" for a judged sample. `weight_version` is that of the verdict.
+        `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0,
+        or None for a failed sample and for a judge that does not define correctness.
+        """
+        verdict = outcome.verdict if isinstance(outcome, Scored) else None
+        failure = outcome.failure
+        result = outcome if isinstance(outcome, Failed) else outcome.verdict
+        components = verdict.components if verdict is not None else {}
+        correct = verdict.correct if verdict is not None else None
+        if len(self._components) < MOST_COMPONENTS:
+            self._components.update(dict.fromkeys(components))
+        self.defines_correct = self.defines_correct or correct is not None
+        facts: dict[str, Any] = {
+            "failed": float(verdict is None),
+            "floor": float(verdict is not None and verdict.basis == "floor"),
+            "cause": failure.label if failure is not None else "",
+            "source": result.source,
+            "judge": result.judge,
+            "weight_version": verdict.weight_version if verdict is not None else "",
+            "attempts": float(result.attempts),
+            "latency_s": float(result.latency_s),
+            "tokens": float(result.usage.total_tokens),
+            "cost_usd": float(result.cost_usd),
+            "cached": float(verdict is not None and verdict.cached),
+            "cut": float(verdict is not None and verdict.cut),
+        }
+        for name in self._components:
+            facts[COMPONENT + name] = float(components[name]) if name in components else None
+        if self.defines_correct:
+            facts["acc"] = None if correct is None else float(correct)
+        return facts
+
+
+Fact: TypeAlias = Mapping[str, Any]
+"""The facts of one outcome."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number over many outcomes: the sum of `of`, or its mean."""
+
+    name: str
+    of: Callable[[Fact], float]
+    mean: bool = False
+
+
+def _caused(key: str, cause: str) -> Callable[[Fact], float]:
+    return lambda fact: float(fact[key] and fact["cause"].partition("/")[0] == cause)
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("samples", lambda fact: 1.0),
+    Metric("failed", lambda fact: fact["failed"]),
+    Metric("failed_rate", lambda fact: fact["failed"], mean=True),
+    *(Metric(f"failed/{cause}", _caused("failed", cause)) for cause in ("infra", "verdict", "policy")),
+    Metric("floor_rate", lambda fact: fact["floor"], mean=True),
+    *(Metric(f"floor/{cause}", _caused("floor", cause)) for cause in ("verdict", "policy")),
+    Metric("attempts_mean", lambda fact: fact["attempts"], mean=True),
+    Metric("tokens", lambda fact: fact["tokens"]),
+    Metric("cost_usd", lambda fact: fact["cost_usd"]),
+    Metric("cached_rate", lambda fact: fact["cached"], mean=True),
+    Metric("cut_rate", lambda fact: fact["cut"], mean=True),
+)
+"""The sums and means that slime and ROLL log, under these names."""
+
+
+def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics of many outcomes, from their facts; empty without any.
+
+    Counts and shares cover all of them. Latencies are seconds from submission to outcome. Components are means over the
+    samples that have them.
+    """
+    rows = list(facts)
+    if not rows:
+        return {}
+    latencies = [fact["latency_s"] for fact in rows]
+    numbers = {
+        **{
+            metric.name: mean([metric.of(row) for row in rows]) if metric.mean else math.fsum(map(metric.of, rows))
+            for metric in METRICS
+        },
+        **{f"latency_s/p{share}": percentile(latencies, share / 100) for share in (50, 95, 99)},
+        "latency_s/max": max(latencies),
+    }
+    sources = Counter(fact["source"] for fact in rows if fact["source"] and not fact["failed"])
+    for source, count in sorted(sources.items()):
+        numbers[f"source_share/{source}"] = count / sources.total()
+    for name in dict.fromkeys(key for fact in rows for key in fact if key.startswith(COMPONENT) or key == "acc"):
+        values = [fact[name] for fact in rows if fact.get(name) is not None and not fact["failed"]]
+        if values:
+            numbers[name] = mean(values)
+    return numbers

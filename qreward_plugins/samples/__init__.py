@@ -1,0 +1,37 @@
+"""Samples and what becomes of them: what is scored, its verdict, its outcome, and what it cost.
+
+- `sample`: `Sample`, `Verdict`, `Scored`, `Failed`. `spent`: attempts, tokens and dollars of an outcome.
+- `check`: reads foreign values, rejects what cannot be scored. `prompts`: messages of a framework's prompt.
+- `json_values`: values of samples as JSON. `frozen`: quick frozen dataclasses.
+- `images`: images of prompts and responses.
+"""
+
+from __future__ import annotations
+
+from .sample import (
+    FLOAT32_LIMIT,
+    Cause,
+    Failed,
+    Message,
+    Outcome,
+    RawScore,
+    Sample,
+    Scored,
+    Split,
+    Verdict,
+    fits_float32,
+)
+
+__all__ = [
+    "FLOAT32_LIMIT",
+    "Cause",
+    "Failed",
+    "Message",
+    "Outcome",
+    "RawScore",
+    "Sample",
+    "Scored",
+    "Split",
+    "Verdict",
+    "fits_float32",
+]

@@ -1,0 +1,222 @@
+"""Writes values of samples as JSON, and raises `InputError` for a value that JSON cannot hold exactly.
+
+orjson turns NaN into null and a dataclass into an object, so a server would score a different question. A value is
+therefore first copied into JSON's types. A value that has no JSON type raises an `InputError` with its field and its
+place. Two things are changed on purpose: keys that are numbers become texts, and a lone surrogate, which a policy's
+tokens can form but UTF-8 cannot encode, becomes U+FFFD.
+
+An image stays an `EncodedImage` in a body and becomes text only when the body is written.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import orjson
+
+from ..errors import InputError
+from ..secrets import one_line
+from .check import kind_of
+from .images import EncodedImage
+
+MOST_VALUES = 1_000_000
+"""Most values in one field. A part that occurs at several places counts at each of them."""
+MOST_NESTING = 100
+"""Deepest nesting of lists and mappings."""
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY
+_KEY_CHARS = 40
+
+
+def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
+    """Return `value` in JSON's types: None, booleans, numbers, texts, lists, mappings, and numpy arrays of numbers.
+
+    Dates and UUIDs become their standard text. `field` is the value's name in messages. With `sets` a set becomes a
+    sorted list. Raises `InputError` for NaN and infinity, integers beyond 64 bits, bytes, objects, two keys that are
+    the same text in JSON, more than `MOST_VALUES` values or `MOST_NESTING` levels, and values that contain themselves.
+    """
+    writer = _Writer(sets=sets)
+    try:
+        return writer.copy(value)
+    except InputError as error:
+        raise InputError(f"{field}{writer.place}: {error}") from None
+    except Exception as error:
+        raise InputError(f"{field}{writer.place}: it cannot be read ({kind_of(error)})") from None
+
+
+def with_parameters(
+    body: Mapping[str, Any], parameters: Mapping[str, Any], containers: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return `body` with `parameters`, which override its keys; None removes a key.
+
+    In a mapping whose key is one of `containers`, single settings are overridden and removed in the same way.
+    """
+    merged = {**body, **parameters}
+    for key, value in parameters.items():
+        if value is None:
+            del merged[key]
+        elif key in containers and isinstance(value, Mapping):
+            own = body.get(key)
+            inner = {**(own if isinstance(own, Mapping) else {}), **value}
+            merged[key] = {name: setting for name, setting in inner.items() if setting is not None}
+    return merged
+
+
+def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
+    """Write what `as_json` returned, or a structure of such values, as UTF-8.
+
+    `image` writes an image; the default encodes it, which takes a while. Raises TypeError for values of other types,
+    and `InputError` for an image that cannot be sent.
+    """
+
+    def written(value: Any) -> Any:
+        return image(value) if type(value) is EncodedImage else _listed(value)
+
+    try:
+        return orjson.dumps(body, option=_OPTIONS, default=written)
+    except TypeError as error:
+        problem = error.__cause__
+    if isinstance(problem, InputError):
+        try:
+            raise problem
+        finally:
+            # Breaks the reference cycle of error, traceback and frame, which would keep the body in memory.
+            del problem
+    # Lone surrogates are rare, so texts are searched for them only after orjson has refused the body.
+    return orjson.dumps(without_lone_surrogates(body), option=_OPTIONS, default=written)
+
+
+def images_written(value: Any) -> Any:
+    """Return a body with its images as texts. Raises `InputError` for an image that cannot be sent."""
+    if type(value) is EncodedImage:
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: images_written(item) for key, item in value.items()}
+    return [images_written(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class _Writer:
+    def __init__(self, *, sets: bool) -> None:
+        self._sets = sets
+        self._left = MOST_VALUES
+        self._path: list[object] = []
+
+    @property
+    def place(self) -> str:
+        """The place in the value that is being copied, such as `.steps[2]`."""
+        shown = self._path[:8]
+        text = "".join(f"[{key}]" if isinstance(key, int) else f".{one_line(str(key), _KEY_CHARS)}" for key in shown)
+        return text + ("..." if len(self._path) > len(shown) else "")
+
+    def copy(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is str or kind is bool or value is None or kind is EncodedImage:
+            return value
+        self._left -= 1
+        if self._left < 0 or len(self._path) > MOST_NESTING:
+            raise InputError("it is nested too deeply, contains itself, or holds more than a million values")
+        if isinstance(value, int):
+            return _integer(value)
+        if isinstance(value, float):
+            return _number(value)
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, Mapping):
+            return self._mapping(value)
+        if kind is not memoryview and hasattr(value, "tolist") and hasattr(value, "shape"):
+            return self._array(value)
+        if isinstance(value, Set):
+            if not self._sets:
+                raise InputError("it is a set, which has no order; write a list")
+            return self._list(sorted(value, key=repr))
+        if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
+            return self._list(value)
+        if kind in (datetime.datetime, datetime.date, datetime.time):
+            return value.isoformat()
+        if kind is uuid.UUID:
+            return str(value)
+        raise InputError(f"it is of type {kind_of(value)}, which JSON does not have; write it as text or as a number")
+
+    def _mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
+        plain: dict[str, Any] = {}
+        for key, item in value.items():
+            name = key if type(key) is str else self._key(key)
+            if name in plain:
+                raise InputError(f"two of its keys are written {one_line(name, _KEY_CHARS)!r} in JSON")
+            self._path.append(name)
+            plain[name] = self.copy(item)
+            self._path.pop()
+        return plain
+
+    def _key(self, key: Any) -> str:
+        plain = self.copy(key)
+        if isinstance(plain, str):
+            return plain
+        if plain is None or isinstance(plain, (bool, int, float)):
+            return orjson.dumps(plain).decode()
+        raise InputError(f"a key is of type {kind_of(key)}; write a text")
+
+    def _list(self, value: Sequence[Any]) -> list[Any]:
+        plain: list[Any] = []
+        for number, item in enumerate(value):
+            self._path.append(number)
+            plain.append(self.copy(item))
+            self._path.pop()
+        return plain
+
+    def _array(self, value: Any) -> Any:
+        items = value.tolist()
+        if type(items) is type(value):
+            raise InputError(f"it is of type {kind_of(value)}, which JSON does not have")
+        if _is_of_times(value) and not _holds_dates(items):
+            # numpy turns NaT into None, and times in nanoseconds into integers.
+            raise InputError("it is a numpy time that is NaT, a duration or in nanoseconds; write it as text")
+        plain = self.copy(items)
+        # orjson writes a numpy float32 with as many digits as float32 needs. A Python float would get those of float64.
+        is_native = type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
+        return value if is_native else plain
+
+
+def _is_of_times(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and value.dtype.kind in "mM"
+
+
+def _holds_dates(items: Any) -> bool:
+    if isinstance(items, list):
+        return all(map(_holds_dates, items))
+    return isinstance(items, datetime.date)
+
+
+def _integer(value: int) -> int:
+    exact = int.__add__(value, 0)
+    if not -(2**63) <= exact < 2**64:
+        raise InputError("it is an integer beyond 64 bits, which many JSON parsers round; write it as text")
+    return exact
+
+
+def _number(value: float) -> float:
+    exact = float.__add__(value, 0.0) if type(value) is not float else value
+    if not math.isfinite(exact):
+        raise InputError(f"it is {'NaN' if exact != exact else 'infinite'}, which JSON does not have")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    """Convert an array that orjson does not write (half precision, not contiguous) to a list."""
+    tolist: Callable[[], Any] | None = getattr(value, "tolist", None)
+    if tolist is None:
+        raise TypeError(f"Type is not JSON serializable: {kind_of(value)}")
+    return tolist()
+
+
+def without_lone_surrogates(value: Any) -> Any:
+    """Replace every lone surrogate in `value` by U+FFFD, and every pair by its character."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, Mapping):
+        return {without_lone_surrogates(key): without_lone_surrogates(item) for key, item in value.items()}
+    return [without_lone_surrogates(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,236 @@
+"""Answers clients' own requests over the sources of an engine.
+
+The body goes to a source as it came, but for the model, and the reply comes back as the source sent it. The client's
+key never leaves, and the source's key never comes back. What the scheduler gave up becomes an error in the client's own
+form, with cause and reason, never a made-up answer. Nothing is recorded in the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from ...config import configured_name
+from ...engine import RewardEngine
+from ...errors import EngineError, InputError
+from ...samples import Sample
+from ...scheduling import Answer, Call, Unanswered
+from ...secrets import one_line
+from ...sources import Reply, Request
+from ...sources.passed_requests import PassedRequest, RawReply, forwarded_headers, parsed_body
+from .exchange import Exchange, Pieces
+from .formats import FORMATS, Format, client_format, format_of, model_entry, model_list
+from .groups import Group, ModelGroups
+from .terms import read_terms
+
+DEFAULT_COMPLETION_TOKENS = 4096
+"""Completion tokens that are reserved for a request that does not bound its completion."""
+NAME = "client"
+"""The name of the calls in events, where others have the name of their judge."""
+SOURCE_HEADER = "x-qreward-source"
+ATTEMPTS_HEADER = "x-qreward-attempts"
+NO_RETRY = {"x-should-retry": "false"}
+"""Tells the SDKs of OpenAI and Anthropic not to ask again: the scheduler has done that."""
+_SHOWN_CHARS = 200
+"""Most characters of a model or a path in a message."""
+_STATUSES = {"deadline": 504, "invalid": 502, "garbage": 502, "input": 400, "refused": 400}
+_CAUSES = {"invalid": "verdict", "input": "policy", "refused": "policy"}
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """A request of a client. `path` is without the query. Names of `headers` are in any case. `read_timeout_s`: most
+    seconds that the client waits for the next part of its reply; None: any number.
+    """
+
+    method: str
+    path: str
+    headers: Mapping[str, str] = field(repr=False)
+    body: bytes = field(repr=False)
+    read_timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ClientReply:
+    """The reply to a client: `body`, or `pieces` of a stream, which the caller has to read or close."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = field(default=b"", repr=False)
+    pieces: Pieces | None = field(default=None, repr=False)
+
+
+class Proxy:
+    """Answers clients over the sources of `engine`, in the engine's event loop."""
+
+    def __init__(self, engine: RewardEngine) -> None:
+        self._engine = engine
+        self._of = engine.config
+        self._known_groups = ModelGroups(engine.config, engine.upstreams)
+
+    @property
+    def _groups(self) -> ModelGroups:
+        if self._of is not self._engine.config:  # it was reloaded
+            self._of = self._engine.config
+            self._known_groups = ModelGroups(self._of, self._engine.upstreams)
+        return self._known_groups
+
+    async def answer(self, incoming: ClientRequest) -> ClientReply:
+        """Return the reply. Errors are replies, too, in the form of the client.
+
+        Raises only `TimeoutError`, if nothing comes within the client's read timeout. Cancelling ends the attempts.
+        """
+        form = client_format(incoming.path, incoming.headers)
+        try:
+            if incoming.method == "GET" and (found := self._listed(incoming.path, form)) is not None:
+                return found
+            return await self._forward(incoming, form)
+        except InputError as error:
+            return refusal(form, 400, str(error), reason="input")
+        except EngineError as error:
+            return refusal(form, 503, str(error), cause="infra", reason="closed")
+
+    def _listed(self, path: str, form: Format) -> ClientReply | None:
+        _, slash, rest = path.partition("/models")
+        model, models = unquote(rest[1:]), self._groups.models()
+        if slash and not model:
+            return _json(200, model_list(form, models))
+        if slash and model in models:
+            return _json(200, model_entry(form, model))
+        return self._no_model(form, model) if slash else None
+
+    async def _forward(self, incoming: ClientRequest, form: Format) -> ClientReply:
+        found = format_of(incoming.path)
+        if found is None:
+            known = ", ".join((*(each.path for each in FORMATS), "/models"))
+            path = one_line(incoming.path, _SHOWN_CHARS)
+            detail = f"{incoming.method} {path} is not passed on; the paths that are end in {known}"
+            return refusal(form, 404, detail, reason="path")
+        if incoming.method != "POST":
+            return refusal(form, 405, f"{incoming.path} takes POST", reason="path")
+        body = parsed_body(incoming.body)
+        deadline_s, priority = read_terms(incoming.headers)
+        model = form.model_of(incoming.path, body)
+        group, known_model = self._groups.find(model, form.dialects)
+        if group is None:
+            return self._no_model(form, model, speaks=known_model)
+        problem = form.refusal(body) or self._state_problem(form, body, group)
+        if problem:
+            return refusal(form, 400, problem, reason="state")
+        if deadline_s is None:
+            deadline_s = self._engine.config.engine.deadline_s
+        return await self._call(incoming, form, body, group, deadline_s, priority or 0)
+
+    def _state_problem(self, form: Format, body: Mapping[str, Any], group: Group) -> str:
+        key = form.reference(body)
+        if not key or len(set(map(configured_name, group.sources))) == 1:
+            return ""
+        return (
+            f"{key!r} refers to what one provider keeps, and this model has several sources; name a model that has one "
+            "source"
+        )
+
+    def _no_model(self, form: Format, model: str, *, speaks: bool = False) -> ClientReply:
+        models = ", ".join(self._groups.models()) or "none"
+        named = repr(one_line(model, _SHOWN_CHARS))
+        what = f"no source of the model {named} speaks this format ({form.path})" if speaks else f"no model {named}"
+        return refusal(form, 404, f"{what}; models: {models}", reason="model_not_found")
+
+    async def _call(
+        self,
+        incoming: ClientRequest,
+        form: Format,
+        body: dict[str, Any],
+        group: Group,
+        deadline_s: float,
+        priority: int,
+    ) -> ClientReply:
+        streams = form.streams(incoming.path, body)
+        headers = forwarded_headers(incoming.headers)
+        dispatcher = self._engine.dispatcher()
+        # Never sealed: it is no batch of samples, and has no report.
+        exchange = Exchange(dispatcher, dispatcher.batches.new((), priority=priority))
+        passed = PassedRequest(
+            body,
+            headers,
+            streams,
+            refers=form.reference(body) != "",
+            on_head=exchange.begin,
+            on_refusal=exchange.refused,
+            has_room=exchange.has_room,
+            wait_for_room=exchange.wait_for_room,
+        )
+        request = Request(Sample([], ""), max_completion_tokens=DEFAULT_COMPLETION_TOKENS, judge=NAME, passed=passed)
+        call: Call[Any] = Call(
+            group.sources,
+            lambda attempt: request,
+            _raw,
+            NAME,
+            on_text=exchange.add if streams else None,
+            once=form.changes_something(body),
+            refusal_ends=True,
+            choose=group.choose,
+        )
+        within_s = deadline_s
+        if incoming.read_timeout_s is not None and not streams:
+            within_s = min(within_s, incoming.read_timeout_s)
+        try:
+            exchange.start(call, dispatcher.now() + within_s)
+            await exchange.first(incoming.read_timeout_s)
+        except (TimeoutError, asyncio.CancelledError):
+            exchange.drop()
+            raise
+        if exchange.unanswered is not None and exchange.head is None:
+            if exchange.unanswered.reason == "deadline" and within_s < deadline_s:
+                raise TimeoutError
+            return _failed(form, exchange.unanswered, exchange.refusal)
+        if exchange.head is not None:
+            return ClientReply(
+                exchange.head.status, _headers(exchange.head), pieces=Pieces(exchange, incoming.read_timeout_s)
+            )
+        answer: Answer[Any] | None = exchange.answer
+        assert answer is not None, "a call that is over has an answer or has none"
+        raw: RawReply = answer.value
+        return ClientReply(raw.status, {**_headers(raw), ATTEMPTS_HEADER: str(answer.spent.attempts)}, raw.body)
+
+
+def refusal(
+    form: Format,
+    status: int,
+    message: str,
+    *,
+    reason: str,
+    cause: str = "policy",
+    headers: Mapping[str, str] = NO_RETRY,
+) -> ClientReply:
+    """Return an error in the form of a client."""
+    return _json(status, form.error(status, message, cause, reason), headers)
+
+
+def _failed(form: Format, why: Unanswered, refused: RawReply | None) -> ClientReply:
+    """Return the error for a call that has no answer."""
+    if why.reason == "refused" and refused is not None:
+        headers = {**_headers(refused), **NO_RETRY, ATTEMPTS_HEADER: str(why.spent.attempts)}
+        return ClientReply(refused.status, headers, refused.body)
+    status, cause = _STATUSES.get(why.reason, 503), _CAUSES.get(why.reason, "infra")
+    headers = {**NO_RETRY, ATTEMPTS_HEADER: str(why.spent.attempts)}
+    if why.source:
+        headers[SOURCE_HEADER] = configured_name(why.source)
+    detail = f"{cause}/{why.reason}: {why.detail}" if why.detail else f"{cause}/{why.reason}"
+    return refusal(form, status, detail, reason=why.reason, cause=cause, headers=headers)
+
+
+def _headers(reply: RawReply) -> dict[str, str]:
+    return {**reply.headers, SOURCE_HEADER: configured_name(reply.source)}
+
+
+def _json(status: int, value: Any, headers: Mapping[str, str] = {}) -> ClientReply:
+    return ClientReply(status, {"content-type": "application/json", **headers}, json.dumps(value).encode())
+
+
+def _raw(request: Request, reply: Reply) -> Any:
+    return reply.value

@@ -1,0 +1,338 @@
+"""Transports for httpx and httpx2: a client keeps its code, and its model calls go through an engine.
+
+    AsyncOpenAI(http_client=httpx2.AsyncClient(transport=QRewardTransport("judges.yaml")), api_key="any")
+
+What a transport answers is that of `proxy`: replies as the sources sent them, and errors in the client's own form. The
+SDKs of OpenAI (from 3 on) and Anthropic (from 2 on) use httpx2, other clients httpx. Both have the same classes, so one
+transport serves both: it answers each request with the classes of the library that made it.
+
+A client's own time limit (httpx's `read`) raises `ReadTimeout`, as without a transport. A stream that breaks off raises
+`RemoteProtocolError`. Everything else is a reply with a status, whose header `x-should-retry: false` keeps SDKs from
+asking again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from os import PathLike
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..config import Config, load_config
+from ..engine import RewardEngine
+from ..engine.portal import EnginePortal
+from ..errors import ConfigurationError, EngineError, InputError, Mistake, ReplyBroken
+from .model_calls import ClientReply, ClientRequest, Pieces, Proxy, refusal
+from .model_calls.formats import Format, client_format
+
+if TYPE_CHECKING:
+    import httpx
+    import httpx2
+    from omegaconf import DictConfig
+
+    class _AsyncTransport(httpx.AsyncBaseTransport, httpx2.AsyncBaseTransport):
+        async def handle_async_request(self, request: Any) -> Any: ...
+
+    class _Transport(httpx.BaseTransport, httpx2.BaseTransport):
+        def handle_request(self, request: Any) -> Any: ...
+
+else:
+    _LIBRARIES: dict[str, ModuleType] = {}
+    for _name in ("httpx", "httpx2"):
+        try:
+            _LIBRARIES[_name] = importlib.import_module(_name)
+        except ModuleNotFoundError:  # either of them is enough
+            continue
+    _AsyncTransport = type("_AsyncTransport", tuple(each.AsyncBaseTransport for each in _LIBRARIES.values()), {})
+    _Transport = type("_Transport", tuple(each.BaseTransport for each in _LIBRARIES.values()), {})
+
+MOST_BODY_BYTES = 64 * 2**20
+"""Largest body of a request, in bytes. A larger one is refused with 413."""
+
+_FOR_ASYNC = "QRewardTransport is for asynchronous clients; a synchronous one takes QRewardSyncTransport"
+_FOR_SYNC = "QRewardSyncTransport is for synchronous clients; an asynchronous one takes QRewardTransport"
+
+
+class QRewardTransport(_AsyncTransport):
+    """An asynchronous transport for clients of httpx and httpx2, in asyncio.
+
+    Args:
+        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the transport makes an
+            engine, and closes it with its client. Or a `RewardEngine`, which its caller closes.
+        max_body_bytes: larger bodies of requests are refused with 413.
+
+    Raises what `RewardEngine` raises, and `ModuleNotFoundError` if neither httpx nor httpx2 is installed. An engine
+    serves one event loop at a time, and so does a transport.
+    """
+
+    def __init__(
+        self,
+        engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | RewardEngine,
+        *,
+        max_body_bytes: int = MOST_BODY_BYTES,
+    ) -> None:
+        _check_installed()
+        _check_size(max_body_bytes)
+        self._own = None if isinstance(engine, RewardEngine) else _opened(engine)
+        self._engine = engine if isinstance(engine, RewardEngine) else self._own
+        assert self._engine is not None
+        self._proxy = Proxy(self._engine)
+        self._max_body_bytes = max_body_bytes
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(_FOR_ASYNC)
+
+    def handle_request(self, request: Any) -> NoReturn:
+        """Raise `TypeError`: a synchronous client needs the other transport."""
+        raise TypeError(_FOR_ASYNC)
+
+    @property
+    def engine(self) -> RewardEngine:
+        """The engine, for its statistics."""
+        assert self._engine is not None
+        return self._engine
+
+    async def handle_async_request(self, request: Any) -> Any:
+        """Answer a request of a client. Cancelling it ends its attempts."""
+        exchange = _Exchange(request, self._max_body_bytes)
+        async for chunk in request.stream:
+            if not exchange.fits(chunk):
+                return exchange.too_large()
+        try:
+            reply = await self._proxy.answer(exchange.incoming())
+        except TimeoutError:
+            reply = None
+        return exchange.response(reply, exchange.stream)
+
+    async def aclose(self) -> None:
+        """Close the engine, if the transport has made it. Idempotent."""
+        if self._own is not None:
+            await self._own.aclose()
+
+
+class QRewardSyncTransport(_Transport):
+    """A transport for the synchronous clients of httpx and httpx2; any number of threads may use it.
+
+    Args:
+        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the first request starts
+            an engine in a thread of its own, and closing the client ends it. Or the `EnginePortal` of an engine, which
+            its caller closes.
+        max_body_bytes: larger bodies of requests are refused with 413.
+
+    Raises what `RewardEngine` raises, and `ModuleNotFoundError` if neither httpx nor httpx2 is installed.
+    """
+
+    def __init__(
+        self,
+        engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | EnginePortal,
+        *,
+        max_body_bytes: int = MOST_BODY_BYTES,
+    ) -> None:
+        _check_installed()
+        _check_size(max_body_bytes)
+        if isinstance(engine, RewardEngine):
+            raise TypeError("a synchronous transport takes the portal of an engine: RewardEngine.portal()")
+        self._portal = engine if isinstance(engine, EnginePortal) else None
+        self._own = None if isinstance(engine, EnginePortal) else _opened(engine)
+        self._opened = ExitStack()
+        # Also at the end of the process, while the engine's thread still runs.
+        weakref.finalize(self, self._opened.close)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._proxy: Proxy | None = None
+        self._max_body_bytes = max_body_bytes
+
+    async def __aenter__(self) -> NoReturn:
+        raise TypeError(_FOR_SYNC)
+
+    async def handle_async_request(self, request: Any) -> NoReturn:
+        """Raise `TypeError`: an asynchronous client needs the other transport."""
+        raise TypeError(_FOR_SYNC)
+
+    def handle_request(self, request: Any) -> Any:
+        """Answer a request of a client. Blocks the calling thread."""
+        exchange = _Exchange(request, self._max_body_bytes)
+        for chunk in request.stream:
+            if not exchange.fits(chunk):
+                return exchange.too_large()
+        incoming = exchange.incoming()
+
+        async def answer(engine: RewardEngine) -> ClientReply:
+            if self._proxy is None:
+                self._proxy = Proxy(engine)
+            return await self._proxy.answer(incoming)
+
+        reply: ClientReply | None
+        try:
+            portal = self._open()
+            reply = portal.run(answer)
+        except EngineError as error:
+            return exchange.closed(error)
+        except TimeoutError:
+            reply = None
+        return exchange.response(reply, lambda pieces: exchange.sync_stream(pieces, portal))
+
+    def close(self) -> None:
+        """Close the engine, if the transport has made it. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._opened.close()
+
+    def _open(self) -> EnginePortal:
+        with self._lock:
+            if self._closed:
+                raise EngineError("this transport is closed; make a new one")
+            if self._portal is None:
+                assert self._own is not None
+                self._portal = self._opened.enter_context(self._own.portal())
+            return self._portal
+
+
+def _check_installed() -> None:
+    if not TYPE_CHECKING and not _LIBRARIES:
+        raise ModuleNotFoundError(
+            'a transport needs httpx or httpx2: pip install "qreward-plugins[httpx]"', name="httpx"
+        )
+
+
+def _check_size(size: Any) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InputError(f"max_body_bytes must be a whole number from 1 on, not {size!r}")
+
+
+def _opened(config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config) -> RewardEngine:
+    loaded = load_config(config)
+    if loaded.engine.server is not None:
+        url = loaded.engine.server.url.rstrip("/")
+        problem = f"the sources are those of the reward server at {url}."
+        remedy = f"Clients need no transport for it: their base URL is {url}/v1."
+        raise ConfigurationError([Mistake("engine.server", problem, remedy)])
+    return RewardEngine(loaded)
+
+
+class _Exchange:
+    """One request of a client, and the responses to it in the classes of the client's library."""
+
+    def __init__(self, request: Any, max_body_bytes: int) -> None:
+        self._request = request
+        home = type(request).__module__.partition(".")[0]
+        self._library: Any = importlib.import_module("httpx2" if home == "httpx2" else "httpx")
+        self._max_body_bytes = max_body_bytes
+        self._body = bytearray()
+        timeouts = request.extensions.get("timeout")
+        self._read_timeout_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
+
+    def fits(self, chunk: bytes) -> bool:
+        """Add a chunk of the body; return whether the body is still small enough."""
+        self._body += chunk
+        return len(self._body) <= self._max_body_bytes
+
+    def incoming(self) -> ClientRequest:
+        """Return the request, after its whole body was added."""
+        request = self._request
+        return ClientRequest(request.method, self._path, request.headers, bytes(self._body), self._read_timeout_s)
+
+    def too_large(self) -> Any:
+        """Return the response to a request whose body is too large."""
+        message = f"the body is larger than {self._max_body_bytes:,} bytes"
+        return self._whole(refusal(self._form, 413, message, reason="too_large"))
+
+    def closed(self, why: EngineError) -> Any:
+        """Return the response to a request that a closed engine cannot answer."""
+        return self._whole(refusal(self._form, 503, str(why), cause="infra", reason="closed"))
+
+    def response(self, reply: ClientReply | None, stream: Callable[[Pieces], Any]) -> Any:
+        """Return the response with a reply. None: there was none in time, and the library's `ReadTimeout` is raised.
+
+        Call it outside of an `except` clause: an error of the library must have no cause that would show the request.
+        """
+        if reply is None:
+            message = f"no reply within the {self._read_timeout_s:g} s that the client waits"
+            raise self._library.ReadTimeout(message, request=self._request)
+        if reply.pieces is None:
+            return self._whole(reply)
+        return self._library.Response(
+            reply.status, headers=dict(reply.headers), request=self._request, stream=stream(reply.pieces)
+        )
+
+    def stream(self, pieces: Pieces) -> Any:
+        """Return the pieces as an asynchronous stream of the library."""
+        failure = self._stream_failure
+
+        class Stream(self._library.AsyncByteStream):  # type: ignore[misc, name-defined]
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                while True:
+                    failed: Exception | None = None
+                    piece: bytes | None = None
+                    try:
+                        piece = await anext(pieces, None)
+                    except (TimeoutError, ReplyBroken) as error:
+                        failed = failure(error)
+                    if failed is not None:
+                        raise failed
+                    if piece is None:
+                        return
+                    yield piece
+
+            async def aclose(self) -> None:
+                await pieces.aclose()
+
+        return Stream()
+
+    def sync_stream(self, pieces: Pieces, portal: EnginePortal) -> Any:
+        """Return the pieces as a synchronous stream of the library."""
+        failure = self._stream_failure
+
+        async def take(_: RewardEngine) -> bytes | None:
+            return await anext(pieces, None)
+
+        async def close(_: RewardEngine) -> None:
+            await pieces.aclose()
+
+        class Stream(self._library.SyncByteStream):  # type: ignore[misc, name-defined]
+            def __iter__(self) -> Iterator[bytes]:
+                while True:
+                    failed: Exception | None = None
+                    piece: bytes | None = None
+                    try:
+                        piece = portal.run(take)
+                    except (TimeoutError, ReplyBroken, EngineError) as error:
+                        failed = failure(error)
+                    if failed is not None:
+                        raise failed
+                    if piece is None:
+                        return
+                    yield piece
+
+            def close(self) -> None:
+                with suppress(EngineError):  # the engine is closed, and with it the call
+                    portal.run(close)
+
+        return Stream()
+
+    @property
+    def _path(self) -> str:
+        # `raw_path` keeps what is quoted, such as a slash in the name of a model.
+        path: bytes = self._request.url.raw_path.partition(b"?")[0]
+        return path.decode("ascii", "replace")
+
+    @property
+    def _form(self) -> Format:
+        return client_format(self._path, self._request.headers)
+
+    def _whole(self, reply: ClientReply) -> Any:
+        headers = dict(reply.headers)
+        return self._library.Response(reply.status, headers=headers, request=self._request, content=reply.body)
+
+    def _stream_failure(self, error: Exception) -> Exception:
+        failure: Exception
+        if isinstance(error, TimeoutError):
+            message = "nothing came within the time that the client waits"
+            failure = self._library.ReadTimeout(message, request=self._request)
+        else:
+            failure = self._library.RemoteProtocolError(str(error), request=self._request)
+        return failure

@@ -1,0 +1,91 @@
+"""The directory in which the processes of one user on one machine find what they share: limits, and pools of servers.
+
+Every process of the user must come to the same directory, and nobody else may write to it. The default is
+/tmp/qreward-UID, whatever the environment of a process says: schedulers set another TMPDIR for each job, and
+XDG_RUNTIME_DIR is set in a login shell, but not in a worker of Ray, a service or a cron job of the same user, and the
+system removes it when the user logs out, while a training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import ConfigurationError, Mistake
+
+LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+"""Most bytes of a socket's path: the system has room for one more, the zero at its end."""
+LONGEST_SOCKET_NAME = len("keeper.9999999999.sock")
+"""Most bytes of a socket's name in the directory."""
+USUAL = "/tmp/qreward-{uid}"
+"""The default."""
+_KEY = "engine.shared_directory"
+
+
+def private_directory(configured: str | None = None) -> Path:
+    """Return the directory, made if it does not exist. `configured`: `engine.shared_directory`.
+
+    Raises `ConfigurationError` if sockets in it would have too long a path, or if it cannot be made, is no directory,
+    belongs to another user, or is open to others. What another user has put in its place is refused, and left alone.
+    """
+    path = Path(configured).expanduser() if configured is not None else Path(USUAL.format(uid=os.getuid()))
+    if not path.is_absolute():
+        path = Path.cwd() / path
+    length = len(os.fsencode(path)) + 1 + LONGEST_SOCKET_NAME
+    if length > LONGEST_SOCKET_PATH:
+        problem = f"{path} is too long: a socket in it would have a path of {length} bytes, and a system takes "
+        problem += f"{LONGEST_SOCKET_PATH}."
+        most = LONGEST_SOCKET_PATH - 1 - LONGEST_SOCKET_NAME
+        raise _refused(problem, f"Name a directory whose path has at most {most} bytes.")
+    try:
+        # makedirs gives the mode to the last directory only.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+    except OSError as error:
+        raise _refused(f"{path} cannot be made ({error.strerror}).", "Name one that this user may make.") from None
+    if found.st_uid != os.getuid():
+        problem = f"{path} belongs to another user (uid {found.st_uid}; this process has uid {os.getuid()})."
+        raise _refused(problem, "Processes of one user share nothing with others. Name a directory of this user.")
+    if not stat.S_ISDIR(found.st_mode):
+        what = "a symbolic link, which is not followed" if stat.S_ISLNK(found.st_mode) else "no directory"
+        raise _refused(f"{path} is {what}.", "Name another one, or remove it.")
+    if found.st_mode & 0o077:
+        problem = f"{path} is not private: other users may enter it (mode {stat.S_IMODE(found.st_mode):o})."
+        raise _refused(problem, f"Run: chmod 700 {path}")
+    return path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of the directory, so that a reader finds all of it or none. Raises OSError."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with open(part, "wb", opener=_private) as file:
+            file.write(content)
+        os.replace(part, path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def is_in_place(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at `path`. A process asks this after it has locked a file:
+    another one may have removed the file before it released the lock.
+    """
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _refused(problem: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError([Mistake(_KEY, problem, remedy)])

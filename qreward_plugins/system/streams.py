@@ -1,0 +1,104 @@
+"""Scores a stream of samples in constant memory, and yields the outcomes in order."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
+from typing import Any, Generic, TypeVar
+
+from .cancellation import abandon, cancel_all
+
+S = TypeVar("S")
+R = TypeVar("R")
+
+END_WITHIN_S = 5.0
+"""Longest time in seconds that closing waits for a producer of samples that ignores its cancellation."""
+
+
+class End(enum.Enum):
+    """Marks the end of the samples.
+
+    None cannot mark it, because a broken stream may yield None as a sample. Compare with `is`, because a broken sample
+    may raise in `==` or `isinstance`.
+    """
+
+    OF_SAMPLES = enum.auto()
+
+
+class Stream(Generic[S, R]):
+    """Scores `samples` with `score`, at most `window` of them at once. Items and results may be of any type.
+
+    A task of its own draws the samples, so a producer may wait for the outcome of one sample before it makes the next.
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[S] | AsyncIterable[S],
+        score: Callable[[S], Coroutine[Any, Any, R]],
+        window: int,
+    ) -> None:
+        self._samples = samples
+        self._score = score
+        self._window = window
+        self._held: deque[tuple[S, asyncio.Task[R]]] = deque()
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def outcomes(self) -> AsyncGenerator[tuple[S, R], None]:
+        """Yield each sample with its outcome, in order. Closing the generator cancels what is in flight.
+
+        Raises the exceptions of the producer of the samples.
+        """
+        held = self._held
+        feeder = asyncio.ensure_future(self._feed())
+        feeder.add_done_callback(self._note)
+        try:
+            while True:
+                self._changed.clear()
+                if held and held[0][1].done():
+                    sample, outcome = held[0]
+                    yield sample, outcome.result()
+                    held.popleft()
+                    self._room.set()
+                elif feeder.done() and (not held or feeder.cancelled() or feeder.exception() is not None):
+                    feeder.result()
+                    return
+                else:
+                    await self._changed.wait()
+        finally:
+            for task in await cancel_all([feeder, *(task for _, task in held)], within_s=END_WITHIN_S):
+                abandon(task)
+            if not feeder.cancelled() and feeder.done():
+                feeder.exception()  # marks it as retrieved, so that asyncio does not log it after another exception
+
+    async def _feed(self) -> None:
+        samples = _aiter(self._samples)
+        try:
+            while True:
+                while len(self._held) >= self._window:
+                    self._room.clear()
+                    await self._room.wait()
+                sample = await anext(samples, End.OF_SAMPLES)
+                if sample is End.OF_SAMPLES:
+                    return
+                scoring = asyncio.ensure_future(self._score(sample))
+                scoring.add_done_callback(self._note)
+                self._held.append((sample, scoring))
+        finally:
+            await samples.aclose()
+
+    def _note(self, _: asyncio.Future[Any]) -> None:
+        self._changed.set()
+
+
+async def _aiter(samples: Iterable[S] | AsyncIterable[S]) -> AsyncGenerator[S, None]:
+    if isinstance(samples, AsyncIterable):
+        async for sample in samples:
+            yield sample
+    else:
+        for sample in samples:
+            yield sample
+            # A plain iterable never awaits, so without this it would block the event loop.
+            await asyncio.sleep(0)

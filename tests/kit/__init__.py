@@ -1,0 +1,51 @@
+"""What tests are set up with, one noun a module. None of it is a test, and none of it is shipped.
+
+- `configs`: a configuration and samples, in one line each.
+- `stage`: an engine in virtual time over scripted sources.
+- `wire`: engines against judge servers on loopback.
+- `programs`: a program in a process of its own, which ends with its test.
+- `players`: one step of each framework's fake trainer.
+- `leaks`: tasks, threads, sockets and processes that are left.
+- `disks`: a folder that cannot be written.
+
+    played = Stage({"a": 1.0, "b": hangs}).play(make_samples(8))
+    assert played.all_scored
+"""
+
+from .configs import make_config, make_limits, make_sample, make_samples
+from .disks import read_only
+from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
+from .players import FRAMEWORKS, Step, play
+from .programs import SAFETY_S, Program, wait_until
+from .stage import Played, Recorder, Stage, fails, hangs, scored_text, takes
+from .wire import Wired, by_word, overlap_of, wired
+
+__all__ = [
+    "FRAMEWORKS",
+    "SAFETY_S",
+    "Played",
+    "Program",
+    "Recorder",
+    "Stage",
+    "Step",
+    "Wired",
+    "by_word",
+    "children_left",
+    "connections_left",
+    "fails",
+    "hangs",
+    "make_config",
+    "make_limits",
+    "make_sample",
+    "make_samples",
+    "no_thread_left",
+    "overlap_of",
+    "play",
+    "read_only",
+    "scored_text",
+    "takes",
+    "tasks_left",
+    "threads_left",
+    "wait_until",
+    "wired",
+]

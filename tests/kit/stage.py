@@ -1,0 +1,155 @@
+"""Whole engines in virtual time, over sources that follow a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from qreward_plugins import BatchReport, EngineStatistics, Outcome, QRewardError, RewardEngine, Sample, Scored, Usage
+from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.sources import Reply
+
+from .configs import make_config
+from .leaks import tasks_left
+
+T = TypeVar("T")
+NEVER_S = 1e6
+
+Behaviour = Callable[[int, Any, float], Any]
+"""(number of the request from 0, request, time) -> seconds until its answer, or the error it ends with."""
+
+
+def takes(seconds: float) -> Behaviour:
+    return lambda number, request, now: seconds
+
+
+def fails(error: QRewardError, *, times: float = float("inf"), seconds: float = 1.0) -> Behaviour:
+    """The first `times` requests end with `error`, and the others take `seconds`."""
+    return lambda number, request, now: error if number < times else seconds
+
+
+def hangs(number: int, request: Any, now: float) -> float:
+    return NEVER_S
+
+
+def scored_text(request: Any, score: float = 5.0, **fields: Any) -> Reply:
+    """A judge's reply with a valid verdict."""
+    verdict = {"id": request.nonce, "rationale": "it is right", "score": score, **fields}
+    return Reply(text=json.dumps(verdict), usage=Usage(100, 20), model="m")
+
+
+class Recorder:
+    """An observer that keeps every event."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type[T]) -> list[T]:
+        return [event for event in self.events if type(event) is kind]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for event in self.events]
+
+
+class Sent(NamedTuple):
+    """A request that reached a source."""
+
+    at: float
+    source: str
+    id: str | None
+
+
+@dataclass(frozen=True)
+class Played:
+    """What became of samples that were handed in at once."""
+
+    outcomes: list[Outcome]
+    finished_s: float
+    report: BatchReport | None
+    statistics: EngineStatistics
+
+    @property
+    def all_scored(self) -> bool:
+        return all(isinstance(outcome, Scored) for outcome in self.outcomes)
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [outcome.reward for outcome in self.outcomes]
+
+    @property
+    def shares(self) -> Counter[str]:
+        """How many verdicts came from each source."""
+        return Counter(outcome.verdict.source for outcome in self.outcomes if isinstance(outcome, Scored))
+
+
+@dataclass
+class Stage:
+    """Engines over simulated sources. After each run, no task, no request and no open source may be left.
+
+    `sources`: by name the seconds of each answer, or a behaviour, or a `SimulatedSource`. `answer` makes a reply.
+    `tree`: another configuration than one LLM judge; `options` are those of `make_config`.
+    """
+
+    sources: Mapping[str, Any] = field(default_factory=lambda: {"a": 1.0})
+    answer: Callable[[Any], Reply] = scored_text
+    tree: Mapping[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    sent: list[Sent] = field(default_factory=list)
+    simulated: dict[str, SimulatedSource] = field(default_factory=dict)
+
+    @property
+    def sent_by_source(self) -> Counter[str]:
+        return Counter(each.source for each in self.sent)
+
+    def engine(self, observers: Iterable[Any] = ()) -> RewardEngine:
+        """A new engine."""
+        self.simulated = {name: self._source(name, given) for name, given in self.sources.items()}
+        tree = self.tree or make_config([*self.sources], **self.options)
+        return RewardEngine(tree, sources=self.simulated, observers=observers)
+
+    def run(self, main: Callable[[RewardEngine], Awaitable[T]], *observers: Any) -> T:
+        """Run `main(engine)` in virtual time."""
+
+        async def runs() -> T:
+            async with self.engine(observers) as engine:
+                returned = await main(engine)
+            assert tasks_left() == []
+            return returned
+
+        returned = run(runs())
+        assert {name: source.in_flight for name, source in self.simulated.items() if source.in_flight} == {}
+        assert all(source.closed for source in self.simulated.values())
+        return returned
+
+    def play(self, samples: Iterable[Sample], **options: Any) -> Played:
+        """Score samples as one batch in virtual time. `options` are those of `score_all`."""
+
+        async def main(engine: RewardEngine) -> Played:
+            outcomes = await engine.score_all(samples, **options)
+            now = asyncio.get_running_loop().time()
+            return Played(outcomes, now, engine.last_batch(), engine.statistics())
+
+        return self.run(main)
+
+    def _source(self, name: str, given: Any) -> SimulatedSource:
+        source = given
+        if not isinstance(given, SimulatedSource):
+            behaviour = given if callable(given) else takes(given)
+            source = SimulatedSource(name, behaviour=behaviour, answer=self.answer, model="m")
+        told = source.behaviour
+
+        def noted(number: int, request: Any, now: float) -> Any:
+            sample = request.sample
+            self.sent.append(Sent(now, name, sample and sample.id))
+            return told(number, request, now)
+
+        source.behaviour = noted
+        return source

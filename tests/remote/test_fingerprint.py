@@ -1,0 +1,82 @@
+"""The fingerprint of a served configuration: what may change a reward changes it, and nothing else does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qreward_plugins.config import load_config
+from qreward_plugins.config.source_models import SourceConfig
+from qreward_plugins.server.fingerprint import fingerprint_of
+from qreward_plugins.sources.kind import VALUE, SourceKind
+
+
+class Own(SourceKind):
+    """A kind of another package."""
+
+    class Config(SourceConfig):
+        """Its keys."""
+
+        key: int
+
+    answers = (VALUE,)
+
+    async def send(self, request: Any, *, on_sent: Any) -> Any:
+        raise NotImplementedError
+
+
+HTTP = {"kind": "http", "url": "http://a.invalid/score", "batch": {"max_size": 4}}
+CHAT = {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"}
+MODEL = {"kind": "reward_model", "base_url": "http://a.invalid", "model": "m"}
+FUNCTION = {"kind": "function", "function": "json:loads"}
+OWN = {"kind": f"{__name__}:Own", "key": 1}
+JUDGES = {"openai": {"kind": "llm", "criteria": {"right": "Is it right?"}}, "reward_model": {"kind": "reward_model"}}
+
+
+def fingerprint(source: dict[str, Any], **changed: Any) -> str:
+    judge = JUDGES.get(source["kind"], {"kind": "function"})
+    return fingerprint_of(load_config({"sources": {"s": {**source, **changed}}, "judges": {"j": judge}}))
+
+
+@pytest.mark.parametrize(
+    ("source", "changed"),
+    [
+        (FUNCTION, {"function": "json:dumps"}),
+        (FUNCTION, {"kwargs": {"strict": True}}),
+        (FUNCTION, {"arguments": "sample"}),
+        (FUNCTION, {"version": "2"}),
+        (HTTP, {"score_key": "data.score"}),
+        (HTTP, {"body": {"text": "response"}}),
+        (HTTP, {"index_key": "position"}),
+        (HTTP, {"results_key": "results"}),
+        (CHAT, {"model": "n"}),
+        (CHAT, {"parameters": {"reasoning_effort": "low"}}),
+        (CHAT, {"dialect": "responses"}),
+        (MODEL, {"protocol": "vllm_pooling"}),
+        (MODEL, {"chat_template": "template.jinja"}),
+        (MODEL, {"protocol": "vllm_pooling", "task": "token_classify"}),
+        (OWN, {"key": 2}),
+    ],
+    ids=lambda value: "-".join(value) if "kind" not in value else value["kind"],
+)
+def test_what_may_change_a_reward_counts(source, changed):
+    assert fingerprint(source, **changed) != fingerprint(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "changed"),
+    [
+        (HTTP, {"url": ["http://b.invalid/score", "http://c.invalid/score"]}),
+        (CHAT, {"base_url": "http://b.invalid/v1"}),
+        (CHAT, {"api_key": "sk-another"}),
+        (CHAT, {"api_keys": ["sk-one", "sk-two"]}),
+        (CHAT, {"api_key_env": "HOME"}),
+        (CHAT, {"limits": {"requests_per_minute": 5}, "price": {"per_request": 1.0}, "weight": 2.0}),
+        (CHAT, {"timeouts": {"total_s": 5.0}, "routing": "round_robin", "client": "httpx", "verify_tls": False}),
+        (FUNCTION, {"workers": 3, "timeouts": {"total_s": 5.0}}),
+    ],
+    ids=lambda value: "-".join(value) if "kind" not in value else value["kind"],
+)
+def test_what_cannot_does_not(source, changed):
+    assert fingerprint(source, **changed) == fingerprint(source)

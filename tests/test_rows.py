@@ -1,0 +1,271 @@
+"""Which test holds what users are promised: each feature and each promise names tests at the public surface.
+
+A test of this table must fail when its feature breaks. Whoever moves or deletes one names another here.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+FEATURES: dict[tuple[int, str], str] = {
+    (1, "verl: reward manager in the trainer"): """
+        verl_adapter/test_on_the_fake.py::test_a_failed_sample_is_neutral_to_its_group
+        verl_adapter/test_registration.py::test_every_way_to_select_it_resolves_to_the_class
+        recipes/test_verl_training.py::test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost
+        """,
+    (2, "verl: older contracts"): """
+        verl_adapter/test_batch.py::test_rewards_stand_at_the_last_token_of_each_response
+        verl_adapter/test_batch.py::test_a_failed_sample_is_neutral_to_its_group_and_a_group_that_failed_has_one_number
+        """,
+    (3, "slime: rewards, filters, logs, aborts"): """
+        slime_adapter/test_scoring.py::test_a_group_and_a_fan_out_get_a_list
+        slime_adapter/test_scoring.py::test_an_evaluation_sample_gets_the_mean_of_its_data_set
+        slime_adapter/test_filters.py::test_a_group_with_a_failed_sample_is_dropped_under_its_reason
+        slime_adapter/test_logs.py::test_the_step_is_summed_up_in_slimes_own_dict
+        slime_adapter/test_aborts.py::test_pending_rewards_end_while_the_judge_still_thinks
+        """,
+    (4, "ROLL: worker, rollout loop, trajectories"): """
+        roll_adapter/test_on_the_trainer.py::test_rewards_are_the_judges
+        roll_adapter/test_on_the_trainer.py::test_the_batch_path_cuts_groups_between_workers
+        roll_adapter/test_trajectories.py::test_the_judges_reward_is_added_to_that_of_the_last_step
+        """,
+    (5, "recipes"): """
+        recipes/test_verl_recipes.py::test_every_key_is_one_of_verls
+        recipes/test_slime_recipes.py::test_a_recipe_sets_exactly_these_hooks
+        recipes/test_roll_recipes.py::test_every_domain_has_data_and_a_worker_of_its_own
+        recipes/test_dry_run.py::test_every_judges_file_is_valid_and_can_be_planned
+        """,
+    (6, "fake trainers"): """
+        testing/test_fake_verl.py::test_a_step_has_scores_at_the_last_token_and_advantages_by_group
+        test_promises.py::test_no_framework_ever_holds_a_number_that_is_none
+        """,
+    (7, "connections are kept"): "engine/test_resilience.py::test_connections_are_kept_and_used_again",
+    (8, "several calls in one request"): """
+        engine/test_resilience.py::test_a_batch_of_calls_goes_in_one_request_and_a_bad_one_is_asked_again_alone
+        server/test_reward_buffer.py::test_size_flush_and_merge
+        server/test_reward_buffer.py::test_time_flush
+        server/test_reward_buffer.py::test_split
+        """,
+    (9, "requests, tokens and concurrency of a source"): """
+        engine/test_engine.py::test_real_limits_are_spent_and_kept
+        reliability/test_token_limits.py::test_a_completion_is_counted_when_it_comes
+        """,
+    (10, "learned limits"): "reliability/test_throttled.py::test_an_undeclared_window_is_found_without_a_storm",
+    (11, "retries by class of error"): """
+        engine/test_resilience.py::test_the_class_of_an_error_decides_whether_it_is_asked_again
+        engine/test_resilience.py::test_a_source_is_left_alone_for_as_long_as_it_asks
+        engine/test_resilience.py::test_retries_come_no_faster_than_their_budget
+        """,
+    (12, "failover"): "engine/test_resilience.py::test_another_source_takes_what_one_cannot_answer",
+    (13, "circuit breaker"): ("engine/test_resilience.py::test_a_dead_source_is_not_asked_until_a_probe_is_answered"),
+    (14, "hedging"): "engine/test_resilience.py::test_a_straggler_is_hedged_and_the_first_answer_counts",
+    (15, "priorities over one pool of sources"): """
+        engine/test_resilience.py::test_a_call_of_a_higher_priority_goes_first
+        engine/test_priorities.py::test_what_goes_first
+        """,
+    (16, "model routes, strategies, cost"): """
+        transport/test_passing.py::test_models_are_routed_by_the_first_pattern
+        engine/test_batches.py::test_a_strategy_and_weights_are_taken_from_the_configuration
+        engine/test_batches.py::test_prefer_cost_is_taken_from_the_configuration
+        """,
+    (17, "streams"): """
+        engine/test_streaming.py::test_verdicts_are_those_without_a_stream
+        engine/test_text_streams.py::test_several_streams_come_interleaved_and_an_error_touches_only_its_own
+        """,
+    (18, "accelerate"): """
+        acceleration/test_accelerate.py::test_a_sliding_window_is_never_exceeded_with_retries
+        acceleration/test_accelerate.py::test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead
+        acceleration/test_accelerate.py::test_each_key_has_a_rate_of_its_own
+        acceleration/test_accelerate.py::test_higher_priorities_go_first
+        acceleration/test_sync.py::test_threads_share_the_limits_of_a_sync_function
+        acceleration/test_sync.py::test_worker_processes_are_killed_and_carry_exceptions
+        acceleration/test_shared.py::test_processes_keep_to_one_rate_for_each_key_also_when_they_forget_it
+        """,
+    (19, "reload, all or nothing"): """
+        reload/test_reload.py::test_waiting_samples_go_to_a_source_that_was_added
+        reload/test_reload.py::test_mistakes_are_raised_and_nothing_changes
+        reload/test_watching.py::test_a_change_of_the_file_is_applied
+        """,
+    (20, "metrics and events"): """
+        observers/test_opentelemetry.py::test_attempts_and_calls_are_counted
+        observers/test_events.py::test_what_is_told_adds_up_to_the_statistics
+        """,
+    (21, "replicas that we start"): """
+        replicas/test_replica_set.py::test_servers_start_with_the_first_samples_and_end_with_the_engine
+        replicas/test_topology.py::test_a_topology_that_cannot_be_is_refused
+        replicas/test_ray_pool.py::test_a_pool_on_ray
+        """,
+    (22, "start, clean-up and restart of replicas"): """
+        replicas/test_pool.py::test_a_start_fails_as_a_whole_and_shows_the_log_of_the_guilty_one
+        replicas/test_pool.py::test_cancelling_a_start_leaves_nothing
+        replicas/test_replica_set.py::test_a_killed_replica_comes_back_and_is_asked_again
+        """,
+    (23, "routing between replicas"): """
+        engine/test_replicas.py::test_the_siblings_of_a_group_are_judged_at_one_server
+        engine/test_replicas.py::test_a_server_that_dies_loses_no_sample
+        sources/test_routing.py::test_the_fullest_cache_is_avoided_while_all_are_known
+        """,
+    (24, "weights in place, sleep and wake"): """
+        replicas/test_weights.py::test_weights_are_updated_in_place_under_load
+        replicas/test_weights.py::test_weights_come_from_memory
+        replicas/test_weights.py::test_servers_sleep_and_wake_under_load
+        """,
+    (25, "one limit over all processes"): """
+        sharing/test_machine.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken
+        sharing/test_ray.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_nobody_waits
+        sharing/test_over_server.py::test_a_server_and_the_engines_that_reach_it_keep_one_limit_also_when_it_restarts
+        """,
+    (26, "finish-time scheduling"): """
+        engine/test_resilience.py::test_a_batch_is_served_so_that_its_last_sample_ends_early
+        engine/test_batches.py::test_a_batch_is_cut_off_and_its_outcomes_keep_their_order
+        """,
+    (27, "a failure never trains"): "test_promises.py::test_no_framework_ever_holds_a_number_that_is_none",
+    (28, "journal"): """
+        engine/test_engine.py::test_the_journal_answers_what_was_scored_before
+        cli/test_score_interrupted.py::test_after_sigkill_the_same_command_goes_on
+        """,
+    (29, "blame"): "engine/test_batches.py::test_the_last_batch_says_what_it_waited_for",
+    (30, "quota discovery and plan"): """
+        reliability/test_throttled.py::test_an_undeclared_window_is_found_without_a_storm
+        cli/test_plan.py::test_a_plan_is_printed
+        planning/test_measured.py::test_a_plan_from_a_journal_is_within_a_tenth_of_the_step
+        """,
+    (31, "trust in the judge"): """
+        engine/test_engine.py::test_an_answer_that_forges_its_own_verdict_is_not_believed
+        test_promises.py::test_what_is_no_score_is_a_failure_of_the_verdict_and_never_a_number
+        cli/test_calibrate.py::test_the_judge_gives_z_scores
+        judges/test_control_tokens.py::test_control_tokens_are_rewritten_wherever_they_stand
+        """,
+    (32, "criteria, sums, foreign judges"): """
+        engine/test_sums.py::test_the_parts_are_asked_at_the_same_time_and_added
+        test_kinds.py::test_a_judge_of_another_package_asks
+        """,
+    (33, "reward server"): """
+        server/test_server.py::test_one_sample_and_many
+        server/test_server.py::test_slime
+        server/test_server.py::test_openrlhf
+        remote/test_reward_functions.py::test_trl
+        remote/test_reward_functions.py::test_ms_swift
+        """,
+    (34, "plots, tables, check"): """
+        cli/test_check.py::test_a_good_source_shows_latency_limits_and_verdict
+        cli/test_journal_command.py::test_it_shows_the_steps_the_sources_and_what_was_said
+        planning/test_timeline.py::test_a_picture_is_drawn
+        """,
+    (35, "reward models"): """
+        sources/test_reward_model.py::test_a_reward_model_scores_a_batch
+        sources/test_reward_model.py::test_each_protocol
+        sources/test_start_probe.py::test_equal_numbers_end_the_start
+        sources/test_process_rewards.py::test_the_reply_has_the_logits_of_each_step
+        """,
+    (36, "dialects"): """
+        testing/test_protocols.py::test_every_dialect_scores
+        sources/test_openai.py::test_a_reasoning_model_is_not_sent_what_it_refuses
+        """,
+    (37, "images"): "engine/test_images.py::test_a_judge_sees_the_images_numbered_and_named",
+    (38, "dense rewards"): "judges/test_reward_model.py::test_steps_are_reduced_to_one_score",
+    (40, "transport of one's own SDK"): """
+        transport/test_sdks.py::test_answers_and_streams
+        transport/test_sdks.py::test_limits_are_kept
+        transport/test_sdks.py::test_another_source_answers_before_the_first_byte
+        """,
+    (41, "a kind in one file"): """
+        examples/test_custom_source.py::test_rollouts_are_scored_within_its_limits
+        examples/test_custom_judge.py::test_the_expensive_judge_is_asked_only_where_the_cheap_one_is_not_sure
+        """,
+    (42, "a file of rollouts"): """
+        cli/test_score.py::test_rows_come_out_in_order_with_their_outcome
+        cli/test_score_interrupted.py::test_after_sigkill_the_same_command_goes_on
+        """,
+    (43, "features of HTTP clients, several keys"): """
+        sources/test_httpx.py::test_http2_carries_many_requests_over_one_connection
+        sources/test_httpx.py::test_mutual_tls
+        sources/test_httpx.py::test_socks_with_a_password
+        sources/test_httpx.py::test_auth_signs_and_is_never_shown
+        engine/test_several_keys.py::test_each_key_has_its_own_limits
+        """,
+    (44, "a judge that shares the trainer's devices"): """
+        replicas/test_colocated.py::test_verl
+        replicas/test_colocated.py::test_slime
+        replicas/test_colocated.py::test_roll
+        verl_adapter/test_startup.py::test_the_reward_model_that_verl_serves_is_found_by_its_name
+        """,
+}
+
+PROMISES: dict[tuple[int, str], str] = {
+    (1, "one outcome a sample, in order, by its deadline"): """
+        test_promises.py::test_every_sample_has_one_outcome_in_order_by_its_deadline
+        test_promises.py::test_whatever_sources_do_every_sample_has_one_outcome_in_time
+        engine/test_broken_samples.py::test_a_field_that_holds_something_else_is_that_samples_failure
+        """,
+    (2, "no number that is none"): """
+        test_promises.py::test_what_is_no_score_is_a_failure_of_the_verdict_and_never_a_number
+        test_promises.py::test_what_a_function_returns_is_a_finite_number_or_a_failure
+        test_promises.py::test_no_framework_ever_holds_a_number_that_is_none
+        """,
+    (3, "no limit is broken"): """
+        test_promises.py::test_no_window_holds_more_than_the_limit_retries_and_hedges_included
+        sharing/test_machine.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken
+        """,
+    (4, "attempts are bounded"): """
+        test_promises.py::test_attempts_keep_to_the_budgets_of_retries_and_hedges
+        test_promises.py::test_a_sample_that_always_fails_is_given_up_after_its_attempts
+        """,
+    (5, "nothing is left behind"): """
+        test_promises.py::test_cancelling_or_closing_leaves_nothing
+        test_promises.py::test_a_permit_of_a_cancelled_call_is_free_at_once
+        test_promises.py::test_whoever_fails_to_close_the_others_are_closed
+        """,
+    (6, "an outcome stays, and nothing is sent after it"): """
+        test_promises.py::test_a_late_attempt_changes_no_outcome_and_nothing_is_sent_after_it
+        test_promises.py::test_nothing_is_sent_after_a_deadline
+        """,
+    (7, "the same seed, the same schedule"): "test_promises.py::test_the_same_seed_is_the_same_schedule",
+    (8, "bounded memory"): """
+        test_promises.py::test_a_stream_holds_a_window_of_samples_however_long_it_is
+        test_promises.py::test_a_body_without_end_is_one_failed_attempt
+        """,
+    (9, "no secret comes out, TLS is verified"): """
+        test_promises.py::test_no_key_comes_out_of_a_server_that_echoes_it
+        engine/test_secrets.py::test_no_secret_comes_out_anywhere
+        sources/test_openai.py::test_a_certificate_that_does_not_verify_makes_the_source_unusable
+        """,
+    (10, "a recorded answer is for the same question"): (
+        "test_promises.py::test_a_recorded_answer_is_used_only_for_the_same_question"
+    ),
+    (11, "no response takes a source from the others"): """
+        test_promises.py::test_what_one_response_provokes_costs_no_other_sample
+        test_promises.py::test_an_absurd_usage_bars_no_later_sample
+        """,
+}
+
+OPEN = {39}
+"""Features that are not built yet: a budget, and one call for equal questions."""
+
+
+@cache
+def functions_of(file: str) -> frozenset[str]:
+    path = TESTS / file
+    nodes = ast.parse(path.read_text()).body if path.is_file() else []
+    return frozenset(node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+NAMED = [(row, node) for table in (FEATURES, PROMISES) for row, nodes in table.items() for node in nodes.split()]
+
+
+@pytest.mark.parametrize(("row", "node"), NAMED, ids=[node for _, node in NAMED])
+def test_the_named_test_exists(row: tuple[int, str], node: str) -> None:
+    file, _, function = node.partition("::")
+    assert function in functions_of(file), f"{row} names {node}, which is not there: name the test that took its place"
+
+
+def test_every_feature_and_every_promise_names_a_test() -> None:
+    assert {number for number, _ in FEATURES} == set(range(1, 45)) - OPEN
+    assert {number for number, _ in PROMISES} == set(range(1, 12))
+    assert all(nodes.split() for nodes in [*FEATURES.values(), *PROMISES.values()])

@@ -130,7 +130,10 @@ class EnginePortal:
         try:
             return self._portal.start_task_soon(function, *args)
         except RuntimeError:
-            raise EngineError("this portal is closed") from None
+            raise EngineError(
+                "this portal is closed: its `with` block has ended, or what RewardEngine.portal() returned was entered by "
+                "hand and then garbage collected; keep it, or use process_portal"
+            ) from None
 
     def settle(self, report: Report) -> Future[float | None]:
         """Settle a group member as `GroupBarrier.settle` does, on a barrier that all users of this portal share.

@@ -1,0 +1,110 @@
+"""Where a pool lives: an actor of the Ray job if Ray is up, and a thread of this process otherwise.
+
+Both carry a `PoolActor`. A call gives a `concurrent.futures.Future`, for which a thread and any event loop can wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ClassVar, Protocol
+
+from ..system.ray_actors import get_or_start, ray_is_up
+from .pool_actor import PoolActor
+from .server_kinds import PoolSpec
+
+
+class PoolOwner(Protocol):
+    """The owner of a pool. `where` names it, for people; `lost` are the errors of a call whose owner has ended."""
+
+    where: str
+    lost: tuple[type[Exception], ...]
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the `PoolActor`. The future has its result, or what it raises. Any thread may call this."""
+        ...
+
+    def release(self) -> None:
+        """End the use of this owner, after `PoolActor.leave`."""
+
+
+class ProcessOwner:
+    """A pool of this process, in a thread with an event loop of its own: an engine may move from one loop to another
+    while its servers go on. Engines with equal pools share it.
+    """
+
+    where: str = "its pool in this process"
+    lost: tuple[type[Exception], ...] = ()
+    _all: ClassVar[dict[tuple[int, str], ProcessOwner]] = {}
+    """By process, because a forked child has no threads, and by `PoolSpec.key`."""
+    _lock: ClassVar = threading.Lock()
+
+    def __init__(self, key: tuple[int, str]) -> None:
+        self._key = key
+        self._uses = 0
+        self._actor = PoolActor()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="qreward-pool-owner", daemon=True).start()
+
+    @classmethod
+    def of(cls, spec: PoolSpec) -> ProcessOwner:
+        """Return the owner of a pool, which is made for the first use."""
+        key = (os.getpid(), spec.key)
+        with cls._lock:
+            owner = cls._all.get(key)
+            if owner is None:
+                owner = cls._all[key] = cls(key)
+            owner._uses += 1
+            return owner
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        run: Callable[..., Any] = getattr(self._actor, method)
+        return asyncio.run_coroutine_threadsafe(run(*arguments), self._loop)
+
+    def release(self) -> None:
+        with self._lock:
+            self._uses -= 1
+            if self._uses == 0:
+                del self._all[self._key]
+                self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+
+class RayOwner:
+    """A pool of a Ray job, in a named actor, which all processes of the job share; with `placement: local`, those of a
+    node. Ray starts the actor again if it is lost. Raises Ray's errors.
+    """
+
+    def __init__(self, spec: PoolSpec) -> None:
+        import ray
+        from ray.exceptions import RayActorError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        name, options = f"qreward-replicas-{spec.key}", {}
+        if not spec.topology.assigned:
+            node = ray.get_runtime_context().get_node_id()
+            name += f"-{node[:12]}"
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        self.where = f"the actor {name} of its pool"
+        self.lost: tuple[type[Exception], ...] = (RayActorError,)
+        self._handle = get_or_start(name, PoolActor, **options)
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = getattr(self._handle, method).remote(*arguments).future()
+        return future
+
+    def release(self) -> None:
+        """Do nothing: the actor ends with the job."""
+
+
+def owner_of(spec: PoolSpec) -> PoolOwner:
+    """Return the owner of a pool. It blocks until Ray has answered, if Ray is up."""
+    return RayOwner(spec) if ray_is_up() else ProcessOwner.of(spec)

@@ -69,7 +69,12 @@ class ProcessOwner:
             self._uses -= 1
             if self._uses == 0:
                 del self._all[self._key]
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # calls that are about to end
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.call_soon(self._loop.stop)
 
     def _run(self) -> None:
         try:
@@ -92,7 +97,7 @@ class RayOwner:
         if not spec.topology.assigned:
             node = ray.get_runtime_context().get_node_id()
             name += f"-{node[:12]}"
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         self.where = f"the actor {name} of its pool"
         self.lost: tuple[type[Exception], ...] = (RayActorError,)
         self._handle = get_or_start(name, PoolActor, **options)

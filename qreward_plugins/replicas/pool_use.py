@@ -58,12 +58,15 @@ class PoolUse:
         self.asleep = False
         """Whether the pool sleeps, as it last reported."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called in the thread that follows the pool, after every change of `states`."""
+        """Called after every change of `states`, in any thread."""
         self.ended = False
         """Whether the pool is not followed any more: it failed, or this use has ended."""
         self._user = secrets.token_hex(8)
         self._owner: PoolOwner | None = None
         self._receiving: dict[str, Callable[[list[int]], None]] = {}
+        self._seen = -1
+        """The last report (`Report.version`) of the pool."""
+        self._reporting = threading.Lock()
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
         """Calls under way by URL."""
@@ -107,11 +110,11 @@ class PoolUse:
         """
         with self._lock:
             self._closing = True
-        if self._thread is None or self._pid != os.getpid():
-            return
-        if self._owner is not None:
-            with suppress(Exception):  # Ray may be shut down
-                self._owner.call("leave", self._user)
+            if self._thread is None or self._pid != os.getpid():
+                return
+            if self._owner is not None:
+                with suppress(Exception):  # Ray may be shut down
+                    self._owner.call("leave", self._user)
         within_s = self.spec.stop_within_s + _SILENT_S
         if not await self._follow_over.wait(0.0 if self._given_up else within_s):
             self._given_up = True
@@ -157,12 +160,21 @@ class PoolUse:
         owner = self._owner
         if self.ended or owner is None:
             raise PoolFailed("it has ended")
+        result, failure = None, None
         try:
-            return await asyncio.wrap_future(owner.call(method, *arguments))
+            result = await asyncio.wrap_future(owner.call(method, *arguments))
         except ChangeFailed as error:
-            raise ChangeFailed(error.problem, replicas=error.replicas, log=error.log) from None
+            failure = ChangeFailed(error.problem, replicas=error.replicas, log=error.log)
         except owner.lost:
             raise ChangeFailed(_LOST) from None
+        # The caller finds the states of after the command.
+        with suppress(PoolFailed, *owner.lost):
+            report: Report | None = await asyncio.wrap_future(owner.call("watch", self._user, -1))
+            if report is not None:
+                self._report(report)
+        if failure is not None:
+            raise failure
+        return result
 
     # Calls
 
@@ -206,7 +218,7 @@ class PoolUse:
             return _STARTS
         return next((reason for state, reason in _HELD.items() if state in states), "")
 
-    # The thread that follows the pool
+    # What the pool reports, mostly to the thread that follows it
 
     def _run(self) -> None:
         failure = PoolFailed("it is closed")
@@ -220,10 +232,12 @@ class PoolUse:
         self.ended = True
         self._end_start(failure)
         self._take(())
+        with self._lock:
+            owner, self._owner = self._owner, None
         with suppress(Exception):  # Ray may be shut down
-            if self._owner is not None:
-                self._result(self._owner.call("leave", self._user))
-                self._owner.release()
+            if owner is not None:
+                self._result(owner.call("leave", self._user))
+                owner.release()
         self._follow_over.set()
 
     def _follow(self) -> None:
@@ -233,14 +247,12 @@ class PoolUse:
             owner = self._owner = owner_of(self.spec)
             try:
                 self._result(owner.call("join", self._user, self.spec, self.weights, self.asleep))
-                version = -1
+                self._seen = -1
                 while not self._closing:
-                    report: Report | None = self._result(owner.call("watch", self._user, version))
+                    report: Report | None = self._result(owner.call("watch", self._user, self._seen))
                     if report is None:
                         return
-                    if version != report.version:
-                        version = report.version
-                        self._report(report)
+                    self._report(report)
                     lost = 0 if report.ready else lost
             except owner.lost:
                 lost += 1
@@ -261,15 +273,20 @@ class PoolUse:
                     raise PoolFailed("it hangs") from None
 
     def _report(self, report: Report) -> None:
-        self.weights = report.weights
-        self.asleep = all(state.state == "asleep" for state in report.states)
-        for token, numbers in report.receiving.items():
-            begin = self._receiving.pop(token, None)
-            if begin is not None:
-                begin(numbers)
-        self._take(report.states)
-        if report.ready:
-            self._end_start()
+        """Take in what the pool says, unless something later is known. Any thread may call this."""
+        with self._reporting:
+            if report.version <= self._seen:
+                return
+            self._seen = report.version
+            self.weights = report.weights
+            self.asleep = all(state.state == "asleep" for state in report.states)
+            for token, numbers in report.receiving.items():
+                begin = self._receiving.pop(token, None)
+                if begin is not None:
+                    begin(numbers)
+            self._take(report.states)
+            if report.ready:
+                self._end_start()
 
     def _take(self, states: Sequence[ReplicaState]) -> None:
         before = {state.number: state.state for state in self.states}

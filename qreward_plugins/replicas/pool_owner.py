@@ -47,7 +47,8 @@ class ProcessOwner:
         self._uses = 0
         self._actor = PoolActor()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="qreward-pool-owner", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="qreward-pool-owner", daemon=True)
+        self._thread.start()
 
     @classmethod
     def of(cls, spec: PoolSpec) -> ProcessOwner:
@@ -67,9 +68,11 @@ class ProcessOwner:
     def release(self) -> None:
         with self._lock:
             self._uses -= 1
-            if self._uses == 0:
-                del self._all[self._key]
-                asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            if self._uses:
+                return
+            del self._all[self._key]
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join()
 
     async def _end(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}  # calls that are about to end

@@ -6,7 +6,6 @@ A stand-in names in each reply all weights that took part in it, so that a mixed
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import replace
 
 import aiohttp

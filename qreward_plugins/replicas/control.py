@@ -28,7 +28,7 @@ _QUICK_S = 60.0
 
 
 class ServerFailed(Exception):
-    """A server did not get ready, has ended, or refused an order. `log` are the last lines that it wrote, not redacted."""
+    """A server did not get ready, has ended, or refused an order. `log`: the last lines that it wrote, not redacted."""
 
     def __init__(self, problem: str, log: str = "") -> None:
         super().__init__(problem)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ClassVar, Protocol
 
-from ..system.ray_actors import get_or_start, ray_is_up
+from ..system.ray_actors import ray_is_up
 from .pool_actor import PoolActor
 from .server_kinds import PoolSpec
 
@@ -86,33 +86,10 @@ class ProcessOwner:
             self._loop.close()
 
 
-class RayOwner:
-    """A pool of a Ray job, in a named actor, which all processes of the job share; with `placement: local`, those of a
-    node. Ray starts the actor again if it is lost. Raises Ray's errors.
-    """
-
-    def __init__(self, spec: PoolSpec) -> None:
-        import ray
-        from ray.exceptions import RayActorError
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        name, options = f"qreward-replicas-{spec.key}", {}
-        if not spec.topology.assigned:
-            node = ray.get_runtime_context().get_node_id()
-            name += f"-{node[:12]}"
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        self.where = f"the actor {name} of its pool"
-        self.lost: tuple[type[Exception], ...] = (RayActorError,)
-        self._handle = get_or_start(name, PoolActor, **options)
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = getattr(self._handle, method).remote(*arguments).future()
-        return future
-
-    def release(self) -> None:
-        """Do nothing: the actor ends with the job."""
-
-
 def owner_of(spec: PoolSpec) -> PoolOwner:
     """Return the owner of a pool. It blocks until Ray has answered, if Ray is up."""
-    return RayOwner(spec) if ray_is_up() else ProcessOwner.of(spec)
+    if not ray_is_up():
+        return ProcessOwner.of(spec)
+    from .ray_server import RayOwner
+
+    return RayOwner(spec, PoolActor)

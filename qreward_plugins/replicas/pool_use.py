@@ -106,7 +106,7 @@ class PoolUse:
             raise PoolFailed(self._failure.problem, self._failure.log)
 
     async def aclose(self) -> None:
-        """End the use. If it was the last one, wait until every server has ended, unless the owner hangs. Idempotent."""
+        """End the use. After the last one, wait until all servers have ended, unless the owner hangs. Idempotent."""
         with self._lock:
             self._closing = True
             if self._thread is None or self._pid != os.getpid():

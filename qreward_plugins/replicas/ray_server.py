@@ -7,6 +7,7 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import anyio
 
-from ..system.ray_actors import ray_is_up
+from ..system.ray_actors import get_or_start, ray_is_up
 from ..system.threads import in_thread
 from .control import ServerFailed
 from .server import LocalServer
@@ -41,6 +42,33 @@ def bundle_of(spec: PoolSpec) -> dict[str, float]:
     """Return the resources of one replica. They are one bundle, so that they are on one node."""
     ranks = spec.topology.tensor_parallel
     return {"CPU": ranks} if spec.topology.platform == "cpu" else {"GPU": ranks, "CPU": 1}
+
+
+class RayOwner:
+    """A pool of a Ray job, in a named actor, which all processes of the job share; with `placement: local`, those of a
+    node. Ray starts the actor again if it is lost. `cls` is its class, `PoolActor`. Raises Ray's errors.
+    """
+
+    def __init__(self, spec: PoolSpec, cls: type) -> None:
+        import ray
+        from ray.exceptions import RayActorError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        name, options = f"qreward-replicas-{spec.key}", {}
+        if not spec.topology.assigned:
+            node = ray.get_runtime_context().get_node_id()
+            name += f"-{node[:12]}"
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        self.where = f"the actor {name} of its pool"
+        self.lost: tuple[type[Exception], ...] = (RayActorError,)
+        self._handle = get_or_start(name, cls, **options)
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = getattr(self._handle, method).remote(*arguments).future()
+        return future
+
+    def release(self) -> None:
+        """Do nothing: the actor ends with the job."""
 
 
 class ReplicaActor:

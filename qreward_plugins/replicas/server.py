@@ -112,8 +112,8 @@ class LocalServer:
         return ServerFailed(f"it ended ({_code(code)})", self.log_tail())
 
     async def call(self, operation: str, **arguments: Any) -> Any:
-        """Do one of `Control.OPERATIONS`, and return its result. "check" returns the `checkpoint_files` of this machine,
-        and needs no server. Raises `ServerFailed` if it fails, or if the server ends meanwhile.
+        """Do one of `Control.OPERATIONS`, and return its result. "check" returns the `checkpoint_files` here, and
+        needs no server. Raises `ServerFailed` if it fails, or if the server ends meanwhile.
         """
         if operation == "check":
             return await in_thread(lambda: checkpoint_files(arguments["path"], folder=self._spec.in_place))

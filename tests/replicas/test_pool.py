@@ -28,6 +28,10 @@ def pool_of(stand_ins, spec, **options):
     return Pool(spec, lambda number: LocalServer(spec, number, folder=stand_ins.folder), **options)
 
 
+def started(command):
+    return subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+
+
 async def models(url):
     async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as reply:
         return [model["id"] for model in (await reply.json())["data"]]
@@ -72,7 +76,7 @@ async def test_a_replica_that_does_not_get_ready_in_time_fails_the_start(stand_i
 
 async def test_another_program_on_the_port_is_not_taken_for_our_server(stand_ins, monkeypatch):
     port = free_port()
-    other = subprocess.Popen([sys.executable, "-I", "-S", str(STAND_IN), str(port), "x", "judge"])
+    other = started([sys.executable, "-I", "-S", str(STAND_IN), str(port), "x", "judge"])
     try:
         monkeypatch.setattr("qreward_plugins.replicas.server.free_port", lambda host: port)
 
@@ -91,6 +95,7 @@ async def test_another_program_on_the_port_is_not_taken_for_our_server(stand_ins
         assert stand_ins.pids_file.read_text().count("\n") == 3  # each try has asked for a port
     finally:
         other.kill()
+        other.stdout.close()
         other.wait()
 
 
@@ -170,7 +175,7 @@ OWNER = """
 async def test_no_server_outlives_its_owner(stand_ins):
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(OWNER)]
     words = stand_ins.command("stubborn", "children=1")
-    owner = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, start_new_session=True)
+    owner = started([*command, *words])
     try:
         assert owner.stdout.readline() == b"started\n"
         assert len(stand_ins.living()) == 2

@@ -1,4 +1,4 @@
-"""Defines `RayServer`: one start of one server on a Ray cluster, as an actor on a placement group of its own."""
+"""A pool on Ray: `RayOwner` is the actor that owns it, `RayServer` one start of one server on its placement group."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ..system.threads import in_thread
 from .control import ServerFailed
@@ -177,18 +177,18 @@ class Changes:
         pool.opened(number, weights, pool.states[number].url)
 
 
+@dataclass
 class _WeightUpdate:
-    """Gives the weights `new` to all replicas of a pool, once."""
+    """Gives the weights `_new` to all replicas of a pool, once."""
 
-    def __init__(self, pool: Pool, update: Update, new: Weights, on_receiving: Callable[[list[int]], None]) -> None:
-        self._pool = pool
-        self._update = update
-        self._new = new
-        self._on_receiving = on_receiving
-        self._first: int | None = None
-        """The first replica that has the new weights."""
-        self._touched: set[int] = set()
-        self._failed: dict[int, ServerFailed] = {}
+    _pool: Pool
+    _update: Update
+    _new: Weights
+    _on_receiving: Callable[[list[int]], None]
+    _first: int | None = None
+    """The first replica that has the new weights."""
+    _touched: set[int] = field(default_factory=set)
+    _failed: dict[int, ServerFailed] = field(default_factory=dict)
 
     async def run(self) -> Weights:
         """Update all replicas, and return the new weights."""

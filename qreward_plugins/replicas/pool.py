@@ -67,25 +67,18 @@ class Server(Protocol):
     async def stop(self) -> None: ...
 
 
-class PoolFailed(Exception):
+class PoolFailed(ServerFailed):
     """A pool could not be started. `log` are the last lines of the server at fault, not redacted."""
 
-    def __init__(self, problem: str, log: str = "") -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.log = log
 
-
-class ChangeFailed(Exception):
+class ChangeFailed(ServerFailed):
     """An update, a sleep or a wake-up of a pool failed. `replicas` are the numbers of the replicas at fault; `log` are
     the last lines of the log of the first one, not redacted.
     """
 
     def __init__(self, problem: str, *, replicas: Sequence[int] = (), log: str = "") -> None:
-        super().__init__(problem)
-        self.problem = problem
+        super().__init__(problem, log)
         self.replicas = tuple(replicas)
-        self.log = log
 
 
 def change_failure(failed: Mapping[int, ServerFailed], then: str) -> ChangeFailed:
@@ -311,7 +304,8 @@ class Pool:
             over = failures > self.spec.restarts
             state = self._states[number]
             self.set(number, "failed" if over else "down", url="", problem=failed.problem)
-            _log.warning("replica %d of %s: %s%s", number, self.spec.name, failed.problem, _then(over))
+            then = "it is not started again" if over else "it is started again"
+            _log.warning("replica %d of %s: %s; %s", number, self.spec.name, failed.problem, then)
             if over:
                 return
             least_s, most_s = _BACKOFF_S
@@ -342,10 +336,6 @@ class Pool:
         if self._states[state.number] != state:
             self._states[state.number] = state
             self._on_change()
-
-
-def _then(over: bool) -> str:
-    return "; it is not started again" if over else "; it is started again"
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -30,8 +30,10 @@ _ASK_EVERY_S = (0.05, 0.5)
 _REPLY_S = 5.0
 _END_NOTICED_S = 0.1
 _REPLY_BYTES = 2**20
-_GUARD_S = 25.0
-"""Seconds beyond the grace time in which a guard ends everything; processes that hang in the kernel take longest."""
+_GUARD_S = 2.0
+"""Seconds beyond the grace time in which a guard ends everything. Then it is killed, and the owner ends the rest. An
+engine closes within 10 s, and its process may end then.
+"""
 _CAUSES = {
     signal.SIGILL: "its program needs a newer CPU",
     signal.SIGKILL: "perhaps memory ran out",

@@ -11,7 +11,7 @@ from qreward_plugins.replicas import Pool, PoolSpec, Topology
 from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.control import ServerFailed
 from qreward_plugins.replicas.pool import ChangeFailed
-from qreward_plugins.replicas.weights import Update, Weights
+from qreward_plugins.replicas.weights import Update
 from qreward_plugins.sources.replicas import Replicas
 
 pytestmark = pytest.mark.anyio
@@ -194,46 +194,6 @@ async def test_users_hear_of_other_weights_with_the_last_change_of_a_replica():
     await changes.sleep()
     await changes.update(loaded("b"))
     assert heard[-1] == "b"
-    await pool.stop()
-
-
-async def test_a_replica_that_ends_while_its_calls_end_is_no_reason_to_wait():
-    waiting = asyncio.Event()
-
-    async def idle(state):
-        await waiting.wait()
-
-    spec = PoolSpec("own", "vllm", "first", Topology(1), in_place=True, restarts=9)
-    pool = Pool(spec, lambda number: Server(number, set()), idle=idle)
-    changes = Changes(pool)
-    await pool.start()
-    updating = asyncio.ensure_future(changes.update(loaded("a")))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    pool.servers[0].stopped.set()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    # Its users are asked about the replica until they have answered.
-    assert pool.states[0].state == "draining"
-    waiting.set()
-    with pytest.raises(ChangeFailed, match="replica 0: it ended"):
-        await updating
-    await settled(pool)
-    await pool.stop()
-
-
-async def test_the_successor_of_a_pool_that_slept_starts_no_server_before_it_wakes():
-    """The devices belong to somebody else."""
-    spec = PoolSpec("own", "vllm", "first", Topology(2), in_place=True, sleep_mode=True)
-    known = Weights("a", "", "a", "a", in_place=True, revision=3)
-    pool = Pool(spec, lambda number: Server(number, set()), weights=known, asleep=True)
-    changes = Changes(pool)
-    await pool.start()
-    await changes.sleep()
-    assert ([state.state for state in pool.states], pool.servers) == (["asleep"] * 2, {})
-    await changes.wake()
-    assert [(state.state, state.version) for state in pool.states] == [("up", "a")] * 2
-    assert {server.has for server in pool.servers.values()} == {"a"}
     await pool.stop()
 
 

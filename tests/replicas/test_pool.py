@@ -254,23 +254,6 @@ class Server:
         pass
 
 
-async def test_a_stop_just_when_a_restart_has_succeeded_ends(stand_ins, monkeypatch):
-    """`asyncio.wait_for` loses a cancellation that comes after its task has ended (before Python 3.12)."""
-    monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.0, 0.0))
-    stops, log = [], []
-
-    def on_change():
-        if pool.states[0].restarts == 1 and pool.states[0].url and not stops:
-            stops.append(asyncio.ensure_future(pool.stop()))
-
-    pool = Pool(stand_ins.spec(), lambda number: Server([0, 600], log), on_change)
-    await pool.start()
-    await comes(lambda: stops)
-    done, _ = await asyncio.wait(stops, timeout=5)
-    assert done
-    assert pool.states[0].state == "stopped"
-
-
 async def test_a_restart_that_raises_is_tried_again(stand_ins, monkeypatch):
     """Such as one for which there is no free port."""
     monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.0, 0.0))

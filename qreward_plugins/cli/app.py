@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 
 from .configuration_commands import check_command, init_command, kinds_command, reload_command
-from .pool_commands import pool_sleep_command, pool_status_command, pool_update_command, pool_wake_command
 from .running import until_written, with_streams
 from .scoring_commands import calibrate_command, journal_command, plan_command, score_command
 from .serving_commands import judge_server_command, serve_command, serve_judge_command
@@ -46,14 +45,6 @@ def options(
     """Rewards for RL post-training, scored over rate-limited judges."""
 
 
-_pool = typer.Typer(
-    help="Look at the running servers of sources of kind replicas, or change them. Starts none.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(_pool, name="pool", short_help="Look at the running servers of kind replicas, or change them.")
-_GROUPS = {"": app, "pool": _pool}
-
 for _name, _command, _short_help in (
     ("init", init_command, "Write a configuration: five questions, or flags."),
     ("check", check_command, "Validate a configuration, ask every source, and try the judges."),
@@ -62,17 +53,12 @@ for _name, _command, _short_help in (
     ("plan", plan_command, "Simulate a step: its time, cost and bottleneck."),
     ("serve", serve_command, "Serve rewards over HTTP, to any number of processes."),
     ("serve-judge", serve_judge_command, "Start the servers of the sources of kind replicas, and nothing else."),
-    ("pool status", pool_status_command, "Show state, weights, load and health of each server."),
-    ("pool sleep", pool_sleep_command, "Free the devices of the servers."),
-    ("pool wake", pool_wake_command, "Let servers that sleep take calls again."),
-    ("pool update", pool_update_command, "Give the servers other weights."),
     ("reload", reload_command, "Show what a reload of the configuration would change."),
     ("journal", journal_command, "Show what the judges said, and which sample a step waited for."),
     ("kinds", kinds_command, "List the kinds of sources and judges, ours and others'."),
     ("judge-server", judge_server_command, "Serve a judge that behaves like a provider."),
 ):
-    _group, _, _own = _name.rpartition(" ")
-    _GROUPS[_group].command(_own, short_help=_short_help)(_command)
+    app.command(_name, short_help=_short_help)(_command)
 
 
 def main() -> None:

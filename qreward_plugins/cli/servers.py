@@ -11,14 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import Config, configured_name
-from ..config.origin import origin_of
+from ..config import Config
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..replicas import PoolSpec, ReplicaState
 from ..sources import kind_of, open_source
-from ..sources.findable import findable
-from ..sources.replica_set_config import ReplicaSetConfig
 from .running import ended_by_a_signal, join_ray, say
 
 
@@ -38,10 +35,8 @@ class ServerSource(Protocol):
     async def aclose(self) -> None: ...
 
 
-def opened_servers(config: Config, path: Path, names: Sequence[str], *, finds: bool = False) -> list[Any]:
+def opened_servers(config: Config, path: Path, names: Sequence[str]) -> list[Any]:
     """Open the sources `names` of a configuration, or all that start servers of their own. Nothing is started.
-
-    `finds`: they only find servers that run, and what the configuration leaves to the environment is not compared.
 
     Raises `ConfigurationError`, and `InputError` for a name that is not such a source, and if one is to be placed on
     Ray and no cluster runs.
@@ -53,29 +48,7 @@ def opened_servers(config: Config, path: Path, names: Sequence[str], *, finds: b
         raise InputError(f"{missing} of kind replicas" + (f"; such sources: {', '.join(known)}" if known else ""))
     with ended_by_a_signal():
         join_ray(config, path, names or known)
-    where = config.engine.shared_directory
-    opened: list[Any] = []
-    for name in dict.fromkeys(names or known):
-        source = config.sources[name]
-        if finds and isinstance(source, ReplicaSetConfig):
-            source, fields = findable(name, source, _written(config, name))
-            found: Any = open_source(name, source, shared_directory=where)
-            found.leaves_to_environment(fields)
-            opened.append(found)
-        else:
-            opened.append(open_source(name, source, shared_directory=where))
-    return opened
-
-
-def _written(config: Config, name: str) -> Any:
-    """The plain values of a source in the file of the configuration."""
-    origin = origin_of(config)
-    tree: Any = None if origin is None else origin.tree
-    for key in ("sources", configured_name(name)):
-        if isinstance(tree, Mapping) and list(tree) == ["qreward"]:
-            tree = tree["qreward"]
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
+    return [open_source(name, config.sources[name]) for name in dict.fromkeys(names or known)]
 
 
 async def start_servers(engine: RewardEngine, out: Console, errors: Console) -> None:

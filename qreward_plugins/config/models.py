@@ -19,7 +19,6 @@ from pydantic import (
     SecretStr,
     SerializeAsAny,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -164,9 +163,9 @@ class EngineConfig(Node):
     """
 
     shared_directory: Annotated[str, Field(min_length=1)] | None = None
-    """The directory in which the processes of one user on one machine find what they share: limits (`shared: machine`)
-    and the servers of sources of kind `replicas`. It is private to the user (mode 700) and on a local disk. Processes
-    with different directories share nothing. Default: /tmp/qreward-UID, in every process."""
+    """The directory in which the processes of one user on one machine find what they share: limits (`shared: machine`).
+    It is private to the user (mode 700) and on a local disk. Processes with different directories share nothing.
+    Default: /tmp/qreward-UID, in every process."""
 
     shared_server: Annotated[
         SharedServer | None, BeforeValidator(_url_alone), takes("a URL, or a mapping with `url`")
@@ -334,11 +333,9 @@ class Config(Node):
 
     @field_validator("engine")
     @classmethod
-    def _shares_something(cls, value: EngineConfig, info: ValidationInfo) -> EngineConfig:
-        if value.shared_directory is None or value.shared == "machine" or "sources" not in info.data:
-            return value
-        if not any(registry.sources.load(source.kind).has_servers for source in info.data["sources"].values()):
-            raise ValueError("shared_directory is for `shared: machine` and for sources of kind replicas only")
+    def _shares_something(cls, value: EngineConfig) -> EngineConfig:
+        if value.shared_directory is not None and value.shared != "machine":
+            raise ValueError("shared_directory is for `shared: machine` only")
         return value
 
     observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()

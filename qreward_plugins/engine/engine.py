@@ -268,9 +268,7 @@ class RewardEngine:
         verdicts carry; weights of a `path` have one by default. `mode`: "rolling" updates one replica after the other,
         while the others answer; "together" updates all at once, and calls wait, so that there is one version at a time.
         `drain`: calls under way at a replica end first ("wait"), for at most `within_s` seconds, or are sent again to
-        another replica ("abort"). With `affinity: group`, the groups that the earlier weights have begun to judge end
-        first, too; a replica whose groups do not end in time keeps these weights. Of two updates at the same time, the
-        second waits for the first.
+        another replica ("abort"). Of two updates at the same time, the second waits for the first.
 
         Raises `ReplicasNotChanged` with the replicas at fault and the cause, `EngineError` for a source without servers
         of its own, `ReplicasNotStarted`, and `ValueError` for impossible arguments. A replica that failed takes no

@@ -59,14 +59,11 @@ class Scoring:
         self._phased = _phased(sources)
         self.dispatcher: Dispatcher
         """Set after construction, because dispatcher and scoring call each other."""
-        self._keeping_groups = _keeping_groups(sources)
-        for source in self._keeping_groups:
-            source.restart()
 
     def change(self, router: JudgeRouter, *, sources: Mapping[str, Source], reuse: bool) -> None:
         """Go on with other judges and sources. Samples under way keep their judges."""
         self._router, self.sources, self._reuse = router, sources, reuse
-        self._keeping_groups, self._phased = _keeping_groups(sources), _phased(sources)
+        self._phased = _phased(sources)
 
     @property
     def batches(self) -> Batches:
@@ -104,9 +101,6 @@ class Scoring:
         if route is None:
             Pending(self, sample, member, future).end(_no_route(sample))
             return future
-        for source in self._keeping_groups:
-            source.submitted(sample)
-            future.add_done_callback(lambda _, source=source: source.ended(sample))  # type: ignore[misc]
         judge = self._router.judges[route.judge]
         if isinstance(judge, Leaf) and self.journal is None:
             Calling(self, sample, member, future, judge).start(due_at)
@@ -211,9 +205,6 @@ class Scoring:
             # Another range may map its number beyond float32, or somebody edited the row.
             return None
         weights = ServedWeights(recorded.weight_version) if recorded.weight_version else None
-        for source in self._keeping_groups:
-            if source.name == recorded.source:
-                source.recalled(sample)
         return Answer(value, recorded.source, recorded.model, recorded=True, weights=weights)
 
     def keys(self, call: Call[Any]) -> Mapping[str, str]:
@@ -282,11 +273,6 @@ def _weights_matter(answer: Answer[Any]) -> bool:
     if answer.weights is None or not hasattr(answer.answered_by, "question_of"):
         return False
     return bool(answer.weights.identity or answer.answered_by.weights.identity)
-
-
-def _keeping_groups(sources: Mapping[str, Source]) -> tuple[Any, ...]:
-    """The sources of which one version of the weights is to judge each group."""
-    return tuple(source for source in sources.values() if getattr(source, "keeps_groups", False))
 
 
 def _phased(sources: Mapping[str, Source]) -> bool:

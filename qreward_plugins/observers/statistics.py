@@ -62,8 +62,7 @@ class ReplicaStatistics:
 class SourceGauges:
     """The present state of a source in the scheduler. `retries` are the retries that its failures caused;
     `retries_put_off` of them had to wait for the retry budget. `learned` describes learned limits; empty if there are
-    none. `replicas` are its servers, if it has several. `mixed_groups`: groups that several versions of its
-    weights have judged, although it has `affinity: group`.
+    none. `replicas` are its servers, if it has several.
     """
 
     state: str
@@ -75,7 +74,6 @@ class SourceGauges:
     retries_put_off: int = 0
     learned: str = ""
     replicas: tuple[ReplicaStatistics, ...] = ()
-    mixed_groups: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,10 @@ from typing import Any
 import aiohttp
 import orjson
 
+SLEEP_WITHIN_S = 120.0
+"""Seconds that a server has to free its devices. It copies the weights to main memory at some gigabytes a second."""
+_UNNAMED = "default"
+"""The version that servers state for the weights that they were started with."""
 _REPLY_BYTES = 64 * 2**20
 """Most bytes of a reply. The checksums of a large model take a few megabytes."""
 _DETAIL_CHARS = 300
@@ -23,38 +27,113 @@ _RESET_EVERY_S = 0.25
 _QUICK_S = 60.0
 
 
-class ControlFailed(Exception):
-    """A request to a control route failed. The message has the route and what the server answered."""
+class ServerFailed(Exception):
+    """A server did not get ready, has ended, or refused an order. `log`: the last lines that it wrote, not redacted."""
+
+    def __init__(self, problem: str, log: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.log = log
 
 
-class Channel:
-    """Sends requests to the control routes of the server at `url`. `headers` are sent with each of them."""
+class Control(ABC):
+    """Controls the server at `url` while it runs. `headers` are sent with each request; `within_s` is the longest time
+    in seconds to load weights, or to wake up. Every method raises `ServerFailed`.
+    """
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+    OPERATIONS = ("pause", "resume", "load", "receive", "sleep", "wake")
+    """What a pool may ask for by name."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], within_s: float) -> None:
         self._url = url
-        self._headers = {**(headers or {}), "Content-Type": "application/json"}
+        self._headers = {**headers, "Content-Type": "application/json"}
+        self._within_s = within_s
 
-    async def post(
+    @abstractmethod
+    async def pause(self, within_s: float) -> None:
+        """Wait until the requests under way have ended, and start no other one until `resume`."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Start requests again after `pause`."""
+
+    @abstractmethod
+    async def sleep(self, level: int) -> None:
+        """Free the memory of the devices. A trainer waits for it, so it may take `SLEEP_WITHIN_S` only."""
+
+    @abstractmethod
+    async def wake(self, part: str) -> None:
+        """Allocate the memory of the devices again. `part` is `weights`, `kv_cache` or `all`."""
+
+    async def load(self, path: str, version: str) -> str:
+        """Load the checkpoint `path` in place of the weights, reset the prefix cache, and check the version that the
+        server states. Return the checksum of the weights; "" if the server has none.
+        """
+        await self._load(path, version or _UNNAMED)
+        return await self._loaded(version or _UNNAMED)
+
+    async def receive(self, begin: Mapping[str, Any] | None, bodies: Sequence[Mapping[str, Any]], version: str) -> str:
+        """Receive tensors from the memory of a trainer, then check and return as `load` does. `begin` joins the
+        transfer first.
+
+        A checksum that is the earlier one tells nothing: some servers always state the same, and verdicts of the
+        earlier weights would be used for the new ones.
+        """
+        old = await self._checksum()
+        if begin is not None:
+            await self._join(begin)
+        await self._receive(bodies, version)
+        new = await self._loaded(version)
+        return "" if new == old else new
+
+    async def _loaded(self, version: str) -> str:
+        await self._reset_cache()
+        stated = await self._version()
+        if stated is not None and stated != version:
+            raise ServerFailed(f"it states the version {stated!r} after the update, not {version!r}")
+        return await self._checksum()
+
+    @abstractmethod
+    async def _load(self, path: str, version: str) -> None: ...
+
+    @abstractmethod
+    async def _join(self, body: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    async def _receive(self, bodies: Sequence[Mapping[str, Any]], version: str) -> None: ...
+
+    @abstractmethod
+    async def _reset_cache(self) -> None:
+        """Empty the prefix cache, which was computed with the earlier weights."""
+
+    @abstractmethod
+    async def _version(self) -> str | None:
+        """The version of the weights that the server states; None if it states none."""
+
+    async def _checksum(self) -> str:
+        """A hash of the weights in the memory of the server; "" if it has no checksum."""
+        return ""
+
+    async def _post(
         self,
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        within_s: float,
+        within_s: float = 0.0,
         query: Sequence[tuple[str, str]] = (),
         answers_json: bool = True,
     ) -> Any:
-        """Post JSON, and return the JSON of the reply; None for an empty reply, and without `answers_json`.
+        """Post JSON, and return the JSON of the reply; None for an empty reply, and without `answers_json`."""
+        return await self._ask("POST", path, body or {}, within_s or self._within_s, query, answers_json)
 
-        Raises `ControlFailed` for any status but 200, and if the reply takes longer than `within_s` seconds.
-        """
-        return await self._ask("POST", path, {} if body is None else body, within_s, query, answers_json)
-
-    async def get(self, path: str) -> Any:
-        """Return the JSON at `path`; None if the request fails."""
+    async def _stated(self, path: str, key: str) -> str | None:
+        """Return a text of the JSON at `path`; None if there is none."""
         try:
-            return await self._ask("GET", path, None, _QUICK_S)
-        except ControlFailed:
+            reply = await self._ask("GET", path, None, _QUICK_S)
+        except ServerFailed:
             return None
+        value = reply.get(key) if isinstance(reply, Mapping) else None
+        return value if isinstance(value, str) else None
 
     async def _ask(
         self,
@@ -65,7 +144,6 @@ class Channel:
         query: Sequence[tuple[str, str]] = (),
         answers_json: bool = True,
     ) -> Any:
-        problem = ""
         try:
             timeout = aiohttp.ClientTimeout(total=within_s)
             async with (
@@ -73,7 +151,7 @@ class Channel:
                 session.request(
                     method,
                     self._url + path,
-                    params=list(query),
+                    params=query,
                     data=None if body is None else orjson.dumps(body),
                     headers=self._headers,
                     allow_redirects=False,
@@ -83,7 +161,7 @@ class Channel:
                 async for piece in reply.content.iter_any():
                     content += piece
                     if len(content) > _REPLY_BYTES:
-                        raise ControlFailed(f"{path}: its answer is too long")
+                        raise ServerFailed(f"{path}: its answer is too long")
                 if reply.status == 200:
                     return orjson.loads(content) if answers_json and content.strip() else None
                 problem = f"it answered {reply.status} ({content[:_DETAIL_CHARS].decode('utf-8', 'replace').strip()})"
@@ -93,172 +171,103 @@ class Channel:
             problem = f"the connection failed ({type(error).__name__})"
         except ValueError:
             problem = "its answer is not JSON"
-        raise ControlFailed(f"{path}: {problem}")
-
-
-class Control(ABC):
-    """The requests that control one kind of server while it runs.
-
-    `within_s` is the longest time in seconds that the server may take. Every method raises `ControlFailed`, except
-    `version` and `checksum`, which return None.
-    """
-
-    @abstractmethod
-    async def pause(self, channel: Channel, *, within_s: float) -> None:
-        """Wait until the requests under way have ended, and start no other one until `resume`."""
-
-    @abstractmethod
-    async def resume(self, channel: Channel) -> None:
-        """Start requests again after `pause`."""
-
-    @abstractmethod
-    async def load(self, channel: Channel, path: str, version: str, *, within_s: float) -> None:
-        """Load the checkpoint `path` in place of the weights."""
-
-    @abstractmethod
-    async def join(self, channel: Channel, body: Mapping[str, Any], *, within_s: float) -> None:
-        """Join a transfer of tensors from the memory of a trainer."""
-
-    @abstractmethod
-    async def receive(
-        self, channel: Channel, bodies: Sequence[Mapping[str, Any]], version: str, *, within_s: float
-    ) -> None:
-        """Receive the tensors of a transfer in place of the weights."""
-
-    @abstractmethod
-    async def reset_cache(self, channel: Channel) -> None:
-        """Empty the prefix cache, which was computed with the earlier weights."""
-
-    async def version(self, channel: Channel) -> str | None:
-        """Return the version of the weights that the server states; None if it states none."""
-        return None
-
-    async def checksum(self, channel: Channel) -> str | None:
-        """Return a hash of the weights in the memory of the server; None if it has no checksum."""
-        return None
-
-    @abstractmethod
-    async def sleep(self, channel: Channel, level: int, *, within_s: float) -> None:
-        """Free the memory of the devices."""
-
-    @abstractmethod
-    async def wake(self, channel: Channel, part: str, *, within_s: float) -> None:
-        """Allocate the memory of the devices again. `part` is `weights`, `kv_cache` or `all`."""
+        raise ServerFailed(f"{path}: {problem}")
 
 
 class VLLMControl(Control):
     """vLLM in its development mode (`VLLM_SERVER_DEV_MODE=1`)."""
 
-    async def pause(self, channel: Channel, *, within_s: float) -> None:
-        await channel.post("/pause", query=[("mode", "wait")], within_s=within_s)
+    async def pause(self, within_s: float) -> None:
+        await self._post("/pause", query=[("mode", "wait")], within_s=within_s)
 
-    async def resume(self, channel: Channel) -> None:
-        await channel.post("/resume", within_s=_QUICK_S)
+    async def resume(self) -> None:
+        await self._post("/resume", within_s=_QUICK_S)
 
-    async def load(self, channel: Channel, path: str, version: str, *, within_s: float) -> None:
+    async def sleep(self, level: int) -> None:
+        await self._post("/sleep", query=[("level", str(level)), ("mode", "wait")], within_s=SLEEP_WITHIN_S)
+
+    async def wake(self, part: str) -> None:
+        await self._post("/wake_up", query=[] if part == "all" else [("tags", part)])
+
+    async def _load(self, path: str, version: str) -> None:
         # The weight transfer of vLLM has no backend for files. This call needs none, and loads on the devices.
-        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        await channel.post("/collective_rpc", body, within_s=within_s)
-        await channel.post("/update_weight_version", {"new_version": version}, within_s=_QUICK_S)
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await self._post("/update_weight_version", {"new_version": version}, within_s=_QUICK_S)
 
-    async def join(self, channel: Channel, body: Mapping[str, Any], *, within_s: float) -> None:
-        await channel.post("/init_weight_transfer_engine", {"init_info": body}, within_s=within_s)
+    async def _join(self, body: Mapping[str, Any]) -> None:
+        await self._post("/init_weight_transfer_engine", {"init_info": body})
 
-    async def receive(
-        self, channel: Channel, bodies: Sequence[Mapping[str, Any]], version: str, *, within_s: float
-    ) -> None:
-        await channel.post("/start_weight_update", within_s=within_s)
+    async def _receive(self, bodies: Sequence[Mapping[str, Any]], version: str) -> None:
+        await self._post("/start_weight_update")
         for body in bodies:
-            await channel.post("/update_weights", {"update_info": body}, within_s=within_s)
-        await channel.post("/finish_weight_update", {"weight_version": version}, within_s=within_s)
+            await self._post("/update_weights", {"update_info": body})
+        await self._post("/finish_weight_update", {"weight_version": version})
 
-    async def reset_cache(self, channel: Channel) -> None:
+    async def _reset_cache(self) -> None:
         for _ in range(_RESET_TRIES):
-            reply = await channel.post("/reset_prefix_cache", within_s=_QUICK_S)
+            reply = await self._post("/reset_prefix_cache", within_s=_QUICK_S)
             # `success` is false while requests hold blocks of the cache.
             if not (isinstance(reply, Mapping) and reply.get("success") is False):
                 return
             await asyncio.sleep(_RESET_EVERY_S)
-        raise ControlFailed("/reset_prefix_cache: requests hold blocks of the cache")
+        raise ServerFailed("/reset_prefix_cache: requests hold blocks of the cache")
 
-    async def version(self, channel: Channel) -> str | None:
-        return _text((await channel.get("/weight_info")), "weight_version")
+    async def _version(self) -> str | None:
+        return await self._stated("/weight_info", "weight_version")
 
-    async def checksum(self, channel: Channel) -> str | None:
+    async def _checksum(self) -> str:
         try:
-            reply = await channel.post("/weight_checker", {"action": "checksum"}, within_s=10 * _QUICK_S)
-        except ControlFailed:  # earlier versions have no such route
-            return None
-        return _hash_of(reply.get("checksums")) if isinstance(reply, Mapping) else None
-
-    async def sleep(self, channel: Channel, level: int, *, within_s: float) -> None:
-        await channel.post("/sleep", query=[("level", str(level)), ("mode", "wait")], within_s=within_s)
-
-    async def wake(self, channel: Channel, part: str, *, within_s: float) -> None:
-        await channel.post("/wake_up", query=[] if part == "all" else [("tags", part)], within_s=within_s)
+            reply = await self._post("/weight_checker", {"action": "checksum"}, within_s=10 * _QUICK_S)
+        except ServerFailed:  # earlier versions have no such route
+            return ""
+        checksums = reply.get("checksums") if isinstance(reply, Mapping) else None
+        if not isinstance(checksums, Mapping) or not checksums:
+            return ""
+        text = orjson.dumps(dict(checksums), option=orjson.OPT_SORT_KEYS)
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 class SGLangControl(Control):
     """SGLang; for `sleep` it is started with `--enable-memory-saver`."""
 
-    async def pause(self, channel: Channel, *, within_s: float) -> None:
+    async def pause(self, within_s: float) -> None:
         """Do nothing: the pool has drained the server, and SGLang updates its weights between two steps."""
 
-    async def resume(self, channel: Channel) -> None:
+    async def resume(self) -> None:
         """Do nothing, as `pause` does nothing."""
 
-    async def load(self, channel: Channel, path: str, version: str, *, within_s: float) -> None:
+    async def sleep(self, level: int) -> None:
+        await self._post("/release_memory_occupation", within_s=SLEEP_WITHIN_S)
+
+    async def wake(self, part: str) -> None:
+        await self._post("/resume_memory_occupation", {} if part == "all" else {"tags": [part]})
+
+    async def _load(self, path: str, version: str) -> None:
         body = {"model_path": path, "flush_cache": True, "weight_version": version}
-        await self._done(channel, "/update_weights_from_disk", body, within_s)
+        await self._done("/update_weights_from_disk", body)
 
-    async def join(self, channel: Channel, body: Mapping[str, Any], *, within_s: float) -> None:
-        await self._done(channel, "/init_weights_update_group", body, within_s)
+    async def _join(self, body: Mapping[str, Any]) -> None:
+        await self._done("/init_weights_update_group", body)
 
-    async def receive(
-        self, channel: Channel, bodies: Sequence[Mapping[str, Any]], version: str, *, within_s: float
-    ) -> None:
+    async def _receive(self, bodies: Sequence[Mapping[str, Any]], version: str) -> None:
         for number, body in enumerate(bodies, 1):
-            # Tensors travel in the body itself, or by the group that `join` has joined.
+            # Tensors travel in the body itself, or by the group that `_join` has joined.
             route = "tensor" if "serialized_named_tensors" in body else "distributed"
             last = number == len(bodies)
-            more: Mapping[str, Any] = (
-                {"flush_cache": last, "weight_version": version} if last else {"flush_cache": False}
-            )
-            await self._done(channel, f"/update_weights_from_{route}", {**body, **more}, within_s)
+            more = {"flush_cache": last, **({"weight_version": version} if last else {})}
+            await self._done(f"/update_weights_from_{route}", {**body, **more})
 
-    async def reset_cache(self, channel: Channel) -> None:
+    async def _reset_cache(self) -> None:
         # SGLang answers with a text; with 400 if requests hold the cache for longer. Older versions ignore `timeout`.
         patience = [("timeout", f"{_RESET_TRIES * _RESET_EVERY_S:g}")]
-        await channel.post("/flush_cache", query=patience, within_s=_QUICK_S, answers_json=False)
+        await self._post("/flush_cache", query=patience, within_s=_QUICK_S, answers_json=False)
 
-    async def version(self, channel: Channel) -> str | None:
-        for path in ("/model_info", "/get_weight_version"):  # the second one was removed
-            stated = _text(await channel.get(path), "weight_version")
-            if stated is not None:
-                return stated
-        return None
+    async def _version(self) -> str | None:
+        stated = await self._stated("/model_info", "weight_version")
+        return stated if stated is not None else await self._stated("/get_weight_version", "weight_version")  # removed
 
-    async def sleep(self, channel: Channel, level: int, *, within_s: float) -> None:
-        await channel.post("/release_memory_occupation", within_s=within_s)
-
-    async def wake(self, channel: Channel, part: str, *, within_s: float) -> None:
-        body = {} if part == "all" else {"tags": [part]}
-        await channel.post("/resume_memory_occupation", body, within_s=within_s)
-
-    async def _done(self, channel: Channel, path: str, body: Mapping[str, Any], within_s: float) -> None:
-        reply = await channel.post(path, body, within_s=within_s)
+    async def _done(self, path: str, body: Mapping[str, Any]) -> None:
+        reply = await self._post(path, body)
         # SGLang answers 200 also if an update failed.
         if isinstance(reply, Mapping) and reply.get("success") is False:
-            raise ControlFailed(f"{path}: {str(reply.get('message', ''))[:_DETAIL_CHARS]}")
-
-
-def _text(reply: Any, key: str) -> str | None:
-    value = reply.get(key) if isinstance(reply, Mapping) else None
-    return value if isinstance(value, str) else None
-
-
-def _hash_of(checksums: Any) -> str | None:
-    if not isinstance(checksums, Mapping) or not checksums:
-        return None
-    text = orjson.dumps(dict(checksums), option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
+            raise ServerFailed(f"{path}: {str(reply.get('message', ''))[:_DETAIL_CHARS]}")

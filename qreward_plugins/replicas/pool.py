@@ -9,17 +9,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import anyio
 
-from .launch import ServerFailed
-from .replica_state import ReplicaState, State
-from .spec import PoolSpec
+from .control import ServerFailed
+from .server_kinds import PoolSpec
 from .weights import Weights
-
-__all__ = ["Pool", "PoolFailed", "PoolSpec", "ReplicaState", "Server"]
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -27,6 +24,33 @@ _BACKOFF_S = (1.0, 60.0)
 """Seconds before the first restart, which double with each further one, and their bound."""
 _STEADY_S = 600.0
 """Seconds after which a replica that has been up for so long may be restarted as often as at first."""
+
+
+State = Literal["starting", "up", "draining", "updating", "asleep", "stale", "down", "failed", "stopped"]
+"""`draining`: it ends its calls and gets no more. `updating`: it gets other weights. `asleep`: its devices are free.
+`stale`: it runs without the weights of the pool, which came from memory. `down`: it ended, and is started again.
+`failed`: it ended too often."""
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """The state of one replica, as its pool reports it. `url` is "" while its server does not run. `restarts` counts
+    all restarts so far.
+
+    `version` and `identity` are those of its weights (`Weights`). `ticket` numbers the times that it was drained;
+    `abort`: its calls are to be asked again elsewhere, not to be awaited.
+    """
+
+    number: int
+    state: State = "starting"
+    url: str = ""
+    devices: str = ""
+    restarts: int = 0
+    problem: str = ""
+    version: str = ""
+    identity: str = ""
+    ticket: int = 0
+    abort: bool = False
 
 
 class Server(Protocol):
@@ -43,25 +67,18 @@ class Server(Protocol):
     async def stop(self) -> None: ...
 
 
-class PoolFailed(Exception):
+class PoolFailed(ServerFailed):
     """A pool could not be started. `log` are the last lines of the server at fault, not redacted."""
 
-    def __init__(self, problem: str, log: str = "") -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.log = log
 
-
-class ChangeFailed(Exception):
+class ChangeFailed(ServerFailed):
     """An update, a sleep or a wake-up of a pool failed. `replicas` are the numbers of the replicas at fault; `log` are
     the last lines of the log of the first one, not redacted.
     """
 
     def __init__(self, problem: str, *, replicas: Sequence[int] = (), log: str = "") -> None:
-        super().__init__(problem)
-        self.problem = problem
+        super().__init__(problem, log)
         self.replicas = tuple(replicas)
-        self.log = log
 
 
 def change_failure(failed: Mapping[int, ServerFailed], then: str) -> ChangeFailed:
@@ -133,14 +150,6 @@ class Pool:
             self._weights = weights
             self._on_change()
 
-    def learn(self, weights: Weights) -> None:
-        """Take in what another user knows of an earlier pool. The first user of this one may know of none.
-
-        It counts until a replica has taken calls.
-        """
-        if not self.has and weights.revision > self.weights.revision:
-            self.weights = weights
-
     async def start(self) -> None:
         """Start all replicas at the same time, and wait until all are ready.
 
@@ -209,7 +218,7 @@ class Pool:
             server = self.servers[number] = self._server(number)
             url = await server.start(wanted)
             if wanted.in_place and wanted.path:
-                await server.call("load", path=wanted.path, version=wanted.version, before="")
+                await server.call("load", path=wanted.path, version=wanted.version)
             if weights is not None:
                 break
             await self.may_open.wait()
@@ -264,33 +273,21 @@ class Pool:
         """Stop supervising these replicas, until `supervise`."""
         await _cancel([self._tasks.pop(number) for number in numbers if number in self._tasks])
 
-    async def drain(self, numbers: Sequence[int], *, abort: bool, within_s: float, last: bool = False) -> list[int]:
+    async def drain(self, numbers: Sequence[int], *, abort: bool, within_s: float) -> list[int]:
         """Let replicas get no more calls, and wait until their calls have ended. Return those whose calls have not
-        ended within `within_s` seconds. `last`: no replica will have their weights then (`ReplicaState.last`).
+        ended within `within_s` seconds.
         """
         for number in numbers:
             state = self._states[number]
-            self.set(number, "draining", ticket=state.ticket + 1, abort=abort, last=last)
+            self.set(number, "draining", ticket=state.ticket + 1, abort=abort)
         if not numbers:
             return []
-        drained = self._idle_or_ended if last else lambda number: self._idle(self._states[number])
-        waits = {asyncio.ensure_future(drained(number)): number for number in numbers}
+        waits = {asyncio.ensure_future(self._idle(self._states[number])): number for number in numbers}
         try:
             await asyncio.wait(waits, timeout=within_s)
             return [number for wait, number in waits.items() if not wait.done()]
         finally:
             await _cancel(waits)
-
-    async def _idle_or_ended(self, number: int) -> None:
-        """Wait until no user has calls at a replica. If its server ends, its groups need not wait for it any more."""
-        idle = asyncio.ensure_future(self._idle(self._states[number]))
-        ended = asyncio.ensure_future(self.servers[number].ended())
-        try:
-            await asyncio.wait([idle, ended], return_when=asyncio.FIRST_COMPLETED)
-            if not idle.done():
-                self.set(number, "down", url="", problem=ended.result().problem)
-        finally:
-            await _cancel([idle, ended])
 
     async def _supervise(self, number: int, failed: ServerFailed | None) -> None:
         """Start a replica again whenever it ends, until it has ended too often in a row."""
@@ -307,7 +304,8 @@ class Pool:
             over = failures > self.spec.restarts
             state = self._states[number]
             self.set(number, "failed" if over else "down", url="", problem=failed.problem)
-            _log.warning("replica %d of %s: %s%s", number, self.spec.name, failed.problem, _then(over))
+            then = "it is not started again" if over else "it is started again"
+            _log.warning("replica %d of %s: %s; %s", number, self.spec.name, failed.problem, then)
             if over:
                 return
             least_s, most_s = _BACKOFF_S
@@ -338,10 +336,6 @@ class Pool:
         if self._states[state.number] != state:
             self._states[state.number] = state
             self._on_change()
-
-
-def _then(over: bool) -> str:
-    return "; it is not started again" if over else "; it is started again"
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -1,66 +1,54 @@
-"""Defines `PoolUse`: the use of a pool by one process, wherever the pool runs.
+"""Defines `PoolUse`: the use of a pool by one engine, wherever the pool lives (`pool_owner.py`).
 
-A thread follows the pool, because an engine may move from one event loop to another while its servers go on.
+A thread follows the pool, because an engine may move from one event loop to another while its servers go on. An event
+loop sends calls. So the count of calls and the decision to send are taken under a lock: once a process has said that it
+has no calls at a replica that drains, none begins there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
+import secrets
 import threading
-from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from contextlib import suppress
 from typing import Any
 
-from ..system.threads import LoopsEvent, in_thread
-from .gate import Gate
-from .group_weights import GroupWeights
-from .pool import ChangeFailed, PoolFailed
-from .pool_status import PoolStatus, ReplicaLoad
-from .replica_state import ReplicaState
-from .sent_command import SentCommand
-from .spec import PoolSpec
+from ..system.threads import LoopsEvent
+from .pool import ChangeFailed, PoolFailed, ReplicaState
+from .pool_actor import Report
+from .pool_owner import PoolOwner, owner_of
+from .server_kinds import PoolSpec
 from .weights import Drain, Update, Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
 _SILENT_S = 120.0
-"""Seconds beyond `stop_within_s` within which a pool must have answered. Its process may have to be started."""
-_FOUND_WITHIN_S = 30.0
-"""The same for a pool that runs."""
-_START_SAID_AFTER_S = 5.0
-_SEARCH_SAID_AFTER_S = 1.0
-"""Seconds after which the log says for whose answer a start, or a search for a pool that runs, waits."""
-_ENDED_WITHIN_S = 150.0
-"""Seconds beyond `stop_within_s` in which a pool has ended all of its servers."""
+"""Seconds beyond those of a start, or of a stop, within which a pool must have answered."""
+_LOOK_EVERY_S = 1.0
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
-_FOUND_ASLEEP = (
-    "source %s: its servers sleep, because a process that shares them let them. Calls wait until they are woken: "
-    "`engine.wake_up`, or `qreward pool wake`"
-)
 _LOST_TRIES = 3
 """How often a pool is started again that has ended although it was used."""
-_ENDED: Mapping[str, Any] = {
-    "error": {"problem": "the pool has ended before the command was done", "replicas": [], "log": ""}
-}
+_STARTS = "its servers start"
 _HELD: Mapping[str, str] = {
     "asleep": "it sleeps",
     "updating": "its weights are updated",
     "draining": "its weights are updated, or it is about to sleep",
+    "starting": _STARTS,
+    "down": _STARTS,
 }
 """By state of a replica: why calls wait for it."""
 
 
-class PoolUse(ABC):
-    """One process's use of a pool. `follow`, which runs in a thread of its own, reports the states of the replicas by
-    `_set_states`, and the end of the start by `_end_start`.
-    """
+class PoolUse:
+    """One engine's use of a pool, which starts with the first use and ends with the last one."""
 
-    def __init__(self, spec: PoolSpec, groups: GroupWeights | None = None) -> None:
+    def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
         self.states: tuple[ReplicaState, ...] = ()
         self.version = 0
@@ -69,32 +57,24 @@ class PoolUse(ABC):
         """The weights that the pool serves, as it last reported."""
         self.asleep = False
         """Whether the pool sleeps, as it last reported."""
-        self.gate = Gate(groups)
         self.on_change: Callable[[], None] = lambda: None
-        """Called in the thread that follows the pool, after every change of `states`."""
-        self._numbers = itertools.count(1)
-        self._commands: dict[int, SentCommand] = {}
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        """Called after every change of `states`, in any thread."""
         self.ended = False
         """Whether the pool is not followed any more: it failed, or this use has ended."""
-        self.is_guest = False
-        """Whether it only finds a pool that runs, and starts none; see `pool_process.py`."""
-        self.wakes = False
-        """Whether this process wakes the pool before it has calls for it."""
-        self.unwritten: frozenset[str] = frozenset()
-        """What the configuration leaves to the environment: a guest does not compare it (`chosen`)."""
-        self.loads: Callable[[], Mapping[int, ReplicaLoad]] = dict
-        """Returns what this process has sent to each replica, by number. The thread that follows the pool calls it."""
-        self._idle: deque[list[tuple[int, int]]] = deque()
-        self._sends_idle = False
-        self._reported = LoopsEvent()
+        self._user = secrets.token_hex(8)
+        self._owner: PoolOwner | None = None
+        self._receiving: dict[str, Callable[[list[int]], None]] = {}
+        self._seen = -1
+        """The last report (`Report.version`) of the pool."""
+        self._reporting = threading.Lock()
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+        """Calls under way by URL."""
+        self._thread: threading.Thread | None = None
         self._start_over = LoopsEvent()
-        self._losses = 0
+        self._follow_over = LoopsEvent()
         self._failure: PoolFailed | None = None
-        self._closing = False
-        self._hangs = False
-        """Whether the pool was waited for in vain."""
+        self._closing = self._given_up = False
         self._pid = os.getpid()
 
     @property
@@ -112,262 +92,219 @@ class PoolUse(ABC):
 
         Raises `PoolFailed`.
         """
-        spec = self.spec
-        # An earlier pool may have to end first. A process that takes longer than this hangs.
-        await self._answered(spec.stop_within_s + _SILENT_S)
-        within_s = spec.start_within_s + spec.stop_within_s + _SILENT_S
-        if not await self._start_over.wait(within_s):
-            raise PoolFailed(f"{self.where()} has not ended its start within {within_s:g} s. {self.remedy()}")
-        self._raise_failure()
-
-    async def find(self) -> None:
-        """Find the pool that runs, and wait until it reports, ready or not. This use starts none, also not later.
-
-        Raises `PoolFailed` if none runs, or if it answers nothing.
-        """
-        self.is_guest = True
-        await self._answered(_FOUND_WITHIN_S)
-        self._raise_failure()
-
-    async def _answered(self, within_s: float) -> None:
-        """Follow the pool, and wait for its first report. Raises `PoolFailed`."""
         with self._lock:
             if self._closing:
                 raise PoolFailed("it is closed")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="qreward-pool", daemon=True)
                 self._thread.start()
-        if self._start_over.is_set:
-            return
-        first_s = min(within_s, _SEARCH_SAID_AFTER_S if self.is_guest else _START_SAID_AFTER_S)
-        if await self._reported.wait(first_s):
-            return
-        where = await in_thread(self.where)
-        _log.warning("source %s: waiting for an answer of %s, at most %g s", self.spec.name, where, within_s)
-        if not await self._reported.wait(within_s - first_s):
-            self._hangs = True
-            where, remedy = await in_thread(self.where), await in_thread(self.remedy)
-            raise PoolFailed(f"{where} has answered nothing for {within_s:g} s. {remedy}")
-
-    def where(self) -> str:
-        """Say where the pool runs, for people."""
-        return "its pool"
-
-    def remedy(self) -> str:
-        """Say what to do about a pool that hangs; a sentence."""
-        return "Nothing was started in its place"
-
-    def _raise_failure(self) -> None:
+        within_s = self.spec.start_within_s + self.spec.stop_within_s + _SILENT_S
+        if not await self._start_over.wait(within_s):
+            self._given_up = True
+            raise PoolFailed(f"{self._where} has not ended its start within {within_s:g} s")
         if self._failure is not None:
             raise PoolFailed(self._failure.problem, self._failure.log)
 
     async def aclose(self) -> None:
-        """End the use. If it was the last one, wait until every server has ended, unless its pool hangs. Idempotent."""
+        """End the use. After the last one, wait until all servers have ended, unless the owner hangs. Idempotent."""
         with self._lock:
             self._closing = True
-            thread = self._thread
-        if thread is None or self._pid != os.getpid():
-            return
-        self.leave(at_once=self.is_guest or self._hangs)
-        ended = in_thread(thread.join)
-        within_s = self.spec.stop_within_s + _ENDED_WITHIN_S
-        await asyncio.wait([ended], timeout=within_s)
-        if not ended.done():
-            where, remedy = await in_thread(self.where), await in_thread(self.remedy)
-            what = "source %s: %s has not ended its servers within %g s. %s"
-            _log.warning(what, self.spec.name, where, within_s, remedy)
-            self.leave(at_once=True)
+            if self._thread is None or self._pid != os.getpid():
+                return
+            if self._owner is not None:
+                with suppress(Exception):  # Ray may be shut down
+                    self._owner.call("leave", self._user)
+        within_s = self.spec.stop_within_s + _SILENT_S
+        if not await self._follow_over.wait(0.0 if self._given_up else within_s):
+            self._given_up = True
+            _log.warning("source %s: %s has not ended its servers", self.spec.name, self._where)
 
     # Commands
 
     async def update_weights(
         self, update: Update, on_receiving: Callable[[list[int]], None] = lambda numbers: None
     ) -> Weights:
-        """Update the weights of the pool, and return the new ones. See `Changes.update`.
+        """Update the weights of the pool, and return the new ones; see `Changes.update`.
 
-        Cancelling ends only the wait, except for an update from memory, which ends. An update from memory fails if the
-        pool is lost meanwhile, because no further tensors come; others are carried out by its successor. Raises
-        `ChangeFailed` and `PoolFailed`.
+        Cancelling ends only the wait, except for an update from memory, which ends. Raises `ChangeFailed`, also if the
+        pool is lost meanwhile, and `PoolFailed`.
         """
-        return Weights(**await self._command("update", update.as_mapping(), on_receiving))
+        token, loop = secrets.token_hex(8), asyncio.get_running_loop()
+
+        def begin(numbers: list[int]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(on_receiving, numbers)
+
+        self._receiving[token] = begin
+        try:
+            weights: Weights = await self._command("update", token, update)
+            return weights
+        except asyncio.CancelledError:
+            if not update.path and self._owner is not None:
+                self._owner.call("cancel", token)
+            raise
+        finally:
+            self._receiving.pop(token, None)
 
     async def sleep(self, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
         """Free the devices of the pool; see `Changes.sleep`. Cancelling ends only the wait."""
-        await self._command("sleep", {"level": level, "drain": drain, "within_s": within_s})
+        await self._command("sleep", level, drain, within_s)
 
     async def wake_up(self) -> None:
         """End the sleep of the pool; see `Changes.wake`. Cancelling ends only the wait."""
-        await self._command("wake", {})
+        await self._command("wake")
 
-    async def status(self) -> PoolStatus:
-        """Ask a pool that `find` has found, ready or not, for its status. Raises `ChangeFailed` and `PoolFailed`."""
-        return PoolStatus.of(await self._command("status", {}))
-
-    async def _command(
-        self,
-        name: str,
-        arguments: Mapping[str, Any],
-        on_receiving: Callable[[list[int]], None] = lambda numbers: None,
-    ) -> dict[str, Any]:
-        if name == "status":
-            await self.find()
-        else:
-            await self.start()
-        number = next(self._numbers)
-        message = {"command": name, "id": number, "arguments": dict(arguments)}
-        from_memory = name == "update" and not arguments["path"]
-        result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        command = self._commands[number] = SentCommand(message, result, on_receiving, repeats=not from_memory)
-        sending = asyncio.ensure_future(in_thread(lambda: command.send(self.send)))
+    async def _command(self, method: str, *arguments: Any) -> Any:
+        await self.start()
+        owner = self._owner
+        if self.ended or owner is None:
+            raise PoolFailed("it has ended")
+        result, failure = None, None
         try:
-            is_sent = await asyncio.shield(sending)
-            if not is_sent and self.ended:
-                raise PoolFailed("it has ended")
-            if not is_sent and not command.repeats:
-                raise ChangeFailed(_LOST)
-            return await result
-        except asyncio.CancelledError:
-            # The command itself may still be on its way.
-            sending.add_done_callback(lambda sending: sending.cancelled() or sending.exception())
-            if from_memory:
-                sending.add_done_callback(lambda _: self.send({"cancel": number}))
-            raise
-        finally:
-            self._commands.pop(number, None)
+            result = await asyncio.wrap_future(owner.call(method, *arguments))
+        except ChangeFailed as error:
+            failure = ChangeFailed(error.problem, replicas=error.replicas, log=error.log)
+        except owner.lost:
+            raise ChangeFailed(_LOST) from None
+        # The caller finds the states of after the command.
+        with suppress(PoolFailed, *owner.lost):
+            report: Report | None = await asyncio.wrap_future(owner.call("watch", self._user, -1))
+            if report is not None:
+                self._report(report)
+        if failure is not None:
+            raise failure
+        return result
 
-    def leave_replica(self, url: str) -> None:
-        """Count down a call that `gate` let in."""
-        self._drained(self.gate.leave(url))
+    # Calls
 
-    def sample_ended(self, group: str) -> None:
-        """Note that a sample of a group has its outcome."""
-        self._drained(self.gate.ended(group))
-
-    def _drained(self, drained: list[tuple[int, int]]) -> None:
-        if not drained:
-            return
+    def enter(self, url: str) -> bool:
+        """Count a call at the replica at `url`, unless it takes none."""
         with self._lock:
-            self._idle.append(drained)
-            if self._sends_idle:
-                return
-            self._sends_idle = True
-        # Sending blocks if the pool hangs, and an event loop calls this.
-        threading.Thread(target=self._send_idle, name="qreward-pool-idle", daemon=True).start()
+            if not any(state.url == url and state.state == "up" for state in self.states):
+                return False
+            self._calls[url] += 1
+            return True
 
-    def _send_idle(self) -> None:
-        """Send what `_drained` was given, in its order."""
-        while True:
-            with self._lock:
-                if not self._idle:
-                    self._sends_idle = False
-                    return
-                drained = self._idle.popleft()
-            self.send({"idle": drained})
+    def leave(self, url: str) -> None:
+        """Count down a call that `enter` let in."""
+        with self._lock:
+            self._calls[url] -= 1
+            if not self._calls[url]:
+                del self._calls[url]
+            drained = self._drained(url)
+        self._tell(drained)
 
-    @abstractmethod
-    def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message to the pool; see `Commands.receive`. Return False if there is no pool now. A message may get
-        lost if the pool ends: then `_lost` is called afterwards. Raises `ValueError` if it is too long.
-        """
+    def _drained(self, *urls: str) -> dict[int, int]:
+        """Return number and ticket of those of these replicas that are draining and have no calls."""
+        return {
+            state.number: state.ticket
+            for state in self.states
+            if state.url in urls and state.state == "draining" and not self._calls[state.url]
+        }
+
+    def _tell(self, drained: Mapping[int, int]) -> None:
+        if drained and self._owner is not None:
+            with suppress(Exception):  # Ray may be shut down
+                self._owner.call("idle", self._user, drained)
 
     @property
     def held(self) -> str:
         """Why the replicas take no calls for a while, although nothing is wrong; "" if one does, or if none will."""
         states = {state.state for state in self.states}
-        if "up" in states:
+        if "up" in states or self.ended:
             return ""
+        if self.started and not states:  # the pool was lost
+            return _STARTS
         return next((reason for state, reason in _HELD.items() if state in states), "")
 
-    def _receive(self, message: Mapping[str, Any]) -> None:
-        """Handle a message of the pool. Raises `PoolFailed` if it has failed."""
-        if "failed" in message:
-            raise PoolFailed(message["failed"], message["log"])
-        if "id" in message:
-            command = self._commands.get(message["id"])
-            if command is not None:
-                command.receive(message)
-            return
-        if "report" in message:
-            self.send({"loads": {str(number): asdict(load) for number, load in self.loads().items()}})
-            return
-        self.weights = Weights(**message["weights"])
-        self.asleep = all(state["state"] == "asleep" for state in message["replicas"])
-        self._set_states([ReplicaState(**state) for state in message["replicas"]])
-        if self.asleep and not (self._reported.is_set or self.is_guest or self.wakes):
-            _log.warning(_FOUND_ASLEEP, self.spec.name)
-        self._reported.set()
-        if message["ready"]:
-            self._end_start()
-
-    def _lost(self) -> None:
-        """Forget the replicas of a pool that has ended, and the commands that were sent to it."""
-        self._set_states(())
-        self._lose_commands()
-
-    def _count_loss(self) -> None:
-        """Note that the pool has ended although it was used. Raises `PoolFailed` if it is not to be started again."""
-        self._losses += 1
-        if self.is_guest:
-            raise PoolFailed("it has ended")
-        if self._losses > _LOST_TRIES:
-            raise PoolFailed("it has ended too often")
-        _log.warning("the pool of %s has ended; it is started again", self.spec.name)
-
-    def _resend(self) -> None:
-        """Send a pool the commands that its predecessor has not finished. Messages reach it by now."""
-        for command in list(self._commands.values()):
-            command.send(self.send)
-
-    def _lose_commands(self) -> None:
-        """Fail the commands that were sent to a pool that has ended, unless its successor can carry them out. Nobody
-        may send it more by then.
-        """
-        for command in list(self._commands.values()):
-            if self.ended:
-                command.receive(_ENDED)
-            elif command.repeats:
-                command.unsend()
-            else:
-                command.receive({"error": {"problem": _LOST, "replicas": [], "log": ""}})
-
-    def _is_leaving(self) -> bool:
-        """Whether this use is to end."""
-        return self._closing
-
-    @abstractmethod
-    def follow(self) -> None:
-        """Start or find the pool, and report on it until it ends or `leave` is called. Raises `PoolFailed`."""
-
-    @abstractmethod
-    def leave(self, *, at_once: bool = False) -> None:
-        """Let `follow` return, once every server has ended if this was the last use, or `at_once`. Does not block."""
+    # What the pool reports, mostly to the thread that follows it
 
     def _run(self) -> None:
+        failure = PoolFailed("it is closed")
         try:
-            self.follow()
+            self._follow()
         except PoolFailed as error:
-            self._end_start(error)
+            failure = PoolFailed(error.problem, error.log)
         except Exception as error:
             _log.warning("the pool of %s cannot be followed", self.spec.name, exc_info=error)
-            self._end_start(PoolFailed(f"the pool cannot be followed ({type(error).__name__}: {error})"))
+            failure = PoolFailed(f"the pool cannot be followed ({type(error).__name__}: {error})")
         self.ended = True
-        self._lost()
-        self._end_start(PoolFailed("it is closed"))
+        self._end_start(failure)
+        self._take(())
+        with self._lock:
+            owner, self._owner = self._owner, None
+        with suppress(Exception):  # Ray may be shut down
+            if owner is not None:
+                self._result(owner.call("leave", self._user))
+                owner.release()
+        self._follow_over.set()
 
-    def _set_states(self, states: Sequence[ReplicaState]) -> None:
-        before = {state.number: state for state in self.states}
+    def _follow(self) -> None:
+        """Report on the pool until this use is to end. A pool that is lost is started again. Raises `PoolFailed`."""
+        lost = 0
+        while not self._closing:
+            owner = self._owner = owner_of(self.spec)
+            try:
+                self._result(owner.call("join", self._user, self.spec, self.weights, self.asleep))
+                self._seen = -1
+                while not self._closing:
+                    report: Report | None = self._result(owner.call("watch", self._user, self._seen))
+                    if report is None:
+                        return
+                    self._report(report)
+                    lost = 0 if report.ready else lost
+            except owner.lost:
+                lost += 1
+                self._take(())
+                if lost > _LOST_TRIES:
+                    raise PoolFailed("it has ended too often") from None
+                _log.warning("the pool of %s has ended; it is started again", self.spec.name)
+
+    def _result(self, future: Future[Any]) -> Any:
+        """Wait for what the owner answers. Raises `PoolFailed` if nobody waits for it any more."""
+        while True:
+            try:
+                return future.result(_LOOK_EVERY_S)
+            except NotDone:
+                if future.done():
+                    raise
+                if self._given_up:
+                    raise PoolFailed("it hangs") from None
+
+    def _report(self, report: Report) -> None:
+        """Take in what the pool says, unless something later is known. Any thread may call this."""
+        with self._reporting:
+            if report.version <= self._seen:
+                return
+            self._seen = report.version
+            self.weights = report.weights
+            self.asleep = all(state.state == "asleep" for state in report.states)
+            for token, numbers in report.receiving.items():
+                begin = self._receiving.pop(token, None)
+                if begin is not None:
+                    begin(numbers)
+            self._take(report.states)
+            if report.ready:
+                self._end_start()
+
+    def _take(self, states: Sequence[ReplicaState]) -> None:
+        before = {state.number: state.state for state in self.states}
         for state in states:
-            was = before.get(state.number)
-            if was is not None and was.state != state.state and state.state in ("down", "failed"):
+            if before.get(state.number, state.state) != state.state and state.state in ("down", "failed"):
                 _log.warning("source %s: replica %d is %s", self.spec.name, state.number, state.state)
-        self.states = tuple(states)
-        self.version += 1
+        with self._lock:
+            self.states = tuple(states)
+            self.version += 1
+            drained = self._drained(*(state.url for state in states))
         # In this order: a call that is refused finds the new states.
-        self._drained(self.gate.take(self.states))
+        self._tell(drained)
         self.on_change()
 
     def _end_start(self, failure: PoolFailed | None = None) -> None:
         if not self._start_over.is_set:
             self._failure = failure
-        self._reported.set()
-        self._start_over.set()
+            self._start_over.set()
+
+    @property
+    def _where(self) -> str:
+        return "its pool" if self._owner is None else self._owner.where

@@ -1,10 +1,13 @@
-"""Defines `RayServer`: one start of one server on a Ray cluster, as an actor on a placement group of its own."""
+"""A pool on Ray: `RayOwner` is the actor that owns it, `RayServer` one start of one server on its placement group."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import shutil
+import tempfile
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +15,11 @@ from typing import Any
 
 import anyio
 
-from ..errors import ConfigurationError
-from ..system.private_directory import private_directory
-from ..system.ray_actors import ray_is_up
+from ..system.ray_actors import get_or_start, ray_is_up
 from ..system.threads import in_thread
-from .launch import LocalServer, ServerFailed
-from .spec import PoolSpec
+from .control import ServerFailed
+from .server import LocalServer
+from .server_kinds import PoolSpec
 from .topology import Platform
 from .weights import Weights
 
@@ -42,55 +44,60 @@ def bundle_of(spec: PoolSpec) -> dict[str, float]:
     return {"CPU": ranks} if spec.topology.platform == "cpu" else {"GPU": ranks, "CPU": 1}
 
 
-class ReplicaActor:
-    """Runs the server of one replica on its node."""
+class RayOwner:
+    """A pool of a Ray job, in a named actor, which all processes of the job share; with `placement: local`, those of a
+    node. Ray starts the actor again if it is lost. `cls` is its class, `PoolActor`. Raises Ray's errors.
+    """
 
-    def __init__(self, spec: bytes, number: int) -> None:
+    def __init__(self, spec: PoolSpec, cls: type) -> None:
+        import ray
+        from ray.exceptions import RayActorError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        name, options = f"qreward-replicas-{spec.key}", {}
+        if not spec.topology.assigned:
+            node = ray.get_runtime_context().get_node_id()
+            name += f"-{node[:12]}"
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        self.where = f"the actor {name} of its pool"
+        self.lost: tuple[type[Exception], ...] = (RayActorError,)
+        self._handle = get_or_start(name, cls, **options)
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = getattr(self._handle, method).remote(*arguments).future()
+        return future
+
+    def release(self) -> None:
+        """Do nothing: the actor ends with the job."""
+
+
+class ReplicaActor:
+    """Runs the server of one replica on its node. Its methods are those of `LocalServer`, and raise `ServerFailed`."""
+
+    def __init__(self, spec: PoolSpec, number: int) -> None:
         import ray
 
-        self._spec = PoolSpec.from_json(spec)
-        folder = self._spec.log_folder
-        private: Path | None = None
-        try:
-            private = private_directory(self._spec.directory)
-        except ConfigurationError:
-            if folder is None:
-                raise
-        path = private / f"{self._spec.key}-logs" if private is not None and folder is None else Path(folder or ".")
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._private_logs = path if folder is None else None
-        self._number = number
+        self._own_logs = tempfile.mkdtemp(prefix="qreward-logs-") if spec.log_folder is None else None
+        folder = Path(spec.log_folder or self._own_logs or "")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Ray may not have set the variables of the devices in this process (RAY_EXPERIMENTAL_NOSET_...).
-        devices = replace(self._spec.topology, data_parallel=1, devices=tuple(ray.get_gpu_ids()), assigned=False)
+        devices = replace(spec.topology, data_parallel=1, devices=tuple(ray.get_gpu_ids()), assigned=False)
         host = ray.util.get_node_ip_address()
-        self._server = LocalServer(
-            self._spec, number, folder=path, environment=devices.environment(0), host=host, private=private
-        )
+        self._server = LocalServer(spec, number, folder=folder, environment=devices.environment(0), host=host)
 
-    async def start(self, weights: Mapping[str, Any]) -> tuple[str, str, str]:
-        """Return the URL once the server is ready; or "", the problem and the end of the log."""
-        try:
-            return await self._server.start(Weights(**weights)), "", ""
-        except ServerFailed as error:
-            return "", error.problem, error.log
+    async def start(self, weights: Weights) -> str:
+        return await self._server.start(weights)
 
-    async def ended(self) -> tuple[str, str]:
-        """Wait for the end of the server; return the problem and the end of its log."""
-        failed = await self._server.ended()
-        return failed.problem, failed.log
+    async def ended(self) -> ServerFailed:
+        return await self._server.ended()
 
-    async def call(self, operation: str, arguments: Mapping[str, Any]) -> tuple[Any, str, str]:
-        """See `LocalServer.call`. Return the result, "" and ""; or None, the problem and the end of the log."""
-        try:
-            return await self._server.call(operation, **arguments), "", ""
-        except ServerFailed as error:
-            return None, error.problem, error.log
+    async def call(self, operation: str, arguments: Mapping[str, Any]) -> Any:
+        return await self._server.call(operation, **arguments)
 
     async def stop(self) -> None:
-        """See `LocalServer.stop`. Logs that nobody asked to keep are removed."""
         await self._server.stop()
-        if self._private_logs is not None:
-            await in_thread(functools.partial(_remove_logs, self._private_logs, self._spec, self._number))
+        if self._own_logs is not None:
+            shutil.rmtree(self._own_logs, ignore_errors=True)
 
 
 class RayServer:
@@ -105,43 +112,25 @@ class RayServer:
 
     async def start(self, weights: Weights | None = None) -> str:
         """Place the replica and start its server. Raises `ServerFailed`."""
-        from ray.exceptions import RayError
-
         await in_thread(self._place)
         await self._placed()
         self._actor = await in_thread(self._start_actor)
-        try:
-            url, problem, log = await self._actor.start.remote((weights or Weights()).as_mapping())
-        except RayError as error:
-            raise ServerFailed(_lost(error)) from None
-        if problem:
-            raise ServerFailed(problem, log)
-        self.url = url
+        self.url = await _answer(self._actor.start.remote(weights or Weights()))
         return self.url
 
     async def ended(self) -> ServerFailed:
         """Wait until the server ends, or its actor or node is lost."""
-        from ray.exceptions import RayError
-
         try:
-            problem, log = await self._actor.ended.remote()
-        except RayError as error:
-            return ServerFailed(_lost(error))
-        return ServerFailed(problem, log)
+            failed: ServerFailed = await _answer(self._actor.ended.remote())
+        except ServerFailed as error:
+            return error
+        return failed
 
     async def call(self, operation: str, **arguments: Any) -> Any:
         """See `LocalServer.call`. Raises `ServerFailed`."""
-        from ray.exceptions import RayError
-
         if self._actor is None:
             raise ServerFailed("its actor has ended")
-        try:
-            result, problem, log = await self._actor.call.remote(operation, arguments)
-        except RayError as error:
-            raise ServerFailed(_lost(error)) from None
-        if problem:
-            raise ServerFailed(problem, log)
-        return result
+        return await _answer(self._actor.call.remote(operation, arguments))
 
     async def stop(self) -> None:
         """End the server, its actor and its placement group. Idempotent."""
@@ -149,7 +138,7 @@ class RayServer:
         if actor is not None:
             with suppress(Exception):  # the actor may be lost
                 with anyio.fail_after(self._spec.stop_within_s + _STOP_S):
-                    await _ended(actor.stop.remote())
+                    await _answer(actor.stop.remote())
         group, self._group = self._group, None
         await in_thread(functools.partial(_free, actor, group))
 
@@ -185,19 +174,20 @@ class RayServer:
                 max_concurrency=100,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
             )
-            .remote(self._spec.to_json(), self._number)
+            .remote(self._spec, self._number)
         )
 
 
-async def _ended(reference: Any) -> Any:
-    return await reference
+async def _answer(reference: Any) -> Any:
+    """Await what an actor answers. Raises `ServerFailed`, also if the actor or its node is lost."""
+    from ray.exceptions import RayError
 
-
-def _remove_logs(folder: Path, spec: PoolSpec, number: int) -> None:
-    for path in folder.glob(f"{spec.file_name}-{number}.log*"):
-        path.unlink(missing_ok=True)
-    with suppress(OSError):  # another replica of this node has its log there
-        folder.rmdir()
+    try:
+        return await reference
+    except ServerFailed as error:
+        raise ServerFailed(error.problem, error.log) from None
+    except RayError as error:
+        raise ServerFailed(f"its actor or node is lost ({type(error).__name__})") from None
 
 
 def _free(actor: Any, group: Any) -> None:
@@ -228,7 +218,3 @@ def _free_resources() -> str:
 def _shown(resources: Mapping[str, float]) -> str:
     shown = [f"{amount:g} {name}" for name, amount in sorted(resources.items()) if name in ("CPU", "GPU")]
     return ", ".join(shown) or "nothing"
-
-
-def _lost(error: Exception) -> str:
-    return f"its actor or node is lost ({type(error).__name__})"

@@ -1,22 +1,28 @@
-"""Defines the programs that serve a model: vLLM, SGLang, llama.cpp, or a command of the user's.
+"""Defines `PoolSpec`, everything that the servers of a pool are started with, and the programs that serve a model.
 
-Each is a class that writes the command line and the environment of one replica, and says which arguments it refuses.
-All of them list their models at `/v1/models`, where the pool looks for the name that it gave to this very process.
+A program (vLLM, SGLang, llama.cpp, or a command of the user's) is a class that writes the command line and the
+environment of one replica, and says which arguments it refuses. All of them list their models at `/v1/models`, where
+the pool looks for the name that it gave to this very process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from shutil import which
 from typing import Any, ClassVar
 
 from .control import Control, SGLangControl, VLLMControl
+from .topology import Topology
 
+STOP_WITHIN_S = 5.0
+"""Default of `stop_within_s`, in seconds. Closing an engine takes 10 s at most."""
 CHAT = "chat"
 """The task of a language model. Every other task is a protocol of reward models."""
 
@@ -35,32 +41,76 @@ _PLACES = ("{host}", "{port}", "{model}", "{name}", "{tensor_parallel}")
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What one server is started with.
+class PoolSpec:
+    """What the servers of a pool are started with. Times are seconds.
 
-    `model` is the name that requests give. `weights` is what is loaded, a folder or a name of the hub; "": `model`.
-    `name` is listed at `/v1/models` by this process and no other. `host` and `port` are where it listens. `in_place`:
-    it can load other weights while it runs. `sleep_mode`: it can free its devices while it runs.
+    `name` is that of the source. `restarts` is how often in a row a replica that dies is started again.
+    `stop_within_s` is the time between SIGTERM and SIGKILL. `in_place`: servers load other weights while they run;
+    otherwise they are started again with them. `sleep_mode`: servers free their devices by their own sleep; otherwise
+    they are stopped for it. `api_key` is the key that the servers demand. The repr leaves it out, and the values of
+    `environment` and the words of the command line, which may hold secrets, too.
     """
 
-    model: str
     name: str
-    host: str
-    port: int
-    tensor_parallel: int = 1
+    server: str
+    model: str
+    topology: Topology
     task: str = CHAT
-    platform: str = "cpu"
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
     command: tuple[str, ...] = field(default=(), repr=False)
     program: tuple[str, ...] = field(default=(), repr=False)
-    weights: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    start_within_s: float = 600.0
+    stop_within_s: float = STOP_WITHIN_S
+    restarts: int = 3
     in_place: bool = False
     sleep_mode: bool = False
+    api_key: str = field(default="", repr=False)
+    log_folder: str | None = None
+
+    @property
+    def kind(self) -> ServerKind:
+        """The program that serves the model."""
+        return SERVER_KINDS[self.server]
+
+    @property
+    def file_name(self) -> str:
+        """Its name, with only those characters that a file name and a command line carry everywhere."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", self.name)[:64]
+
+    @property
+    def key(self) -> str:
+        """16 hexadecimal digits that identify it: equal pools have equal keys, in all processes."""
+        text = json.dumps(asdict(self), sort_keys=True).encode()  # orjson does not write all numbers and keys
+        return hashlib.blake2b(text, digest_size=8, person=b"qreward pool").hexdigest()
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers of requests to its servers: the key, if there is one."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of one server. `name` is listed at `/v1/models` by this process and no other. `host` and `port` are
+    where it listens. `weights` is what is loaded instead of the model: a folder, or a file for llama.cpp; "": none.
+    """
+
+    spec: PoolSpec
+    name: str
+    host: str
+    port: int
+    weights: str = ""
 
     @property
     def loaded(self) -> str:
-        """The model that the server loads: a folder, or a name of the hub."""
-        return self.weights or self.model
+        """The model that the server loads: a folder, a file, or a name of the hub."""
+        return self.weights or self.spec.model
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the server has no devices."""
+        return self.spec.topology.platform == "cpu"
 
 
 @dataclass(frozen=True)
@@ -86,7 +136,7 @@ class ServerKind(ABC):
     """Arguments that spread a replica over several engines."""
     TASKS: ClassVar[tuple[str, ...]] = ()
     """How the protocols of reward models that it speaks begin."""
-    control: ClassVar[Control | None] = None
+    control: ClassVar[type[Control] | None] = None
     """The routes by which it is controlled; None if it has none."""
     divides_heads: ClassVar[bool] = False
     """Whether it divides the attention heads among the devices of a replica."""
@@ -167,26 +217,26 @@ class VLLM(ServerKind):
         *("enable_expert_parallel", "api_server_count"),
     )
     TASKS = ("vllm_",)
-    control = VLLMControl()
+    control = VLLMControl
     divides_heads = True
 
     def command(self, launch: Launch) -> list[str]:
-        words = [*(launch.program or self.PROGRAM), "--model", launch.loaded]
+        words = [*(launch.spec.program or self.PROGRAM), "--model", launch.loaded]
         words += ["--host", launch.host, "--port", str(launch.port)]
         # Requests carry the first name, which is the same at all replicas. The second tells whose process this is.
-        words += ["--served-model-name", launch.model, launch.name]
-        words += ["--tensor-parallel-size", str(launch.tensor_parallel)]
-        if launch.task != CHAT:
+        words += ["--served-model-name", launch.spec.model, launch.name]
+        words += ["--tensor-parallel-size", str(launch.spec.topology.tensor_parallel)]
+        if launch.spec.task != CHAT:
             words += ["--runner", "pooling"]
-        if launch.sleep_mode and launch.platform != "cpu":  # on a CPU it refuses the flag, and sleeps without it
+        if launch.spec.sleep_mode and not launch.on_cpu:  # on a CPU it refuses the flag, and sleeps without it
             words.append("--enable-sleep-mode")
-        return words + self.flags(launch.arguments)
+        return words + self.flags(launch.spec.arguments)
 
     def environment(self, launch: Launch) -> Mapping[str, str]:
         common = {"VLLM_NO_USAGE_STATS": "1"}
-        if launch.in_place or launch.sleep_mode:
+        if launch.spec.in_place or launch.spec.sleep_mode:
             common["VLLM_SERVER_DEV_MODE"] = "1"
-        if launch.platform != "cpu":
+        if not launch.on_cpu:
             return common
         # Without the last two, every replica would bind its threads to the same cores.
         return {**common, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -212,18 +262,18 @@ class SGLang(ServerKind):
         *("dp_size", "pp_size", "expert_parallel_size", "ep_size", "ep", "enable_dp_attention"),
     )
     TASKS = ("sglang_",)
-    control = SGLangControl()
+    control = SGLangControl
     divides_heads = True
 
     def command(self, launch: Launch) -> list[str]:
-        words = [*(launch.program or self.PROGRAM), "--model-path", launch.loaded]
+        words = [*(launch.spec.program or self.PROGRAM), "--model-path", launch.loaded]
         words += ["--host", launch.host, "--port", str(launch.port), "--served-model-name", launch.name]
-        words += ["--tp-size", str(launch.tensor_parallel)]
-        if launch.task != CHAT:
+        words += ["--tp-size", str(launch.spec.topology.tensor_parallel)]
+        if launch.spec.task != CHAT:
             words.append("--is-embedding")
-        if launch.sleep_mode:
+        if launch.spec.sleep_mode:
             words.append("--enable-memory-saver")
-        return words + self.flags(launch.arguments)
+        return words + self.flags(launch.spec.arguments)
 
 
 class LlamaCpp(ServerKind):
@@ -241,9 +291,9 @@ class LlamaCpp(ServerKind):
     }
 
     def command(self, launch: Launch) -> list[str]:
-        words = [*(launch.program or self.PROGRAM), "--model", launch.loaded]
+        words = [*(launch.spec.program or self.PROGRAM), "--model", launch.loaded]
         words += ["--host", launch.host, "--port", str(launch.port), "--alias", launch.name]
-        return words + self.flags(launch.arguments)
+        return words + self.flags(launch.spec.arguments)
 
 
 class Command(ServerKind):
@@ -260,15 +310,15 @@ class Command(ServerKind):
             "{port}": str(launch.port),
             "{name}": launch.name,
             "{model}": launch.loaded,
-            "{tensor_parallel}": str(launch.tensor_parallel),
+            "{tensor_parallel}": str(launch.spec.topology.tensor_parallel),
         }
         words = []
-        for word in launch.command:
+        for word in launch.spec.command:
             # Not str.format, because a word may hold other braces, such as JSON.
             for place in _PLACES:
                 word = word.replace(place, values[place])
             words.append(word)
-        return words + self.flags(launch.arguments)
+        return words + self.flags(launch.spec.arguments)
 
 
 def missing_places(command: Sequence[str]) -> list[str]:

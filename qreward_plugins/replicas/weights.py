@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+from .control import ServerFailed
 
 Mode = Literal["rolling", "together"]
 """`rolling`: one replica after the other. `together`: all at once, so that there is one version at a time."""
@@ -12,6 +17,12 @@ Drain = Literal["wait", "abort"]
 """What happens to the calls under way at a replica that is drained. `wait`: they end first. `abort`: they are cancelled
 and sent again to another replica."""
 _LONGEST_VERSION_CHARS = 200
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_BESIDE = ("config.json", "generation_config.json", "tokenizer", "vocab", "merges", "special_tokens", "chat_template")
+"""Beginnings of the names of other files that change what a server answers."""
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SHOWN = 3
+"""Most names that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +48,14 @@ class Weights:
         """Whether they came from the memory of a trainer, so that a server that is started again cannot load them."""
         return self.revision > 0 and not self.path
 
-    def as_mapping(self) -> dict[str, Any]:
-        """Its fields as plain values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Update:
-    """An update of weights, as a process sends it to the pool: from the checkpoint `path`, or from memory.
+    """An update of weights: from the checkpoint `path`, or from memory.
 
     From memory, `begin` has the body that joins each replica to the transfer (none: nothing is to be joined), and
     `receive` the bodies of the calls by which a replica receives tensors, in order. `within_s` is the time in seconds
-    that calls under way have to end. `groups`: the last replicas with their weights wait for the
-    groups that these have begun to judge, and keep them if the groups do not end by then.
+    that calls under way have to end.
     """
 
     version: str
@@ -59,11 +65,10 @@ class Update:
     mode: Mode = "rolling"
     drain: Drain = "wait"
     within_s: float = 600.0
-    groups: bool = False
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for values that no pool can carry out."""
-        check_choice("mode", self.mode, ("rolling", "together"))
+        _check_choice("mode", self.mode, ("rolling", "together"))
         check_drain(self.drain, self.within_s)
         # Verdicts, logs and metrics carry it.
         version: object = self.version
@@ -73,25 +78,56 @@ class Update:
         if self.receive and not version:
             raise ValueError("weights from memory need a `version`")
 
-    def as_mapping(self) -> dict[str, Any]:
-        """Its fields as plain values."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Update:
-        """Make an update of what `as_mapping` returned, also of its copy in JSON."""
-        lists = {key: tuple(values[key]) for key in ("begin", "receive")}
-        return cls(**{**values, **lists})
-
 
 def check_drain(drain: object, within_s: object) -> None:
     """Raise `ValueError` for a way to drain that there is not, or a time that no drain can take."""
-    check_choice("drain", drain, ("wait", "abort"))
+    _check_choice("drain", drain, ("wait", "abort"))
     if isinstance(within_s, bool) or not isinstance(within_s, (int, float)) or not 0 < within_s < float("inf"):
         raise ValueError(f"within_s is a number of seconds above 0, not {within_s!r}")
 
 
-def check_choice(name: str, value: object, known: Sequence[str]) -> None:
-    """Raise `ValueError` if `value` is none of the `known` ones."""
+def _check_choice(name: str, value: object, known: Sequence[str]) -> None:
     if value not in known:
         raise ValueError(f"{name} is {' or '.join(known)}, not {value!r}")
+
+
+def checkpoint_files(path: str, *, folder: bool) -> str:
+    """Return a hash of the files of the checkpoint at `path`, by their names, sizes and times of change. It is equal
+    for the same files. `folder`: the server loads no single file.
+
+    Raises `ServerFailed` for a checkpoint that no server can load: it lacks files that its index names, or has empty
+    ones. It blocks for as long as the file system takes.
+    """
+    place = Path(path)
+    try:
+        if not place.exists():
+            raise ServerFailed(f"{path} does not exist")
+        if folder and not place.is_dir():
+            # The server would take it for a name of the hub, and refuse it only after the replica was drained.
+            raise ServerFailed(f"{path} is a file, and folders are loaded in place; name its folder, {place.parent}")
+        found = [file for file in (sorted(place.iterdir()) if place.is_dir() else [place]) if file.is_file()]
+        weights = {file.name for file in found if file.name.endswith(_WEIGHTS)}
+        if not weights:
+            raise ServerFailed(f"{path} holds no weights ({', '.join('*' + suffix for suffix in _WEIGHTS)})")
+        missing = {name for index in _INDEXES if (place / index).is_file() for name in _named(place / index)} - weights
+        if missing:
+            names, more = sorted(missing)[:_SHOWN], len(missing) - _SHOWN
+            shown = ", ".join(names) + (f", and {more} more" if more > 0 else "")
+            raise ServerFailed(f"{place} lacks {shown}, which its index names")
+        digest = hashlib.blake2b(digest_size=16, person=b"qreward weights")
+        for file in (file for file in found if file.name in weights or file.name.startswith(_BESIDE)):
+            about = file.stat()
+            if about.st_size == 0 and file.name in weights:
+                raise ServerFailed(f"{file} is empty")
+            digest.update(f"{file.name}\0{about.st_size}\0{about.st_mtime_ns}\0".encode())
+    except OSError as error:
+        raise ServerFailed(f"{error.filename or path}: {error.strerror or error}") from None
+    return digest.hexdigest()
+
+
+def _named(index: Path) -> set[str]:
+    """Return the files that an index names."""
+    try:
+        return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise ServerFailed(f"{index} cannot be read") from None

@@ -122,9 +122,7 @@ class Dispatcher:
             start=self._start_attempt,
             on_bug=self._bug,
         )
-        self._source_changes = SourceChanges(
-            self._loop, self._jobs, observers=observers, enqueue=self.enqueue, on_change=self._pump.ask
-        )
+        self._source_changes = SourceChanges(self._loop, observers=observers, on_change=self._pump.ask)
         self._open_request_batches()
         self._source_changes.listen(upstreams.values())
         self.on_drained: Callable[[Upstream], None] | None = None
@@ -333,10 +331,6 @@ class Dispatcher:
 
     def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool, spare: bool = False) -> None:
         if job.ended:
-            return
-        if upstream.holds is not None and not hedge and upstream.holds(job.request):
-            job.held_at |= {upstream.name}
-            self.enqueue(job)
             return
         if job.attempts:
             try:

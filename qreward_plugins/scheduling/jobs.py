@@ -133,8 +133,6 @@ class Job:
     """Sources that failed this sample, with the time from which they may be asked again. `back_off` changes it."""
     oversize_at: frozenset[str] = NOWHERE
     """Sources whose whole token window it may exceed, while another source has room for it."""
-    held_at: frozenset[str] = NOWHERE
-    """Sources that hold it back until they have news, while they take other calls."""
     not_before: float = 0.0
     """Time before which no source may be asked, because the retry budget was used up."""
     invalid_at: frozenset[str] = NOWHERE
@@ -232,15 +230,12 @@ class Job:
         """The sources that this job may go to now. Their limits and health are not considered."""
         if self.not_before > now:
             return NOWHERE
-        if not (self.barred or self.oversize_at or self.backoff_until or self.held_at):
+        if not (self.barred or self.oversize_at or self.backoff_until):
             return set_of(self.call.sources)
         return frozenset(
             name
             for name in self.call.sources
-            if name not in self.barred
-            and name not in self.oversize_at
-            and name not in self.held_at
-            and self.backoff_until.get(name, now) <= now
+            if name not in self.barred and name not in self.oversize_at and self.backoff_until.get(name, now) <= now
         )
 
     def throttled_alone(self, source: str) -> int:
@@ -273,7 +268,6 @@ class Job:
             return
         self.barred -= names
         self.oversize_at -= names
-        self.held_at -= names
         self.invalid_at -= names
         self.refused_at -= names
         self.backoff_until = {name: at for name, at in self.backoff_until.items() if name not in names}

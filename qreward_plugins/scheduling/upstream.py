@@ -89,10 +89,6 @@ class Upstream:
         self._estimates = TokenEstimates()
         self.wait_reasons = WaitReasons()
         self._held: Callable[[], str] | None = getattr(source, "held", None)
-        self.holds: Callable[[Request], bool] | None = (
-            getattr(source, "holds", None) if getattr(source, "keeps_groups", False) else None
-        )
-        """Whether a call waits for news of the source (`Source.holds`); None: never."""
         self.batch: Batch | None = getattr(source, "batch", None)
         """How many calls one request may carry; None if it carries one."""
         self.request_batches: RequestBatches | None = None
@@ -445,5 +441,4 @@ class Upstream:
             retries_put_off=self.retries.put_off,
             learned=use.learned,
             replicas=() if of_replicas is None else tuple(of_replicas(now)),
-            mixed_groups=getattr(self.source, "mixed_groups", 0),
         )

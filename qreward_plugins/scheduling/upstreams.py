@@ -83,7 +83,7 @@ def open_upstreams(
     upstreams: dict[str, Upstream] = {}
     mistakes: list[Mistake] = same_keys(config.sources, os.environ)
     for name, node in config.sources.items():
-        source = opened.get(name) or open_source(name, node, shared_directory=config.engine.shared_directory)
+        source = opened.get(name) or open_source(name, node)
         mistakes += batch_mistakes(source)
         try:
             quota = (

@@ -1,7 +1,6 @@
 """The jobs that wait for a source: in the queue, for the end of a backoff, or as oversize jobs.
 
-A job may wait in two of these at once: queued for one source, and backing off from another. A source may also hold a
-job back until it has news (`Job.held_at`).
+A job may wait in two of these at once: queued for one source, and backing off from another.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ class Waiting:
         self._on_bug = on_bug
 
     def __contains__(self, job: Job) -> bool:
-        return bool(job.entry or job.held_at) or job.backoff_timer is not None or job in self._oversize
+        return bool(job.entry) or job.backoff_timer is not None or job in self._oversize
 
     def stuck(self, job: Job, now: float) -> bool:
         """Whether nothing will ever start a job that has no attempt under way: a bug."""
         timer = job.backoff_timer
         due = timer is not None and timer.when() >= now
-        return not (job.entry or due or job.held_at or job in self._oversize)
+        return not (job.entry or due or job in self._oversize)
 
     def enqueue(self, job: Job) -> None:
         """Queue a job for the sources that it may go to now, and again when it may go to the next one. Nothing happens
@@ -79,7 +78,6 @@ class Waiting:
 
     def started(self, job: Job) -> None:
         """Note that an attempt of a job starts that was taken from the queue."""
-        job.held_at = NOWHERE
         if job.backoff_timer is not None:
             job.backoff_timer.cancel()
             job.backoff_timer = None

@@ -218,10 +218,6 @@ class Source(Protocol):
     - `held() -> str`: why it takes no calls for a while, although it has not failed; "" if it takes them. Calls wait
       meanwhile. With it, the source has `listen(notify)`: it calls `notify`, from any thread, whenever that may have
       changed, and the scheduler then calls `look()` in the event loop, which returns what changed (`ReplicaChange`).
-    - `keeps_groups: bool`: whether one version of its weights is to judge each group; default: no. With it, the source
-      has `submitted(sample)` and `ended(sample)`, which are called for every sample of the engine; `restart()`, when
-      the event loop of samples under way was closed; `recalled(sample)`, when the journal had the answer of the weights
-      that are to judge it; and `holds(request) -> bool`: whether a call waits until `listen` has news, while others go.
     - `question_of(request, weights) -> object | None`: `question`, for the `Reply.weights` that answered it.
     - `replica_statistics(now) -> Sequence[ReplicaStatistics]`: the statistics of each replica, for a source with
       several servers; `now` is the event loop's time in seconds.

@@ -7,7 +7,7 @@ reads (`replies`). What differs from kind to kind is in `endpoint_kind`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError, SourceHeld
 from ..observers.statistics import ReplicaStatistics
 from ..quotas.demand import Demand, Texture
-from ..replicas.group_weights import group_of
 from ..secrets import Redactor, names_secret, secrets_in
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter
@@ -97,8 +96,6 @@ class Endpoint(EndpointKind):
             plain_headers=plain,
             secrets=tuple(secrets_in(config.parameters)),
         )
-        self.keeps_groups = False
-        """Whether the siblings of a group go to replicas with equal weights."""
         self._bodies = BodyWriter(name, self.body, parameters, self.containers, redact=self._http.redactor.of)
         self._slots = slots_of(config)
 
@@ -175,11 +172,8 @@ class Endpoint(EndpointKind):
         assert self.lists is not None
         results: list[Reply | QRewardError | None] = [None] * len(requests)
         bodies: dict[int, dict[str, Any]] = {}
-        apart = self._of_other_weights(requests) if self.keeps_groups else ()
         for number, body in enumerate(await self._bodies.each(requests)):
-            if number in apart:
-                results[number] = SourceHeld(f"source {self._name!r}: its group is judged by other weights")
-            elif isinstance(body, SampleRefused):
+            if isinstance(body, SampleRefused):
                 results[number] = body
             else:
                 bodies[number] = body
@@ -232,9 +226,8 @@ class Endpoint(EndpointKind):
 
     def _hints(self, requests: Sequence[Request]) -> RoutingHints:
         """Return what the choice of a replica depends on. It is not computed for a source with one URL."""
-        group = group_of(requests[0].sample) if self.keeps_groups else ""
         if not self._replicas.several:
-            return RoutingHints(group=group) if group else NO_HINTS
+            return NO_HINTS
         if self._cache_use is not None:
             self._cache_use.refresh(self._replicas.all, asyncio.get_running_loop().time())
         demands = [request.demand(self) for request in requests]
@@ -247,14 +240,8 @@ class Endpoint(EndpointKind):
             sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
             sum(demand.completion for demand in demands),
             shared_prefix(requests[0], routing.prefix_tokens) if by_prefix else None,
-            group,
             tried if isinstance(tried, TriedReplicas) else None,
         )
-
-    def _of_other_weights(self, requests: Sequence[Request]) -> Collection[int]:
-        """Return the requests whose groups were begun by other weights than that of the first one."""
-        begun = [self._replicas.groups.begun(group_of(request.sample)) for request in requests]
-        return {number for number, weights in enumerate(begun) if weights != begun[0]}
 
     def replica_statistics(self, now: float) -> tuple[ReplicaStatistics, ...]:
         """Return the statistics of each replica; empty for a source that never had several. `now` is the event loop's

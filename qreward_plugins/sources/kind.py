@@ -87,11 +87,6 @@ class SourceKind(ABC):
         found: Batch | None = getattr(self._node, "batch", None)
         return found
 
-    def share_in(self, directory: str) -> None:  # noqa: B027 -- a default
-        """Share in this directory what the processes of a machine share. Called before the first request, if the
-        configuration has `engine.shared_directory`. Default: does nothing.
-        """
-
     @abstractmethod
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Send the request once, and return the reply; see `Source.send`."""

@@ -26,14 +26,12 @@ replica: it may have been hedged.
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
     """What is known of a request before a replica is chosen: its prompt tokens (estimated), the most completion tokens
-    (0: no bound), the part that its siblings share, its group if one version of the weights is to judge it, and the
-    replicas that the same call was sent to in vain.
+    (0: no bound), the part that its siblings share, and the replicas that the same call was sent to in vain.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prefix: Prefix | None = None
-    group: str = ""
     tried: TriedReplicas | None = None
 
 
@@ -57,7 +55,6 @@ class Lease:
         "_tokens",
         "_tried",
         "aborted",
-        "group",
         "mixed",
         "replica",
         "weights",
@@ -66,7 +63,6 @@ class Lease:
     def __init__(self, of: Replicas, replica: Replica, hints: RoutingHints, tokens: int, now: float) -> None:
         self._of = of
         self.replica = replica
-        self.group = hints.group
         self._tried = hints.tried
         self._tokens = tokens
         self._began_at = now
@@ -188,7 +184,7 @@ class Lease:
         if not self._recorded:
             self._recorded = True
             self.replica.refused(now, began_at=self._began_at)
-        if not tried.is_at_fault(of.up(self.group), more_later=of.more_later(self.group)):
+        if not tried.is_at_fault(of.up, more_later=of.more_later):
             return tried
         tried.found_at_fault()
         return None

@@ -19,10 +19,9 @@ def kind_of(config: SourceConfig) -> type[SourceKind]:
     return kind_or_mistake(sources, config.kind)
 
 
-def open_source(name: str, config: SourceConfig, *, shared_directory: str | None = None) -> Source:
+def open_source(name: str, config: SourceConfig) -> Source:
     """Make the source `name` of the configuration. Its first request connects, or starts workers; only a source that
-    must ask its server for a part of its configuration (`SourceKind.resolved`) connects here. `shared_directory` is
-    that of the engine.
+    must ask its server for a part of its configuration (`SourceKind.resolved`) connects here.
 
     Raises ConfigurationError for mistakes that depend on the environment: an unset key, a function that cannot be
     loaded, a kind of another package whose constructor raises.
@@ -30,8 +29,6 @@ def open_source(name: str, config: SourceConfig, *, shared_directory: str | None
     kind = kind_of(config)
     try:
         source = kind(name, kind.resolved(name, config))
-        if shared_directory is not None:
-            source.share_in(shared_directory)
         if source.name == name:
             return source
         problem = f"its name is {source.name!r}; its `__init__` must call `super().__init__(name, config)`"

@@ -6,12 +6,10 @@ the requests, and admits its calls to replicas that are up.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ..replicas.pool_status import ReplicaLoad
+from ..replicas import ReplicaState
 from ..replicas.pool_use import PoolUse
-from ..replicas.replica_state import ReplicaState
 from ..secrets import Redactor
 from .base import ServedWeights
 from .endpoint import Endpoint
@@ -37,17 +35,11 @@ class PoolView:
         self._inner = inner
         self._redactor = redactor
         self._path = path
-        self._time: Callable[[], float] | None = None
         self._seen = -1
         self._changes: list[ReplicaChange] = []
         self.states: tuple[ReplicaState, ...] = ()
         """The states of the replicas at the last look."""
         inner.replicas_asked.gate = self
-        use.loads = self._loads
-
-    def use_clock(self) -> None:
-        """Tell the loads by the clock of the running event loop."""
-        self._time = asyncio.get_running_loop().time
 
     def look(self) -> None:
         """Update the inner source from the states of the pool."""
@@ -83,29 +75,11 @@ class PoolView:
 
     # The `CallGate` of the inner source
 
-    def enter(self, base_url: str, group: str) -> bool:
-        return self._use.gate.enter(self._url(base_url), group)
-
-    def ends(self, base_url: str, group: str) -> bool:
-        return self._use.gate.ends(self._url(base_url), group)
+    def enter(self, base_url: str) -> bool:
+        return self._use.enter(base_url.removesuffix(self._path))
 
     def leave(self, base_url: str) -> None:
-        self._use.leave_replica(self._url(base_url))
+        self._use.leave(base_url.removesuffix(self._path))
 
     def held(self) -> str:
         return self._use.held
-
-    def _url(self, base_url: str) -> str:
-        return base_url.removesuffix(self._path)
-
-    def _loads(self) -> Mapping[int, ReplicaLoad]:
-        """What this process has sent to each replica. Called in the thread that follows the pool."""
-        if self._time is None:
-            return {}
-        numbers = {state.url + self._path: state.number for state in self._use.states if state.url}
-        now, loads = self._time(), {}
-        for replica in tuple(self._inner.replicas_asked.all):
-            if replica.base_url in numbers:
-                counts = (replica.requests, replica.in_flight, replica.pending_tokens, *replica.prefix_counts)
-                loads[numbers[replica.base_url]] = ReplicaLoad(*counts, health={replica.health(now): 1})
-        return loads

@@ -15,13 +15,11 @@ from typing import Any
 from ..config.registry import sources
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake
-from ..replicas.group_weights import GroupWeights
-from ..replicas.local_pool_use import LocalPoolUse
 from ..replicas.pool_use import PoolUse
-from ..replicas.server_kinds import CHAT, SERVER_KINDS
-from ..replicas.spec import PoolSpec
+from ..replicas.server_kinds import CHAT, SERVER_KINDS, PoolSpec
 from ..replicas.topology import VARIABLES, Platform, Topology, TopologyError, check_heads, found_devices, found_platform
 from ..secrets import without_secrets
+from ..system.ray_actors import missing_ray, ray_is_up
 from .endpoint import Endpoint
 from .replica_set_config import ReplicaSetConfig
 
@@ -151,18 +149,13 @@ def _topology(config: ReplicaSetConfig) -> Topology:
     )
 
 
-def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec, groups: GroupWeights | None) -> PoolUse:
-    """Return the use of the pool. `groups`: None without `affinity: group`. Raises ConfigurationError."""
-    if config.placement == "local":
-        return LocalPoolUse(spec, groups)
-    from ..replicas.ray_pool_use import RayPoolUse
-    from ..system.ray_actors import missing_ray, ray_is_up
-
-    if not ray_is_up():
+def pool_use(name: str, config: ReplicaSetConfig, spec: PoolSpec) -> PoolUse:
+    """Return the use of the pool. Raises ConfigurationError."""
+    if config.placement == "ray" and not ray_is_up():
         raise ConfigurationError(
             [Mistake(f"sources.{name}.placement", missing_ray(), "Call ray.init() before you create the engine.")]
         )
-    return RayPoolUse(spec, groups)
+    return PoolUse(spec)
 
 
 def inner_source(name: str, config: ReplicaSetConfig) -> Endpoint:

@@ -1,7 +1,7 @@
 """Defines `ReplicaSet`: equal servers of one model, which are started, supervised and stopped with the engine.
 
-The servers run in a pool (`qreward_plugins.replicas`), which all processes of a job share. Requests and replies are
-those of the kind `openai` or `reward_model`: an inner source of this kind sends them.
+The servers run in a pool (`qreward_plugins.replicas`), which the engines of a process share, and those of a Ray job.
+Requests and replies are those of the kind `openai` or `reward_model`: an inner source of this kind sends them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from typing import Any, ClassVar, TypeVar
 
 from ..config.source_models import Batch, SourceConfig
 from ..errors import QRewardError, ReplicasNotChanged, ReplicasNotStarted, SourceHeld, SourceUnusable, TransientError
-from ..replicas.group_weights import GroupWeights, group_of
+from ..replicas import PoolSpec, ReplicaState
 from ..replicas.pool import ChangeFailed, PoolFailed
-from ..replicas.pool_status import PoolStatus
-from ..replicas.replica_state import ReplicaState
 from ..replicas.server_kinds import CHAT
-from ..replicas.spec import PoolSpec
 from ..replicas.weights import Drain, Mode, Update, Weights, check_drain
-from ..samples import Sample
 from ..secrets import environment_secrets, secrets_in
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, SourceKind
@@ -54,12 +50,7 @@ class ReplicaSet(SourceKind):
         spec = pool_spec(name, config)
         self._config = config
         self._inner = inner_source(name, config)
-        self._groups = GroupWeights(name) if config.affinity == "group" else None
-        if self._groups is not None:
-            self._inner.keeps_groups = True
-            self._inner.replicas_asked.groups = self._groups
-        self._use = pool_use(name, config, spec, self._groups)
-        self._use.wakes = config.colocated  # by `RewardEngine.begin_rewards`
+        self._use = pool_use(name, config, spec)
         given = [config.arguments, list(config.command or ()), list(config.program or ())]
         self._redactor = self._inner.redactor.beside(
             [*environment_secrets(), *spec.environment.values(), *secrets_in(given)]
@@ -70,14 +61,9 @@ class ReplicaSet(SourceKind):
     def answered(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
         return (TEXT,) if settings.get("task", CHAT) == CHAT else (LOGITS,)
 
-    def share_in(self, directory: str) -> None:
-        # The processes of a job may have different working directories, and a pool ends in none of them.
-        where = os.path.abspath(os.path.expanduser(directory))
-        self._use.spec = replace(self._use.spec, directory=where)
-
     @property
     def spec(self) -> PoolSpec:
-        """What its servers are started with. The topology is that of the servers that `find` has found."""
+        """What its servers are started with."""
         return self._use.spec
 
     @property
@@ -124,12 +110,11 @@ class ReplicaSet(SourceKind):
         return self._use.begun
 
     async def start(self) -> None:
-        """Start the servers, or find those that another process has started, and wait until all are ready.
+        """Start the servers, or find those that another engine has started, and wait until all are ready.
 
         Raises `ReplicasNotStarted`. Cancelling ends only the wait; `aclose` stops the servers.
         """
         problem, log = "", ""
-        self._view.use_clock()
         try:
             await self._use.start()
         except PoolFailed as error:
@@ -139,37 +124,10 @@ class ReplicaSet(SourceKind):
             raise ReplicasNotStarted(f"source {self._name!r} cannot start its servers: {problem}{self._shown(log)}")
         self._view.look()
 
-    def leaves_to_environment(self, fields: frozenset[str]) -> None:
-        """Compare these fields of the spec with no pool that `find` may find; see `findable`."""
-        self._use.unwritten = fields
-
-    async def find(self) -> None:
-        """Find the servers that another process has started, ready or not. This source starts none, also not later.
-
-        Raises `ReplicasNotStarted` if none run.
-        """
-        try:
-            await self._use.find()
-            self._view.look()
-            return
-        except PoolFailed as error:
-            problem, log = self._redactor.of(error.problem, 4 * PROBLEM_CHARS), error.log
-        raise ReplicasNotStarted(f"source {self._name!r}: {problem}{self._shown(log)}")
-
-    async def status(self) -> PoolStatus:
-        """Return the state of the servers that `find` has found, and what all processes have sent them.
-
-        Raises `ReplicasNotStarted`, and `ReplicasNotChanged` if they end meanwhile.
-        """
-        await self.find()
-        found = await self._changed(self._use.status(), at_once=True)
-        shown = [replace(state, problem=self._redactor.of(state.problem, PROBLEM_CHARS)) for state in found.replicas]
-        return replace(found, replicas=tuple(shown))
-
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """See `Source.send`. The first request starts the servers, if `start` has not."""
         await self._prepare()
-        return self._replied(request, await self._inner.send(request, on_sent=on_sent))
+        return self._replied(await self._inner.send(request, on_sent=on_sent))
 
     async def send_batch(
         self, requests: Sequence[Request], *, on_sent: Callable[[], None]
@@ -177,24 +135,19 @@ class ReplicaSet(SourceKind):
         """Send several requests as one; see `Source`."""
         await self._prepare()
         replies = await self._inner.send_batch(requests, on_sent=on_sent)
-        return [
-            self._replied(request, reply) if isinstance(reply, Reply) else reply
-            for request, reply in zip(requests, replies, strict=True)
-        ]
+        return [self._replied(reply) if isinstance(reply, Reply) else reply for reply in replies]
 
-    def _replied(self, request: Request, reply: Reply) -> Reply:
-        """Note what weights have judged a group; return the reply with the model of the configuration. SGLang and
-        llama.cpp state the private name that tells the servers of a pool apart from others.
+    def _replied(self, reply: Reply) -> Reply:
+        """Return the reply with the model of the configuration. SGLang and llama.cpp state the private name that tells
+        the servers of a pool apart from others.
         """
-        if self._groups is not None and reply.weights is not None and (group := group_of(request.sample)):
-            self._groups.answered(group, (reply.weights.version, reply.weights.identity))
         return replace(reply, model=self._config.model) if reply.model else reply
 
     def question(self, request: Request) -> object:
         """See `Endpoint.question`. Addresses and topology change no answer, so they are not part of it; the weights
         are, as soon as they are not those of the configuration.
         """
-        return self.question_of(request, self._weights_of(request.sample))
+        return self.question_of(request, self.weights)
 
     def question_of(self, request: Request, weights: ServedWeights | None) -> object:
         """Return what `question` returns while the replicas have these weights."""
@@ -212,47 +165,6 @@ class ReplicaSet(SourceKind):
         weights = self._use.weights
         return ServedWeights(weights.version, weights.identity)
 
-    # Groups that one version judges
-
-    def submitted(self, sample: Sample) -> None:
-        """See `Source`."""
-        if group := group_of(sample):
-            self._use.gate.submitted(group)
-
-    def ended(self, sample: Sample) -> None:
-        """See `Source`."""
-        if group := group_of(sample):
-            self._use.sample_ended(group)
-
-    def restart(self) -> None:
-        """See `Source`."""
-        self._use.gate.restart()
-
-    def recalled(self, sample: Sample) -> None:
-        """See `Source`."""
-        group, weights = group_of(sample), self._weights_of(sample)
-        if self._groups is not None and group:
-            self._groups.begin(group, (weights.version, weights.identity))
-
-    def holds(self, request: Request) -> bool:
-        """See `Source`."""
-        if self._groups is None:
-            return False
-        gate = self._use.gate
-        return gate.awaits_groups() and not gate.may_begin(group_of(request.sample))
-
-    @property
-    def mixed_groups(self) -> int:
-        """Number of groups that several versions have judged, with `affinity: group`."""
-        return 0 if self._groups is None else self._groups.mixed
-
-    def _weights_of(self, sample: Sample) -> ServedWeights:
-        """The weights that are to judge a sample: those that have begun to judge its group, if a replica has them."""
-        begun = None if self._groups is None else self._groups.begun(group_of(sample))
-        if begun is None or not any((state.version, state.identity) == begun for state in self._view.states):
-            return self.weights
-        return ServedWeights(*begun)
-
     # Changes while they run
 
     async def update_weights(
@@ -268,7 +180,7 @@ class ReplicaSet(SourceKind):
         """See `RewardEngine.update_weights`."""
         if (path is None) == (transfer is None):
             raise ValueError("update_weights takes either `path` or `transfer`")
-        how: dict[str, Any] = {"mode": mode, "drain": drain, "within_s": within_s, "groups": self._groups is not None}
+        how: dict[str, Any] = {"mode": mode, "drain": drain, "within_s": within_s}
         if transfer is None:
             return await self._changed(self._use.update_weights(Update(version, _absolute(path), **how)))
         if not isinstance(transfer, WeightTransfer):
@@ -288,12 +200,11 @@ class ReplicaSet(SourceKind):
         """See `RewardEngine.wake_up`."""
         await self._changed(self._use.wake_up())
 
-    async def _changed(self, change: Coroutine[Any, Any, _T], *, at_once: bool = False) -> _T:
-        """Carry out a command of the pool, once it is ready or `at_once`. Raises `ReplicasNotChanged`."""
+    async def _changed(self, change: Coroutine[Any, Any, _T]) -> _T:
+        """Carry out a command of the pool, once it is ready. Raises `ReplicasNotChanged`."""
         replicas: Sequence[int] = ()
         try:
-            if not at_once:
-                await self.start()
+            await self.start()
             result = await change
             self.look()
             return result
@@ -307,8 +218,8 @@ class ReplicaSet(SourceKind):
         raise ReplicasNotChanged(f"source {self._name!r}: {shown}{self._shown(log)}", replicas=replicas)
 
     def held(self) -> str:
-        """See `Source`: why calls wait, although nothing is wrong. Before an update, some calls go on (`holds`)."""
-        return "" if self._use.gate.awaits_groups() else self._use.held
+        """See `Source`: why calls wait, although nothing is wrong."""
+        return self._use.held
 
     def listen(self, notify: Callable[[], None]) -> None:
         """Call `notify` after every change of a replica, in another thread."""
@@ -322,7 +233,7 @@ class ReplicaSet(SourceKind):
         return self._view.take_changes()
 
     async def aclose(self) -> None:
-        """Close the connections, and stop the servers if no other process uses them. Idempotent."""
+        """Close the connections, and stop the servers if no other engine uses them. Idempotent."""
         self._use.on_change = _ignore
         try:
             await self._inner.aclose()
@@ -346,11 +257,10 @@ class ReplicaSet(SourceKind):
             raise SourceUnusable(problem, certain=True)
         self._view.look()
         states = self._view.states
-        if any(state.state == "up" for state in states) or self._use.gate.awaits_groups():
+        if any(state.state == "up" for state in states):
             return
         if self._use.held:
             raise SourceHeld(f"source {self._name!r}: {self._use.held}")
-        # Without states, the process of the pool has been lost, and is being replaced.
         shown = "; ".join(f"replica {state.number} is {state.state}" for state in states) or "its pool has ended"
         if self._use.ended or (states and all(state.state in ("failed", "stopped") for state in states)):
             raise SourceUnusable(f"source {self._name!r}: no replica is left ({shown})", certain=True)

@@ -8,8 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 
 from ..config.nodes import Flag, PositiveFloat, PositiveInt, no_bool, takes
 from ..config.source_models import Batch, EndpointConfig, FreeMapping, ModelName, Routing, RoutingChoice, StreamTimeouts
-from ..replicas.server_kinds import CHAT, missing_places
-from ..replicas.spec import STOP_WITHIN_S
+from ..replicas.server_kinds import CHAT, STOP_WITHIN_S, missing_places
 from ..replicas.topology import Device
 from ..secrets import Secret
 from .reward_protocols import PROTOCOLS
@@ -112,14 +111,9 @@ class ReplicaSetConfig(EndpointConfig):
     and sleep while it trains. The adapters see to it; a trainer that asks for rewards while it trains is refused. It
     needs `placement: local`. Default: false."""
 
-    affinity: Literal["group", "none"] = "none"
-    """`group`: one version of the weights judges a group. While they are updated, siblings go to replicas with the
-    version that has begun to judge the group, and the last of these is updated when no sample of such a group is under
-    way. Default: `none`."""
-
     log_folder: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of the servers' logs: `NAME-0.log`, `NAME-1.log` ..., of 32 MB each at most. Default: a private one,
-    which is removed when the servers stop."""
+    """Folder of the servers' logs: `NAME-0.log`, `NAME-1.log` ..., which grow as long as the servers write. Default: a
+    private one, which is removed when the servers stop."""
 
     vision: Flag = False
     """Whether the model reads images; as in the kinds `openai` and `reward_model`. Default: false."""

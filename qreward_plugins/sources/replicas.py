@@ -15,7 +15,6 @@ from typing import Protocol
 from ..config.source_models import Routing
 from ..errors import SourceHeld, TransientError
 from ..observers.statistics import ReplicaStatistics
-from ..replicas.group_weights import GroupWeights, Named
 from ..samples.spent import Usage
 from .base import ServedWeights
 from .lease import NO_HINTS, Lease, RoutingHints
@@ -34,13 +33,8 @@ class CallGate(Protocol):
     def look(self) -> object:
         """Update which replicas are up, before one is chosen."""
 
-    def enter(self, base_url: str, group: str) -> bool:
-        """Count a call at a replica; False if it takes none any more, or none of this group, which `look` and `ends`
-        find then.
-        """
-
-    def ends(self, base_url: str, group: str) -> bool:
-        """Whether a replica is draining, and still takes calls of this group."""
+    def enter(self, base_url: str) -> bool:
+        """Count a call at a replica; False if it takes none any more, which `look` finds then."""
 
     def leave(self, base_url: str) -> None:
         """Count a call down."""
@@ -72,8 +66,6 @@ class Replicas:
         """Admits calls to the replicas; None if all calls are admitted."""
         self.leases: dict[Lease, None] = {}
         """The calls under way; only with a `gate`."""
-        self.groups = GroupWeights(name)
-        """The weights that have begun to judge a group."""
         self.absent = 0
         """Number of further replicas, which have no URL until their servers run again."""
 
@@ -86,17 +78,15 @@ class Replicas:
         """Whether there is another replica that has not failed since its last answer."""
         return any(other is not replica and other.is_healthy for other in self._replicas)
 
-    def up(self, group: str) -> list[Replica]:
-        """Return the replicas that take calls of this group ("": of any), if there is one."""
-        up = [replica for replica in self._replicas if replica.mark == "up"]
-        return self._of_group(group, up) if group else up
+    @property
+    def up(self) -> list[Replica]:
+        """The replicas that take calls."""
+        return [replica for replica in self._replicas if replica.mark == "up"]
 
-    def more_later(self, group: str) -> bool:
-        """Whether replicas that are not up may take a call of this group later. For a group, this is so only while one
-        replica is up: when the others are up again, they have other weights.
-        """
-        up = sum(replica.mark == "up" for replica in self._replicas)
-        return up < len(self._replicas) + self.absent and (not group or up < 2)
+    @property
+    def more_later(self) -> bool:
+        """Whether replicas that are not up may take a call later."""
+        return len(self.up) < len(self._replicas) + self.absent
 
     @property
     def routing(self) -> Routing:
@@ -132,10 +122,9 @@ class Replicas:
         self._found(base_url).weights = weights
 
     def abort(self, base_url: str) -> None:
-        """Cancel the calls at a replica; they are to be asked again. Calls of groups that are to end there go on."""
+        """Cancel the calls at a replica; they are to be asked again."""
         for lease in [lease for lease in self.leases if lease.base_url == base_url]:
-            if self.gate is None or not self.gate.ends(base_url, lease.group):
-                lease.abort()
+            lease.abort()
 
     def acquire(self, now: float, hints: RoutingHints = NO_HINTS) -> Lease:
         """Choose a replica, and count the request as under way there. `now` is the event loop's time in seconds.
@@ -147,11 +136,7 @@ class Replicas:
             if self.gate is not None:
                 self.gate.look()
             replica = self._chosen(now, hints)
-            if self.gate is None:
-                if hints.group:
-                    self.groups.begin(hints.group, _named(replica.weights))
-                break
-            if self.gate.enter(replica.base_url, hints.group):
+            if self.gate is None or self.gate.enter(replica.base_url):
                 break
         self._uses += 1
         replica.last_used = self._uses
@@ -164,29 +149,29 @@ class Replicas:
         (`Replica.starts_in_s`); then `acquire` one. Cancelling leaves nothing behind.
         """
         loop = asyncio.get_running_loop()
-        while wait_s := self._wait_s(loop.time(), hints.group):  # noqa: ASYNC110 - it waits for a time, not a change
+        while wait_s := self._wait_s(loop.time()):  # noqa: ASYNC110 - it waits for a time, not a change
             await asyncio.sleep(wait_s)
         return self.acquire(loop.time(), hints)
 
-    def _wait_s(self, now: float, group: str) -> float:
+    def _wait_s(self, now: float) -> float:
         if not self.several:
             return 0.0
         starting = [wait_s for replica in self._replicas if (wait_s := replica.starts_in_s(now))]
-        if not starting or any(replica.takes_calls(now) for replica in self.up(group)):
+        if not starting or any(replica.takes_calls(now) for replica in self.up):
             return 0.0
         return min(starting)
 
     def _chosen(self, now: float, hints: RoutingHints) -> Replica:
         if len(self._replicas) == 1 and self._replicas[0].mark == "up" and hints.tried is None:
             return self._replicas[0]
-        up: Sequence[Replica] = self.up(hints.group)
+        up: Sequence[Replica] = self.up
         if not up:
             held = "" if self.gate is None else self.gate.held()
             if held:
                 raise SourceHeld(f"source {self._name!r}: {held}")
             raise TransientError(f"source {self._name!r}: no replica is up")
         if hints.tried is not None:
-            up = hints.tried.next(up, more_later=self.more_later(hints.group))
+            up = hints.tried.next(up, more_later=self.more_later)
             if not up:
                 raise TransientError(f"{hints.tried.problem}; other replicas are not up")
             # One that is tried out would often cost the call another try.
@@ -195,17 +180,6 @@ class Replicas:
         candidates = candidates or [replica for replica in up if not replica.refuses_all] or [*up]
         same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
         return chosen(candidates, self._routing, hints.prefix, same_prefix=same_prefix, now=now)
-
-    def _of_group(self, group: str, up: list[Replica]) -> list[Replica]:
-        """Return the replicas with the weights that have begun to judge a group; all if none has them any more."""
-        begun = self.groups.begun(group)
-        if begun is None:
-            return up
-        able = up
-        if self.gate is not None and len(up) < len(self._replicas):
-            gate = self.gate
-            able = [*up, *(one for one in self._replicas if one.mark == "draining" and gate.ends(one.base_url, group))]
-        return [replica for replica in able if _named(replica.weights) == begun] or up
 
     def used(self, replica: Replica, usage: Usage | None) -> None:
         """Count the usage that a reply of `replica` states."""
@@ -234,10 +208,6 @@ class Replicas:
             if replica.base_url == base_url:
                 return replica
         raise LookupError(f"source {self._name!r} has no replica {base_url!r}")
-
-
-def _named(weights: ServedWeights | None) -> Named:
-    return ("", "") if weights is None else (weights.version, weights.identity)
 
 
 def _mean(mean: float | None, value: float) -> float:

@@ -1,4 +1,4 @@
-"""The directory in which the processes of one user on one machine find what they share: limits, and pools of servers.
+"""The directory in which the processes of one user on one machine find what they share: limits.
 
 Every process of the user must come to the same directory, and nobody else may write to it. The default is
 /tmp/qreward-UID, whatever the environment of a process says: schedulers set another TMPDIR for each job, and

@@ -42,67 +42,14 @@ def boot_id() -> str:
     return ""
 
 
-def machine() -> str:
-    """Return what tells this machine since its last boot, and this container, from others: `ProcessMark`s of others say
-    nothing here. "" if the system does not tell.
-    """
-    boot = boot_id()
-    with suppress(OSError):
-        # `guard.py`, which imports nothing of this package, writes the same.
-        return boot and f"{boot} {os.stat(_PROC / 'self/ns/pid').st_ino}"
-    return ""
-
-
-def peer_pid(peer: socket.socket) -> int:
-    """Return the number of the process at the other end of a Unix socket; 0 if the system does not tell."""
-    credentials = _credentials(peer)
-    return 0 if credentials is None else credentials[0]
-
-
 def is_own_user(peer: socket.socket) -> bool:
     """Whether the process at the other end of a Unix socket belongs to this user. Where the system does not tell, the
     mode of the private directory has kept others out.
     """
-    credentials = _credentials(peer)
-    return credentials is None or credentials[1] == os.getuid()
-
-
-def own_processes() -> list[int]:
-    """Return the numbers of the processes of this user."""
-    found = []
-    for name in os.listdir(_PROC):
-        with suppress(OSError):
-            if name.isdigit() and os.stat(_PROC / name).st_uid == os.getuid():
-                found.append(int(name))
-    return found
-
-
-def parent(pid: int) -> int:
-    """Return the number of the parent of a process; 0 if the process has ended."""
-    fields = _fields(pid)
-    return 0 if fields is None else int(fields[1])
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped: by SIGSTOP, by Ctrl-Z or by a debugger."""
-    fields = _fields(pid)
-    return fields is not None and fields[0] in "Tt"
-
-
-def command_line(pid: int) -> list[str]:
-    """Return the words of the command line of a process; none if it has ended."""
-    with suppress(OSError):
-        return [os.fsdecode(word) for word in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")]
-    return []
-
-
-def _credentials(peer: socket.socket) -> tuple[int, int] | None:
-    """The process and the user at the other end of a Unix socket; None if the system does not tell."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return None
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", credentials)
-    return pid, uid
+        return True
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(uid == os.getuid())
 
 
 def _fields(pid: int) -> list[str] | None:

@@ -98,8 +98,9 @@ def join_cluster() -> None:
         raise ConnectionError(f"the Ray cluster{where} cannot be joined: {first}") from None
 
 
-def get_or_start(name: str, cls: type) -> Any:
+def get_or_start(name: str, cls: type, **options: Any) -> Any:
     """The handle of this job's actor `name`, an instance of `cls` without arguments, started if there is none.
+    `options`: further ones of Ray, such as where it is placed.
 
     It reserves no CPU of the cluster, and is restarted if its process or its node is lost. Raises Ray's errors, and
     `ConnectionError` if Ray was shut down, because a call would start it again.
@@ -113,7 +114,7 @@ def get_or_start(name: str, cls: type) -> Any:
     with _lock:
         handle = (
             ray.remote(cls)
-            .options(name=name, get_if_exists=True, num_cpus=0, max_restarts=-1, max_concurrency=MANY)
+            .options(name=name, get_if_exists=True, num_cpus=0, max_restarts=-1, max_concurrency=MANY, **options)
             .remote()
         )
         kept = _handles.get(key)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from qreward_plugins.replicas import PoolSpec, Topology
@@ -64,11 +66,16 @@ def lives(pid: int) -> bool:
         return False
 
 
-def parent_of(pid: int, above: int = 1) -> int:
-    """The parent of a process, or one further above. Above a stand-in are watcher, guard and pool."""
-    for _ in range(above):
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid
+def kill(*pids: int) -> None:
+    """Kill processes. A guard may end them at the same time."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 9)
+
+
+def guard_of(server: int) -> int:
+    """The guard of a server: it leads the session."""
+    return os.getsid(server)
 
 
 async def comes(condition: Callable[[], object], within_s: float = 180.0) -> None:

@@ -9,9 +9,8 @@ weights at its begin, at its end, and those of the cached prefix; more than one 
 
 delay=S         seconds that a reply takes
 slow=S/REGEX    seconds that a reply takes to a question with this text
-fault=FILE      a word in this file is done at the next load, and the file is removed: `fail`, `die`, `hang`, `lie` (it
-                says that it has loaded), `unsaid` (it does not take the version), `stuck` (the cache is not reset); or
-                at the next pause: `no-pause`; or at the next sleep: `no-sleep` (it hangs)
+fault=FILE      a word in this file is done at the next load, and the file is removed: `fail`, `die`, `hang`,
+                `unsaid` (it does not take the version), `stuck` (the cache is not reset); or at the next pause: `no-pause`; or at the next sleep: `no-sleep` (it hangs)
 notes=FILE      what it was told, one line each
 questions       notes also its start and each question
 
@@ -136,7 +135,7 @@ class Weights:
         return ""
 
     def load(self, new: str) -> tuple[int, object]:
-        fault = self.fault("fail", "die", "hang", "lie", "unsaid")
+        fault = self.fault("fail", "die", "hang", "unsaid")
         if fault == "die":
             os._exit(0)
         if fault == "hang":
@@ -144,8 +143,7 @@ class Weights:
         if fault == "fail":
             self.has = "half"
             return 500, {"error": "cannot load"}
-        if fault != "lie":
-            self.has = new
+        self.has = new
         self.unsaid = fault == "unsaid"
         return 200, {"results": [None]}
 

@@ -9,11 +9,9 @@ import pytest
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology
 from qreward_plugins.replicas.changes import Changes
-from qreward_plugins.replicas.launch import ServerFailed
+from qreward_plugins.replicas.control import ServerFailed
 from qreward_plugins.replicas.pool import ChangeFailed
-from qreward_plugins.replicas.ray_pool import RayPoolActor
-from qreward_plugins.replicas.replica_state import ReplicaState
-from qreward_plugins.replicas.weights import Update, Weights
+from qreward_plugins.replicas.weights import Update
 from qreward_plugins.sources.replicas import Replicas
 
 pytestmark = pytest.mark.anyio
@@ -67,7 +65,7 @@ class Server:
             self.has = arguments["version"]
         elif operation in ("sleep", "wake"):
             self.paused = operation == "sleep"
-        return {"files": arguments.get("path"), "identity": ""}
+        return arguments["path"] if operation == "check" else ""
 
 
 async def started(**settings):
@@ -199,61 +197,6 @@ async def test_users_hear_of_other_weights_with_the_last_change_of_a_replica():
     await pool.stop()
 
 
-async def test_a_replica_that_ends_while_its_calls_end_is_no_reason_to_wait():
-    waiting = asyncio.Event()
-
-    async def idle(state):
-        await waiting.wait()
-
-    spec = PoolSpec("own", "vllm", "first", Topology(1), in_place=True, restarts=9)
-    pool = Pool(spec, lambda number: Server(number, set()), idle=idle)
-    changes = Changes(pool)
-    await pool.start()
-    updating = asyncio.ensure_future(changes.update(loaded("a")))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    pool.servers[0].stopped.set()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    # Its users are asked about the replica until they have answered.
-    assert pool.states[0].state == "draining"
-    waiting.set()
-    with pytest.raises(ChangeFailed, match="replica 0: it ended"):
-        await updating
-    await settled(pool)
-    await pool.stop()
-
-
-async def test_the_successor_of_a_pool_that_slept_starts_no_server_before_it_wakes():
-    """The devices belong to somebody else."""
-    spec = PoolSpec("own", "vllm", "first", Topology(2), in_place=True, sleep_mode=True)
-    known = Weights("a", "", "a", "a", in_place=True, revision=3)
-    pool = Pool(spec, lambda number: Server(number, set()), weights=known, asleep=True)
-    changes = Changes(pool)
-    await pool.start()
-    await changes.sleep()
-    assert ([state.state for state in pool.states], pool.servers) == (["asleep"] * 2, {})
-    await changes.wake()
-    assert [(state.state, state.version) for state in pool.states] == [("up", "a")] * 2
-    assert {server.has for server in pool.servers.values()} == {"a"}
-    await pool.stop()
-
-
-async def test_a_pool_learns_from_a_later_user_what_an_earlier_pool_had():
-    """The first user of a pool that replaces another may be new."""
-    spec = PoolSpec("own", "vllm", "first", Topology(2), in_place=True)
-    pool = Pool(spec, lambda number: Server(number, set()))
-    starting = asyncio.ensure_future(pool.start())
-    await asyncio.sleep(0)
-    known = Weights("a", "", "a", "a", in_place=True, revision=3)
-    pool.learn(known)
-    await starting
-    assert {server.has for server in pool.servers.values()} == {"a"}
-    pool.learn(Weights())
-    assert pool.weights == known
-    await pool.stop()
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tasks do not count who cancels them")
 @pytest.mark.parametrize("cancelled", [True, False])
 async def test_a_call_that_is_aborted_and_cancelled_at_once_is_cancelled(cancelled):
@@ -261,11 +204,8 @@ async def test_a_call_that_is_aborted_and_cancelled_at_once_is_cancelled(cancell
         def look(self):
             pass
 
-        def enter(self, url, group):
+        def enter(self, url):
             return True
-
-        def ends(self, url, group):
-            return False
 
         def leave(self, url):
             pass
@@ -286,25 +226,3 @@ async def test_a_call_that_is_aborted_and_cancelled_at_once_is_cancelled(cancell
     if cancelled:
         task.cancel()
     assert await task is not cancelled
-
-
-async def test_nobody_waits_for_a_user_on_ray_that_is_gone(monkeypatch):
-    monkeypatch.setattr("qreward_plugins.replicas.ray_pool._POLL_S", 0.01)
-    monkeypatch.setattr("qreward_plugins.replicas.ray_pool._SILENT_S", 0.05)
-
-    class Serving:
-        states, weights = (), Weights()
-
-    actor = RayPoolActor()
-    actor._pool = Serving()
-    actor._users |= {"gone", "there"}
-    for user in ("gone", "there"):
-        await actor.poll(user, 0)
-    idle = asyncio.ensure_future(actor._commands.idle(ReplicaState(0, "draining", ticket=1)))
-    while not idle.done():
-        await actor.poll("there", 0)
-        await actor.receive("there", {"idle": [[0, 1]]})
-    assert await actor.poll("gone", -1) is not None  # it was only busy
-    await actor.leave("gone")
-    assert actor._timers.keys() == {"there"}
-    actor._note_alive("there")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from aiohttp import web
 
-from qreward_plugins.replicas.control import Channel, ControlFailed, SGLangControl
-from qreward_plugins.replicas.operations import ServerOperations
-from qreward_plugins.replicas.spec import PoolSpec
-from qreward_plugins.replicas.topology import Topology
+from qreward_plugins.replicas.control import ServerFailed, SGLangControl
 
 pytestmark = pytest.mark.anyio
 KEY = {"Authorization": "Bearer sk-own"}
@@ -22,7 +19,7 @@ class Server:
         self.told: list[tuple[str, str]] = []
         self.busy = False
 
-    async def __aenter__(self) -> Channel:
+    async def __aenter__(self) -> SGLangControl:
         app = web.Application()
         app.router.add_post("/update_weights_from_disk", self.update)
         app.router.add_route("*", "/flush_cache", self.flush)
@@ -34,7 +31,7 @@ class Server:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         host, port = self._runner.addresses[0]
-        return Channel(f"http://{host}:{port}", KEY)
+        return SGLangControl(f"http://{host}:{port}", KEY, 5.0)
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
@@ -64,42 +61,38 @@ class Server:
 
 
 async def test_an_update_from_disk():
-    control, server = SGLangControl(), Server()
-    async with server as channel:
-        await control.load(channel, "/new", "7", within_s=5)
-        await control.reset_cache(channel)
-        assert await control.version(channel) == "7"
-        assert server.told == [("/new", "Bearer sk-own")]
-        with pytest.raises(ControlFailed, match="no such model"):
-            await control.load(channel, "/none", "8", within_s=5)
+    server = Server()
+    async with server as control:
+        assert await control.load("/new", "7") == ""
+        assert (server.version, server.told) == ("7", [("/new", "Bearer sk-own")])
+        with pytest.raises(ServerFailed, match="no such model"):
+            await control.load("/none", "8")
         server.busy = True
-        with pytest.raises(ControlFailed, match="Flush cache failed"):
-            await control.reset_cache(channel)
+        with pytest.raises(ServerFailed, match="Flush cache failed"):
+            await control.load("/new", "8")
 
 
 async def test_memory():
-    async with Server() as channel:
-        await SGLangControl().sleep(channel, 1, within_s=5)
-        await SGLangControl().wake(channel, "weights", within_s=5)
+    async with Server() as control:
+        await control.sleep(1)
+        await control.wake("weights")
 
 
-@pytest.mark.parametrize(("stated", "told"), [(["same", "same"], ""), (["old", "new"], "new"), ([None, None], "")])
+@pytest.mark.parametrize(("stated", "told"), [(["same", "same"], ""), (["old", "new"], "new"), (["", ""], "")])
 async def test_a_checksum_that_never_changes_is_no_identity_of_weights_from_memory(stated, told):
     """Otherwise the journal would answer with verdicts of the earlier weights."""
 
     class Stated(SGLangControl):
-        async def receive(self, channel, bodies, version, *, within_s):
+        async def _receive(self, bodies, version):
             assert bodies == [{"tensors": 1}]
 
-        async def reset_cache(self, channel):
+        async def _reset_cache(self):
             pass
 
-        async def version(self, channel):
+        async def _version(self):
             return "step-1"
 
-        async def checksum(self, channel):
+        async def _checksum(self):
             return stated.pop(0)
 
-    spec = PoolSpec("own", "sglang", "judge", Topology())
-    operations = ServerOperations(spec, Stated(), "http://127.0.0.1:9")
-    assert await operations.receive(None, [{"tensors": 1}], "step-1") == {"identity": told}
+    assert await Stated("http://127.0.0.1:9", {}, 5.0).receive(None, [{"tensors": 1}], "step-1") == told

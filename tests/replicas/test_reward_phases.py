@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
 from pools import comes
 from test_weights import said, samples, states, tree
 
-from qreward_plugins import ConfigurationError, EngineError, ReplicasNotChanged, ReplicasNotStarted, RewardEngine
+from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted, RewardEngine
 from qreward_plugins.config import load_config
 from qreward_plugins.config.framework import colocated_sources, without_colocated
 from qreward_plugins.engine.reward_phases import SLEEP_WITHIN_S, RewardPhases
@@ -67,18 +65,6 @@ async def test_the_end_waits_for_what_is_under_way(stand_ins):
         said(await scoring)
 
 
-async def test_the_end_waits_for_samples_that_wait_for_the_start(stand_ins):
-    config = colocated(stand_ins, "delay=0.05", "ready_after=0.5", sleep_mode=True, limits={"concurrency": 1})
-    async with RewardEngine(config) as engine:
-        scoring = asyncio.ensure_future(engine.score_all(samples(4), deadline_s=30))
-        single = asyncio.ensure_future(engine.score(samples(1)[0], deadline_s=30))
-        await comes(stand_ins.living)
-        await engine.end_rewards()
-        assert states(engine) == ["asleep", "asleep"]
-        assert engine.statistics().scored == 5
-        said([*await scoring, await single])
-
-
 async def test_the_end_waits_no_longer_once_another_process_has_ended_the_phase(stand_ins):
     config = colocated(stand_ins, "delay=0.05", sleep_mode=True, limits={"concurrency": 1})
     async with RewardEngine(config) as engine, RewardEngine(config) as other:
@@ -92,20 +78,6 @@ async def test_the_end_waits_no_longer_once_another_process_has_ended_the_phase(
         assert not scoring.done()
         await other.begin_rewards()
         said(await scoring)
-
-
-async def test_processes_that_settle_first_lose_no_sample(stand_ins):
-    config = colocated(stand_ins, "delay=0.02", sleep_mode=True, limits={"concurrency": 1})
-    async with RewardEngine(config) as engine, RewardEngine(config) as other:
-        for each in (engine, other):
-            await each.begin_rewards()
-        scoring = asyncio.ensure_future(other.score_all(samples(8), deadline_s=300))
-        await comes(lambda: other.statistics().submitted == 8)
-        await asyncio.gather(engine.settle_rewards(), other.settle_rewards())
-        assert other.statistics().scored == 8
-        await asyncio.gather(engine.end_rewards(), other.end_rewards())
-        said(await scoring)
-        await comes(lambda: states(engine) == states(other) == ["asleep", "asleep"])
 
 
 async def test_a_cancelled_sample_is_not_waited_for(stand_ins):
@@ -146,26 +118,6 @@ async def test_the_end_waits_for_a_start_that_is_under_way(stand_ins, cancelled)
         said(await engine.score_all(samples(2)))
 
 
-async def test_the_end_after_a_start_that_fails_is_no_error(stand_ins, caplog):
-    async with RewardEngine(colocated(stand_ins, "ready_after=0.5", "exit=3", "only=1")) as engine:
-        beginning = asyncio.ensure_future(engine.begin_rewards())
-        await comes(stand_ins.living)
-        beginning.cancel()
-        await engine.end_rewards()
-        assert stand_ins.living() == []
-        await engine.end_rewards()
-
-
-async def test_a_server_that_dies_asleep_is_started_with_the_next_phase(stand_ins):
-    async with RewardEngine(colocated(stand_ins, sleep_mode=True)) as engine:
-        await engine.begin_rewards()
-        await engine.end_rewards()
-        os.kill(stand_ins.living()[0], signal.SIGKILL)
-        await comes(lambda: len(stand_ins.living()) == 1)
-        await engine.begin_rewards()
-        assert states(engine) == ["up", "up"]
-
-
 async def test_other_sources_notice_nothing(stand_ins):
     async with RewardEngine(tree(stand_ins, sleep_mode=True)) as engine:
         assert engine.colocated == ()
@@ -194,13 +146,6 @@ async def test_no_reload_adds_or_removes_such_servers(stand_ins):
             await engine.reload(own)
     async with RewardEngine(tree(stand_ins)) as engine:
         assert [change.effect for change in (await engine.reload(other)).changes] == ["drains", "at once"]
-
-
-async def test_a_closed_engine_has_no_phases(stand_ins):
-    engine = RewardEngine(colocated(stand_ins))
-    await engine.aclose()
-    with pytest.raises(EngineError, match="closed"):
-        await engine.begin_rewards()
 
 
 async def test_the_portal_has_the_same_phases(stand_ins):

@@ -5,14 +5,19 @@ import sys
 
 import pytest
 
-from qreward_plugins.replicas import SERVER_KINDS
+from qreward_plugins.replicas import SERVER_KINDS, PoolSpec, Topology
 from qreward_plugins.replicas.server_kinds import VLLM, Command, Launch, LlamaCpp, missing_places
 
-LAUNCH = Launch("Qwen/Qwen3-32B", "own-0-ab", "127.0.0.1", 8001, tensor_parallel=4, platform="cuda")
+ON_GPUS = Topology(1, 4, (0, 1, 2, 3), "cuda")
+
+
+def launch(weights: str = "", **changes: object) -> Launch:
+    spec = PoolSpec(**{"name": "own", "server": "vllm", "model": "Qwen/Qwen3-32B", "topology": ON_GPUS, **changes})
+    return Launch(spec, "own-0-ab", "127.0.0.1", 8001, weights)
 
 
 def command(server: str, **changes: object) -> str:
-    words = SERVER_KINDS[server].command(Launch(**{**vars(LAUNCH), **changes}))
+    words = SERVER_KINDS[server].command(launch(**changes))
     return " ".join(words).replace(sys.executable, "python")
 
 
@@ -81,18 +86,18 @@ def test_which_server_speaks_which_protocol():
 
 
 def test_only_a_server_on_a_processor_gets_the_settings_for_it():
-    assert "VLLM_TARGET_DEVICE" not in SERVER_KINDS["vllm"].environment(LAUNCH)
-    on_cpu = Launch(**{**vars(LAUNCH), "platform": "cpu"})
-    assert SERVER_KINDS["vllm"].environment(on_cpu)["VLLM_TARGET_DEVICE"] == "cpu"
+    assert "VLLM_TARGET_DEVICE" not in SERVER_KINDS["vllm"].environment(launch())
+    assert SERVER_KINDS["vllm"].environment(launch(topology=Topology()))["VLLM_TARGET_DEVICE"] == "cpu"
 
 
 def test_servers_that_are_controlled_while_they_run():
     """Only they have the routes of vLLM's development mode, by which everybody at the port can change them."""
-    assert "VLLM_SERVER_DEV_MODE" not in SERVER_KINDS["vllm"].environment(Launch("m", "n", "h", 1))
+    assert "VLLM_SERVER_DEV_MODE" not in SERVER_KINDS["vllm"].environment(launch())
     for changes in ({"in_place": True}, {"sleep_mode": True}):
-        launch = Launch("m", "n", "h", 1, platform="cuda", weights="/step-1", **changes)
-        assert SERVER_KINDS["vllm"].environment(launch)["VLLM_SERVER_DEV_MODE"] == "1"
-        words = SERVER_KINDS["vllm"].command(launch)
-        assert (words[words.index("--model") + 1], words[words.index("--served-model-name") + 1]) == ("/step-1", "m")
-        assert ("--enable-sleep-mode" in words) == launch.sleep_mode
-        assert ("--enable-memory-saver" in SERVER_KINDS["sglang"].command(launch)) == launch.sleep_mode
+        started = launch("/step-1", **changes)
+        assert SERVER_KINDS["vllm"].environment(started)["VLLM_SERVER_DEV_MODE"] == "1"
+        words = SERVER_KINDS["vllm"].command(started)
+        model, served = words[words.index("--model") + 1], words[words.index("--served-model-name") + 1]
+        assert (model, served) == ("/step-1", "Qwen/Qwen3-32B")
+        assert ("--enable-sleep-mode" in words) == started.spec.sleep_mode
+        assert ("--enable-memory-saver" in SERVER_KINDS["sglang"].command(started)) == started.spec.sleep_mode

@@ -6,21 +6,17 @@ A stand-in names in each reply all weights that took part in it, so that a mixed
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import threading
 from dataclasses import replace
 
 import aiohttp
 import pytest
-from pools import comes, parent_of
+from pools import comes, kill
 
 from qreward_plugins import EngineError, ReplicaChanged, ReplicasNotChanged, RewardEngine, Sample, WeightTransfer
 from qreward_plugins.replicas import Pool
 from qreward_plugins.replicas.changes import Changes
-from qreward_plugins.replicas.launch import LocalServer
-from qreward_plugins.replicas.local_pool_use import LocalPoolUse
-from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
+from qreward_plugins.replicas.pool import ChangeFailed
+from qreward_plugins.replicas.server import LocalServer
 from qreward_plugins.replicas.weights import Update
 
 pytestmark = pytest.mark.anyio
@@ -123,7 +119,7 @@ async def test_an_update_that_fails_leaves_no_replica_half_new(stand_ins, mode):
     changes = Changes(pool)
     await pool.start()
     now = "first"
-    for fault in ("fail", "die", "lie", "unsaid", "stuck", "no-pause", "hang"):
+    for fault in ("fail", "die", "unsaid", "stuck", "no-pause", "hang"):
         stand_ins.fault(fault)
         if fault == "hang":
             for server in pool.servers.values():
@@ -161,7 +157,7 @@ async def test_what_is_wrong_with_a_checkpoint_is_found_before_a_replica_is_touc
         for path, why in [
             (empty, "holds no weights"),
             (stand_ins.folder / "none", "does not exist"),
-            (file, f"is a file, and vllm loads folders; name its folder, {file.parent}"),
+            (file, f"is a file, and folders are loaded in place; name its folder, {file.parent}"),
         ]:
             with pytest.raises(ReplicasNotChanged, match=f"{path} {why}.*nothing was changed"):
                 await engine.update_weights("own", path=path)
@@ -187,11 +183,6 @@ async def test_what_is_wrong_with_a_checkpoint_is_found_before_a_replica_is_touc
         ):
             with pytest.raises(ValueError, match=why):
                 await engine.update_weights("own", **wrong)
-        # The process of the pool reads no such line, and would take this user, its last one, for gone.
-        living = stand_ins.living()
-        with pytest.raises(ValueError, match="16,777,216 are possible"):
-            await engine.update_weights("own", transfer=WeightTransfer([{"weights": "x" * 2**24}]), version="v")
-        assert (stand_ins.living(), states(engine)) == (living, ["up", "up"])
         with pytest.raises(EngineError, match="such sources: own"):
             await engine.sleep(["own"])
         with pytest.raises(EngineError, match="'other' is no source of kind replicas; such sources: own"):
@@ -202,20 +193,13 @@ async def test_a_replica_that_is_started_again_has_the_weights_of_the_pool(stand
     second = stand_ins.weights("second")
     async with RewardEngine(tree(stand_ins, restarts=1)) as engine:
         await engine.update_weights("own", path=second, version="step-1")
-        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        kill(stand_ins.living()[0])
         source = engine.upstreams["own"].source
         await comes(lambda: sum(state.restarts for state in source.replicas) == 1 and states(engine) == ["up", "up"])
         assert set(said(await engine.score_all(samples(16)))) == {"second"}
-        # The pool itself is lost; its successor learns from its users what it had.
-        os.kill(parent_of(stand_ins.living()[0], 3), signal.SIGKILL)
-        await comes(lambda: states(engine) != ["up", "up"])
-        await comes(lambda: states(engine) == ["up", "up"])
-        outcomes = await engine.score_all(samples(16))
-        assert set(said(outcomes)) == {"second"}
-        assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-1"}
         # The trainer writes the next checkpoint to the same place, and a replica dies before it is announced.
         (second / "weights.bin").write_text("third")
-        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        kill(stand_ins.living()[0])
         await comes(lambda: "failed" in states(engine))
         assert set(said(await engine.score_all(samples(16)))) == {"second"}
         await engine.update_weights("own", path=second, version="step-2")
@@ -255,10 +239,8 @@ async def test_servers_sleep_and_wake_under_load(stand_ins, sleep_mode):
         assert engine.upstreams["own"].state(0.0) == "held"
         # Deadlines are kept meanwhile.
         (late,) = await engine.score_all(samples(1), deadline_s=0.05)
-        assert (late.reason, late.detail) == (
-            "deadline",
-            "no answer within 0.1 s: no source could take it in time; own: it sleeps",
-        )
+        assert late.reason == "deadline"
+        assert late.detail.endswith(" s: no source could take it in time; own: it sleeps")
         # Weights that are updated meanwhile are loaded when it wakes.
         await engine.update_weights("own", path=second, version="step-1")
         assert states(engine) == ["asleep", "asleep"]
@@ -277,50 +259,13 @@ async def test_a_server_that_dies_asleep_is_started_when_it_wakes(stand_ins):
     async with RewardEngine(tree(stand_ins, sleep_mode=True)) as engine:
         await engine.update_weights("own", path=stand_ins.weights("second"))
         await engine.sleep("own", level=2)
-        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        kill(stand_ins.living()[0])
         await asyncio.sleep(0.2)
         assert len(stand_ins.living()) == 1  # its device belongs to somebody else
         await engine.wake_up("own")
         assert states(engine) == ["up", "up"]
         # The other one had discarded its weights.
         assert set(said(await engine.score_all(samples(16)))) == {"second"}
-
-
-@pytest.mark.parametrize("noticed", [False, True])
-async def test_a_pool_that_is_lost_asleep_is_replaced_and_woken(stand_ins, noticed):
-    """Its successor starts no server before: the devices belong to somebody else."""
-    async with RewardEngine(tree(stand_ins, sleep_mode=True)) as engine:
-        await engine.update_weights("own", path=stand_ins.weights("second"), version="v")
-        await engine.sleep("own", level=2)
-        source = engine.upstreams["own"].source
-        changes = source._use.version
-        os.kill(parent_of(stand_ins.living()[0], 3), signal.SIGKILL)
-        if noticed:
-            await comes(lambda: source._use.version > changes and states(engine) == ["asleep", "asleep"])
-            assert stand_ins.living() == []
-        await engine.wake_up("own")
-        assert [(state.state, state.version) for state in source.replicas] == [("up", "v")] * 2
-        assert set(said(await engine.score_all(samples(16)))) == {"second"}
-
-
-async def test_a_pool_that_is_lost_in_a_change_is_replaced_by_one_that_carries_it_out(stand_ins):
-    async with RewardEngine(tree(stand_ins, stop_within_s=0.5)) as engine:
-        await engine.score_all(samples(2))
-        stand_ins.fault("hang")
-        update = asyncio.ensure_future(engine.update_weights("own", path=stand_ins.weights("second"), version="v"))
-        await comes(lambda: any("/collective_rpc" in note for note in stand_ins.notes()))
-        os.kill(parent_of(stand_ins.living()[0], 3), signal.SIGKILL)
-        assert (await update).version == "v"
-        source = engine.upstreams["own"].source
-        assert [(state.state, state.version) for state in source.replicas] == [("up", "v")] * 2
-        stand_ins.fault("hang")
-        pool = parent_of(stand_ins.living()[0], 3)
-        transfer = WeightTransfer([{"weights": "third"}])
-        update = asyncio.ensure_future(engine.update_weights("own", transfer=transfer, version="w"))
-        await comes(lambda: any("/update_weights" in note for note in stand_ins.notes()))
-        os.kill(pool, signal.SIGKILL)
-        with pytest.raises(ReplicasNotChanged, match="the process of the pool has ended"):
-            await update
 
 
 async def test_weights_come_from_memory(stand_ins):
@@ -341,11 +286,14 @@ async def test_weights_come_from_memory(stand_ins):
         assert weights.identity
         assert set(said(await engine.score_all(samples(16)))) == {"second"}
         await engine.sleep("own", level=2)
-        await engine.update_weights("own", transfer=transfer("third"), version="step-2")
+        with pytest.raises(ReplicasNotChanged, match="wake them first"):
+            await engine.update_weights("own", transfer=transfer("third"), version="step-2")
         await engine.wake_up("own")
+        assert sorted(states(engine)) == ["stale", "stale"]
+        await engine.update_weights("own", transfer=transfer("third"), version="step-2", mode="together")
         assert set(said(await engine.score_all(samples(16)))) == {"third"}
         # One that is started again cannot have them.
-        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        kill(stand_ins.living()[0])
         await comes(lambda: sorted(states(engine)) == ["stale", "up"])
         assert set(said(await engine.score_all(samples(16)))) == {"third"}
         failing = True
@@ -383,24 +331,6 @@ async def test_the_journal_tells_weights_apart(stand_ins, tmp_path):
         await engine.update_weights("own", path=stand_ins.weights("third"), version="step-2")
         outcomes = await engine.score_all(samples(4), deadline_s=0.05)
         assert {outcome.reason for outcome in outcomes} == {"deadline"}
-
-
-async def test_a_command_that_finds_no_pool_waits_for_its_successor(stand_ins):
-    """It has ended, and the process that replaces it does not listen yet. Tensors from memory would not come twice."""
-    use = LocalPoolUse(stand_ins.spec())
-    use._thread = threading.current_thread()
-    use._start_over.set()
-    with pytest.raises(ChangeFailed, match="the process of the pool has ended"):
-        await use.update_weights(Update("v", receive=({},)))
-    waking = asyncio.ensure_future(use.wake_up())
-    await comes(lambda: use._commands)
-    assert not waking.done()
-    use.ended = True
-    use._lost()
-    with pytest.raises((ChangeFailed, PoolFailed), match="has ended"):  # whether it was being sent or not
-        await waking
-    with pytest.raises(PoolFailed, match="it has ended"):
-        await use.wake_up()
 
 
 async def test_every_change_is_an_event(stand_ins):

@@ -546,7 +546,7 @@ async def test_a_system_without_unix_sockets_is_told_so(directory, monkeypatch):
         ({"shared": "machine", "shared_server": {"url": "http://a"}}, "for `shared: server` only"),
         (
             {"shared": "auto", "shared_directory": "/tmp/x"},
-            "for `shared: machine` and for sources of kind replicas only",
+            "for `shared: machine` only",
         ),
         ({"shared": "server", "shared_server": {"url": "a:80"}}, "must start with http"),
         ({"shared": "server", "shared_server": "a:80"}, "must start with http"),

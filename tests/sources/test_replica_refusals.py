@@ -9,7 +9,6 @@ import pytest
 
 from qreward_plugins.config.source_models import Routing
 from qreward_plugins.errors import InvalidReply, PermanentError, SourceUnusable, Throttled, TransientError
-from qreward_plugins.sources.base import ServedWeights
 from qreward_plugins.sources.lease import Lease, RoutingHints
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, FIRST_CALLS, IN_A_ROW, START_S, Mark, Replica
 from qreward_plugins.sources.replicas import Replicas
@@ -23,10 +22,10 @@ def of(*urls: str) -> Replicas:
 
 
 def ask(
-    replicas: Replicas, end: Exception | None = None, refusal: object = None, *, now: float = 0.0, group: str = ""
+    replicas: Replicas, end: Exception | None = None, refusal: object = None, *, now: float = 0.0
 ) -> tuple[str, object]:
     """Ask one replica, which answers or ends with `end`. Return its URL and the refusal that another is to decide."""
-    lease = replicas.acquire(now, RoutingHints(group=group, tried=refusal))  # type: ignore[arg-type]
+    lease = replicas.acquire(now, RoutingHints(tried=refusal))  # type: ignore[arg-type]
     return lease.base_url, read(lease, end, now)
 
 
@@ -199,17 +198,6 @@ def test_a_replica_that_answers_others_meanwhile_decides_where_the_others_stay_a
     _, refusal = ask(of("a", "b"), REFUSED)
     replicas.remove("b")
     assert ask(replicas, REFUSED, refusal) == ("a", None)
-
-
-def test_the_only_replica_with_the_weights_of_a_group_decides() -> None:
-    replicas = of("a", "b", "c")
-    for url in ("a", "b", "c"):
-        replicas.serves(url, ServedWeights("new", "2") if url == "a" else ServedWeights("old", "1"))
-    assert ask(replicas, REFUSED, group="g") == ("a", None)
-    url, refusal = ask(replicas, REFUSED, group="h")
-    assert (url, refusal is None) == ("b", False)
-    assert ask(replicas, None, refusal, group="h") == ("c", None)
-    assert failures(replicas) == [0, 1, 0]
 
 
 def test_a_replica_that_does_not_answer_does_not_decide() -> None:
@@ -425,15 +413,6 @@ def test_invalid_replies_keep_one_suspect_whose_refusal_was_right() -> None:
     replica.refused(0.0, began_at=-1.0)
     replica.refusal_confirmed()
     assert not replica.takes_calls(FIRST_BACKOFF_S / 2)
-
-
-def test_a_group_waits_for_others_only_while_one_replica_is_up() -> None:
-    """Those that come up later have other weights."""
-    replicas = of("a/v1", "b/v1", "c/v1")
-    replicas.mark("c/v1", "down")
-    assert (replicas.more_later(""), replicas.more_later("group")) == (True, False)
-    replicas.mark("b/v1", "down")
-    assert (replicas.more_later(""), replicas.more_later("group")) == (True, True)
 
 
 def test_a_refused_call_goes_to_a_trusted_replica_before_one_that_is_tried_out() -> None:

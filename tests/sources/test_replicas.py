@@ -41,27 +41,6 @@ def test_ties_go_round() -> None:
     assert [used(replicas) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_siblings_go_to_replicas_with_the_version_that_began_their_group() -> None:
-    replicas = of("a", "b", "c")
-    old, new = ServedWeights(), ServedWeights("step-1", "1f")
-    for url in ("a", "b", "c"):
-        replicas.serves(url, new if url == "c" else old)
-    hints = {group: RoutingHints(group=group) for group in ("g", "h", "i")}
-
-    def sent(group: str) -> str:
-        with replicas.acquire(0.0, hints[group]) as lease:
-            assert lease.weights == (new if lease.base_url == "c" else old)
-            return lease.base_url
-
-    assert [sent("g") for _ in range(4)] == ["a", "b", "a", "b"]
-    assert [sent("h") for _ in range(3)] == ["c", "c", "c"]
-    replicas.mark("a", "draining")
-    replicas.mark("b", "draining")
-    assert sent("g") == "c"  # nobody else is left
-    replicas.mark("b", "up")
-    assert (sent("g"), sent("h"), sent("i")) == ("c", "c", "b")
-
-
 def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known() -> None:
     replicas = of("a")
     replicas.serves("a", ServedWeights())

@@ -93,6 +93,8 @@ class FakeRay:
                 "RayError": RayError,
                 "RayTaskError": RayTaskError,
             },
+            "ray.util": {},
+            "ray.util.scheduling_strategies": {"NodeAffinitySchedulingStrategy": SimpleNamespace},
             "ray.experimental": {},
             "ray.experimental.internal_kv": {"_internal_kv_put": self._kv_put, "_internal_kv_get": self._kv_get},
         }

@@ -31,7 +31,7 @@ def stand_ins(tmp_path):
 
 
 @pytest.fixture
-def run(player, stand_ins, tmp_path, short_directory):
+def run(player, stand_ins, tmp_path):
     """Run the pipeline with a judge on its GPUs, options of its stand-in, and further keys. Returns what is told."""
     own = {
         "kind": "replicas",
@@ -44,7 +44,7 @@ def run(player, stand_ins, tmp_path, short_directory):
     tree = {
         "sources": {"own": own},
         "judges": {"quality": {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}},
-        "engine": {"deadline_s": DEADLINE_S, "shared_directory": short_directory},
+        "engine": {"deadline_s": DEADLINE_S},
     }
     worker = {
         "worker_cls": WORKER,

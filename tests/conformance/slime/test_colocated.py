@@ -15,7 +15,7 @@ from pools import StandIns
 STEPS = 2
 
 
-def test_the_judge_sleeps_while_slime_trains(slime_source, tmp_path, short_directory):
+def test_the_judge_sleeps_while_slime_trains(slime_source, tmp_path):
     stand_ins = StandIns(tmp_path)
     own = {
         "kind": "replicas",
@@ -29,7 +29,7 @@ def test_the_judge_sleeps_while_slime_trains(slime_source, tmp_path, short_direc
     tree = {
         "sources": {"own": own},
         "judges": {"quality": {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}},
-        "engine": {"deadline_s": 30, "shared": "off", "shared_directory": short_directory},
+        "engine": {"deadline_s": 30, "shared": "off"},
     }
 
     def script(stage):

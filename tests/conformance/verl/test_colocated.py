@@ -29,7 +29,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_judge_sleeps_while_verl_trains(mode, tmp_path, short_directory):
+def test_the_judge_sleeps_while_verl_trains(mode, tmp_path):
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
     stand_ins, modules = StandIns(tmp_path), recipe()
@@ -47,8 +47,7 @@ def test_the_judge_sleeps_while_verl_trains(mode, tmp_path, short_directory):
     }
     judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}
     file = tmp_path / "judges.yaml"
-    engine = {"shared_directory": short_directory}
-    file.write_text(yaml.safe_dump({"sources": {"own": own}, "judges": {"sums": judge}, "engine": engine}))
+    file.write_text(yaml.safe_dump({"sources": {"own": own}, "judges": {"sums": judge}}))
     out = tmp_path / "out"
     modules.training.train(
         assets,

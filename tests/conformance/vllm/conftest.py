@@ -81,13 +81,7 @@ def since(say: Callable[[str], None]) -> Callable[[str, float], None]:
 
 
 @pytest.fixture
-def own_directory(short_directory: str, monkeypatch: Any) -> None:
-    """Pools are found in this directory, so no other run's are used."""
-    monkeypatch.setattr("qreward_plugins.system.private_directory.USUAL", short_directory)
-
-
-@pytest.fixture
-def cluster(own_directory: None, monkeypatch: Any) -> Iterator[Any]:
+def cluster(monkeypatch: Any) -> Iterator[Any]:
     """A local Ray, which is gone at the end. Returns its placement groups."""
     ray = pytest.importorskip("ray", reason="Ray is not installed; run tests/conformance/vllm/environment.sh")
     for name, value in RAY.items():

@@ -15,13 +15,10 @@ def servers(url: str) -> list[int]:
     return [pid for pid in processes(str(urlsplit(url).port)) if os.getpgid(pid) != pid]
 
 
-def above(pid: int, name: str) -> int:
-    """The nearest process above another one whose title holds `name`."""
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        if name in Path(f"/proc/{pid}/cmdline").read_text():
-            return pid
-    raise AssertionError(f"no process {name}")
+def owner_of(server: int) -> int:
+    """The process that started a server: its guard, which leads its session, has the number as its first argument."""
+    words = Path(f"/proc/{os.getsid(server)}/cmdline").read_bytes().decode().split("\0")
+    return int(words[next(at for at, word in enumerate(words) if word.endswith("guard.py")) + 1])
 
 
 def members(group: int) -> list[int]:

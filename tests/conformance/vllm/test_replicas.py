@@ -21,12 +21,11 @@ import pytest
 from qreward_plugins import RewardEngine, Sample
 
 from . import llama
-from .processes import above, all_processes, comes, members, servers
+from .processes import all_processes, comes, members, owner_of, servers
 from .servers import START_WITHIN_S
 from .test_judges import VERDICT
 from .weight_updates import Part, change_weights, refused, rolling, slept
 
-pytestmark = pytest.mark.usefixtures("own_directory")
 SAMPLES = 1000
 Say = Callable[[str, float], None]
 """Prints what has been done since a time of the monotonic clock."""
@@ -44,7 +43,6 @@ def configuration(model: Path, placement: str = "local") -> dict[str, Any]:
         "start_within_s": START_WITHIN_S,
         "weight_updates": "in_place",
         "sleep_mode": True,
-        "affinity": "group",
         "arguments": {
             "enforce_eager": True,
             "dtype": "float32",
@@ -125,7 +123,7 @@ async def _play(
             await comes(lambda before=requests: engine.upstreams["own"].requests >= before + SAMPLES // 4, 60)
             (server,) = servers(source.replicas[kills % 2].url)
             gone = members(os.getpgid(server))
-            os.kill(server if victim == "api_server" else above(server, victim), signal.SIGKILL)
+            os.kill(server if victim == "api_server" else owner_of(server), signal.SIGKILL)
             outcomes = await scoring
             lost = [outcome.describe() for outcome in outcomes if outcome.reward is None]
             assert lost == []

@@ -255,15 +255,12 @@ async def together(scene: Scene) -> None:
 
 
 async def refused(scene: Scene) -> None:
-    """Checkpoints that cannot be loaded touch no replica."""
-    c = scene.versions.folders["c"]
-    broken = {name: scene.folder / name for name in ("cut", "other_shape", "empty")}
-    broken["cut"] = copied(c, broken["cut"])
-    weights = broken["cut"] / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    """Checkpoints that lack files touch no replica."""
+    broken = {name: scene.folder / name for name in ("empty", "incomplete", "missing")}
     broken["empty"].mkdir()
-    broken["other_shape"] = c.with_name("two_labels")
-    broken["missing"] = scene.folder / "nowhere"
+    copied(scene.versions.folders["c"], broken["incomplete"])
+    index = {"weight_map": {"score.weight": "model-00002-of-00002.safetensors"}}
+    (broken["incomplete"] / "model.safetensors.index.json").write_text(json.dumps(index))
     scene.watch.restart()
     async with scene.load.running():
         for path in broken.values():

@@ -19,7 +19,7 @@ from ..journal import check_place
 from ..judges import kind_of
 from ..samples import Sample
 from ..secrets import Redactor
-from ..sharing import open_channel
+from ..sharing.channels import channel_of
 from ..sources import TEXT
 from .figures import number_of, seconds
 from .offline import without_servers
@@ -161,7 +161,7 @@ async def _tell_keeper(config: Config, path: Path, out: Console) -> bool:
     if config.engine.shared not in ("machine", "server"):
         return False
     try:
-        channel = open_channel(config.engine)
+        channel = channel_of(config)
     except ConfigurationError as error:
         raise ConfigurationError(error.mistakes, origin=str(path)) from None
     assert channel is not None

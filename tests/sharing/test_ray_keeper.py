@@ -13,7 +13,7 @@ exceptions = pytest.importorskip("ray.exceptions", reason="Ray is not installed 
 from qreward_plugins.config import Limits  # noqa: E402
 from qreward_plugins.errors import KeeperLost, KeeperSilent  # noqa: E402
 from qreward_plugins.quotas.shared import SharedQuota  # noqa: E402
-from qreward_plugins.sharing import ray_keeper
+from qreward_plugins.sharing import ray_keeper  # noqa: E402
 from qreward_plugins.sharing.member import Demand, Member  # noqa: E402
 from qreward_plugins.sharing.ray_keeper import KeeperActor, RayKeeper  # noqa: E402
 from qreward_plugins.system.ray_actors import get_or_start, ray_is_up  # noqa: E402

@@ -20,11 +20,11 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-from anyio import to_thread
 
 from ..config import Config, load_config
 from ..config.origin import Origin, origin_of, with_origin
@@ -37,6 +37,7 @@ from ..secrets import one_line
 from ..sharing.channels import channel_of, source_addresses, source_keys
 from ..sources.opening import same_keys
 from ..system.cancellation import abandon, cancel_all
+from ..system.threads import in_thread
 from .binding import LoopBinding
 from .difference import Difference, difference, opened_anew, starts_servers
 from .wiring import Wiring
@@ -138,7 +139,7 @@ class Reloader:
             raise ConfigurationError(mistakes, origin=_origin_name(config))
         if after.engine.reload:
             self._check_file(after)
-        if wiring.membership is None and channel_of(after) is not None:
+        if wiring.membership is None and channel_of(after, processes=wiring.processes) is not None:
             problem = "the first declared rate needs a restart: the processes of this machine begin to share limits."
             mistakes.append(Mistake("sources", problem, "Restart the run, or set engine.shared to `local`."))
         mistakes += same_keys(after.sources, os.environ)
@@ -275,16 +276,17 @@ class Reloader:
         seen: os.stat_result | None = None
         known = b""
         while True:
-            found, content = await to_thread.run_sync(_look, file, seen)
+            found, content = await in_thread(partial(_look, file, seen))
             if content:
                 await anyio.sleep(SETTLED_S)
-                settled = (await to_thread.run_sync(_look, file, None))[1] == content
-                if settled:
-                    seen = found
-                if settled and content != known:
+                _, again = await in_thread(partial(_look, file, None))
+                if again != content:
+                    continue
+                seen = found
+                if content != known:
                     known = content
                     self._reload_file()
-            await anyio.sleep(LOOK_EVERY_S if not content or settled else SETTLED_S)
+            await anyio.sleep(LOOK_EVERY_S)
 
     def _reload_file(self) -> None:
         """Apply what the file holds now. The log gets one line if something has changed, or a mistake prevented it."""

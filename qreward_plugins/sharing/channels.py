@@ -39,12 +39,16 @@ class OpenedChannel(Channel, Protocol):
         ...
 
 
-def channel_of(config: Config) -> OpenedChannel | None:
-    """Open the channel that `engine.shared` selects, see `open_channel`. A machine's keeper is for declared rates."""
+def channel_of(config: Config, *, processes: int = 1) -> OpenedChannel | None:
+    """Open the channel that `engine.shared` selects, see `open_channel`.
+
+    With `auto`, a machine's keeper is for declared rates, and not for `processes` above 1: whoever counts the processes
+    that share the limits may have them on several machines, and each keeps to an equal part.
+    """
     engine = config.engine
     limits = [source.limits for source in config.sources.values()]
     has_rates = any(each.requests_per_minute or each.tokens_per_minute for each in limits)
-    return open_channel(engine.shared, directory=engine.shared_directory, has_rates=has_rates)
+    return open_channel(engine.shared, directory=engine.shared_directory, has_rates=has_rates and processes == 1)
 
 
 def open_channel(

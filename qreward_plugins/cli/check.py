@@ -99,8 +99,9 @@ async def _check(path: Path, rollouts: Path | None, out: Console, errors: Consol
         return OK
     if config.engine.journal is not None:
         check_place(config.engine.journal.path)
-    # A check must not create, open or fill the journal of a run, and shares no limits with one.
-    engine_alone = config.engine.model_copy(update={"journal": None, "shared": "off"})
+    # A check must not create, open or fill the journal of a run. Its requests count against the run's limits.
+    shared = "auto" if config.engine.shared == "ray" else config.engine.shared
+    engine_alone = config.engine.model_copy(update={"journal": None, "shared": shared})
     bare = config.model_copy(update={"engine": engine_alone})
     async with open_engine(bare, path) as engine:
         samples: dict[str, Sample] = {}
@@ -158,7 +159,7 @@ def _counts(config: Config) -> str:
 
 async def _tell_keeper(config: Config, path: Path, out: Console) -> bool:
     """Tell who keeps the limits that processes share without Ray. Return True if the keeper does not answer."""
-    if config.engine.shared not in ("machine", "server"):
+    if config.engine.shared != "machine":
         return False
     try:
         channel = channel_of(config)

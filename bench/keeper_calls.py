@@ -17,7 +17,7 @@ import ray
 
 from qreward_plugins.config import Limits
 from qreward_plugins.quotas.shared import SharedQuota
-from qreward_plugins.sharing import Demand, Member
+from qreward_plugins.sharing.member import Demand, Member
 from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
 from qreward_plugins.system.ray_actors import get_or_start
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -11,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from qreward_plugins.system.private_directory import VARIABLE
 
 # The same examples in every run, and no time limit for any: a machine of continuous integration may be slow.
 # `pytest --hypothesis-profile=default` draws others.
@@ -47,6 +52,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     ranks = {here / name: rank for rank, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+# Also for what is opened before the first test.
+os.environ[VARIABLE] = f"/tmp/qr-{os.getpid()}"
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def own_limits() -> Iterator[None]:
+    """Let each test, and the processes that it starts, share limits with nobody else. A keeper that it has started ends
+    with the directory.
+    """
+    before = os.environ[VARIABLE]
+    directory = os.environ[VARIABLE] = f"{before}-{next(_numbers)}"
+    yield
+    os.environ[VARIABLE] = before
+    if os.path.exists(directory):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture

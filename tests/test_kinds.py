@@ -18,7 +18,7 @@ from qreward_plugins import ConfigurationError, Failed, InputError, RewardEngine
 from qreward_plugins.cli.app import app
 from qreward_plugins.config import registry
 from qreward_plugins.judges import Judge
-from qreward_plugins.sharing import may_share, source_keys
+from qreward_plugins.sharing.channels import may_share, source_keys
 from qreward_plugins.sources import Request, SourceKind, open_source
 
 CORE = Path(__file__).parents[1] / "qreward_plugins"

@@ -15,7 +15,7 @@ import pytest
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.replicas import PoolSpec, Topology
-from qreward_plugins.sharing.keeper_lock import socket_path
+from qreward_plugins.sharing.machine_keeper import SOCKET
 from qreward_plugins.system import private_directory as module
 from qreward_plugins.system.private_directory import LONGEST_SOCKET_NAME, is_in_place, private_directory, write_whole
 from qreward_plugins.system.processes import is_own_user
@@ -66,6 +66,7 @@ def test_a_place_that_cannot_be_made_is_named(monkeypatch):
         made.append(path)
         raise OSError(errno.EROFS, "not in a test")
 
+    monkeypatch.delenv(module.VARIABLE)
     monkeypatch.setattr(module.Path, "mkdir", mkdir)
     assert f"/tmp/qreward-{os.getuid()} cannot be made (not in a test)" in refused(None)
     assert made == [Path("/tmp")]
@@ -122,7 +123,7 @@ def test_a_path_that_is_too_long_for_a_socket_is_refused_with_both_lengths(short
 def test_the_names_of_all_sockets_are_short_enough(directory):
     spec = PoolSpec("own", "command", "judge", Topology(1))
     assert len(f"{spec.key}.sock") <= LONGEST_SOCKET_NAME
-    assert len(socket_path(directory, 9_999_999_999).name) <= LONGEST_SOCKET_NAME
+    assert len(SOCKET) <= LONGEST_SOCKET_NAME
 
 
 def test_the_process_at_the_other_end_is_one_of_this_user(monkeypatch):

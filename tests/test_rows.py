@@ -88,9 +88,9 @@ FEATURES: dict[tuple[int, str], str] = {
         acceleration/test_shared.py::test_processes_keep_to_one_rate_for_each_key_also_when_they_forget_it
         """,
     (19, "reload, all or nothing"): """
-        reload/test_reload.py::test_waiting_samples_go_to_a_source_that_was_added
-        reload/test_reload.py::test_mistakes_are_raised_and_nothing_changes
-        reload/test_watching.py::test_a_change_of_the_file_is_applied
+        engine/test_reload.py::test_waiting_samples_go_to_a_source_that_was_added
+        engine/test_reload.py::test_mistakes_are_raised_and_nothing_changes
+        engine/test_watched_file.py::test_a_change_of_the_file_is_applied_and_told_once
         """,
     (20, "metrics and events"): """
         observers/test_opentelemetry.py::test_attempts_and_calls_are_counted
@@ -119,7 +119,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (25, "one limit over all processes"): """
         sharing/test_machine.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken
         sharing/test_ray.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_nobody_waits
-        sharing/test_over_server.py::test_a_server_and_the_engines_that_reach_it_keep_one_limit_also_when_it_restarts
+        sharing/test_machine.py::test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other
         """,
     (26, "finish-time scheduling"): """
         engine/test_resilience.py::test_a_batch_is_served_so_that_its_last_sample_ends_early

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config import EngineConfig, Price, load_config
+from ..config import Price, load_config
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import Observers, with_names
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..scheduling import FAILED, Batch, Breaker, Call, ErrorShare, Upstream
-from ..sharing import OpenedChannel, open_channel, source_keys
+from ..sharing.channels import OpenedChannel, open_channel, source_keys
 from ..system.ray_actors import missing_ray, ray_is_up
 from .debug_log import DebugLog
 from .invocation import Invocation, size_of
@@ -344,7 +344,8 @@ class FunctionCalls:
         if shared == "ray" and not ray_is_up():
             remedy = 'Call ray.init() before the first call, or set it to "auto" or "machine".'
             raise ConfigurationError([Mistake("shared", missing_ray(), remedy)], origin="accelerate")
-        return None if shared == "off" else open_channel(EngineConfig(shared=shared))
+        limits = self._limits.declared(self.options)
+        return open_channel(shared, has_rates=bool(limits.requests_per_minute or limits.tokens_per_minute))
 
 
 def _value(_: object, reply: Any) -> Any:
@@ -364,7 +365,8 @@ def _channel_key(options: Options, function: Any) -> str:
         with contextlib.suppress(KeyError):
             return source_keys(load_config(options.config))[options.source]
     module = getattr(function, "__module__", "")
-    if options.shared == "machine" and module in ("__main__", "__mp_main__"):
+    of_machine = options.shared == "machine" or (options.shared == "auto" and not ray_is_up())
+    if of_machine and module in ("__main__", "__mp_main__"):
         # Every script of a machine has a module of this name.
         module = os.path.realpath(getattr(sys.modules.get(module), "__file__", None) or module)
     name = f"{module}.{getattr(function, '__qualname__', options.name)}"

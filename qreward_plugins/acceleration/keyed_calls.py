@@ -15,7 +15,7 @@ from uuid import UUID
 from ..config import Scheduling
 from ..observers import Observers
 from ..scheduling import Dispatcher, Upstream
-from ..sharing import Channel, Membership
+from ..sharing.membership import Channel, Membership
 
 
 class KeyedCalls:

@@ -123,8 +123,9 @@ class Options:
     config: str | PathLike[str] | Mapping[str, Any] | None = None
     """The configuration with `source`: the path of a YAML file, or a mapping."""
     shared: Shared = "off"
-    """How several processes share the limits: `ray` within a Ray job; `auto` the same if Ray is initialised; `machine`
-    among the processes of one user on one machine. `off`: each process has the whole limits."""
+    """How several processes share the limits: `ray` within a Ray job; `machine` among the processes of one user on one
+    machine; `auto`: `ray` if Ray is initialised, otherwise `machine` for a rate. `off`: each process has the whole
+    limits."""
 
     def __post_init__(self) -> None:
         given: Any = self.observers

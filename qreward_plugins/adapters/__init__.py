@@ -33,7 +33,7 @@ from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadabl
 from ..samples.images import Image, attach, is_image_part
 from ..samples.prompts import messages_of
 from ..secrets import Redactor, described_error, environment_secrets, secrets_in, with_secrets
-from ..sharing import may_share
+from ..sharing.channels import may_share
 from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of
 

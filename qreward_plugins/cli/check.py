@@ -19,7 +19,7 @@ from ..journal import check_place
 from ..judges import kind_of
 from ..samples import Sample
 from ..secrets import Redactor
-from ..sharing import open_channel
+from ..sharing.channels import channel_of
 from ..sources import TEXT
 from .figures import number_of, seconds
 from .offline import without_servers
@@ -99,8 +99,9 @@ async def _check(path: Path, rollouts: Path | None, out: Console, errors: Consol
         return OK
     if config.engine.journal is not None:
         check_place(config.engine.journal.path)
-    # A check must not create, open or fill the journal of a run, and shares no limits with one.
-    engine_alone = config.engine.model_copy(update={"journal": None, "shared": "off"})
+    # A check must not create, open or fill the journal of a run. Its requests count against the run's limits.
+    shared = "auto" if config.engine.shared == "ray" else config.engine.shared
+    engine_alone = config.engine.model_copy(update={"journal": None, "shared": shared})
     bare = config.model_copy(update={"engine": engine_alone})
     async with open_engine(bare, path) as engine:
         samples: dict[str, Sample] = {}
@@ -158,10 +159,10 @@ def _counts(config: Config) -> str:
 
 async def _tell_keeper(config: Config, path: Path, out: Console) -> bool:
     """Tell who keeps the limits that processes share without Ray. Return True if the keeper does not answer."""
-    if config.engine.shared not in ("machine", "server"):
+    if config.engine.shared != "machine":
         return False
     try:
-        channel = open_channel(config.engine)
+        channel = channel_of(config)
     except ConfigurationError as error:
         raise ConfigurationError(error.mistakes, origin=str(path)) from None
     assert channel is not None

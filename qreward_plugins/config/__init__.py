@@ -19,7 +19,6 @@ from .models import (
     ModelRoute,
     Route,
     Scheduling,
-    SharedServer,
     Strategy,
 )
 from .nodes import Node
@@ -55,7 +54,6 @@ __all__ = [
     "Price",
     "Route",
     "Scheduling",
-    "SharedServer",
     "SourceConfig",
     "Strategy",
     "Timeouts",

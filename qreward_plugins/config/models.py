@@ -19,8 +19,6 @@ from pydantic import (
     SecretStr,
     SerializeAsAny,
     ValidationError,
-    field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -123,20 +121,6 @@ def _url_alone(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
-class SharedServer(Node):
-    """The reward server whose keeper shares the limits, for `engine.shared: server`. It scores nothing here."""
-
-    url: ServerURL
-    """Address of the reward server (`qreward serve`)."""
-
-    token_env: VariableName | None = None
-    """Name of the environment variable that holds the server's token; it is read when the engine is made. Default: no
-    token."""
-
-    verify_tls: Flag = True
-    """Verify the server's certificate. Default: true."""
-
-
 class EngineConfig(Node):
     """How samples are scored, for all judges."""
 
@@ -151,35 +135,19 @@ class EngineConfig(Node):
 
     reload: Flag = False
     """`on`: watch the YAML file of the configuration, and apply its changes while the engine runs, or refuse them as a
-    whole with one line in the log (docs/reload.md). With `shared` over Ray or a machine, the file's text goes to the
-    other processes that have this on. It needs the extra `reload` of this package. Default: off."""
+    whole with one line in the log (docs/reload.md). Default: off."""
 
-    shared: Annotated[Literal["auto", "ray", "machine", "server", "local", "off"], BeforeValidator(_off)] = "auto"
-    """How several processes share the limits of the same sources. `ray`: an actor of the Ray job, the keeper, gives
-    each process the share of each limit that it can use. `machine`: the same without Ray, for all processes of one user
-    on one machine; the first one runs the keeper. `server`: the same over a reward server, for several machines.
-    `local`: each process uses an equal, fixed share of every limit (the adapters know the number of processes). `off`:
-    each process uses the whole limits. `auto` (default): `ray` if Ray is initialised in the process, otherwise `local`.
-    """
+    shared: Annotated[Literal["auto", "ray", "machine", "local", "off"], BeforeValidator(_off)] = "auto"
+    """How several processes share the limits of the same sources. A keeper gives each process the share of each limit
+    that it can use: with `ray` for the processes of a Ray job, with `machine` for all processes of one user on one
+    machine. `local`: each process uses an equal, fixed share of every limit (the adapters know the number of
+    processes). `off`: each process uses the whole limits. `auto` (default): `ray` if Ray is initialised in the process,
+    otherwise `machine` where a source declares requests or tokens per minute. Windows has no `machine`."""
 
     shared_directory: Annotated[str, Field(min_length=1)] | None = None
-    """The directory in which the processes of one user on one machine find what they share: limits (`shared: machine`).
-    It is private to the user (mode 700) and on a local disk. Processes with different directories share nothing.
-    Default: /tmp/qreward-UID, in every process."""
-
-    shared_server: Annotated[
-        SharedServer | None, BeforeValidator(_url_alone), takes("a URL, or a mapping with `url`")
-    ] = None
-    """For `shared: server`: the reward server that shares the limits: its URL, or a mapping with `url` and `token_env`.
-    Default: none."""
-
-    @model_validator(mode="after")
-    def _has_its_server(self) -> EngineConfig:
-        if self.shared == "server" and self.shared_server is None:
-            raise ValueError("`shared: server` needs shared_server, with the url of a reward server")
-        if self.shared != "server" and self.shared_server is not None:
-            raise ValueError("shared_server is for `shared: server` only")
-        return self
+    """The directory in which the processes of one user on one machine find the keeper of their limits. It is private to
+    the user (mode 700) and on a local disk. Processes with different directories share nothing. Default: the value of
+    the environment variable QREWARD_SHARED_DIRECTORY, or else /tmp/qreward-UID."""
 
     scheduling: Scheduling = Scheduling()
 
@@ -330,13 +298,6 @@ class Config(Node):
     out. Default: each model is answered by the sources whose `model` it is."""
 
     engine: EngineConfig = EngineConfig()
-
-    @field_validator("engine")
-    @classmethod
-    def _shares_something(cls, value: EngineConfig) -> EngineConfig:
-        if value.shared_directory is not None and value.shared != "machine":
-            raise ValueError("shared_directory is for `shared: machine` only")
-        return value
 
     observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()
     """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`, or a name that

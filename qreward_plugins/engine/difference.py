@@ -1,4 +1,7 @@
-"""Computes what differs between two configurations, and what becomes of each change in a reload."""
+"""Computes what differs between two configurations, and what becomes of each change in a reload.
+
+Numbers are shown, and nothing else: any text may be a secret.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
 from ..config import Config, EndpointConfig, SourceConfig
-from ..secrets import one_line
 from ..sources.opening import kind_of
 
 Effect: TypeAlias = Literal["at once", "new samples", "drains", "restart"]
@@ -18,30 +20,24 @@ way keep what they began with. `drains`: attempts under way end at the source as
 `restart`: it needs one, and the reload is refused.
 """
 
-IN_PLACE = frozenset({"limits", "timeouts.total_s", "price", "weight"})
-"""Keys of an endpoint that change without new connections."""
-IN_PLACE_OF_ALL = frozenset({"price", "weight"})
-"""The same for all other kinds: their workers may depend on limits and time limits."""
-
-_ENGINE: Mapping[str, Effect] = {
-    "deadline_s": "new samples",
-    "max_attempts": "at once",
-    "scheduling": "at once",
-    "reload": "at once",
-    "priority": "new samples",
-    "journal.reuse": "at once",
+_EFFECTS: Mapping[str, Effect] = {
+    "judges": "new samples",
+    "routes": "new samples",
+    "engine.deadline_s": "new samples",
+    "engine.priority": "new samples",
+    "engine.max_attempts": "at once",
+    "engine.scheduling": "at once",
+    "engine.reload": "at once",
+    "engine.journal.reuse": "at once",
 }
-"""What becomes of a change below `engine`; every other key needs a restart."""
-
-_TOP: Mapping[str, Effect] = {"judges": "new samples", "routes": "new samples"}
-
-_HIDDEN = frozenset(
-    {"api_key", "api_keys", "headers", "parameters", "body", "kwargs", "proxy", "cert_password", "extra_body"}
-)
-"""Keys whose values are never shown, because they may hold secrets."""
-_SHOWN_CHARS = 60
-NOT_SHOWN = "(not shown)"
-"""Stands for a value that may be a secret."""
+"""What becomes of a change below a path, outside of the sources; every other one needs a restart."""
+_IN_PLACE = ("price", "weight")
+"""Keys of a source that change without new connections."""
+_IN_PLACE_OF_ENDPOINTS = (*_IN_PLACE, "limits", "timeouts.total_s")
+"""The same for endpoints; the workers of other kinds may depend on limits and time limits."""
+_FREE = frozenset({"headers", "parameters", "body", "kwargs", "extra_body"})
+"""Keys below which a number may be a secret, too."""
+_HIDDEN = "(not shown)"
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,13 @@ class Change:
     """Its value after; None if it is removed."""
     effect: Effect
 
+    def __str__(self) -> str:
+        if self.before is None or self.after is None:
+            what, value = ("added", self.after) if self.before is None else ("removed", self.before)
+            return f"{self.path}: {what}" + ("" if value in (None, _HIDDEN) else f" ({value})")
+        hidden = self.before == self.after == _HIDDEN
+        return f"{self.path}: " + ("changed" if hidden else f"{self.before} -> {self.after}")
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -67,7 +70,7 @@ class Difference:
         return bool(self.changes)
 
     def __str__(self) -> str:
-        return "; ".join(f"{change.path}: {_arrow(change)}" for change in self.changes) or "no change"
+        return "; ".join(map(str, self.changes)) or "no change"
 
     @property
     def refused(self) -> tuple[Change, ...]:
@@ -76,63 +79,20 @@ class Difference:
 
 
 def difference(before: Config, after: Config) -> Difference:
-    """Return what differs. Values that may be secrets are not shown."""
-    changes: list[Change] = []
-    for name in Config.model_fields:
-        old, new = getattr(before, name), getattr(after, name)
-        if name in ("sources", "judges"):
-            changes += _of_parts(name, old, new)
-        else:
-            changes += _of_values(name, old, new)
+    """Return what differs."""
+    changes = [
+        Change(path, _shown(path, old), _shown(path, new), _effect(path, before, after))
+        for path, old, new in _differing("", before, after)
+    ]
     if before.routes == after.routes and list(before.routes) != list(after.routes):
         # The first pattern that matches wins.
-        changes.append(Change("routes", ", ".join(before.routes), ", ".join(after.routes), "new samples"))
+        changes.append(Change("routes", _HIDDEN, _HIDDEN, "new samples"))
     return Difference(tuple(changes))
 
 
 def opened_anew(before: SourceConfig, after: SourceConfig) -> bool:
     """Return whether a source must be opened again: something differs that does not change in place."""
-    return any(
-        not _is_in_place(path, after)
-        for path, old, new in _differing("", before, after)
-        if old is not None or new is not None
-    )
-
-
-def _of_parts(room: str, before: Mapping[str, BaseModel], after: Mapping[str, BaseModel]) -> Iterator[Change]:
-    for name in dict.fromkeys([*before, *after]):
-        path, old, new = f"{room}.{name}", before.get(name), after.get(name)
-        if old is None or new is None:
-            yield Change(path, _kind(old), _kind(new), _of_whole(room, old, new))
-            continue
-        for key, one, other in _differing("", old, new):
-            effect: Effect
-            if room == "judges":
-                effect = "new samples"
-            else:
-                assert isinstance(old, SourceConfig)
-                assert isinstance(new, SourceConfig)
-                effect = "at once" if _is_in_place(key, new) else _of_source(old, new)
-            hidden = _is_hidden(key)
-            yield Change(f"{path}.{key}", _shown(one, hidden=hidden), _shown(other, hidden=hidden), effect)
-
-
-def _of_whole(room: str, before: BaseModel | None, after: BaseModel | None) -> Effect:
-    """Return what becomes of a source or judge that is added or removed.
-
-    Servers on the trainer's devices may start and end in reward phases only, and a reload comes at any time.
-    """
-    if getattr(before or after, "colocated", False):
-        return "restart"
-    return "new samples" if room == "judges" else "at once" if before is None else "drains"
-
-
-def _of_source(before: SourceConfig, after: SourceConfig) -> Effect:
-    """Return what becomes of a change that does not happen in place.
-
-    Servers that a source has started cannot be started a second time beside the first.
-    """
-    return "restart" if starts_servers(before) or starts_servers(after) else "drains"
+    return any(not _is_in_place(path, after) for path, _, _ in _differing("", before, after))
 
 
 def starts_servers(config: SourceConfig) -> bool:
@@ -140,13 +100,21 @@ def starts_servers(config: SourceConfig) -> bool:
     return kind_of(config).has_servers
 
 
-def _of_values(name: str, before: Any, after: Any) -> Iterator[Change]:
-    for path, old, new in _differing(name, before, after):
-        effect = _TOP.get(name, "restart")
-        if name == "engine":
-            key = path.removeprefix("engine.")
-            effect = next((what for known, what in _ENGINE.items() if _is_below(key, known)), "restart")
-        yield Change(path, _shown(old, hidden=False), _shown(new, hidden=False), effect)
+def _effect(path: str, before: Config, after: Config) -> Effect:
+    room, _, rest = path.partition(".")
+    if room == "sources":
+        # A name may hold dots.
+        name = max((each for each in (*before.sources, *after.sources) if _is_below(rest, each)), key=len)
+        old, new = before.sources.get(name), after.sources.get(name)
+        if old is None or new is None:
+            # Servers on the trainer's devices start and end in reward phases only, and a reload comes at any time.
+            colocated = getattr(old or new, "colocated", False)
+            return "restart" if colocated else "at once" if old is None else "drains"
+        if _is_in_place(rest[len(name) + 1 :], new):
+            return "at once"
+        # Servers cannot be started a second time beside the first.
+        return "restart" if starts_servers(old) or starts_servers(new) else "drains"
+    return next((effect for known, effect in _EFFECTS.items() if _is_below(path, known)), "restart")
 
 
 def _differing(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -158,7 +126,7 @@ def _differing(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, A
         yield path, before, after
         return
     for key in dict.fromkeys([*old, *new]):
-        yield from _differing(f"{path}.{key}".lstrip("."), old.get(key), new.get(key))
+        yield from _differing(f"{path}.{key}" if path else str(key), old.get(key), new.get(key))
 
 
 def _members(value: Any) -> Mapping[str, Any] | None:
@@ -167,44 +135,18 @@ def _members(value: Any) -> Mapping[str, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def _is_in_place(path: str, config: SourceConfig) -> bool:
-    keys = IN_PLACE if isinstance(config, EndpointConfig) else IN_PLACE_OF_ALL
-    return any(_is_below(path, key) for key in keys)
+def _is_in_place(key: str, config: SourceConfig) -> bool:
+    known = _IN_PLACE_OF_ENDPOINTS if isinstance(config, EndpointConfig) else _IN_PLACE
+    return any(_is_below(key, each) for each in known)
 
 
 def _is_below(path: str, key: str) -> bool:
     return path == key or path.startswith(f"{key}.")
 
 
-def _is_hidden(path: str) -> bool:
-    return not _HIDDEN.isdisjoint(path.split("."))
-
-
-def _kind(node: BaseModel | None) -> str | None:
-    return None if node is None else str(getattr(node, "kind", "set"))
-
-
-def _shown(value: Any, *, hidden: bool) -> str | None:
+def _shown(path: str, value: Any) -> str | None:
     if value is None:
         return None
-    if hidden or _holds_secret(value):
-        return NOT_SHOWN
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", exclude_defaults=True)
-    return one_line(f"{value:g}" if isinstance(value, float) else str(value), _SHOWN_CHARS)
-
-
-def _holds_secret(value: Any) -> bool:
-    if isinstance(value, SecretStr):
-        return True
-    members = _members(value)
-    below = members.values() if members is not None else value if isinstance(value, (list, tuple)) else ()
-    return any(map(_holds_secret, below))
-
-
-def _arrow(change: Change) -> str:
-    if change.before is None:
-        return "added" if change.after in (None, NOT_SHOWN) else f"added ({change.after})"
-    if change.after is None:
-        return "removed"
-    return f"{change.before} -> {change.after}"
+    if not isinstance(value, (bool, int, float)) or not _FREE.isdisjoint(path.split(".")):
+        return _HIDDEN
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -21,7 +21,7 @@ from ..observers.facts import Facts
 from ..samples import Message, Outcome, Sample
 from ..samples.check import read_sample
 from ..scheduling import Cutoff, Dispatcher, Upstream
-from ..sharing import Channel
+from ..sharing.membership import Channel
 from ..sources import Source
 from ..system.cancellation import cancel_futures
 from ..system.streams import Stream

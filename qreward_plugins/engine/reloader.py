@@ -1,22 +1,30 @@
-"""Applies another configuration to an engine that runs.
+"""Applies another configuration to an engine that runs: on demand, and when its file changes.
 
 Everything that can fail is done first: the new sources, judges and limits are made and checked beside those that run.
 What follows cannot fail, and happens in one step of the event loop. So a reload changes everything or nothing.
+
+Each process looks at its file once a second, which works for files that editors replace, for links that Kubernetes
+swaps, and on network file systems. A file that is missing, or still being written, is no news until it is there and
+stays the same for `SETTLED_S`.
+
+What was spent of a limit stays spent, because the provider goes on counting. So a quota goes on for the same account
+under any name, and for the same name at the same address. A source that was removed is remembered for as long as what
+it spent counts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
-import orjson
 
 from ..config import Config, load_config
 from ..config.origin import Origin, origin_of, with_origin
@@ -26,14 +34,12 @@ from ..judges import JudgeRouter
 from ..judges.leaf import Leaf
 from ..scheduling import Upstream
 from ..secrets import one_line
-from ..sharing.messages import Revision
+from ..sharing.channels import channel_of, source_addresses, source_keys
 from ..sources.opening import same_keys
 from ..system.cancellation import abandon, cancel_all
+from ..system.threads import in_thread
 from .binding import LoopBinding
 from .difference import Difference, difference, opened_anew, starts_servers
-from .relay import Relay, digest_of
-from .succession import Predecessor, matched, predecessors_in, same_account
-from .watcher import Watch, missing_package, watch_file
 from .wiring import Wiring
 
 _log = logging.getLogger("qreward_plugins.engine")
@@ -41,6 +47,12 @@ _log = logging.getLogger("qreward_plugins.engine")
 CLOSE_WITHIN_S = 10.0
 """Most seconds for closing a source that was removed, after its last attempt."""
 END_WITHIN_S = 2.0
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the file."""
+SETTLED_S = 0.2
+"""Seconds for which the file has to stay the same."""
+REMEMBERED_WINDOWS = 2.0
+"""Windows for which a removed source is remembered, in addition to its time limit."""
 _LINE_CHARS = 1_000
 
 
@@ -56,27 +68,38 @@ class _Prepared:
     """Sources that were opened for the check only."""
 
 
-class Reloader:
-    """Reloads the configuration of one engine: on demand, and when its file changes. `watch` watches the file."""
+@dataclass(frozen=True, eq=False)
+class _Predecessor:
+    """A source that was removed, or that another one replaces. `forgotten_at` is a time of the event loop's clock."""
 
-    def __init__(self, wiring: Wiring, binding: LoopBinding, *, watch: Watch = watch_file) -> None:
+    upstream: Upstream
+    account: str
+    addresses: frozenset[str]
+    forgotten_at: float
+
+    def suits(self, name: str, account: str, addresses: frozenset[str]) -> int:
+        """Return how well a new source continues this one: 0 not at all."""
+        same = 2 * (self.account == account)
+        return same + (self.upstream.name == name and (same > 0 or not self.addresses.isdisjoint(addresses)))
+
+
+class Reloader:
+    """Reloads the configuration of one engine: on demand, and when its file changes."""
+
+    def __init__(self, wiring: Wiring, binding: LoopBinding) -> None:
         self._wiring = wiring
         self._binding = binding
-        self._watch = watch
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._draining: list[Upstream] = []
         """Removed sources that are not closed yet."""
         self._removed_names: set[str] = set()
         """Names of all sources that were ever removed."""
-        self._predecessors: list[Predecessor] = []
+        self._predecessors: list[_Predecessor] = []
         """Removed sources that have no successor yet."""
         binding.on_started, binding.on_drained = self.watch, self._drained
         if wiring.config.engine.reload:
             self._check_file(wiring.config)
-        self._relay = Relay(wiring.config, shares=wiring.membership is not None)
-        if wiring.membership is not None:
-            wiring.membership.reloads = self
 
     @property
     def origin(self) -> Origin | None:
@@ -85,28 +108,9 @@ class Reloader:
 
     def reload(self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None) -> Difference:
         """Apply `config`, or what the file holds now. See `RewardEngine.reload`."""
-        return self._reload(self._read(config))
-
-    def _reload(self, config: Config, *, taken: Revision | None = None) -> Difference:
-        prepared = self._prepare(config)
+        prepared = self._prepare(self._read(config))
         self._apply(prepared)
-        self._relay.changed(prepared.config, asyncio.get_running_loop().time(), taken=taken)
         return prepared.difference
-
-    # Sharing
-
-    def revision(self) -> Revision | None:
-        """Return the state of the file that the engine goes by; None if reloads are not shared."""
-        return self._relay.revision()
-
-    def answered(self, newest: Revision | None) -> None:
-        """Apply what another process has changed in the file, with the overrides of this one."""
-        taken, origin = self._relay.answered(newest), self.origin
-        if taken is None or taken.text is None or origin is None:
-            return
-        text = taken.text
-        if digest_of(origin.file, text) == taken.digest:
-            self._try(lambda: self._reload(origin.read_as(orjson.loads(text)), taken=taken), " from another process")
 
     # Checking
 
@@ -135,7 +139,10 @@ class Reloader:
             raise ConfigurationError(mistakes, origin=_origin_name(config))
         if after.engine.reload:
             self._check_file(after)
-        mistakes = same_keys(after.sources, os.environ)
+        if wiring.membership is None and channel_of(after, processes=wiring.processes) is not None:
+            problem = "the first declared rate needs a restart: the processes of this machine begin to share limits."
+            mistakes.append(Mistake("sources", problem, "Restart the run, or set engine.shared to `local`."))
+        mistakes += same_keys(after.sources, os.environ)
         if mistakes:
             raise ConfigurationError(mistakes, origin=_origin_name(config))
         changed = {
@@ -162,8 +169,6 @@ class Reloader:
         if self._wiring.server is not None:
             problem = "`engine.server` does the scoring, with a configuration of its own."
             raise ConfigurationError([Mistake("engine.reload", problem, "Set it there, and leave it out here.")])
-        if self._watch is watch_file and find_spec("watchfiles") is None:
-            raise missing_package()
         if origin_of(config) is None:
             problem = "the configuration has no file that could be watched."
             remedy = "Load it from a YAML file, or call engine.reload() yourself."
@@ -178,13 +183,8 @@ class Reloader:
         before, now = wiring.config, loop.time()
         leaving = {name: each for name, each in wiring.upstreams.items() if prepared.upstreams.get(name) is not each}
         entering = {name: each for name, each in prepared.upstreams.items() if wiring.upstreams.get(name) is not each}
-        self._predecessors = [each for each in self._predecessors if each.remembered(now)]
-        self._predecessors += predecessors_in(before, leaving.values(), now)
-        for name, predecessor in matched(self._predecessors, prepared.config, entering).items():
-            entering[name].take_over(
-                predecessor.upstream, same_account=same_account(predecessor, prepared.config, name)
-            )
-            self._predecessors.remove(predecessor)
+        self._remember(before, leaving.values(), now)
+        self._continue(prepared.config, entering)
         for name, upstream in prepared.upstreams.items():
             node = prepared.config.sources[name]
             upstream.retune(timeout_s=node.timeouts.total_s, price=node.price, weight=node.weight)
@@ -216,6 +216,32 @@ class Reloader:
             self._close_later(upstream)
         self.watch()
 
+    def _remember(self, config: Config, leaving: Iterable[Upstream], now: float) -> None:
+        """Remember the sources that leave, and forget those whose spending counts no more."""
+        self._predecessors = [each for each in self._predecessors if each.upstream.live or now < each.forgotten_at]
+        accounts, places = source_keys(config), source_addresses(config)
+        for each in leaving:
+            name, (_, window_s) = each.name, each.quota.per_window()
+            remembered_s = REMEMBERED_WINDOWS * max(window_s, config.sources[name].limits.window_s) + each.timeout_s
+            self._predecessors.append(_Predecessor(each, accounts[name], places[name], now + remembered_s))
+
+    def _continue(self, config: Config, entering: Mapping[str, Upstream]) -> None:
+        """Let each new source go on with the quota of the predecessor that suits it best, the latest of several."""
+        if not self._predecessors or not entering:
+            return
+        accounts, places = source_keys(config), source_addresses(config)
+        pairs = [
+            (old.suits(name, accounts[name], places[name]), number, name)
+            for number, old in enumerate(self._predecessors)
+            for name in entering
+        ]
+        left, wanted = dict(enumerate(self._predecessors)), dict(entering)
+        for fit, number, name in sorted(pairs, reverse=True):
+            if fit and number in left and name in wanted:
+                old = left.pop(number)
+                wanted.pop(name).take_over(old.upstream, same_account=old.account == accounts[name])
+        self._predecessors = [*left.values()]
+
     def _drained(self, upstream: Upstream) -> None:
         self._draining.remove(upstream)
         if self._wiring.membership is not None:
@@ -246,31 +272,28 @@ class Reloader:
             loop.call_soon(watching.cancel)
 
     async def _follow(self, file: str) -> None:
-        async with aclosing(self._watch(file)) as changes:
-            async for _ in changes:
-                await asyncio.sleep(self._late_s())
-                self._try(self._follow_up)
+        """Reload whenever the file holds something else, at first once in any case: it may have changed meanwhile."""
+        seen: os.stat_result | None = None
+        known = b""
+        while True:
+            found, content = await in_thread(partial(_look, file, seen))
+            if content:
+                await anyio.sleep(SETTLED_S)
+                _, again = await in_thread(partial(_look, file, None))
+                if again != content:
+                    continue
+                seen = found
+                if content != known:
+                    known = content
+                    self._reload_file()
+            await anyio.sleep(LOOK_EVERY_S)
 
-    def _late_s(self) -> float:
-        """Return for how many seconds the file is left alone: another process has sent its newest state."""
-        try:
-            tree = None if self.origin is None else self.origin.read_tree()
-        except Exception:
-            # The reload that follows reports it.
-            return 0.0
-        return self._relay.late_s(tree, asyncio.get_running_loop().time())
-
-    def _follow_up(self) -> Difference | None:
-        config = self._read(None)
-        return None if self._relay.is_same(config) else self._reload(config) or None
-
-    def _try(self, reload: Callable[[], Difference | None], whence: str = "") -> None:
-        """Call `reload`. The log gets one line if something was reloaded, or if a mistake prevented it."""
+    def _reload_file(self) -> None:
+        """Apply what the file holds now. The log gets one line if something has changed, or a mistake prevented it."""
         origin = self.origin
         file = origin.file if origin is not None else "the configuration"
-        problem = ""
         try:
-            found = reload()
+            found = self.reload()
         except ConfigurationError as error:
             problem = " ".join(str(mistake) for mistake in error.mistakes)
         except EngineError as error:
@@ -279,12 +302,11 @@ class Reloader:
             # Its message may hold a secret.
             problem = f"unexpected {type(error).__name__}"
         else:
-            if found is not None:
+            if found:
                 # A warning, because Python shows none below: whoever runs a training must see that its judges changed.
-                _log.warning("%s was reloaded%s: %s", file, whence, one_line(str(found), _LINE_CHARS))
+                _log.warning("%s was reloaded: %s", file, one_line(str(found), _LINE_CHARS))
             return
-        problem = one_line(problem, _LINE_CHARS)
-        _log.error("%s was not reloaded%s, and nothing has changed: %s", file, whence, problem)
+        _log.error("%s was not reloaded, and nothing has changed: %s", file, one_line(problem, _LINE_CHARS))
 
     # Closing
 
@@ -314,6 +336,21 @@ class Reloader:
     async def _end_closing(self) -> None:
         if self._closing:
             await asyncio.wait(list(self._closing))
+
+
+def _look(file: str, seen: os.stat_result | None) -> tuple[os.stat_result | None, bytes]:
+    """Return the state of a file and a hash of its content; no hash if the state is `seen`, or it is not there."""
+    try:
+        found = os.stat(file)
+        if seen is not None and _identity(found) == _identity(seen):
+            return found, b""
+        return found, hashlib.blake2b(Path(file).read_bytes()).digest()
+    except OSError:
+        return None, b""
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 async def _closed(upstream: Upstream) -> None:

@@ -16,7 +16,8 @@ from ..journal import Journal
 from ..judges import JudgeRouter, Leaf
 from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from ..scheduling import Upstream, Upstreams, open_upstreams
-from ..sharing import Channel, Membership, OpenedChannel, open_channel, source_keys
+from ..sharing.channels import OpenedChannel, channel_of, source_keys
+from ..sharing.membership import Channel, Membership
 from ..sources import Source
 from .source_starts import SourceStarts, has_servers
 from .start_probe import StartProbe
@@ -51,8 +52,8 @@ class Wiring:
         self.opened_channel: OpenedChannel | None = None
         """The connection to the keeper, if the engine has opened it itself."""
         if self.server is None and channel is None:
-            channel = self.opened_channel = open_channel(settings)
-        self._processes = 1 if settings.shared == "off" else processes
+            channel = self.opened_channel = channel_of(config, processes=processes)
+        self.processes = 1 if settings.shared == "off" else processes
         self._shared = channel is not None
         self.upstreams = Upstreams(self.opened(self.config))
         # Also without a channel: a kind that cannot name its provider is a mistake before the first reload needs it.
@@ -72,7 +73,7 @@ class Wiring:
 
     def opened(self, config: Config) -> dict[str, Upstream]:
         """Return new upstreams for the sources of `config`. Raises `ConfigurationError`."""
-        return open_upstreams(config, self.given, processes=self._processes, shared=self._shared)
+        return open_upstreams(config, self.given, processes=self.processes, shared=self._shared)
 
     def routed(self, config: Config, upstreams: Mapping[str, Upstream]) -> JudgeRouter:
         """Return new judges for `config`. Raises `ConfigurationError`, also if they do not suit their sources."""

@@ -60,12 +60,6 @@ def describe(forms: Iterable[Form], *, bearer: bool) -> Mapping[str, Any]:
         ("/metrics", "Metrics in the text format of Prometheus."),
     ):
         paths[path] = {"get": {"summary": summary, "responses": {"200": {"description": summary}}}}
-    paths["/limits"] = {
-        "post": {
-            "summary": "Shares the limits of the sources with engines elsewhere (`engine.shared: server`).",
-            "responses": {"200": {"description": "The keeper's answer."}, "409": {"description": "It shares none."}},
-        }
-    }
     description: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "qreward reward server", "version": __version__},

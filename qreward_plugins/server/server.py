@@ -25,15 +25,12 @@ from aiohttp import web
 from ..client.facts import FACTS_PATH
 from ..client.link import PATH as ENGINE_PATH
 from ..engine import RewardEngine
-from ..errors import EngineError, InputError, KeeperError
+from ..errors import EngineError, InputError
 from ..samples import Outcome
-from ..sharing.server_channel import PATH as LIMITS_PATH
-from ..sharing.wire import Unreadable
 from .admission import Admission
 from .description import describe
 from .engines import Engines
 from .forms import FORMS, Form, ScoreRequest
-from .limits import LimitsDoor, NotShared
 from .model_calls.terms import read_terms
 from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths
 from .replies import Refused, json_reply
@@ -93,7 +90,6 @@ class RewardServer:
         self._engines = Engines(engine, self._admission, max_bytes=max_body_bytes)
         self._requests: Counter[tuple[str, int]] = Counter()
         self._runner: web.AppRunner | None = None
-        self._limits: LimitsDoor | None = None
         self.url = ""
         """Its address, when it listens."""
 
@@ -105,8 +101,6 @@ class RewardServer:
         ProxyPaths(self._engine, self._client_call).add_to(app.router)
         app.router.add_get(ENGINE_PATH, self._engines.serve)
         app.router.add_get(FACTS_PATH, self._facts)
-        self._limits = LimitsDoor(self._engine.config.engine)
-        app.router.add_post(LIMITS_PATH, self._share_limits)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/readyz", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -145,9 +139,6 @@ class RewardServer:
     async def aclose(self) -> None:
         """Stop listening, and cancel the requests that are left. Idempotent."""
         runner, self._runner = self._runner, None
-        if self._limits is not None:
-            # First, because its requests wait for the keeper, and the runner for them.
-            await self._limits.aclose()
         if runner is not None:
             await self._engines.aclose()
             await runner.cleanup()
@@ -207,19 +198,6 @@ class RewardServer:
             score_request.deadline_s if deadline_s is None else deadline_s,
             score_request.priority if priority is None else priority,
         )
-
-    # Limits
-
-    async def _share_limits(self, request: web.Request) -> web.Response:
-        assert self._limits is not None, "made before the server listens"
-        try:
-            return json_reply(await self._limits.answer(await request.read()))
-        except NotShared as error:
-            raise Refused(409, "unshared", str(error)) from None
-        except Unreadable as error:
-            raise InputError(f"the message of a worker cannot be read: {error}") from None
-        except KeeperError as error:
-            raise Refused(503, "keeper", str(error), retry_after_s=1.0) from None
 
     # The server itself
 

@@ -1,20 +1,14 @@
-"""Shares the limits of sources between processes: of a Ray job, of one machine, or over a reward server."""
+"""Shares the limits of sources between the processes of a Ray job or of a machine. In order:
 
-from .channels import OpenedChannel, open_channel
-from .keeper import Keeper
-from .keys import may_share, source_addresses, source_keys
-from .member import Demand, Member
-from .membership import Channel, Membership
+`channels`        which keeper a configuration asks, and by which keys processes know a source
+`membership`      the worker's loop: reports what waits, and applies the keeper's answers
+`member`          the worker's rules, without a clock and a network
+`messages`        what they tell each other
+`keeper`          the keeper: which reports it answers, when, and with what
+`division`        divides one limit between the workers by max-min fairness
+`share_table`     what each worker holds of one limit; the sum never exceeds it
+`ray_keeper`      the keeper as an actor of the Ray job
+`machine_keeper`  the keeper as a process of this machine, and `machine_channel`, the connection to it
 
-__all__ = [
-    "Channel",
-    "Demand",
-    "Keeper",
-    "Member",
-    "Membership",
-    "OpenedChannel",
-    "may_share",
-    "open_channel",
-    "source_addresses",
-    "source_keys",
-]
+This page imports nothing, because the process of a machine's keeper starts here and must stay small.
+"""

@@ -1,14 +1,24 @@
-"""Opens the connection to a keeper that the configuration selects."""
+"""Which keeper a configuration asks, and by which keys processes know a source.
+
+A provider counts requests by address, model, API key and headers. Two configurations of a job may spell the same
+endpoint differently; the limit is still one. A configuration that declares the same endpoint twice declares two
+sources, each with its own limits.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
 import socket
-from typing import Protocol
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal, Protocol
 
-from ..config import EngineConfig
+from ..config import Config
 from ..errors import ConfigurationError, Mistake
-from ..system.private_directory import private_directory
+from ..sources.opening import provider_of
+from ..sources.provider import Provider, joined
 from ..system.ray_actors import missing_ray, ray_is_up, start_ahead
 from .membership import Channel
 from .ray_keeper import NAME, KeeperActor, RayKeeper
@@ -29,31 +39,88 @@ class OpenedChannel(Channel, Protocol):
         ...
 
 
-def open_channel(settings: EngineConfig, *, relays: bool = False) -> OpenedChannel | None:
-    """Open the channel that `engine.shared` selects; None if limits are not shared: for `local` and `off`, and for
-    `auto` if Ray is not initialised. A keeper on Ray starts in the background. `relays`: the channel carries reports of
-    workers in other processes, which may outlive this one.
+def channel_of(config: Config, *, processes: int = 1) -> OpenedChannel | None:
+    """Open the channel that `engine.shared` selects, see `open_channel`.
 
-    Raises `ConfigurationError` for `ray` if Ray is not initialised, for `machine` if the system has no Unix sockets or
-    the directory cannot be used, and for `server` if the token is missing.
+    With `auto`, a machine's keeper is for declared rates, and not for `processes` above 1: whoever counts the processes
+    that share the limits may have them on several machines, and each keeps to an equal part.
     """
-    shared = settings.shared
-    if shared == "machine":
-        if not hasattr(socket, "AF_UNIX") or not hasattr(os, "fork"):
-            problem = "needs Unix domain sockets, which this system does not have."
-            raise ConfigurationError([Mistake("engine.shared", problem, "Use `local`, or `server`.")])
-        from .machine_channel import MachineChannel
+    engine = config.engine
+    limits = [source.limits for source in config.sources.values()]
+    has_rates = any(each.requests_per_minute or each.tokens_per_minute for each in limits)
+    return open_channel(engine.shared, directory=engine.shared_directory, has_rates=has_rates and processes == 1)
 
-        return MachineChannel(private_directory(settings.shared_directory), relays=relays)
-    if shared == "server":
-        from .server_channel import ServerChannel
 
-        assert settings.shared_server is not None, "checked by its model"
-        return ServerChannel.of(settings.shared_server)
+def open_channel(
+    shared: Literal["auto", "ray", "machine", "local", "off"], *, directory: str | None = None, has_rates: bool = True
+) -> OpenedChannel | None:
+    """Open the channel to a keeper; None if limits are not shared: for `local` and `off`. `auto` is the keeper of the
+    Ray job where Ray is initialised, otherwise that of this machine if there are rates to keep, outside of simulated
+    time. A keeper on Ray starts in the background, one of a machine with the first report.
+
+    Raises `ConfigurationError` for `ray` if Ray is not initialised, and for `machine` if the system has no Unix sockets
+    or the directory cannot be used.
+    """
     if shared == "ray" and not ray_is_up():
         remedy = "Call ray.init() before you create the engine, or set it to `auto`, `machine` or `local`."
         raise ConfigurationError([Mistake("engine.shared", missing_ray(), remedy)])
-    if shared in ("local", "off") or not ray_is_up():
-        return None
-    start_ahead(NAME, KeeperActor)
-    return RayKeeper()
+    if shared in ("auto", "ray") and ray_is_up():
+        start_ahead(NAME, KeeperActor)
+        return RayKeeper()
+    has_sockets = hasattr(socket, "AF_UNIX") and hasattr(os, "fork")
+    if shared == "machine" and not has_sockets:
+        problem = "needs Unix domain sockets, which this system does not have."
+        raise ConfigurationError([Mistake("engine.shared", problem, "Use `local`.")])
+    if shared == "machine" or (shared == "auto" and has_rates and has_sockets and not _in_simulated_time()):
+        from .machine_channel import MachineChannel
+
+        return MachineChannel(directory)
+    return None
+
+
+def may_share(
+    mine: Config,
+    other: Config,
+    *,
+    environment: Mapping[str, str] | None = None,
+    their_environment: Mapping[str, str] | None = None,
+) -> bool:
+    """Return whether a provider may count requests of both configurations together.
+
+    True if a source of `mine` and a source of `other` share an address and have the same model, headers and API key. A
+    key whose environment variable is not set matches any key. `environment` and `their_environment` are the variables
+    of the processes that use `mine` and `other`; the default is this process's environment.
+    """
+    ours, theirs = _providers(mine, environment), _providers(other, their_environment)
+    return any(one.overlaps(another) for one in ours.values() for another in theirs.values())
+
+
+def source_keys(config: Config) -> dict[str, str]:
+    """Return a key of 24 hexadecimal digits for each source name of `config`.
+
+    Keys are equal in all processes whose requests the provider counts together. They are hashes and reveal no secret.
+    """
+    providers = _providers(config, None)
+    often = Counter(providers.values())
+    return {
+        name: _digest(provider.parts if often[provider] == 1 else (*provider.parts, name))
+        for name, provider in providers.items()
+    }
+
+
+def source_addresses(config: Config) -> dict[str, frozenset[str]]:
+    """Return the addresses of each source of `config`. Those of a foreign kind may hold secrets: do not show them."""
+    return {name: frozenset(one.addresses) for name, one in _providers(config, None).items()}
+
+
+def _providers(config: Config, environment: Mapping[str, str] | None) -> dict[str, Provider]:
+    variables = os.environ if environment is None else environment
+    return {name: provider_of(name, node, variables) for name, node in config.sources.items()}
+
+
+def _digest(parts: tuple[str, ...]) -> str:
+    return hashlib.blake2b(joined(parts).encode(), digest_size=12, person=b"qreward source").hexdigest()
+
+
+def _in_simulated_time() -> bool:
+    return bool(getattr(asyncio._get_running_loop(), "is_simulated", False))

@@ -9,30 +9,22 @@ A share is valid for `ttl_s` after its worker sent the report that was last answ
 stays counted as spent.
 
 A restarted keeper does not know what was spent. It counts every limit as fully spent, less what workers report to hold,
-for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more. A keeper that
-ends in order passes on what is spent (`charged`), and nothing waits. It passes on what it did not know itself,
-too: a source that nobody reported to it counts as spent as long as it would have counted here (`expired_at`).
-
-Waiting for a share to expire is forced only where nothing proves what became of its worker. Who can prove it, says so:
-- `died`: a dead worker sends nothing more. What it may have sent until then counts for one window.
-- `unheard`: the workers that may hold shares of earlier keepers. Once each has reported or died, nobody holds a share
-  that this keeper does not know, and the rest of every limit counts for one window from then.
-That one window is forced: nobody knows what a dead worker sent last. So is the time of a stopped or unreachable worker,
-which may go on sending until its share expires.
+for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-import sys
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..quotas.shared import Resource
-from .messages import Answer, Charged, Grant, Report, SourceAnswer, SourceNews, SourceReport
-from .pool import Pool, WaitingLine
-from .revisions import Revisions
-from .worker_state import ROUNDING
+from .division import Division, WaitingLine
+from .messages import Answer, Grant, Report, SourceAnswer, SourceNews, SourceReport
+from .share_table import ROUNDING
+
+if TYPE_CHECKING:
+    # The process of a machine's keeper imports this module, and must stay small.
+    from ..quotas.shared import Resource
 
 TTL_S = 10.0
 """Seconds for which a share is valid after the report that was last answered."""
@@ -49,8 +41,6 @@ REMEMBERED = 65_536
 """Number of workers whose last report number is kept, to detect reports that arrive out of order."""
 LONGEST_NEWS_S = 60.0
 """Longest pause or cooldown in seconds that is relayed; workers discover a longer one again by themselves."""
-_NO_MORE = sys.maxsize
-"""Number of the last report of a dead worker."""
 
 
 class Due(NamedTuple):
@@ -62,10 +52,10 @@ class Due(NamedTuple):
 
 
 class _Shared:
-    """The state of one source: a pool for each limit, the workers, and the news of the source."""
+    """The state of one source: a division for each limit, the workers, and the news of the source."""
 
     def __init__(self) -> None:
-        self.pools: dict[Resource, Pool] = {}
+        self.divisions: dict[Resource, Division] = {}
         self.workers: dict[str, None] = {}
         self.pause_until = -math.inf
         self.open_until = -math.inf
@@ -82,48 +72,38 @@ class _Shared:
     def is_empty(self, now: float) -> bool:
         """Whether a new state would say the same: nothing is spent, and no pause is left."""
         known = max(self.pause_until, self.open_until) > now
-        return not known and all(pool.free(now) >= pool.limit - ROUNDING for pool in self.pools.values())
+        return not known and all(
+            division.free(now) >= division.limit - ROUNDING for division in self.divisions.values()
+        )
 
     def report(self, worker: str, now: float) -> None:
         """Add a worker that reported to the line if a share of it is too small, otherwise remove it."""
-        if any(pool.lacks(worker, now) for pool in self.pools.values()):
+        if any(division.lacks(worker, now) for division in self.divisions.values()):
             self.line.setdefault(worker)
         else:
             self.line.pop(worker, None)
 
     def raised(self, worker: str, now: float) -> None:
         """Remove a worker whose share was raised from the line if it can send now, and start its turn."""
-        if worker in self.line and not any(pool.lacks(worker, now) for pool in self.pools.values()):
+        if worker in self.line and not any(division.lacks(worker, now) for division in self.divisions.values()):
             del self.line[worker]
-            for pool in self.pools.values():
-                pool.begin_turn(worker, now)
+            for division in self.divisions.values():
+                division.begin_turn(worker, now)
 
 
 class Keeper:
     """Divides the limits of all sources between the workers. Times are seconds of the caller's monotonic clock.
 
-    `boot` identifies this keeper among all keepers of the job. `first` says that no keeper ran before it. Otherwise
-    `charged` says what the last one knew of shares, by source and limit. All shares that are not in it have expired at
-    `expired_at`; default: with `charged`, there are none; without it, two times `ttl_s` and a margin from now.
-    `unheard` names the workers that may hold such shares; None if they are not known by name.
+    `boot` identifies this keeper among all keepers of the job. `first` says that no earlier keeper has left shares or
+    spending behind that may still count.
     """
 
-    def __init__(
-        self,
-        now: float,
-        *,
-        boot: str,
-        first: bool,
-        ttl_s: float = TTL_S,
-        expired_at: float | None = None,
-        charged: Mapping[str, Mapping[Resource, Charged]] | None = None,
-        unheard: Iterable[str] | None = None,
-    ) -> None:
+    def __init__(self, now: float, *, boot: str, first: bool, ttl_s: float = TTL_S) -> None:
         self.boot = boot
-        if expired_at is None:
-            expired_at = now + 2 * ttl_s + MARGIN_S if charged is None else -math.inf
-        self.expired_at = -math.inf if first else expired_at
-        """When all shares of earlier keepers that are not known have expired; minus infinity if there are none."""
+        self.expired_at = -math.inf if first else now + 2 * ttl_s + MARGIN_S
+        """When all shares of earlier keepers have expired; minus infinity if there are none."""
+        self.longest_window_s = 0.0
+        """The longest window of all limits that it has divided, in seconds."""
         self._ttl_s = ttl_s
         self._sources: dict[str, _Shared] = {}
         self._numbers: dict[str, int] = {}
@@ -136,29 +116,18 @@ class Keeper:
         self._news = 0  # number of news items for all workers
         self._answered: dict[str, tuple[int, int]] = {}  # (report last answered, news items sent with it)
         self._expected: dict[str, float] = {}  # when the worker was answered, oldest first
-        self._revisions = Revisions()
-        for key, resources in (charged or {}).items():
-            shared = self._sources[key] = _Shared()
-            for resource, amounts in resources.items():
-                shared.pools[resource] = pool = Pool(amounts.limit, amounts.window_s)
-                pool.take_over(amounts)
-        self._unheard = None if unheard is None else dict.fromkeys(unheard)
-        self._margin_s = 0.0  # expired_at contains one
-        self._know_all_if_heard(now)
-
-    @property
-    def unheard(self) -> tuple[str, ...]:
-        """The workers that may hold shares of earlier keepers and have neither reported nor died."""
-        return tuple(self._unheard or ())
 
     @property
     def workers(self) -> int:
         """Number of workers that report."""
         return len(self._reported_at)
 
-    def hears(self, worker: str) -> bool:
-        """Return whether a worker reports: it has neither left nor died, and its shares have not expired."""
-        return worker in self._reported_at
+    def charges_nothing(self, now: float) -> bool:
+        """Return whether no worker reports and nothing counts as spent, so that a first keeper may follow this one.
+        What counts of an earlier keeper at sources that nobody reported here is not known: see `expired_at`.
+        """
+        self._expire(now)
+        return not self._reported_at and not self._sources
 
     def report(self, report: Report, now: float) -> None:
         """Record a report. `due` returns its answer, now or later."""
@@ -188,33 +157,20 @@ class Keeper:
                 self._to_answer[worker] = None
         if not behind:
             self._answered[worker] = answered, self._news  # the newest items are its own
-        self._heard(worker, now)
         if report.leaves:
             del self._reported_at[worker]
             self._forget(worker, now, silent=False)
             self._superseded.append(Due(worker, number, None))
             return
         self._held_reports[worker] = (number, now)
-        self._to_answer.update(dict.fromkeys(self._revisions.report(worker, report.revision)))
-
-    def died(self, worker: str, now: float) -> None:
-        """Remove a worker whose process is dead, and hear no report of it that is still under way."""
-        self._numbers[worker] = _NO_MORE
-        if self._reported_at.pop(worker, None) is not None and worker in self._held_reports:
-            self._superseded.append(Due(worker, self._held_reports.pop(worker)[0], None))
-        for shared in self._sources.values():
-            for pool in shared.pools.values():
-                pool.died(worker, now, MARGIN_S)
-        self._forget(worker, now, silent=True)
-        self._heard(worker, now)
 
     def due(self, now: float) -> list[Due]:
         """Return the answers that are due now."""
         self._expire(now)
         for key, shared in self._sources.items():
             line = WaitingLine(shared.line, self._held_reports, self._expected)
-            for pool in shared.pools.values():
-                for worker in pool.raise_shares(now, line):
+            for division in shared.divisions.values():
+                for worker in division.raise_shares(now, line):
                     self._to_answer[worker] = None
                     shared.raised(worker, now)
             if now - shared.recalled_at >= RECALL_EVERY_S * max(1.0, len(shared.workers) / RECALL_WORKERS):
@@ -235,23 +191,15 @@ class Keeper:
         self._to_answer.clear()
         return due
 
-    def charged(self, now: float) -> dict[str, dict[Resource, Charged]]:
-        """Return what counts as spent, by source and limit, for the next keeper. This one must not answer any more."""
-        lease_s = self._ttl_s + MARGIN_S
-        return {
-            key: {resource: pool.charged(now, lease_s) for resource, pool in shared.pools.items()}
-            for key, shared in self._sources.items()
-        }
-
     def wake_at(self, now: float) -> float:
         """Return the latest time at which `due` must be called again."""
         times = [now + HOLD_S]
         if self._held_reports:
             times.append(next(iter(self._held_reports.values()))[1] + HOLD_S)
         for shared in self._sources.values():
-            for pool in shared.pools.values():
-                if pool.contended(now):
-                    times += [pool.next_change(now), now + RECALL_EVERY_S]
+            for division in shared.divisions.values():
+                if division.contended(now):
+                    times += [division.next_change(now), now + RECALL_EVERY_S]
         return max(now, min(times))
 
     # Reports
@@ -263,18 +211,19 @@ class Keeper:
         new = worker not in shared.workers
         shared.workers[worker] = None
         for resource, (limit, window_s) in source_report.limits.items():
-            pool = shared.pools.get(resource)
-            if pool is None:
-                pool = shared.pools[resource] = Pool(limit, window_s)
+            self.longest_window_s = max(self.longest_window_s, window_s)
+            division = shared.divisions.get(resource)
+            if division is None:
+                division = shared.divisions[resource] = Division(limit, window_s)
                 if self.expired_at > -math.inf:
-                    pool.hold(self.expired_at + max(window_s, self._margin_s))
-            pool.report(worker, source_report.parts[resource], now, limit=limit, window_s=window_s)
-            pool.raise_to_fair(worker, now)
-            if pool.share(worker) > source_report.parts[resource].share:
+                    division.hold(self.expired_at + window_s)
+            division.report(worker, source_report.parts[resource], now, limit=limit, window_s=window_s)
+            division.raise_to_fair(worker, now)
+            if division.share(worker) > source_report.parts[resource].share:
                 self._to_answer[worker] = None
-        for resource, pool in shared.pools.items():
+        for resource, division in shared.divisions.items():
             if resource not in source_report.limits:
-                pool.drop(worker, now, silent=True)  # this limit is declared no more
+                division.drop(worker, now, silent=True)  # this limit is declared no more
         shared.report(worker, now)
         self._record_news(worker, shared, source_report.news, now)
         if new:
@@ -297,9 +246,9 @@ class Keeper:
             self._to_answer.update(dict.fromkeys(other for other in shared.workers if other != worker))
 
     def _recall(self, key: str, shared: _Shared, line: WaitingLine, now: float) -> None:
-        for resource, pool in shared.pools.items():
-            if pool.contended(now):
-                for worker, grant in pool.recalls(now, line).items():
+        for resource, division in shared.divisions.items():
+            if division.contended(now):
+                for worker, grant in division.recalls(now, line).items():
                     self._recalled.setdefault(worker, {}).setdefault(key, {})[resource] = grant
                     self._to_answer[worker] = None
 
@@ -311,9 +260,9 @@ class Keeper:
         for key in self._sources_of[worker]:
             shared = self._sources[key]
             grants: dict[Resource, Grant] = {
-                resource: recalled.get(key, {}).get(resource) or pool.grant(worker, now)
-                for resource, pool in shared.pools.items()
-                if worker in pool
+                resource: recalled.get(key, {}).get(resource) or division.grant(worker, now)
+                for resource, division in shared.divisions.items()
+                if worker in division
             }
             news = SourceNews(
                 max(0.0, shared.pause_until - now),
@@ -322,12 +271,11 @@ class Keeper:
                 shared.typical,
             )
             sources[key] = SourceAnswer(len(shared.workers), grants, news)
-        return Answer(self.boot, number, sources, self._revisions.answer(worker))
+        return Answer(self.boot, number, sources)
 
     # Removal of workers
 
     def _expire(self, now: float) -> None:
-        self._know_all_if_heard(now)
         unused = [key for key, shared in self._sources.items() if not shared.workers and shared.is_empty(now)]
         for key in unused:
             del self._sources[key]
@@ -345,27 +293,9 @@ class Keeper:
                 self._superseded.append(Due(worker, self._held_reports.pop(worker)[0], None))
             self._forget(worker, now, silent=True)
 
-    def _heard(self, worker: str, now: float) -> None:
-        """Note that an earlier keeper's worker has reported, or died."""
-        if self._unheard is not None:
-            self._unheard.pop(worker, None)
-            self._know_all_if_heard(now)
-
-    def _know_all_if_heard(self, now: float) -> None:
-        """If no share of an earlier keeper is unknown any more, count the unknown rest for one window from now."""
-        if self._unheard is None or (self._unheard and now < self.expired_at):
-            return
-        self._unheard = None
-        if now < self.expired_at:
-            self.expired_at, self._margin_s = now, MARGIN_S
-        for shared in self._sources.values():
-            for pool in shared.pools.values():
-                pool.all_known(now, MARGIN_S)
-
     def _forget(self, worker: str, now: float, *, silent: bool) -> None:
         for key in self._sources_of.pop(worker, ()):
             self._leave(worker, key, now, silent=silent)
-        self._revisions.forget(worker)
         self._recalled.pop(worker, None)
         self._answered.pop(worker, None)
         self._to_answer.pop(worker, None)
@@ -376,5 +306,40 @@ class Keeper:
         shared = self._sources[key]
         shared.workers.pop(worker, None)
         shared.line.pop(worker, None)
-        for pool in shared.pools.values():
-            pool.drop(worker, now, silent=silent)
+        for division in shared.divisions.values():
+            division.drop(worker, now, silent=silent)
+
+
+class KeeperLoop:
+    """Runs `keeper` on the running event loop, whose clock is the keeper's: a report waits until its answer is due."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.reports = 0
+        """Number of reports received."""
+        self._calls: dict[tuple[str, int], asyncio.Future[Answer | None]] = {}
+        self._wake: asyncio.TimerHandle | None = None
+
+    async def exchange(self, report: Report) -> Answer | None:
+        """Hand a report to the keeper and wait for the answer; None if a newer report of its worker came."""
+        loop = asyncio.get_running_loop()
+        self.reports += 1
+        call = report.worker, report.number
+        if call in self._calls:
+            return None  # a duplicate: the first call returns the answer
+        answered: asyncio.Future[Answer | None] = loop.create_future()
+        self._calls[call] = answered
+        self.keeper.report(report, loop.time())
+        self._pump()
+        return await answered
+
+    def _pump(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for due in self.keeper.due(now):
+            answered = self._calls.pop((due.worker, due.number), None)
+            if answered is not None and not answered.done():
+                answered.set_result(due.answer)
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = loop.call_at(max(self.keeper.wake_at(now), now + 1e-3), self._pump)

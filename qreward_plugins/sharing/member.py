@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from ..quotas.quota import Quota
 from ..quotas.shared import Resource, SharedQuota
+from .division import MIN_CHANGE
 from .keeper import HOLD_S, MARGIN_S, TTL_S
 from .messages import Answer, Grant, Part, Report, SourceNews, SourceReport
-from .pool import MIN_CHANGE
 
 NETWORK_JITTER_S = 0.15
 """How much the network delays of two requests to a server may differ, in seconds."""

@@ -26,7 +26,7 @@ from ..errors import KeeperError, KeeperLost, KeeperSilent
 from ..quotas.shared import SharedQuota
 from .keeper import HOLD_S, TTL_S
 from .member import NOTHING, Demand, Member
-from .messages import Answer, Report, Revision, SourceNews
+from .messages import Answer, Report, SourceNews
 
 if TYPE_CHECKING:
     from ..scheduling import Dispatcher, Upstream
@@ -59,18 +59,6 @@ class Channel(Protocol):
 
     async def end_keeper(self) -> None:
         """Kill a keeper that does not answer. Raises nothing."""
-        ...
-
-
-class Reloads(Protocol):
-    """What a worker reports of its configuration file, and learns of it from others."""
-
-    def revision(self) -> Revision | None:
-        """Return the state of the file for the next report; None if reloads are not shared."""
-        ...
-
-    def answered(self, newest: Revision | None) -> None:
-        """Take the keeper's answer. Raises nothing."""
         ...
 
 
@@ -109,9 +97,7 @@ class Membership:
         self._channel = channel
         quotas = {key: upstream.quota for key, upstream in upstreams.items() if isinstance(upstream.quota, SharedQuota)}
         self.member = Member(secrets.token_hex(8), quotas)
-        self._pid = os.getpid()
-        self.reloads: Reloads | None = None
-        """Shares reloads of the configuration with the other workers."""
+        self._name = self.member.name
         self._dispatcher: Dispatcher
         """Set by `start`."""
         self._task: asyncio.Task[None] | None = None
@@ -161,9 +147,8 @@ class Membership:
 
     def start(self, dispatcher: Dispatcher) -> None:
         """Start to report what waits in `dispatcher`, in the running event loop; drop the state of an earlier loop."""
-        if self._pid != os.getpid():
-            # An engine that was made before a fork is a worker of its own in each child.
-            self._pid, self.member.name = os.getpid(), secrets.token_hex(8)
+        # An engine that was made before a fork is a worker of its own in each child.
+        self.member.name = f"{self._name}-{os.getpid()}"
         self._dispatcher = dispatcher
         self._urgent = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -227,8 +212,6 @@ class Membership:
             self._known[key].waited = demand.requests > 0
         news = {key: self._news(key, upstream, now) for key, upstream in self._upstreams.items()}
         report = self.member.report(now, demands, news)
-        if self.reloads is not None:
-            report = report._replace(revision=self.reloads.revision())
         call = asyncio.ensure_future(self._channel.exchange(report))
         urgent = asyncio.ensure_future(self._urgent.wait())
         try:
@@ -284,8 +267,6 @@ class Membership:
                     for old, new, earlier in zip(before, after, known.from_others, strict=True)
                 )
                 known.recovered = False
-        if self.reloads is not None:
-            self.reloads.answered(answer.revision)
         self._dispatcher.look_again()
 
     async def _handle_failure(self, problem: Exception) -> None:

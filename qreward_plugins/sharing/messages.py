@@ -6,11 +6,12 @@ message holds a clock time, so the clocks of two nodes need not agree.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..quotas.shared import Resource
+if TYPE_CHECKING:
+    # The process of a machine's keeper imports this module, and must stay small.
+    from ..quotas.shared import Resource
 
 
 class Part(NamedTuple):
@@ -48,24 +49,6 @@ class SourceReport(NamedTuple):
     news: SourceNews = SourceNews()
 
 
-class Revision(NamedTuple):
-    """One state of a configuration file: what a worker goes by, and in an answer the newest one."""
-
-    digest: str
-    """Hash of the file's path and text."""
-    version: int = 0
-    """Place in the order of the keeper, which grows with every change; 0 before the first change."""
-    before: tuple[str, ...] = ()
-    """Digests of earlier states. Only a worker that goes by one of these gets this one."""
-    change: int = 0
-    """In a report: number of a change of this worker that the keeper has not confirmed, 0 if there is none. In an
-    answer: number of the last one that it has ordered."""
-    text: str | None = None
-    """The plain values of the file as JSON, with interpolations as they are written; None if it is not needed."""
-    received: str = ""
-    """In a report: digest of the last state that came from another worker, applied or refused."""
-
-
 class Report(NamedTuple):
     """A worker's report. `number` grows with every report; the worker accepts only the answer to the latest one."""
 
@@ -76,8 +59,6 @@ class Report(NamedTuple):
     """Whether the worker leaves: this is its last report."""
     accepted: int = 0
     """Number of the last report whose answer the worker accepted; 0 if none."""
-    revision: Revision | None = None
-    """The configuration file that the worker goes by; None if it shares no reloads."""
 
 
 class Grant(NamedTuple):
@@ -102,19 +83,6 @@ class SourceAnswer(NamedTuple):
     news: SourceNews = SourceNews()
 
 
-class Charged(NamedTuple):
-    """What counts as spent of one limit, in the words of one keeper to the next. Times are absolute: both keepers use
-    the same monotonic clock.
-    """
-
-    limit: float
-    window_s: float
-    workers: Mapping[str, tuple[float, float]]
-    """(until, amount) for each worker that holds a share or has spent something."""
-    unknown: tuple[float, float] = (-math.inf, 0.0)
-    """(until, amount) of workers that are not known by name."""
-
-
 class Answer(NamedTuple):
     """The keeper's answer to a report."""
 
@@ -123,5 +91,3 @@ class Answer(NamedTuple):
     number: int
     """Number of the answered report."""
     sources: Mapping[str, SourceAnswer]
-    revision: Revision | None = None
-    """The newest state of the worker's configuration file; None if no worker has changed it."""

@@ -17,8 +17,7 @@ from typing import Any
 from ..errors import KeeperLost, KeeperSilent
 from ..system.ray_actors import first_start, get_or_start, kill
 from ..system.threads import in_thread
-from .keeper import Keeper
-from .keeper_loop import KeeperLoop
+from .keeper import Keeper, KeeperLoop
 from .messages import Answer, Report
 
 NAME = "qreward-keeper"

@@ -4,6 +4,8 @@ A worker's spending in the window is at most the larger of two numbers: its shar
 was lowered and is still in the window. The table charges each worker with the larger one and keeps the sum of the
 charges within the limit. That keeps the limit (promise P3), because a share is raised in the table before the worker
 learns of it, and lowered in the table after the worker has lowered it.
+
+What a lost worker may have spent stays charged until it has left the window.
 """
 
 from __future__ import annotations
@@ -11,9 +13,108 @@ from __future__ import annotations
 import heapq
 import math
 
-from .lost_workers import LostWorkers
-from .messages import Charged, Part
-from .worker_state import ROUNDING, WorkerState
+from .messages import Part
+
+ROUNDING = 1e-6
+_UNKNOWN = ""
+"""Name under which the shares of an earlier keeper are charged. Its workers are not known by name."""
+
+
+class WorkerState:
+    """A worker's share, demand and spending, as of its last report."""
+
+    __slots__ = ("_entries", "_spent", "charge", "declared", "granted_at", "more", "share", "unit", "version")
+
+    def __init__(self) -> None:
+        self.declared = (math.inf, 0.0)
+        self.share = 0.0
+        self.more = 0.0
+        self.unit = 1.0
+        self.granted_at = -math.inf
+        self.charge = 0.0
+        self.version = 0
+        self._entries: list[tuple[float, float]] = []  # (until, amount), the latest first
+        self._spent = 0.0
+
+    def record(self, part: Part, now: float) -> None:
+        """Record the worker's report."""
+        self.share, self.more, self.unit = part.share, part.more, max(part.unit, ROUNDING)
+        self._entries = sorted([(now + left_s, amount) for left_s, amount in part.spent], reverse=True)
+        self._spent = math.fsum(amount for _, amount in part.spent)
+
+    def spent(self, now: float) -> float:
+        """Return the amount spent that is still in the window."""
+        entries = self._entries
+        if entries and entries[-1][0] <= now:
+            while entries and entries[-1][0] <= now:
+                self._spent -= entries.pop()[1]
+            if not entries:
+                self._spent = 0.0
+        return self._spent
+
+    def base(self, now: float) -> float:
+        """Return the most that the worker can have in the window: its share, or what it spent under a larger one."""
+        return max(self.share, self.spent(now))
+
+    def room(self, now: float) -> float:
+        """Return the unspent part of the share."""
+        return max(0.0, self.share - self.spent(now))
+
+    def in_units(self, amount: float) -> float:
+        """Round `amount` down to whole units of the worker."""
+        return math.floor(amount / self.unit + ROUNDING) * self.unit
+
+    def next_change(self) -> float:
+        """Return when the next amount leaves the window; infinity if that is unknown until the next report."""
+        return self._entries[-1][0] if self._entries else math.inf
+
+    def remains(self) -> list[tuple[float, float]]:
+        """Return the amounts spent: (when the amount leaves the window, amount)."""
+        return self._entries
+
+
+class _Lost:
+    """Amounts that count as spent without a worker, each until a time."""
+
+    def __init__(self) -> None:
+        self._amounts: dict[str, tuple[float, float]] = {}
+        self._ends: list[tuple[float, str]] = []
+        self._total = 0.0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._amounts
+
+    def hold(self, name: str, until: float, amount: float) -> None:
+        """Count `amount` until `until`, instead of what counted under this name."""
+        self.release(name)
+        if amount > 0:
+            self._amounts[name] = (until, amount)
+            self._total += amount
+            heapq.heappush(self._ends, (until, name))
+
+    def release(self, name: str) -> None:
+        """Stop counting the amount of a name."""
+        _, amount = self._amounts.pop(name, (0.0, 0.0))
+        self._total = self._total - amount if self._amounts else 0.0
+
+    def reduce(self, name: str, amount: float) -> None:
+        """Count `amount` less under a name."""
+        if name in self._amounts:
+            until, before = self._amounts[name]
+            self.hold(name, until, before - amount)
+
+    def total(self, now: float) -> float:
+        """Return the sum of the amounts that count."""
+        while self._ends and self._ends[0][0] <= now:
+            until, name = heapq.heappop(self._ends)
+            if self._amounts.get(name, (math.inf, 0.0))[0] <= until:
+                self.release(name)
+        return self._total
+
+    def next_end(self, now: float) -> float:
+        """Return when the sum next decreases; infinity if never."""
+        self.total(now)
+        return self._ends[0][0] if self._ends else math.inf
 
 
 class ShareTable:
@@ -26,7 +127,7 @@ class ShareTable:
     def __init__(self, limit: float, window_s: float) -> None:
         self.limit = limit
         self.window_s = window_s
-        self._lost = LostWorkers()
+        self._lost = _Lost()
         self._states: dict[str, WorkerState] = {}
         self._taken = 0.0
         self._changes: list[tuple[float, str, int]] = []
@@ -43,26 +144,7 @@ class ShareTable:
 
         An earlier keeper gave the limit to workers that this keeper does not know.
         """
-        self._lost.hold_all(self.limit, until)
-
-    def charged(self, now: float, lease_s: float) -> Charged:
-        """Return everything that counts as spent, for the next keeper. Workers keep their shares for `lease_s` at
-        most.
-        """
-        self.free(now)
-        lost, unknown = self._lost.amounts(now)
-        for worker, state in self._states.items():
-            self._charge(worker, state, now)
-            if state.charge > 0:
-                lost[worker] = (now + lease_s + self.window_s, state.charge)
-        return Charged(self.limit, self.window_s, lost, unknown)
-
-    def take_over(self, charged: Charged) -> None:
-        """Count what an earlier keeper charged. A worker's report replaces what is charged to it."""
-        for name, (until, amount) in charged.workers.items():
-            self._lost.hold(name, until, amount)
-        until, amount = charged.unknown
-        self._lost.hold_all(amount, until)
+        self._lost.hold(_UNKNOWN, until, self.limit)
 
     def free(self, now: float) -> float:
         """Return the part of the limit that no worker holds; negative if the limit was lowered."""
@@ -90,7 +172,7 @@ class ShareTable:
             if worker in self._lost:
                 self._lost.release(worker)  # its own report replaces the estimate
             else:
-                self._lost.claimed(max(part.share, math.fsum(amount for _, amount in part.spent)))
+                self._lost.reduce(_UNKNOWN, max(part.share, math.fsum(amount for _, amount in part.spent)))
         if state.declared != (limit, window_s):
             state.declared = (limit, window_s)
             self._find_lowest()
@@ -113,22 +195,6 @@ class ShareTable:
                 self._lost.hold(f"{worker} {number}", end if end < math.inf else now + self.window_s, amount)
         if self._states and state.declared == (self.limit, self.window_s):
             self._find_lowest()
-
-    def died(self, worker: str, now: float, margin_s: float) -> None:
-        """Remove a worker that cannot send any more. What it may have sent counts for a window, or for `margin_s` if
-        that is longer.
-        """
-        until = now + max(self.window_s, margin_s)
-        if worker in self._states:
-            charge = self._states[worker].charge
-            self.drop(worker, now, silent=True)
-            self._lost.hold(worker, until, charge)
-        else:
-            self._lost.end_by(worker, until)
-
-    def all_known(self, now: float, margin_s: float) -> None:
-        """Note that unknown workers can send no more: as `died`, for what `hold` and `take_over` count."""
-        self._lost.end_all_by(now + max(self.window_s, margin_s))
 
     def _raise(self, worker: str, share: float, now: float) -> None:
         """Set a share to `share`. The caller raises it by no more than what is free."""

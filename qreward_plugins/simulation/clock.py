@@ -50,6 +50,8 @@ class _JumpingSelector(selectors.SelectSelector):
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop whose `time()` starts at 0 and advances only when nothing is ready."""
 
+    is_simulated = True
+    """Engines in this loop share no limits with real processes."""
     _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self) -> None:

@@ -1,21 +1,19 @@
 """A cluster in virtual time, which runs the real protocol of shared limits.
 
 Nodes have their own clocks, the network loses, duplicates and reorders messages, and the keeper dies and restarts, or
-another process takes over. Only servers use the true time. All actions of a node are events of the cluster, so a
-stopped process does nothing until it resumes, and then everything at once, in any order.
+the worker that notices starts another one. Only servers use the true time. All actions of a node are events of the
+cluster, so a stopped process does nothing until it resumes, and then everything at once, in any order.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from ..quotas.shared import Resource
-from ..sharing.messages import Charged, Report
+from ..sharing.messages import Report
 from .cluster_nodes import KeeperNode, Node
 from .cluster_plan import ClusterFault, Plan
 from .cluster_server import RecordingServer
@@ -34,8 +32,6 @@ class Cluster:
         self.keepers: list[KeeperNode] = [KeeperNode(self, 0)]
         self.registered = True
         """Whether the keeper's name is registered, even for a dead keeper."""
-        self.left: tuple[int, Mapping[str, Mapping[Resource, Charged]], float] = (-1, {}, -math.inf)
-        """The number and the state of the last keeper of a machine that ended in order."""
         self.parted: dict[str, int] = {}
         self._lossy = 0
         self._counter = itertools.count()
@@ -87,10 +83,6 @@ class Cluster:
             self._start_keeper()
         self.send(worker.name, 0.0, worker.found, len(self.keepers) - 1)
 
-    def has_later(self, handle: int) -> bool:
-        """Whether a worker of a machine can see that the keeper of a handle was replaced."""
-        return self.plan.protocol == "machine" and handle < len(self.keepers) - 1
-
     def report(self, worker: SimulatedWorker, handle: int, report: Report) -> None:
         """Send a worker's report to the keeper of a handle."""
         keeper = self.keepers[handle]
@@ -99,30 +91,8 @@ class Cluster:
             self.send(worker.name, 0.0, worker.lost, handle)
 
     def end_keeper(self, handle: int) -> None:
-        """End a keeper that does not answer; on a machine, replace it."""
-        if self.plan.protocol == "ray":
-            self._kill_keeper(self.keepers[handle])
-        elif handle == len(self.keepers) - 1:
-            self._start_keeper()
-
-    def holders(self) -> list[str]:
-        """Return the living workers that may hold shares: those that have reported, and have not left."""
-        return [worker.name for worker in self.workers.values() if worker.alive and worker.may_hold]
-
-    def prove_dead(self, worker: SimulatedWorker) -> None:
-        """Tell the keepers soon that a worker is dead, also those that start meanwhile."""
-        if self.plan.proves_deaths:
-            for later_s in (0.0, 0.001, 0.1):
-                self.at(self.now + later_s, self._tell_dead, worker.name)
-
-    def _tell_dead(self, worker: str) -> None:
-        for keeper in self.keepers:
-            keeper.happen(keeper.dead, worker)
-
-    def replaced(self, keeper: KeeperNode) -> None:
-        """A keeper of a machine finds that there is a later one: it ends, and closes its connections."""
-        keeper.alive = False
-        self._close(keeper)
+        """Kill a keeper that does not answer."""
+        self._kill_keeper(self.keepers[handle])
 
     def _start_keeper(self) -> None:
         self.registered = True
@@ -151,10 +121,6 @@ class Cluster:
         end = self.now + fault.lasts_s
         keeper = self.keepers[-1]
         if fault.kind == "kill keeper":
-            self._kill_keeper(keeper)
-        elif fault.kind == "end keeper":
-            if keeper.alive and not keeper.stopped and keeper.keeper is not None:
-                self.left = keeper.number, keeper.keeper.charged(keeper.now()), keeper.keeper.expired_at
             self._kill_keeper(keeper)
         elif fault.kind == "stop keeper":
             keeper.stop()

@@ -8,14 +8,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..sharing.keeper import MARGIN_S, TTL_S, Keeper
+from ..sharing.keeper import Keeper
 from ..sharing.messages import Answer, Report
 
 if TYPE_CHECKING:
     from .cluster import Cluster
-
-STAMP_EVERY_S = 1.0
-"""As in `sharing.keeper_lock`, which exists on Unix only."""
 
 
 class Node:
@@ -76,55 +73,22 @@ class KeeperNode(Node):
         self.slow_s = 0.0
         self.calls = 0
         self.keeper: Keeper | None = None
-        self.stamped_at = -math.inf
-        """The last sign of life that it recorded, on the keepers' clock."""
         self._wake_at = math.inf
 
     def take_in(self, report: Report) -> None:
         """Receive a report."""
         now = self.now()
         if self.keeper is None:
-            self.keeper = self._begin(now)
+            self.keeper = Keeper(now, boot=str(self.number), first=self.number == 0)
         self.calls += 1
         self.keeper.report(report, now)
         self._answer()
 
-    def _begin(self, now: float) -> Keeper:
-        if self.cluster.plan.protocol == "ray":
-            return Keeper(now, boot=str(self.number), first=self.number == 0)
-        before = [one for one in self.cluster.keepers[: self.number] if one.stamped_at > -math.inf]
-        if not before:
-            return Keeper(now, boot=str(self.number), first=True)
-        unheard = self.cluster.holders() if self.cluster.plan.proves_deaths else None
-        number, charged, expired_at = self.cluster.left
-        if number == before[-1].number:
-            return Keeper(
-                now, boot=str(self.number), first=False, charged=charged, expired_at=expired_at, unheard=unheard
-            )
-        expired_at = min(now, before[-1].stamped_at + STAMP_EVERY_S) + TTL_S + MARGIN_S
-        return Keeper(now, boot=str(self.number), first=False, expired_at=expired_at, unheard=unheard)
-
-    def dead(self, worker: str) -> None:
-        """Learn that a worker is dead."""
-        if self.keeper is not None:
-            self.keeper.died(worker, self.now())
-            self._answer()
-
     def _answer(self) -> None:
         assert self.keeper is not None
         now = self.now()
-        machine = self.cluster.plan.protocol == "machine"
-        if machine and self.number != len(self.cluster.keepers) - 1:
-            self.cluster.replaced(self)
-            return
-        if now - self.stamped_at >= STAMP_EVERY_S:
-            self.stamped_at = now
         for due in self.keeper.due(now):
-            if due.answer is not None and machine:
-                # It may be stopped between its decision and the sending.
-                later_s = self.cluster.rng.choice((0.0, 0.001, 0.2))
-                self.at(now + later_s, self._send, due.worker, due.answer)
-            elif due.answer is not None:
+            if due.answer is not None:
                 self._send(due.worker, due.answer)
         wake_at = max(self.keeper.wake_at(now), now + 1e-3)
         if wake_at < self._wake_at - 1e-9 or self._wake_at <= now:

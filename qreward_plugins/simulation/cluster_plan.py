@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..config import Limits
 
-ClusterFaultKind = Literal["kill", "stop", "part", "loss", "kill keeper", "stop keeper", "slow keeper", "end keeper"]
-Protocol = Literal["ray", "machine"]
+ClusterFaultKind = Literal["kill", "stop", "part", "loss", "kill keeper", "stop keeper", "slow keeper"]
 
 MOST_SENT = 400
 """Most requests of one source, so that a plan runs in milliseconds."""
@@ -106,19 +105,12 @@ class Plan:
     restarts: bool = True
     """Whether a killed keeper restarts under the same name; otherwise the worker that notices starts one."""
     keeper_clock: tuple[float, float] = (0.0, 1.0)
-    protocol: Protocol = "ray"
-    """How keepers follow each other. `ray`: Ray knows that a keeper is dead, and a silent one is killed. `machine`: a
-    silent one is replaced and may come back, nobody learns that it is dead, and one that ends in order leaves its
-    state to the next one."""
-    proves_deaths: bool = False
-    """Whether a keeper can tell which workers are dead, as on one machine, and not over a server."""
 
     def describe(self) -> str:
         """The plan as text."""
         lines = [
             f"seed {self.seed}: {len(self.workers)} workers, messages {self.message_s}, lost {self.lost:.0%}, doubled"
-            f" {self.doubled:.0%}, {self.protocol}{' that proves deaths' if self.proves_deaths else ''}, keeper"
-            f" {'restarts' if self.restarts else 'is started by a worker that notices'}"
+            f" {self.doubled:.0%}, keeper {'restarts' if self.restarts else 'is started by a worker that notices'}"
         ]
         lines += [f"  {source}" for source in self.sources]
         lines += [f"  {number}: {worker}" for number, worker in enumerate(self.workers) if len(self.workers) <= 12]
@@ -136,23 +128,6 @@ class Plan:
 
 def random_plan(seed: int) -> Plan:
     """The plan of a seed."""
-    plan = _ray_plan(seed)
-    if seed % 10 not in _MACHINE:
-        return plan
-    rng = random.Random(f"cluster of a machine {seed}")
-    faults = tuple(
-        replace(fault, kind="end keeper") if fault.kind == "kill keeper" and rng.random() < 0.4 else fault
-        for fault in plan.faults
-    )
-    proves = random.Random(f"proofs {seed}").random() < 0.7
-    return replace(plan, faults=faults, restarts=False, protocol="machine", proves_deaths=proves)
-
-
-_MACHINE = (1, 2, 4)
-"""Last digits of the seeds that play a machine, or a server."""
-
-
-def _ray_plan(seed: int) -> Plan:
     rng = random.Random(f"cluster {seed}")
     workers = _workers(rng)
     sources = tuple(_source(rng, f"s{number}") for number in range(rng.choice((1, 1, 2, 3))))

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 from ..quotas.reservation import Reservation
 from ..quotas.shared import SharedQuota
-from ..sharing.keeper import HOLD_S, TTL_S
 from ..sharing.member import Demand, Member
+from ..sharing.membership import (
+    ANSWERED_WITHIN_S,
+    FIRST_BACKOFF_S,
+    LONGEST_BACKOFF_S,
+    REPORT_EVERY_S,
+    SILENT_AFTER_S,
+)
 from ..sharing.messages import Answer, Report
 from .cluster_nodes import Node
 from .cluster_plan import SharedSource, Work, Worker
 
 if TYPE_CHECKING:
     from .cluster import Cluster
-
-REPORT_EVERY_S = 0.25
-ANSWERED_WITHIN_S = HOLD_S + 2.0
-SILENT_AFTER_S = 3 * TTL_S
-FIRST_BACKOFF_S = 0.1
-LONGEST_BACKOFF_S = 2.0
 
 
 class SimulatedRequest:
@@ -69,11 +69,6 @@ class SimulatedWorker(Node):
         self._backoff_s = FIRST_BACKOFF_S
         self._next_at = math.inf
         cluster.at(worker.joins_s, self.happen, self._begin)
-
-    @property
-    def may_hold(self) -> bool:
-        """Whether a keeper may have given it shares."""
-        return self.reports > 0 and not self._left
 
     # Work
 
@@ -189,8 +184,6 @@ class SimulatedWorker(Node):
         self.reports += 1
         self._report = self.member.report(now, {key: self._demand(key) for key in self.quotas}, {})
         self.at(now + ANSWERED_WITHIN_S, self._give_up, self._report.number)
-        if self.handle is not None and self.cluster.has_later(self.handle):
-            self.handle = None
         if self.handle is None:
             self._looked_up_at = now
             self.cluster.look_up(self)
@@ -220,9 +213,8 @@ class SimulatedWorker(Node):
         """The keeper of this handle has died, or has closed its connections."""
         if handle == self.handle and not self._left:
             self.handle = None
-            if self.cluster.plan.protocol == "ray":
-                self.member.keeper_died(self.now(), seen_at=self._known_at)
-                self.at(self.member.valid_until, self._end)
+            self.member.keeper_died(self.now(), seen_at=self._known_at)
+            self.at(self.member.valid_until, self._end)
             self._do_without()
 
     def _give_up(self, number: int) -> None:
@@ -283,7 +275,6 @@ class SimulatedWorker(Node):
         """End the process, as SIGKILL does, and its connections with it."""
         self.alive = False
         self._disconnect()
-        self.cluster.prove_dead(self)
 
     def stop(self) -> None:
         super().stop()

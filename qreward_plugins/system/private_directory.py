@@ -1,7 +1,7 @@
 """The directory in which the processes of one user on one machine find what they share: limits.
 
 Every process of the user must come to the same directory, and nobody else may write to it. The default is
-/tmp/qreward-UID, whatever the environment of a process says: schedulers set another TMPDIR for each job, and
+/tmp/qreward-UID, whatever else the environment of a process says: schedulers set another TMPDIR for each job, and
 XDG_RUNTIME_DIR is set in a login shell, but not in a worker of Ray, a service or a cron job of the same user, and the
 system removes it when the user logs out, while a training goes on.
 """
@@ -22,6 +22,8 @@ LONGEST_SOCKET_NAME = len("keeper.9999999999.sock")
 """Most bytes of a socket's name in the directory."""
 USUAL = "/tmp/qreward-{uid}"
 """The default."""
+VARIABLE = "QREWARD_SHARED_DIRECTORY"
+"""The environment variable with another default."""
 _KEY = "engine.shared_directory"
 
 
@@ -31,7 +33,8 @@ def private_directory(configured: str | None = None) -> Path:
     Raises `ConfigurationError` if sockets in it would have too long a path, or if it cannot be made, is no directory,
     belongs to another user, or is open to others. What another user has put in its place is refused, and left alone.
     """
-    path = Path(configured).expanduser() if configured is not None else Path(USUAL.format(uid=os.getuid()))
+    usual = os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())
+    path = Path(usual if configured is None else configured).expanduser()
     if not path.is_absolute():
         path = Path.cwd() / path
     length = len(os.fsencode(path)) + 1 + LONGEST_SOCKET_NAME

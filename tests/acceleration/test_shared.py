@@ -38,7 +38,7 @@ def process(monkeypatch):
     monkeypatch.setattr(ray_keeper, "first_start", lambda name: True)
     monkeypatch.setattr(calls, "ray_is_up", lambda: True)
     keeper = ray_keeper.KeeperActor()
-    monkeypatch.setattr(calls, "open_channel", lambda settings: Line(keeper))
+    monkeypatch.setattr(calls, "open_channel", lambda shared, **how: Line(keeper))
 
     def made(body, **options):
         async def grade(*args):

@@ -49,14 +49,6 @@ def test_the_difference_is_a_table_and_shows_no_secret(check):
     assert lines[-1] == "a reload would apply this as a whole"
 
 
-def test_instructions_are_no_markup(check):
-    new = tree()
-    new["judges"]["quality"]["instructions"] = "Is it [bold]good[/x]?"
-    shown = check(tree(), new)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert "[bold]good[/x]?" in shown.stdout
-
-
 def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(check):
     shown = check(tree(), {**tree(), "engine": {"shared": "off"}})
     assert shown.returncode == 1

@@ -158,8 +158,6 @@ def test_the_full_tree_is_valid() -> None:
         ("engine.server", "h", "", "must be a URL, or a mapping with `url`."),
         ("engine.server", 3, "", "must be a URL, or a mapping with `url`."),
         ("engine.server", "http://u:p@h", "", "name the variable that holds the token in token_env."),
-        ("engine.shared_server", 3, "", "must be a URL, or a mapping with `url`, not 3."),
-        ("engine.shared_server", "h:1", "", "a URL must start with http:// or https://"),
         ("engine.priority", "high", "", "must be a mapping with `train` and `validation`, not 'high'."),
         ("sources", {}, "", "must be a mapping with at least one entry, not an empty mapping."),
         ("sources.fast.kind", "opnai", "", "unknown kind 'opnai'. Did you mean `openai`? Allowed here: openai, reward_model, http, function, replicas."),
@@ -366,14 +364,6 @@ def _keys(node: Any) -> Iterator[str]:
     elif isinstance(node, list):
         for below in node:
             yield from _keys(below)
-
-
-def test_a_url_alone_names_the_server_that_shares_limits() -> None:
-    tree = changed("engine.shared", "server")
-    tree["engine"]["shared_server"] = "http://h:1"
-    found = load_config(tree).engine.shared_server
-    assert found is not None
-    assert found.url == "http://h:1"
 
 
 def test_the_error_travels() -> None:

@@ -7,7 +7,7 @@ import pytest
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.config import Limits, load_config
 from qreward_plugins.errors import ConfigurationError, EngineError
-from qreward_plugins.sharing import source_keys
+from qreward_plugins.sharing.channels import source_keys
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import make_config, make_sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import types
@@ -9,9 +10,8 @@ import types
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine
-from qreward_plugins.config import EngineConfig
 from qreward_plugins.quotas.shared import SharedQuota
-from qreward_plugins.sharing import channels, open_channel
+from qreward_plugins.sharing import channels
 from qreward_plugins.system.ray_actors import ray_is_up, start_ahead
 
 
@@ -21,8 +21,9 @@ def up(request, monkeypatch):
     return request.param
 
 
-def engine(shared, **fields):
-    source = {"kind": "openai", "base_url": "http://localhost/v1", "model": "judge", "limits": {"concurrency": 8}}
+def engine(shared, limits=None, **fields):
+    source = {"kind": "openai", "base_url": "http://localhost/v1", "model": "judge"}
+    source["limits"] = limits or {"concurrency": 8}
     tree = {
         "sources": {"a": source},
         "judges": {"quality": {"kind": "llm", "score_range": [0, 1]}},
@@ -35,9 +36,21 @@ def is_shared(engine):
     return isinstance(engine.upstreams["a"].quota, SharedQuota)
 
 
-def test_auto_shares_wherever_ray_is_initialised(up):
-    assert (open_channel(EngineConfig(shared="auto")) is not None) is up
-    assert is_shared(engine("auto")) is up
+@pytest.mark.parametrize("limits", [{"concurrency": 8}, {"requests_per_minute": 60}, {"tokens_per_minute": 6000}])
+def test_auto_shares_wherever_ray_is_initialised_and_elsewhere_declared_rates(up, limits):
+    assert is_shared(engine("auto", limits)) is (up or "concurrency" not in limits)
+    # Whoever counts the processes may have them on several machines.
+    assert is_shared(engine("auto", limits, processes=2)) is up
+
+
+def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it():
+    async def main():
+        made = engine("auto")
+        with pytest.raises(ConfigurationError, match="first declared rate needs a restart"):
+            await made.reload(engine("auto", {"requests_per_minute": 60}).config)
+        await made.aclose()
+
+    asyncio.run(main())
 
 
 def test_ray_shares_or_says_why_it_cannot(up):

@@ -1,5 +1,5 @@
-"""Limits that processes of one machine share without Ray: real processes, one strict judge server, and every way to
-lose the keeper.
+"""Limits that the processes of one machine share without Ray: real processes, a strict server, and every way to lose
+the keeper. No setting is needed.
 """
 
 from __future__ import annotations
@@ -7,36 +7,46 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import queue
-import shutil
+import re
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from qreward_plugins.sharing.keeper import TTL_S
+from qreward_plugins import RewardEngine
+from qreward_plugins.config import Limits
+from qreward_plugins.errors import KeeperLost
+from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.sharing.machine_channel import MachineChannel
-from qreward_plugins.sharing.messages import Report
+from qreward_plugins.sharing.machine_keeper import IDLE_S, LOCK, LOOK_EVERY_S, command
+from qreward_plugins.sharing.member import Demand, Member
+from qreward_plugins.simulation import run
+from qreward_plugins.system.private_directory import VARIABLE
 from qreward_plugins.testing import JudgeServer, ServerLimits
+
+from ..kit import Program, make_config, make_sample, wait_until
 
 PER_WINDOW, WINDOW_S = 60, 1.0
 SLACK_S = 0.5
 """By how much the engines' window is longer than the server's, which may get no processor for a while."""
-LONG_S = 90.0
-WORKER = Path(__file__).with_name("machine_worker.py")
+WORKER = """
+import asyncio, json, sys
+from qreward_plugins import RewardEngine, Sample
 
+async def main(tree, first, count):
+    samples = [Sample([{"role": "user", "content": "Which?"}], f"It is {first + number}.") for number in range(count)]
+    async with RewardEngine(tree) as engine:
+        print("ready", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        outcomes = await engine.score_all(samples, deadline_s=100.0)
+        problems = sorted({one.describe() for one in outcomes if one.reward is None})
+        print("scored", json.dumps([len(outcomes), problems, engine.statistics().limits_kept_by]), flush=True)
 
-@pytest.fixture
-def directory():
-    """A private directory with a path that is short enough for a socket."""
-    made = tempfile.mkdtemp(prefix="qr")
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+asyncio.run(main(json.loads(sys.argv[1]), *map(int, sys.argv[2:])))
+"""
 
 
 @pytest.fixture
@@ -45,196 +55,200 @@ def server():
         yield server
 
 
-def tree(base_url, **engine):
-    window_s = WINDOW_S + SLACK_S
-    limits = {"requests_per_minute": PER_WINDOW * 60 / window_s, "window_s": window_s, "window": "sliding"}
-    return {
-        "sources": {"a": {"kind": "openai", "base_url": base_url, "model": "judge", "limits": limits}},
-        "judges": {"quality": {"kind": "llm", "score_range": [0, 1], "max_tokens": 64}},
-        "engine": {"seed": 7, "scheduling": {"hedge": False}, **engine},
-    }
+def declared(per_window=PER_WINDOW, window_s=WINDOW_S + SLACK_S):
+    return {"requests_per_minute": per_window * 60 / window_s, "window_s": window_s, "window": "sliding"}
 
 
-class Process:
-    """A process with an engine."""
-
-    def __init__(self, tree):
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), json.dumps(tree)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.pid = self._process.pid
-        self._lines = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def say(self, *words):
-        print(*words, file=self._process.stdin, flush=True)
-
-    def hear(self):
-        return json.loads(self._lines.get(timeout=LONG_S))
-
-    def ask(self, *words):
-        self.say(*words)
-        return self.hear()
-
-    def signal(self, number):
-        os.kill(self.pid, number)
-
-    def end(self):
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
-
-    def _read(self):
-        for line in self._process.stdout:
-            self._lines.put(line)
+def tree(server, **engine):
+    engine = {"scheduling": {"hedge": False}, **engine}
+    return make_config({"a": server}, limits={"a": declared()}, engine=engine, judge={"max_tokens": 64})
 
 
 @pytest.fixture
-def start():
+def start(server):
     started = []
 
-    def start(count, tree):
-        these = [Process(tree) for _ in range(count)]
+    def start(*counts):
+        """Start a process for each number of samples, and let them begin at once."""
+        these = [
+            Program("-c", WORKER, json.dumps(tree(server)), 1000 * number, count, stdin=subprocess.PIPE)
+            for number, count in enumerate(counts, len(started))
+        ]
         started.extend(these)
-        assert [process.hear()["pid"] for process in these] == [process.pid for process in these]
+        for each in these:
+            each.line("ready")
+        for each in these:
+            print(file=each.stdin, flush=True)
         return these
 
     yield start
     for each in started:
-        each.end()
+        each.clean_up()
 
 
-def comes(what, within_s=LONG_S):
-    ends_at = time.monotonic() + within_s
-    while not what():
-        assert time.monotonic() < ends_at, "it did not come"
-        time.sleep(0.02)
+def result(program):
+    count, problems, kept_by = json.loads(program.line("scored").removeprefix("scored "))
+    assert problems == []
+    return count, kept_by
 
 
-def keeper_of(processes):
-    """Return the process that keeps the limits, once all processes name it. On a busy machine, a keeper that was silent
-    for a while has just been replaced, and its workers hear of it one after the other."""
-    found = []
-
-    def agreed():
-        for process in processes:
-            process.say("stats")
-        kept_by = [process.hear()["kept_by"] for process in processes]
-        found[:] = [process for process, by in zip(processes, kept_by, strict=True) if by == "this process"]
-        others = {by for by in kept_by if by != "this process"}
-        return len(found) == 1 and others == {f"process {found[0].pid} of this machine"}
-
-    comes(agreed)
-    return found[0]
+def keeper():
+    """The process that keeps the limits of this test, if there is one."""
+    directory = os.environ[VARIABLE]
+    of_it = [one for one in psutil.process_iter(["cmdline"]) if directory in (one.info["cmdline"] or [])]
+    return next((one for one in of_it if one.ppid() != os.getpid()), None)
 
 
-def longest_pause_s(server, until):
-    """Return the longest time in seconds in which no request came to a server, until something is so."""
-    longest_s, seen, last_at = 0.0, server.report().requests, time.monotonic()
-
-    def is_so():
-        nonlocal longest_s, seen, last_at
-        requests, now = server.report().requests, time.monotonic()
-        longest_s = max(longest_s, now - last_at)
-        if requests != seen:
-            seen, last_at = requests, now
-        return until()
-
-    comes(is_so)
-    return longest_s
-
-
-def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken(directory, server, start):
-    """The killed process holds the whole limit, and the others wait no longer than what it may have sent counts."""
-    config = tree(server.base_url, shared="machine", shared_directory=directory)
-    # The one that comes later takes no part until it is told to: a process takes a second to start.
-    *processes, heir = start(4, config)
-    keeper, *others = processes
-    keeper.say("score", 0, 150)
-    comes(lambda: server.report().requests >= PER_WINDOW)
-    for number, process in enumerate(others, 1):
-        process.say("score", 1000 * number, 75)
-    assert keeper_of(processes) is keeper
-    keeper.signal(signal.SIGKILL)
-    sent = server.report().requests
-    assert longest_pause_s(server, lambda: server.report().requests > sent + PER_WINDOW) < TTL_S
-    # What the killed process had to score is scored by the one that replaces it.
-    heir.say("score", 5000, 75)
-    left = [*others, heir]
-    assert [process.hear() for process in left] == [{"scored": 75, "problems": []}] * 3
-    new = {process.ask("stats")["kept_by"] for process in left}
-    assert "this process" in new
-    assert f"process {keeper.pid} of this machine" not in new
+def kept(server):
     report = server.report()
     assert report.violations_total == 0, report.violations[:5]
-    assert report.requests >= 225
+    return report.requests
 
 
-def test_a_keeper_that_is_stopped_is_replaced_and_answers_nobody_when_it_comes_back(directory, server, start):
-    config = tree(server.base_url, shared="machine", shared_directory=directory)
-    (old,) = start(1, config)
-    old.say("score", 0, 150)
-    comes(lambda: server.report().requests >= PER_WINDOW)
-    old.signal(signal.SIGSTOP)
+def test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other(server):
+    async def main():
+        async def score(first):
+            async with RewardEngine(tree(server)) as engine:
+                outcomes = await engine.score_all(map(make_sample, range(first, first + 50)))
+                assert all(outcome.reward is not None for outcome in outcomes)
 
-    async def take_over():
-        channel = MachineChannel(Path(directory))
-        # An engine does this after 30 s without an answer.
-        await channel.end_keeper()
-        answer = await channel.exchange(Report("w", 1, {}))
-        assert "this process" in channel.kept_by
-        assert answer is not None
-        old.signal(signal.SIGCONT)
-        assert await asyncio.to_thread(old.hear) == {"scored": 150, "problems": []}
-        told = await asyncio.to_thread(old.ask, "stats")
-        assert told["kept_by"] == f"process {os.getpid()} of this machine"
-        await channel.aclose()
+        await asyncio.gather(score(0), score(100))
+        await score(200)
 
-    asyncio.run(take_over())
-    report = server.report()
-    assert report.violations_total == 0, report.violations[:5]
+    asyncio.run(main())
+    assert kept(server) == 150
 
 
-FORKS = """
-import asyncio, os, sys, time
-from pathlib import Path
-from qreward_plugins.sharing.machine_channel import MachineChannel
-from qreward_plugins.sharing.messages import Report
-
-async def main():
-    channel = MachineChannel(Path(sys.argv[1]))
-    await channel.exchange(Report("w", 1, {}))
-    child = os.fork()
-    if not child:
-        time.sleep(60)  # it has inherited the sockets and the lock
-        os._exit(0)
-    print(child, flush=True)
-    time.sleep(60)
-
-asyncio.run(main())
-"""
+def test_processes_that_start_at_once_have_one_keeper_which_is_small_and_leaves_nothing(start, server):
+    programs = start(40, 40, 40, 40)
+    (kept_by,) = {result(program)[1] for program in programs}
+    assert kept(server) == 160
+    process = keeper()
+    assert kept_by == f"process {process.pid} of this machine"
+    assert process.name() == "qreward-keeper"
+    assert process.memory_info().rss < 25 * 2**20
+    process.wait(WINDOW_S + SLACK_S + IDLE_S + 2 * LOOK_EVERY_S + 5.0)
+    assert os.listdir(os.environ[VARIABLE]) == []
 
 
-def test_a_forked_child_does_not_hold_what_its_dead_parent_kept(directory):
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", FORKS, directory], stdout=subprocess.PIPE, text=True
-    ) as parent:
-        child = int(parent.stdout.readline())
-        parent.kill()
+def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken(start, server):
+    programs = start(120, 120, 120)
+    wait_until(lambda: server.report().requests > PER_WINDOW)
+    old = keeper()
+    old.kill()
+    (kept_by,) = {result(program)[1] for program in programs}
+    assert kept_by != f"process {old.pid} of this machine"
+    assert kept(server) == 360
 
-    async def take_over():
-        channel = MachineChannel(Path(directory))
-        answer = await channel.exchange(Report("w", 1, {}))
-        assert answer is not None
-        assert channel.kept_by == "this process"
-        await channel.aclose()
 
-    try:
-        asyncio.run(take_over())
-    finally:
-        os.kill(child, signal.SIGKILL)
+def test_a_worker_that_is_killed_takes_nothing_along(start, server):
+    killed, *others = start(300, 100, 100)
+    wait_until(lambda: server.report().requests > PER_WINDOW)
+    killed.end()
+    assert [result(program)[0] for program in others] == [100, 100]
+    kept(server)
+
+
+class Worker:
+    """A worker without an engine."""
+
+    def __init__(self, name):
+        self.channel = MachineChannel()
+        self.member = Member(name, {"s": SharedQuota(Limits(**declared()), source="s")})
+
+    async def share(self):
+        """Report that work waits, and return the share that comes of it."""
+        now = asyncio.get_running_loop().time()
+        answer = await self.channel.exchange(self.member.report(now, {"s": Demand(500)}, {}))
+        assert self.member.accept(answer, now)
+        return answer.sources["s"].grants["requests"].share
+
+    async def leave(self):
+        await self.channel.exchange(self.member.last_report(asyncio.get_running_loop().time()))
+        await self.channel.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_stopped_keeper_is_killed_and_the_next_one_gives_nothing_that_it_may_have_given():
+    one, late = Worker("one"), Worker("late")
+    assert await one.share() == PER_WINDOW
+    old = keeper()
+    os.kill(old.pid, signal.SIGSTOP)
+    # An engine does this after 30 s without an answer, and a new one that finds no answer, too.
+    await late.channel.end_keeper()
+    old.wait(10)
+    with pytest.raises(KeeperLost):
+        await one.share()
+    # It reports what it holds, and the rest may be held by a worker that has not reported.
+    assert [await late.share(), await one.share()] == [0.0, PER_WINDOW]
+    assert keeper().pid != old.pid
+    await one.leave()
+    await late.leave()
+
+
+@pytest.mark.anyio
+async def test_after_a_clean_end_the_next_keeper_gives_the_whole_limit_and_after_a_kill_nothing():
+    one = Worker("one")
+    await one.share()
+    await one.leave()
+    keeper().wait(WINDOW_S + SLACK_S + IDLE_S + 10.0)
+    two = Worker("two")
+    assert await two.share() == PER_WINDOW
+    await two.channel.aclose()
+    keeper().kill()
+    wait_until(lambda: keeper() is None)
+    three = Worker("three")
+    assert await three.share() == 0.0
+    # It has to remember that until no share of the killed one counts any more, also without a user.
+    await three.leave()
+    await asyncio.sleep(IDLE_S + 3 * LOOK_EVERY_S)
+    assert keeper() is not None
+
+
+@pytest.mark.anyio
+async def test_a_keeper_whose_directory_is_removed_ends():
+    one = Worker("one")
+    await one.share()
+    process = keeper()
+    os.unlink(Path(os.environ[VARIABLE]) / LOCK)
+    process.wait(10)
+    await one.channel.aclose()
+
+
+@pytest.mark.anyio
+async def test_who_keeps_the_limits_can_be_told_without_starting_a_keeper():
+    one = Worker("one")
+    assert "nobody yet" in await one.channel.describe()
+    assert keeper() is None
+    await one.share()
+    assert re.search(rf"process {keeper().pid} .*for 1 engines", await one.channel.describe())
+    await one.leave()
+
+
+@pytest.mark.parametrize("how", ["off", "local", "no rate", "simulated time"])
+def test_no_keeper_is_started_where_nothing_is_shared(how, server):
+    config = tree(server, **({"shared": how} if how in ("off", "local") else {}))
+    if how == "no rate":
+        config["sources"]["a"]["limits"] = {"concurrency": 4}
+
+    async def main():
+        if how == "simulated time":
+            RewardEngine(config)
+            return
+        async with RewardEngine(config) as engine:
+            assert (await engine.score(make_sample())).reward is not None
+
+    run(main()) if how == "simulated time" else asyncio.run(main())
+    assert not os.path.exists(os.environ[VARIABLE])
+
+
+def test_the_keeper_imports_little():
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from qreward_plugins.sharing import machine_keeper; "
+    program += "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'__main__'})"
+    *python, _, _, place, _ = command("/nowhere")
+    assert python == [sys.executable, "-I", "-S", "-c"]
+    told = subprocess.run([*python, program, place], capture_output=True, text=True, check=True).stdout.split()
+    assert told == ["qreward_plugins"]
 
 
 PREFORKED = """
@@ -256,25 +270,8 @@ asyncio.run(name())
 """
 
 
-def test_processes_forked_from_one_that_made_the_engine_are_workers_of_their_own(directory):
+def test_processes_forked_from_one_that_made_the_engine_are_workers_of_their_own():
     """As with `gunicorn --preload`: under one name, each would spend the share of all."""
-    config = json.dumps(tree("http://localhost:9", shared="machine", shared_directory=directory))
+    config = json.dumps(tree("http://localhost:9"))
     told = subprocess.run([sys.executable, "-c", PREFORKED, config], stdout=subprocess.PIPE, text=True, check=True)
     assert len(set(told.stdout.split())) == 3
-
-
-def test_a_reload_of_one_process_is_one_of_all(directory, start, tmp_path):
-    file = tmp_path / "judges.yaml"
-
-    def write(deadline_s):
-        config = tree("http://localhost:9", shared="machine", shared_directory=directory, reload=True)
-        file.write_text(json.dumps(config | {"engine": {**config["engine"], "deadline_s": deadline_s}}))
-
-    write(100)
-    one, two = start(2, str(file))
-    for process in (one, two):
-        assert process.ask("deadline") == {"deadline_s": 100.0}
-    write(200)
-    assert one.ask("reload") == {"changes": "engine.deadline_s: 100 -> 200"}
-    comes(lambda: two.ask("deadline") == {"deadline_s": 200.0})
-    assert [process.ask("close") for process in (one, two)] == [{"closed": True}] * 2

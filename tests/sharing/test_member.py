@@ -68,14 +68,6 @@ def worker():
 # Which answers count
 
 
-def test_a_worker_has_nothing_until_it_is_given_some(worker):
-    assert worker.quota.wait_s(0.0, worker.now) == math.inf
-    worker.given(requests=10.0)
-    assert worker.quota.wait_s(0.0, worker.now) == 0.0
-    assert worker.quota.workers == 3
-    assert worker.member.boot == "k"
-
-
 def test_only_the_answer_to_the_latest_report_counts(worker):
     worker.report()
     first = worker.member._number
@@ -86,30 +78,10 @@ def test_only_the_answer_to_the_latest_report_counts(worker):
     assert worker.quota.share == {"requests": 20.0}
 
 
-def test_a_report_says_which_answer_counted_last(worker):
-    assert worker.report().accepted == 0
-    worker.answer(requests=20.0)
-    answered = worker.member._number
-    assert worker.report().accepted == answered
-    assert worker.report().accepted == answered
-
-
-def test_an_answer_counts_once(worker):
-    worker.given(requests=20.0)
-    assert not worker.answer(requests=20.0)
-
-
 def test_an_answer_that_comes_after_its_time_does_not_count(worker):
     worker.report()
     worker.now += TTL_S
     assert not worker.answer(requests=20.0)
-
-
-def test_an_answer_gives_no_more_than_the_limit_that_is_declared_now(worker):
-    worker.report()
-    worker.quota.retune(Limits(requests_per_minute=5), worker.now)
-    worker.answer(requests=20.0)
-    assert worker.quota.share == {"requests": 5.0}
 
 
 def test_after_the_last_report_no_answer_counts(worker):
@@ -132,13 +104,6 @@ def test_shares_are_valid_from_when_the_report_was_sent(worker):
     assert worker.member.valid_until == worker.quota.valid_until == NOW + TTL_S
 
 
-def test_a_report_that_is_not_answered_prolongs_nothing(worker):
-    worker.given(requests=20.0)
-    worker.now += 5.0
-    worker.report()
-    assert worker.member.valid_until == NOW + TTL_S
-
-
 def test_shares_end_by_themselves_and_what_was_spent_stays_spent(worker):
     worker.given(requests=20.0)
     worker.send(7)
@@ -150,28 +115,6 @@ def test_shares_end_by_themselves_and_what_was_spent_stays_spent(worker):
     assert worker.quota.share == {"requests": 0.0}
     part = worker.parts()["requests"]
     assert (part.share, spent(part)) == (0.0, 7.0)
-
-
-def test_the_end_is_told_once_whoever_noticed_it(worker):
-    worker.given(requests=20.0)
-    worker.now += TTL_S
-    # A report lowers what it says is lowered, even if the timer is late.
-    assert worker.parts()["requests"].share == 0.0
-    assert worker.member.expire(worker.now)
-    assert not worker.member.expire(worker.now)
-
-
-def test_the_end_is_told_where_nothing_is_held_but_what_is_not_sent_yet(worker):
-    worker.given(requests=1.0)
-    worker.quota.reserve(0.0, 0.0, worker.now)
-    worker.quota.resize({}, workers=3, now=worker.now)
-    worker.now += TTL_S
-    assert worker.member.expire(worker.now)
-
-
-def test_a_timer_may_run_a_little_early(worker):
-    worker.given(requests=20.0)
-    assert worker.member.expire(NOW + TTL_S - 1e-9)
 
 
 def test_a_dead_keeper_gives_nothing_away(worker):
@@ -225,32 +168,11 @@ def test_who_wants_nothing_keeps_nothing_that_others_wait_for(worker, told):
     assert worker.quota.wait_s(0.0, worker.now) > 0
 
 
-def test_who_wants_nothing_keeps_what_nobody_waits_for(worker):
-    worker.given(requests=20.0)
-    worker.send(3)
-    assert worker.parts(Demand())["requests"].share == 20.0
-
-
-def test_who_wants_something_keeps_what_others_wait_for_as_well_until_it_is_asked_back(worker):
-    worker.given(requests=20.0, scarce=True)
-    assert worker.parts(Demand(1))["requests"].share == 20.0
-
-
 def test_a_recall_is_heeded_once(worker):
     worker.given(requests=20.0, target=8.0, recall=True)
     worker.report(Demand(1))
     worker.answer(requests=20.0, target=8.0)
     assert worker.parts()["requests"].share == 20.0
-
-
-def test_requests_in_flight_are_given_up_only_when_asked_for():
-    worker = Worker(concurrency=10).given(concurrency=4.0, target=2.0)
-    worker.send(4)
-    assert worker.parts(Demand(1))["concurrency"] == (4.0, ((math.inf, 4.0),), 1.0, 1.0)
-    worker.answer(concurrency=4.0, target=2.0, recall=True)
-    part = worker.parts()["concurrency"]
-    assert (part.share, part.spent) == (2.0, ((math.inf, 4.0),))
-    assert worker.quota.wait_s(0.0, worker.now) == math.inf
 
 
 def test_the_keeper_hears_at_once_when_requests_that_were_given_up_have_ended():
@@ -282,23 +204,6 @@ def test_a_part_of_a_bucket_is_owed_until_it_is_full_again():
     assert worker.parts()["burst"].spent == ()
 
 
-def test_a_part_of_a_bucket_is_owed_while_a_request_of_it_is_not_written():
-    worker = Worker(requests_per_minute=60, window="bucket", burst=6).given(burst=4.0)
-    connecting = worker.quota.reserve(0.0, 0.0, worker.now)
-    worker.report()
-    worker.answer(burst=4.0, target=1.0, recall=True)
-    assert worker.parts()["burst"].spent == ((math.inf, 4.0),)
-    worker.now += 60.0
-    assert worker.parts()["burst"].spent == ((math.inf, 4.0),)
-    connecting.sent(worker.now)
-    # 1 of 4, at four sixths of a request a second.
-    ((left_s, amount),) = worker.parts()["burst"].spent
-    assert amount == 4.0
-    assert left_s == pytest.approx(6 / 4 + NETWORK_JITTER_S, abs=0.1)
-    worker.now += left_s
-    assert worker.parts()["burst"].spent == ()
-
-
 def test_what_is_owed_of_a_bucket_adds_up_to_what_was_held_when_it_is_lowered_step_by_step():
     worker = Worker(requests_per_minute=60, window="bucket", burst=6).given(burst=6.0)
     worker.send(6)
@@ -311,50 +216,7 @@ def test_what_is_owed_of_a_bucket_adds_up_to_what_was_held_when_it_is_lowered_st
     assert len(part.spent) == 2
 
 
-def test_a_bucket_is_owed_when_its_share_ends_or_the_worker_leaves():
-    for end in ("expire", "last report"):
-        worker = Worker(requests_per_minute=6, window="bucket", burst=2).given(burst=2.0)
-        worker.send(2)
-        if end == "expire":
-            worker.now += TTL_S
-            assert worker.member.expire(worker.now)
-            part = worker.parts()["burst"]
-        else:
-            part = worker.member.last_report(worker.now).sources["s"].parts["burst"]
-        assert part.share == 0.0
-        assert spent(part) == 2.0
-
-
 # What is said
-
-
-def test_it_says_what_it_could_use():
-    worker = Worker(requests_per_minute=100, tokens_per_minute=1000, concurrency=10)
-    parts = worker.parts(Demand(7, 300.0, 50.0))
-    assert parts["requests"] == (0.0, (), 7.0, 1.0)
-    assert parts["tokens"] == (0.0, (), 300.0, 50.0)
-    assert parts["concurrency"] == (0.0, (), 7.0, 1.0)
-
-
-def test_it_is_short_of_what_waits_and_is_not_told_yet(worker):
-    worker.given(requests=2.0)
-    assert not worker.report_due(5)
-    worker.send(2)
-    assert worker.report_due(5)
-    assert not worker.report_due(0)
-    worker.report(Demand(5))
-    assert not worker.report_due(6)
-
-
-def test_a_bucket_that_is_wholly_its_own_is_not_too_little():
-    worker = Worker(requests_per_minute=60, window="bucket", burst=2).given(burst=2.0)
-    worker.send(2)
-    worker.report(Demand(1))
-    assert not worker.report_due(9)
-    worker.answer(burst=1.0)
-    worker.report(Demand())
-    worker.answer(burst=1.0)
-    assert worker.report_due(9)
 
 
 def test_it_is_patient_with_a_slow_keeper(worker):
@@ -368,13 +230,4 @@ def test_it_is_patient_with_a_slow_keeper(worker):
     assert worker.member.must_await_answer(worker.now)
     assert not worker.report_due(5)
     worker.answer(requests=2.0)
-    assert worker.report_due(5)
-
-
-def test_the_first_report_after_an_answer_may_be_replaced_at_any_time(worker):
-    worker.given(requests=2.0)
-    worker.send(2)
-    worker.now += TTL_S - 0.1
-    worker.report(Demand())
-    assert not worker.member.must_await_answer(worker.now)
     assert worker.report_due(5)

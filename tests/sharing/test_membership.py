@@ -49,18 +49,6 @@ def in_any_window(arrivals, window_s=WINDOW_S):
 # Reports
 
 
-def test_whoever_has_nothing_to_say_says_so_seldom():
-    async def main():
-        office, source = Office(), a_source()
-        async with an_engine(office, source, limits(10)) as engine:
-            assert all(isinstance(outcome, Scored) for outcome in await engine.score_all(samples(3)))
-            asked = len(office.reports)
-            await asyncio.sleep(30 * HOLD_S)
-            assert 30 <= len(office.reports) - asked <= 31
-
-    run(main())
-
-
 def test_a_busy_worker_asks_at_most_four_times_a_second():
     async def main():
         office, source = Office(), a_source(requests_per_window=20)
@@ -97,20 +85,6 @@ def test_a_report_is_replaced_at_once_when_work_waits_that_the_keeper_does_not_k
             sent = [at for at in source.arrivals if at >= began]
             assert len(sent) == 9
             assert max(sent) - began < SOON_S
-        assert source.violations == []
-
-    run(main())
-
-
-@pytest.mark.parametrize("delay_s", [0.09, 0.3, 0.8])
-def test_an_answer_that_is_on_its_way_is_not_thrown_away(delay_s):
-    """With a keeper that takes a while, work that waits must not make every report void before its answer came."""
-
-    async def main():
-        office, source = Office(delay_s=delay_s), a_source(requests_per_window=50)
-        async with an_engine(office, source, limits(50)) as one, an_engine(office, source, limits(50)) as other:
-            await asyncio.gather(one.score_all(samples(100)), other.score_all(samples(100, 100)))
-            assert asyncio.get_running_loop().time() < 3 * (WINDOW_S + MARGIN) + 5.0 + 10 * delay_s
         assert source.violations == []
 
     run(main())
@@ -157,24 +131,6 @@ def test_while_the_keeper_is_certainly_gone_its_shares_are_kept_and_nothing_more
             sent = [at for at in source.arrivals if at >= 15.0]
             assert in_any_window(sent) == share
             assert len(sent) >= 9 * share
-            await stop(scoring)
-
-    run(main())
-
-
-def test_one_that_was_lost_once_and_is_silent_since_is_no_reason_to_go_on():
-    async def main():
-        office, source = Office(), a_source()
-        async with an_engine(office, source, limits(20)) as engine:
-            await engine.score_all(samples(1))
-            await until(15.0)
-            office.mode = "lost"
-            scoring = asyncio.ensure_future(engine.score_all(samples(200, 10)))
-            await until(16.0)
-            office.mode = "unavailable"
-            await until(15.0 + 4 * TTL_S)
-            assert max(source.arrivals) < 16.0 + 2 * TTL_S
-            assert engine.upstreams["a"].quota.share["requests"] == 0
             await stop(scoring)
 
     run(main())
@@ -292,28 +248,6 @@ def test_where_concurrency_is_shared_what_is_in_flight_is_called_back_too():
     run(main())
 
 
-class EarlyLoop(VirtualTimeLoop):
-    """Runs timers half a millisecond early, as loops do that count in whole ones."""
-
-    def call_at(self, when, callback, *args, context=None):
-        early_s = 5e-4 if when - self.time() > 1e-3 else 0.0
-        return super().call_at(when - early_s, callback, *args, context=context)
-
-
-def test_a_timer_that_is_early_does_not_keep_shares_alive():
-    async def main():
-        office, source = Office(), a_source(behaviour=lambda number, request, now: 40.0, concurrency=4)
-        async with an_engine(office, source, limits(concurrency=4)) as engine:
-            scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
-            await asyncio.sleep(HOLD_S)
-            office.mode = "silent"
-            await asyncio.sleep(TTL_S + 0.1)
-            assert source.in_flight == 0
-            await stop(scoring)
-
-    run(main(), loop=EarlyLoop())
-
-
 def test_a_process_that_did_not_run_for_a_while_calls_everything_back_before_it_reports():
     async def main():
         office, source = Office(), a_source(behaviour=lambda number, request, now: 60.0, concurrency=4)
@@ -369,22 +303,6 @@ def test_a_keeper_that_is_only_slow_is_heard_and_not_ended():
     run(main())
 
 
-def test_a_keeper_whose_answers_are_all_too_late_is_not_ended():
-    async def main():
-        office, source = Office(), a_source()
-        async with an_engine(office, source, limits(50)) as engine:
-            await engine.score_all(samples(1))
-            office.delay_s = TTL_S
-            await asyncio.sleep(5 * SILENT_AFTER_S)
-            assert office.ended == 0
-            assert engine.upstreams["a"].quota.share["requests"] == 0
-            office.delay_s = 0.0
-            await asyncio.sleep(2 * TTL_S)
-            assert engine.upstreams["a"].quota.share["requests"] == 50
-
-    run(main())
-
-
 def test_whoever_did_not_run_for_a_minute_does_not_end_the_keeper():
     async def main():
         office, source = Office(delay_s=0.01), a_source()
@@ -432,45 +350,6 @@ def test_what_one_is_told_by_a_source_all_know():
     run(main())
 
 
-def test_what_was_told_is_not_told_on():
-    """Else every hop of a slow way would add its delay, and a pause would go round for ever."""
-
-    async def main():
-        office = Office(delay_s=0.4)
-        told = []
-
-        def behave(number, request, now):
-            if now >= 5.0 and len(told) < 2:
-                told.append(now)
-                return Throttled("slow down", status=429, retry_after_s=6.0)
-            return 0.2
-
-        source = a_source(behaviour=behave)
-        async with (
-            an_engine(office, source, limits(100)) as one,
-            an_engine(office, source, limits(100)) as two,
-            an_engine(office, source, limits(100)) as three,
-        ):
-            engines = one, two, three
-            await asyncio.gather(*(engine.score(sample) for engine, sample in zip(engines, samples(3), strict=True)))
-            await until(5.0)
-            first = asyncio.ensure_future(one.score_all(samples(2, 9)))
-            await asyncio.sleep(2.0)
-            assert all(engine.upstreams["a"].state(7.0) == "paused" for engine in engines)
-            await until(told[0] + 6.0 + 2 * 0.8)
-            assert {engine.upstreams["a"].state(asyncio.get_running_loop().time()) for engine in engines} == {"up"}
-            pauses = [
-                (report.worker, source.news.pause_s)
-                for _, report in office.reports
-                for source in report.sources.values()
-                if source.news.pause_s
-            ]
-            assert {worker for worker, _ in pauses} == {one._wiring.membership.member.name}
-            assert all(isinstance(outcome, Scored) for outcome in await first)
-
-    run(main())
-
-
 def test_a_rest_and_its_end_are_everybody_s():
     async def main():
         office = Office()
@@ -496,50 +375,6 @@ def test_a_rest_and_its_end_are_everybody_s():
             outcome = await other.score(samples(1, 99)[0])
             assert isinstance(outcome, Scored)
             assert outcome.verdict.attempts == 1
-
-    run(main())
-
-
-def test_that_a_source_is_well_again_is_said_until_the_keeper_has_heard_it():
-    async def main():
-        office = Office()
-        broken = {"is": False}
-        source = a_source(
-            behaviour=lambda number, request, now: TransientError("no", status=500) if broken["is"] else 0.2
-        )
-        async with an_engine(office, source, limits(100)) as engine:
-            await engine.score_all(samples(20))
-            broken["is"] = True
-            scoring = asyncio.ensure_future(engine.score_all(samples(10, 50)))
-            await comes(lambda: not engine.upstreams["a"].breaker.closed)
-            await asyncio.sleep(SOON_S)
-            office.mode = "silent"
-            broken["is"] = False
-            await comes(lambda: engine.upstreams["a"].breaker.closed)
-            asked = len(office.reports)
-            await comes(lambda: len(office.reports) > asked)
-            await asyncio.sleep(1.0)  # nobody answers that one
-            office.mode = "well"
-            await scoring
-            await asyncio.sleep(ANSWERED_WITHIN_S + LONGEST_BACKOFF_S + 2 * HOLD_S)
-            said = [source.news.recovered for _, report in office.reports[asked:] for source in report.sources.values()]
-            assert said[:2] == [True, True]
-            assert said[-1] is False
-
-    run(main())
-
-
-def test_a_worker_that_comes_late_knows_how_long_an_answer_takes():
-    async def main():
-        office, source = Office(), a_source(behaviour=lambda number, request, now: 7.0)
-        async with an_engine(office, source, limits(100)) as one, an_engine(office, source, limits(100)) as late:
-            await one.score_all(samples(25))
-            await asyncio.sleep(HOLD_S)
-            assert not late.upstreams["a"].speed.known
-            scoring = asyncio.ensure_future(late.score(samples(1)[0]))
-            await asyncio.sleep(SOON_S)
-            assert late.upstreams["a"].speed.mean_s == pytest.approx(7.0)
-            await scoring
 
     run(main())
 
@@ -580,24 +415,6 @@ def test_leaving_takes_a_second_at_most_and_leaves_no_task(mode):
         others = asyncio.all_tasks() - {asyncio.current_task()}
         # What is still in the office is none of its business.
         assert [task for task in others if "Line._deliver" not in repr(task.get_coro())] == []
-
-    run(main())
-
-
-def test_who_leaves_before_the_first_answer_says_so():
-    """The keeper may have the report by then, and a share for it."""
-
-    async def main():
-        office, source = Office(delay_s=0.5), a_source()
-        engine = an_engine(office, source, limits(10))
-        scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
-        await asyncio.sleep(0.7)
-        assert engine._wiring.membership.member.boot == ""
-        assert (await office.actor.statistics())["workers"] == 1
-        await engine.aclose()
-        await scoring
-        await asyncio.sleep(1.0)
-        assert (await office.actor.statistics())["workers"] == 0
 
     run(main())
 
@@ -643,23 +460,6 @@ def test_the_same_seed_gives_the_same_schedule():
     first = once()
     assert first == once()
     assert len(first[0]) == 70
-
-
-def test_silence_counts_from_the_last_word():
-    """What a keeper owes to a worker that it never answered is a start, not a life."""
-
-    async def main():
-        office, source = Office(), a_source()
-        office.mode = "silent"
-        engine = an_engine(office, source, limits(10), deadline_s=2.0)
-        outcome = await engine.score(samples(1)[0])
-        assert outcome.reason == "deadline"
-        assert source.arrivals == []
-        await asyncio.sleep(SILENT_AFTER_S / 2)
-        assert office.ended == 0
-        await engine.aclose()
-
-    run(main())
 
 
 assert MARGIN_S > MARGIN

@@ -13,7 +13,8 @@ exceptions = pytest.importorskip("ray.exceptions", reason="Ray is not installed 
 from qreward_plugins.config import Limits  # noqa: E402
 from qreward_plugins.errors import KeeperLost, KeeperSilent  # noqa: E402
 from qreward_plugins.quotas.shared import SharedQuota  # noqa: E402
-from qreward_plugins.sharing import Demand, Member, ray_keeper  # noqa: E402
+from qreward_plugins.sharing import ray_keeper  # noqa: E402
+from qreward_plugins.sharing.member import Demand, Member  # noqa: E402
 from qreward_plugins.sharing.ray_keeper import KeeperActor, RayKeeper  # noqa: E402
 from qreward_plugins.system.ray_actors import get_or_start, ray_is_up  # noqa: E402
 from qreward_plugins.system.threads import in_thread  # noqa: E402
@@ -162,48 +163,12 @@ async def test_a_call_that_comes_twice_is_answered_once_and_neither_waits_for_ev
     assert answers[1] is None
 
 
-async def test_a_call_that_comes_twice_while_it_is_held_leaves_the_first_its_answer(actor):
-    """The first report of a worker is answered at once; the second is held, and here doubled."""
-    member = a_member()
-    answer = await asyncio.wait_for(actor.exchange(a_report(member)), LONG_S)
-    assert member.accept(answer, asyncio.get_running_loop().time())
-    held = member.report(asyncio.get_running_loop().time(), {}, {})
-    first = asyncio.ensure_future(actor.exchange(held))
-    await asyncio.sleep(0)
-    assert await asyncio.wait_for(actor.exchange(held), LONG_S) is None
-    assert not first.done()
-    newer = member.report(asyncio.get_running_loop().time(), {}, {})
-    latest = asyncio.ensure_future(actor.exchange(newer))
-    assert await asyncio.wait_for(first, LONG_S) is None
-    latest.cancel()
-
-
-async def test_statistics_count_workers_and_reports(actor):
-    assert (await actor.statistics())["reports"] == 0
-    members = [a_member("one"), a_member("two")]
-    for member in members:
-        await asyncio.wait_for(actor.exchange(a_report(member)), LONG_S)
-    told = await actor.statistics()
-    assert (told["workers"], told["reports"]) == (2, 2)
-    assert told["boot"]
-    assert told["cpu_s"] >= 0
-    await actor.exchange(members[0].last_report(asyncio.get_running_loop().time()))
-    assert (await actor.statistics())["workers"] == 1
-
-
 def test_where_ray_was_shut_down_nobody_starts_it_again():
     if ray_is_up():
         pytest.skip("another test of this process has its Ray")
     with pytest.raises(ConnectionError, match="shut down"):
         get_or_start("nobody", KeeperActor)
     assert not ray_is_up()
-
-
-async def test_what_a_thread_returns_or_raises_comes_back():
-    assert await asyncio.wait_for(in_thread(lambda: 3), LONG_S) == 3
-    assert await asyncio.wait_for(in_thread(lambda: None), LONG_S) is None
-    with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(in_thread(lambda: 1 // 0), LONG_S)
 
 
 def test_a_thread_that_hangs_keeps_no_event_loop_from_ending():
@@ -214,18 +179,3 @@ def test_a_thread_that_hangs_keeps_no_event_loop_from_ending():
 
     asyncio.run(main())
     gate.set()
-
-
-def test_a_thread_s_result_for_a_loop_that_is_closed_is_dropped():
-    gate, done = threading.Event(), threading.Event()
-
-    def work():
-        gate.wait(LONG_S)
-        done.set()
-
-    async def main():
-        in_thread(work)
-
-    asyncio.run(main())
-    gate.set()
-    assert done.wait(LONG_S)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
 from qreward_plugins.quotas.pace import Pace
 from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.sharing import keeper
+from qreward_plugins.sharing.division import Division
 from qreward_plugins.sharing.keeper import Keeper
-from qreward_plugins.sharing.lost_workers import LostWorkers
 from qreward_plugins.sharing.member import Member
-from qreward_plugins.sharing.pool import Pool
-from qreward_plugins.sharing.share_table import ShareTable
-from qreward_plugins.sharing.worker_state import WorkerState
-from qreward_plugins.simulation import cluster_nodes
+from qreward_plugins.sharing.share_table import WorkerState, _Lost
 from qreward_plugins.simulation.__main__ import main
 from qreward_plugins.simulation.cluster import Cluster
-from qreward_plugins.simulation.cluster_nodes import KeeperNode
 from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, Worker, random_plan
 from qreward_plugins.simulation.cluster_soak import check_cluster, soak_clusters, time_allowed_s
 from qreward_plugins.simulation.cluster_worker import SimulatedWorker
 
 SEEDS = 30
-MACHINES = 8
 SHARD = 10
 
 
@@ -72,10 +66,8 @@ def test_plans_meet_everything_that_can_happen():
         "kill keeper",
         "stop keeper",
         "slow keeper",
-        "end keeper",
     }
-    assert {plan.protocol for plan in plans} == {"ray", "machine"}
-    assert {plan.protocol for plan in plans if any(fault.kind == "end keeper" for fault in plan.faults)} == {"machine"}
+    assert {plan.restarts for plan in plans} == {True, False}
     limits = [source.declared() for plan in plans for source in plan.sources]
     assert any(one.window == "bucket" and one.burst > 1 for one in limits)
     assert any(one.tokens_per_minute and one.concurrency and one.requests_per_minute for one in limits)
@@ -88,8 +80,8 @@ def test_plans_meet_everything_that_can_happen():
 
 
 def test_a_cluster_that_is_not_served_is_a_finding(monkeypatch):
-    monkeypatch.setattr(Pool, "raise_shares", lambda self, now, line: [])
-    monkeypatch.setattr(Pool, "raise_to_fair", lambda self, worker, now: None)
+    monkeypatch.setattr(Division, "raise_shares", lambda self, now, line: [])
+    monkeypatch.setattr(Division, "raise_to_fair", lambda self, worker, now: None)
     soaked = soak_clusters(88, 89)
     assert "liveness" in soaked.describe()
     assert "--cluster --seed 88" in soaked.describe()
@@ -167,18 +159,18 @@ def hears_old_reports(monkeypatch):
 
 
 def no_lost_workers(monkeypatch):
-    monkeypatch.setattr(LostWorkers, "hold", lambda self, name, until, amount: None)
+    monkeypatch.setattr(_Lost, "hold", lambda self, name, until, amount: None)
 
 
 def no_unknown(monkeypatch):
-    monkeypatch.setattr(LostWorkers, "hold_all", lambda self, limit, until: None)
+    monkeypatch.setattr(Division, "hold", lambda self, until: None)
 
 
 def short_unknown(monkeypatch):
     def hold(original):
         return lambda self, until: original(self, until - keeper.TTL_S)
 
-    around(monkeypatch, Pool, "hold", hold)
+    around(monkeypatch, Division, "hold", hold)
 
 
 def owes_nothing_of_a_bucket(monkeypatch):
@@ -345,127 +337,6 @@ def test_a_rule_for_one_order_of_troubles_is_kept_and_noticed_when_it_is_broken(
     assert [broken_in(plan) for plan in plans] == [[]] * 12
     mutate(monkeypatch)
     assert any(broken_in(plan) for plan in plans)
-
-
-# A machine: another process takes over
-
-
-def cut_off_while_the_keeper_goes(kind):
-    """A worker does not hear that there is another keeper, and goes on with its share as long as it is valid."""
-
-    def plan(seed):
-        faults = (ClusterFault(4.9, "part", 0, 60.0), ClusterFault(5.0 + 0.1 * seed, kind))
-        return two_workers(SHORT_WINDOW, 700, faults, seed=seed, restarts=False, protocol="machine")
-
-    return plan
-
-
-def comes_back_when_it_is_replaced(seed):
-    """A stopped keeper goes on just after another one has taken its place, with reports that wait for it."""
-    # The pause of one worker lets it ask at other times than the one that replaces the keeper.
-    faults = (ClusterFault(5.0, "stop keeper", lasts_s=33.2 + 0.15 * seed), ClusterFault(20.0, "stop", 1, 3.0))
-    return two_workers(SHORT_WINDOW, 1500, faults, seed=seed, restarts=False, protocol="machine")
-
-
-def answers_after_it_was_replaced(monkeypatch):
-    def answer(original):
-        def mutated(self):
-            number, self.number = self.number, len(self.cluster.keepers) - 1
-            original(self)
-            self.number = number
-
-        return mutated
-
-    around(monkeypatch, KeeperNode, "_answer", answer)
-
-
-def forgets_what_the_last_keeper_left(monkeypatch):
-    monkeypatch.setattr(ShareTable, "take_over", lambda self, charged: None)
-
-
-def believes_that_shares_end_with_the_keeper(monkeypatch):
-    monkeypatch.setattr(cluster_nodes, "TTL_S", 0.0)
-
-
-@pytest.mark.parametrize(
-    ("faulty", "mutate"),
-    [
-        (cut_off_while_the_keeper_goes("kill keeper"), believes_that_shares_end_with_the_keeper),
-        (cut_off_while_the_keeper_goes("end keeper"), forgets_what_the_last_keeper_left),
-        (comes_back_when_it_is_replaced, answers_after_it_was_replaced),
-    ],
-)
-def test_a_rule_of_taking_over_is_kept_and_noticed_when_it_is_broken(faulty, mutate, monkeypatch):
-    plans = [faulty(seed) for seed in range(MACHINES)]
-    assert [broken_in(plan) for plan in plans] == [[]] * MACHINES
-    mutate(monkeypatch)
-    assert any(broken_in(plan) for plan in plans)
-
-
-# A machine: the kernel proves that a worker is dead
-
-
-def cut_off_while_the_keeper_dies(seed):
-    """A worker lives, and goes on with a share that the next keeper has not heard of."""
-    return replace(cut_off_while_the_keeper_goes("kill keeper")(seed), proves_deaths=True)
-
-
-def killed(*kinds):
-    """A worker is killed after it has sent something, alone or just before the keeper."""
-
-    def plan(seed):
-        faults = [ClusterFault(5.0 + 0.13 * seed, kind, 0 if kind == "kill" else -1) for kind in kinds]
-        limits = {"requests_per_minute": 180, "window_s": 10.0, "window": "sliding"}
-        return two_workers(limits, 300, faults, seed=seed, restarts=False, protocol="machine", proves_deaths=True)
-
-    return plan
-
-
-def believes_that_nobody_is_unheard(monkeypatch):
-    monkeypatch.setattr(Cluster, "holders", lambda self: [])
-
-
-def forgets_what_a_dead_worker_sent(monkeypatch):
-    monkeypatch.setattr(LostWorkers, "end_by", lambda self, name, until: self.release(name))
-    monkeypatch.setattr(ShareTable, "died", lambda self, worker, now, margin_s: self.drop(worker, now, silent=False))
-    monkeypatch.setattr(WorkerState, "remains", lambda self: [])
-
-
-def forgets_what_the_dead_sent_before_it_came(monkeypatch):
-    monkeypatch.setattr(LostWorkers, "end_all_by", lambda self, until: self.hold_all(0.0, until))
-    around(monkeypatch, Pool, "hold", lambda original: lambda self, until: original(self, until - self.window_s))
-
-
-@pytest.mark.parametrize(
-    ("faulty", "mutate"),
-    [
-        (cut_off_while_the_keeper_dies, believes_that_nobody_is_unheard),
-        (killed("kill"), forgets_what_a_dead_worker_sent),
-        (killed("kill", "kill keeper"), forgets_what_the_dead_sent_before_it_came),
-    ],
-)
-def test_a_rule_of_proved_deaths_is_kept_and_noticed_when_it_is_broken(faulty, mutate, monkeypatch):
-    plans = [faulty(seed) for seed in range(MACHINES)]
-    assert [broken_in(plan) for plan in plans] == [[]] * MACHINES
-    mutate(monkeypatch)
-    assert any(broken_in(plan) for plan in plans)
-
-
-@pytest.mark.parametrize("faults", [("kill",), ("kill", "kill keeper")])
-@pytest.mark.parametrize("proves_deaths", [False, True])
-def test_what_a_dead_worker_held_waits_for_one_window_if_its_death_is_proved(faults, proves_deaths):
-    """The dead one held the whole limit. What it sent last is unknown, so one window is forced."""
-    at_s = 2.0
-    faults = tuple(ClusterFault(at_s, kind, 0 if kind == "kill" else -1) for kind in faults)
-    source = SharedSource("s", SHORT_WINDOW, (0.0, 0.0), (0.01, 0.02))
-    work = (Work(0.0, 0, "s", 15), Work(at_s, 1, "s", 10))
-    plan = Plan(0, (source,), (Worker(),) * 2, work, faults, protocol="machine", restarts=False)
-    cluster = Cluster(replace(plan, proves_deaths=proves_deaths))
-    waited_s = cluster.run(60.0) - at_s
-    if proves_deaths:
-        assert 1.0 < waited_s < 1.0 + 3.5  # the window, and what it takes to notice that the keeper is dead
-    else:
-        assert waited_s > keeper.TTL_S
 
 
 def test_concurrency_of_one_goes_round_quickly():

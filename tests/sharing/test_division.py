@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from qreward_plugins.sharing.division import TURN_S, Division, WaitingLine
 from qreward_plugins.sharing.messages import Grant, Part
-from qreward_plugins.sharing.pool import SMALL_CHANGE_EVERY_S, TURN_S, Pool, WaitingLine
 
 LIMIT = 100.0
 WINDOW_S = 60.0
@@ -26,7 +26,7 @@ def line(*waiting, listening=None, expected=()):
 
 @pytest.fixture
 def pool():
-    return Pool(LIMIT, WINDOW_S)
+    return Division(LIMIT, WINDOW_S)
 
 
 def report(pool, worker, now, share=0.0, spent=(), more=0.0, unit=1.0, limit=LIMIT):
@@ -45,27 +45,12 @@ def test_a_worker_is_charged_the_larger_of_share_and_spent(pool):
     assert pool.free(50.0) == 98.0
 
 
-def test_what_is_held_is_charged_until_the_worker_says_something_else(pool):
-    report(pool, "a", 0.0, spent=[(math.inf, 5.0)])
-    assert pool.free(1e6) == 95.0
-    report(pool, "a", 1e6)
-    assert pool.free(1e6) == 100.0
-
-
 def test_a_silent_worker_is_a_ghost_for_a_window(pool):
     report(pool, "a", 0.0, share=40.0, spent=[(1.0, 10.0)])
     pool.drop("a", 11.0, silent=True)
     assert pool.free(11.0) == 60.0
     assert pool.free(11.0 + WINDOW_S - 0.01) == 60.0
     assert pool.free(11.0 + WINDOW_S) == 100.0
-
-
-def test_a_ghost_that_comes_back_knows_better(pool):
-    report(pool, "a", 0.0, share=40.0)
-    pool.drop("a", 11.0, silent=True)
-    report(pool, "a", 20.0, spent=[(5.0, 7.0)])
-    assert pool.free(20.0) == 93.0
-    assert pool.free(25.0) == 100.0
 
 
 def test_who_leaves_leaves_behind_what_he_spent_until_it_leaves_the_window(pool):
@@ -134,34 +119,12 @@ def test_what_is_left_over_is_shared_evenly_even_if_nobody_wants_it(pool):
     assert pool.target("a", 2.0) == pool.target("b", 2.0) == 50.0
 
 
-def test_shares_are_raised_by_whole_units_and_within_what_is_free(pool):
-    report(pool, "a", 0.0, more=1000.0, unit=30.0)
-    pool.raise_shares(0.0, line())
-    assert pool.share("a") == 90.0
-    assert pool.free(0.0) == 10.0
-
-
-def test_nobody_who_does_not_listen_is_given_anything(pool):
-    report(pool, "a", 0.0, more=10.0)
-    assert pool.raise_shares(0.0, line(listening=())) == []
-    assert pool.free(0.0) == 100.0
-
-
 def test_who_waits_longest_is_first_and_nobody_overtakes_a_large_request(pool):
     report(pool, "holder", 0.0, share=60.0)
     report(pool, "small", 0.0, more=5.0)
     report(pool, "large", 0.0, more=80.0, unit=80.0)
     assert pool.raise_shares(0.0, line("large", "small")) == []
     assert pool.raise_shares(0.0, line("small", "large")) == ["small"]
-
-
-def test_what_the_first_needs_is_kept_while_it_is_about_to_report_again(pool):
-    report(pool, "holder", 0.0, share=95.0)
-    report(pool, "first", 0.0, more=5.0, unit=5.0)
-    report(pool, "second", 0.0, more=5.0, unit=5.0)
-    waiting = line("first", "second", listening=("second",), expected=("first",))
-    assert pool.raise_shares(0.0, waiting) == []
-    assert pool.raise_shares(0.0, line("first", "second", listening=("second",))) == ["second"]
 
 
 def test_who_has_more_than_is_fair_is_asked_for_it_after_a_turn(pool):
@@ -177,30 +140,14 @@ def test_who_has_more_than_is_fair_is_asked_for_it_after_a_turn(pool):
     assert pool.recalls(TURN_S + 0.1, line("b", listening=("b",))) == {}
 
 
-def test_nobody_is_asked_while_nobody_waits(pool):
-    report(pool, "a", 0.0, share=100.0)
-    report(pool, "b", 0.0)
-    assert not pool.contended(5.0)
-    assert pool.recalls(5.0, line()) == {}
-
-
 def test_what_is_scarcer_than_one_for_each_goes_round():
-    pool = Pool(1.0, WINDOW_S)
+    pool = Division(1.0, WINDOW_S)
     for worker in "abc":
         report(pool, worker, 0.0, more=1.0, limit=1.0)
     assert pool.raise_shares(0.0, line("a", "b", "c")) == ["a"]
     report(pool, "a", 0.3, share=1.0, spent=[(60.0, 1.0)], more=5.0, limit=1.0)
     told = pool.recalls(TURN_S, line("b", "c", "a"))
     assert {worker: grant.target for worker, grant in told.items()} == {"a": 0.0}
-
-
-def test_who_stands_in_line_is_asked_for_nothing_by_those_behind_him():
-    pool = Pool(1.0, WINDOW_S)
-    report(pool, "a", 0.0, share=1.0, more=1.0, limit=1.0)
-    report(pool, "b", 0.0, more=1.0, limit=1.0)
-    # `a` waits for something else that its request needs.
-    assert pool.recalls(5.0, line("a", "b")) == {}
-    assert list(pool.recalls(5.0, line("b", "a"))) == ["a"]
 
 
 def test_the_first_in_line_gets_more_than_is_fair_if_its_request_needs_it(pool):
@@ -229,67 +176,3 @@ def test_who_wants_nothing_is_asked_at_once_for_all_that_it_has_not_spent_howeve
     assert pool.recalls(0.0, line()) == {"idle": Grant(40.0, 39.0, recall=True)}
     assert pool.grant("idle", 0.0).scarce
     assert not pool.grant("busy", 0.0).scarce  # nobody else waits
-
-
-def test_no_more_of_the_idle_are_asked_than_is_of_use(pool):
-    for number in range(4):
-        report(pool, f"idle {number}", 0.0, share=20.0)
-    report(pool, "busy", 0.0, share=20.0, spent=[(30.0, 20.0)], more=30.0)
-    assert list(pool.recalls(0.0, line())) == ["idle 0", "idle 1"]
-
-
-def test_what_fair_shares_leave_over_goes_to_the_first_that_is_told_anyway(pool):
-    for worker in "abc":
-        report(pool, worker, 0.0, more=90.0)
-    assert pool.raise_shares(0.0, line("a", "b", "c")) == ["a", "b", "c"]
-    assert shares(pool, "a", "b", "c") == [34.0, 33.0, 33.0]
-
-
-def test_what_others_are_owed_is_not_left_over(pool):
-    report(pool, "holder", 0.0, share=70.0)
-    report(pool, "a", 0.0, more=90.0)
-    report(pool, "away", 0.0, more=90.0)
-    assert pool.raise_shares(0.0, line("a", "away", listening=("a",))) == ["a"]
-    assert shares(pool, "a", "away") == [30.0, 0.0]
-    report(pool, "holder", 1.0)
-    report(pool, "a", 1.0, share=30.0, spent=[(60.0, 30.0)], more=60.0)
-    assert pool.raise_shares(1.0, line("a", "away", listening=("a",))) == ["a"]
-    assert shares(pool, "a", "away") == [50.0, 0.0]
-
-
-def test_what_is_too_little_to_be_told_of_is_told_twice_a_second(pool):
-    report(pool, "far", 0.0, share=38.0, spent=[(60.0, 30.0)], more=60.0)
-    report(pool, "near", 0.0, share=49.0, spent=[(60.0, 30.0)], more=60.0)
-    report(pool, "idle", 0.0, share=12.0, spent=[(60.0, 12.0)])
-    assert pool.raise_shares(1.0, line()) == ["far"]
-    assert pool.free(1.0) == 0.0
-    report(pool, "far", 1.2, share=39.0, spent=[(60.0, 30.0)], more=60.0)
-    report(pool, "idle", 1.2, share=11.0, spent=[(60.0, 11.0)])
-    assert pool.raise_shares(1.0 + SMALL_CHANGE_EVERY_S - 0.01, line()) == []
-    assert pool.raise_shares(1.0 + SMALL_CHANGE_EVERY_S, line(listening=("near",))) == ["near"]
-
-
-def test_what_is_all_that_somebody_wants_is_least_raise(pool):
-    report(pool, "a", 0.0, share=60.0, spent=[(60.0, 58.0)], more=3.0)
-    report(pool, "b", 0.0, share=39.0, spent=[(60.0, 10.0)])
-    pool._small_change_at = 0.0
-    assert pool.raise_shares(0.1, line()) == ["a"]
-    assert pool.share("a") == 61.0
-
-
-def test_what_is_kept_for_the_first_in_line_is_nobody_s_rest(pool):
-    report(pool, "holder", 0.0, share=60.0)
-    report(pool, "first", 0.0, more=80.0, unit=80.0)
-    report(pool, "second", 0.0, share=10.0, more=60.0)
-    assert pool.raise_shares(5.0, line("first")) == []
-    assert pool.free(5.0) == 30.0
-
-
-def test_it_knows_when_more_becomes_free_by_itself(pool):
-    assert pool.next_change(0.0) == math.inf
-    report(pool, "a", 0.0, spent=[(30.0, 4.0), (math.inf, 1.0)])
-    assert pool.next_change(0.0) == 30.0
-    pool.drop("a", 1.0, silent=True)
-    assert pool.next_change(30.0) == 1.0 + WINDOW_S
-    pool.hold(40.0)
-    assert pool.next_change(30.0) == 40.0

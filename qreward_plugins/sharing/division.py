@@ -19,8 +19,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from .messages import Grant, Part
-from .share_table import ShareTable
-from .worker_state import ROUNDING, WorkerState
+from .share_table import ROUNDING, ShareTable, WorkerState
 
 TURN_S = 1.0
 """Seconds for which a granted share is not recalled."""
@@ -44,7 +43,7 @@ class WaitingLine(NamedTuple):
     """Workers that were answered and are expected to report again at once."""
 
 
-class Pool(ShareTable):
+class Division(ShareTable):
     """Decides the shares of one limit.
 
     Times are seconds of the keeper's monotonic clock.

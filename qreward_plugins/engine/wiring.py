@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ..client.reward_server import RemoteServer, open_server
 from ..config import Config, configured_name
 from ..config.several_keys import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
@@ -18,6 +17,7 @@ from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, l
 from ..scheduling import Upstream, Upstreams, open_upstreams
 from ..sharing import Channel, Membership, OpenedChannel, open_channel, source_keys
 from ..sources import Source
+from .remote import RemoteServer, open_server
 from .source_starts import SourceStarts, has_servers
 from .start_probe import StartProbe
 

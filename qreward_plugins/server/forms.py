@@ -146,7 +146,7 @@ def _read_row(row: Any) -> Sample:
     try:
         return _sample_of_row(row, "the row")
     except InputError as error:
-        return Sample(messages=Unreadable(str(error)), response="")  # type: ignore[arg-type]
+        return Sample(messages=Unreadable(f"cannot be read: {error}"), response="")  # type: ignore[arg-type]
 
 
 def _sample_of_row(row: Any, where: str) -> Sample:

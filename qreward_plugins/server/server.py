@@ -51,9 +51,8 @@ IDLE_S = 75.0
 """Seconds after which a connection without a whole request head is closed."""
 SIGN_OF_LIFE_S = 15.0
 """A reply of lines has an empty one after so many seconds without an outcome."""
-BUSY_RETRY_S = 1.0
-CLOSED_RETRY_S = 5.0
-"""Seconds after which a full, or a stopping, server may be asked again."""
+RETRY_AFTER_S = 1.0
+"""Seconds after which a server that is full, or about to stop, may be asked again."""
 _LARGE_BODY_BYTES = 2**20
 _OPEN_PATHS = ("/healthz", "/readyz")
 """Paths that need no token: an orchestrator asks them, and they tell nothing about samples."""
@@ -262,12 +261,12 @@ class RewardServer:
         """Raise `Refused` if so many more samples may not come now."""
         if self._draining:
             detail = "the server is about to stop; send this to another one"
-            raise Refused(503, "closed", detail, retry_after_s=CLOSED_RETRY_S)
+            raise Refused(503, "closed", detail, retry_after_s=RETRY_AFTER_S)
         if count > self._max_samples:
             raise Refused(413, "too_many", f"send at most {self._max_samples:,} samples in a request (--max-samples)")
         if self.under_way + count > self._max_samples:
             detail = f"{self.under_way:,} samples are under way, and --max-samples is {self._max_samples:,}"
-            raise Refused(429, "busy", detail, retry_after_s=BUSY_RETRY_S)
+            raise Refused(429, "busy", detail, retry_after_s=RETRY_AFTER_S)
 
     @contextmanager
     def _under_way(self, count: int = 1) -> Iterator[None]:

@@ -9,35 +9,30 @@ once.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import anyio
 import orjson
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from ..config.source_models import server_url
 from ..errors import InputError, RewardServerError
 from ..samples import Outcome, Sample
 from ..secrets import one_line
-from .rows import FACTS_PATH, JUDGES_HEADER, LINES, ServerFacts, outcome_of_row, unreadable, was_closed, written_sample
-
-_log = logging.getLogger("qreward_plugins.client")
+from .connection import Again, Connection
+from .rows import FACTS_PATH, LINES, ServerFacts, outcome_of_row, unreadable, was_closed, written_sample
 
 RETRY_FOR_S = 60.0
 SAMPLES_A_REQUEST = 4096
 BYTES_A_REQUEST = 8 * 2**20
 """Most samples of a request, and about its largest size. More go in several requests at the same time."""
-CONNECT_WITHIN_S = 10.0
-SILENT_AFTER_S = 45.0
-"""A server that says nothing for so long is gone. It writes an empty line every 15 s."""
+FACTS_WITHIN_S = 10.0
 REQUEST_PAUSE_S = 1e-3
 FREE_REQUESTS = 32
 """With more open requests than this, each delays the next one by `REQUEST_PAUSE_S`. So thousands of samples that come
@@ -45,19 +40,8 @@ one by one share some hundred connections."""
 MARGIN = 0.05
 LONGEST_MARGIN_S = 1.0
 """Part of the time left that is kept for the way back, so that the server's reason for a failure arrives in time."""
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 5.0
 _LONGEST_S = 1e9
 _MOST_LINE_BYTES = 64 * 2**20
-_MOST_ERROR_BYTES = 2**16
-_DETAIL_CHARS = 500
-_LONGEST_RETRY_S = 60.0
-_TRY_AGAIN = (429, 502, 503, 504)
-"""Statuses of a server that takes no samples now, or of a proxy in front of one that starts."""
-_REASONS = {409: "other_judges", 413: "input", 422: "input"}
-_REMEDIES = {404: "; there is no reward server (`qreward serve`) of this version at this URL"}
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -80,30 +64,20 @@ class RewardClient:
         token: what the server expects as a bearer token.
         retry_for_s: most seconds without a sign of life, or busy, for which the server is asked again.
         fingerprint: that of the judges that the server must have (`facts`); None: any.
-
-    Redirects are not followed, no cookies are kept, and neither proxies nor credentials of the environment are used.
     """
 
     def __init__(
         self, url: str, *, token: str | None = None, retry_for_s: float = RETRY_FOR_S, fingerprint: str | None = None
     ) -> None:
-        try:
-            self.url = server_url(url).rstrip("/")
-            """The server's address, without a slash at its end."""
-        except (ValueError, AttributeError) as error:
-            problem = str(error) if isinstance(url, str) else f"it is a text, not {type(url).__name__}"
-            raise InputError(f"the URL of the reward server: {problem}") from None
-        self._headers = {"Content-Type": "application/json", "Accept": LINES}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
-        if fingerprint is not None:
-            self._headers[JUDGES_HEADER] = fingerprint
-        self._retry_for_s = retry_for_s
-        self._session: aiohttp.ClientSession | None = None
+        self._connection = Connection(url, token=token, retry_for_s=retry_for_s, fingerprint=fingerprint)
         self._waiting: list[_Row] = []
         self._flushing: asyncio.TimerHandle | None = None
         self._requests: dict[asyncio.Task[None], None] = {}
-        self._away = False
+
+    @property
+    def url(self) -> str:
+        """The server's address, without a slash at its end."""
+        return self._connection.url
 
     async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample as `RewardEngine.score` does. Raises what `score_all` raises."""
@@ -154,17 +128,16 @@ class RewardClient:
         """Ask the server for its facts; it may still be starting. Raises `RewardServerError`."""
 
         async def ask() -> ServerFacts:
-            timeout = aiohttp.ClientTimeout(total=CONNECT_WITHIN_S)
-            async with self._opened().get(
-                self.url + FACTS_PATH, headers=self._headers, timeout=timeout, allow_redirects=False
-            ) as reply:
-                await self.check(reply)
-                try:
-                    return ServerFacts.of_row(orjson.loads(await reply.read()))
-                except orjson.JSONDecodeError as error:
-                    raise unreadable(error.msg) from None
+            with anyio.fail_after(FACTS_WITHIN_S):
+                async with self._connection.request(FACTS_PATH) as reply:
+                    await self._connection.check(reply)
+                    written = await reply.read()
+            try:
+                return ServerFacts.of_row(orjson.loads(written))
+            except orjson.JSONDecodeError as error:
+                raise unreadable(error.msg) from None
 
-        return await self.retried(ask)
+        return await self._connection.retried(ask)
 
     async def aclose(self) -> None:
         """Close the connections, which cancels what the server still judges. Idempotent."""
@@ -176,9 +149,7 @@ class RewardClient:
         await asyncio.gather(*self._requests, return_exceptions=True)
         waiting, self._waiting = self._waiting, []
         fail(waiting, RewardServerError("the client was closed", reason="closed"))
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._connection.aclose()
 
     async def __aenter__(self) -> RewardClient:
         return self
@@ -186,63 +157,11 @@ class RewardClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    # Called for requests
-
-    def ask(self, rows: Sequence[_Row]) -> None:
+    def _ask(self, rows: Sequence[_Row]) -> None:
         """Send rows in a request of their own."""
-        task = asyncio.get_running_loop().create_task(_Request(self, rows).run())
+        task = asyncio.get_running_loop().create_task(_Request(self._connection, rows, self._ask).run())
         self._requests[task] = None
         task.add_done_callback(self._requests.pop)
-
-    def post(self, body: bytes) -> Any:
-        """Post a body to `/score`. Return the context manager of its reply."""
-        timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_WITHIN_S, sock_read=SILENT_AFTER_S)
-        return self._opened().post(
-            f"{self.url}/score", data=body, headers=self._headers, timeout=timeout, allow_redirects=False
-        )
-
-    async def check(self, reply: aiohttp.ClientResponse) -> None:
-        """Raise the error of a reply that is none: `_Again` if the request may be sent again later."""
-        if reply.status == 200:
-            self._away = False
-            return
-        status = reply.status
-        detail = await _detail(reply)
-        message = f"the reward server at {self.url} answered {status}: {detail}{_REMEDIES.get(status, '')}"
-        error = RewardServerError(message, status=status, reason=_REASONS.get(status, "server_refused"))
-        if status not in _TRY_AGAIN:
-            raise error
-        error.reason = "unreachable"
-        raise _Again(error, after_s=_seconds(reply.headers.get("Retry-After")))
-
-    async def retried(
-        self, once: Callable[[], Awaitable[T]], on_failed: Callable[[RewardServerError], None] | None = None
-    ) -> T:
-        """Return what `once` returns. It is called again while the server is busy or away. `on_failed` is called with
-        the error of each try, and the last one is raised after `retry_for_s` seconds.
-        """
-        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
-        heard_at = loop.time()
-        while True:
-            try:
-                return await once()
-            except _Again as again:
-                error, after_s, heard = again.error, again.after_s, again.heard
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-                message = f"the reward server at {self.url} cannot be reached ({type(failed).__name__})"
-                error, after_s, heard = RewardServerError(message), 0.0, False
-            if on_failed is not None:
-                on_failed(error)
-            if heard:
-                heard_at, pause_s = loop.time(), _FIRST_PAUSE_S
-            wait_s = max(pause_s, after_s)
-            if loop.time() + wait_s > heard_at + self._retry_for_s:
-                raise error
-            if not self._away:
-                self._away = True
-                _log.warning("%s; it is asked again", error)
-            await asyncio.sleep(wait_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _flush(self) -> None:
         self._flushing = None
@@ -255,31 +174,15 @@ class RewardClient:
                 requests.setdefault((row.batch, row.priority, due), []).append(row)
         for rows in requests.values():
             for part in _parts(rows):
-                self.ask(part)
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
-            )
-        return self._session
-
-
-class _Again(Exception):
-    """A try after which another one may go better. `after_s`: the seconds that the server names; `heard`: it has taken
-    the samples.
-    """
-
-    def __init__(self, error: RewardServerError, *, after_s: float = 0.0, heard: bool = False) -> None:
-        super().__init__(str(error))
-        self.error, self.after_s, self.heard = error, after_s, heard
+                self._ask(part)
 
 
 class _Request:
-    """Rows that go in one request, which is sent again until each has its outcome."""
+    """Rows that go in one request, which is sent again until each has its outcome. `ask` sends rows in another one."""
 
-    def __init__(self, client: RewardClient, rows: Sequence[_Row]) -> None:
-        self._client = client
+    def __init__(self, connection: Connection, rows: Sequence[_Row], ask: Callable[[Sequence[_Row]], None]) -> None:
+        self._connection = connection
+        self._ask = ask
         self._rows = dict(enumerate(rows))
         """Rows without a line yet, by their number in the request."""
         self._due_at = min(row.due_at for row in rows)
@@ -297,9 +200,9 @@ class _Request:
             row.future.add_done_callback(look)
         try:
             with anyio.CancelScope(deadline=self._due_at):
-                await self._client.retried(self._once, self._failed)
+                await self._connection.retried(self._once, self._failed)
             waited_s = asyncio.get_running_loop().time() - self._submitted_at
-            message = f"the reward server at {self._client.url} had no outcome after {waited_s:.1f} s"
+            message = f"{self._connection.name} had no outcome after {waited_s:.1f} s"
             error = self._why or RewardServerError(message, reason="deadline")
         except RewardServerError as refused:
             error = refused
@@ -323,11 +226,11 @@ class _Request:
         self._rows = dict(enumerate(row for row in self._rows.values() if not row.future.done()))
         heard = False
         try:
-            async with self._client.post(self._body()) as reply:
+            async with self._connection.request("/score", self._body()) as reply:
                 if reply.status == 413 and len(self._rows) > 1:
                     self._split()
                     return
-                await self._client.check(reply)
+                await self._connection.check(reply)
                 if reply.content_type != LINES:
                     raise unreadable(f"it is of type {one_line(reply.content_type, 60)}")
                 heard, self._why = True, None
@@ -337,8 +240,8 @@ class _Request:
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
             if not heard:
                 raise
-            message = f"the reward server at {self._client.url} broke off its reply ({type(failed).__name__})"
-            raise _Again(RewardServerError(message), heard=True) from None
+            message = f"{self._connection.name} broke off its reply ({type(failed).__name__})"
+            raise Again(RewardServerError(message), heard=True) from None
 
     async def _read(self, reply: aiohttp.ClientResponse) -> None:
         """Take the lines of a reply, until its end or until nobody wants what is left."""
@@ -376,8 +279,8 @@ class _Request:
         """Send the rows, of which the server does not take so many at once, in two requests."""
         rows, self._rows = list(self._rows.values()), {}
         middle = len(rows) // 2
-        self._client.ask(rows[:middle])
-        self._client.ask(rows[middle:])
+        self._ask(rows[:middle])
+        self._ask(rows[middle:])
 
 
 class BlockingRewardClient:
@@ -461,20 +364,3 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
                 yield line
         if len(begun) > _MOST_LINE_BYTES:
             raise unreadable(f"a line is longer than {_MOST_LINE_BYTES:,} bytes")
-
-
-async def _detail(reply: aiohttp.ClientResponse) -> str:
-    """Return what a reply that is an error says."""
-    if 300 <= reply.status < 400:
-        place = one_line(reply.headers.get("Location", "").partition("?")[0], 200)
-        return f"it redirects to {place}; redirects are not followed, so set the URL of the server itself"
-    try:
-        error = orjson.loads(await reply.content.read(_MOST_ERROR_BYTES))["error"]["detail"]
-    except (orjson.JSONDecodeError, LookupError, TypeError):
-        return "no explanation"
-    return one_line(str(error), _DETAIL_CHARS)
-
-
-def _seconds(header: str | None) -> float:
-    # Not `isdigit`, which is true for superscripts, too.
-    return min(float(header), _LONGEST_RETRY_S) if header is not None and header.isdecimal() else 0.0

@@ -9,9 +9,6 @@ whose caller has gone, which frees the attempts of that caller.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import ipaddress
 import logging
 import os
 from collections import Counter
@@ -20,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import anyio
 import orjson
@@ -33,10 +29,11 @@ from ..engine import RewardEngine
 from ..errors import EngineError, InputError
 from ..samples import Cause, Failed, Outcome, Sample
 from ..system.cancellation import cancel_futures
+from .access import OPEN_PATHS, Access
 from .facts import facts_of
 from .forms import FORMS, Form, Refused, ScoreRequest, json_reply, read_score, result_of
 from .model_calls.formats import read_terms
-from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths, written
+from .proxy import ProxyPaths, written
 
 _log = logging.getLogger("qreward_plugins.server")
 
@@ -54,8 +51,6 @@ SIGN_OF_LIFE_S = 15.0
 RETRY_AFTER_S = 1.0
 """Seconds after which a server that is full, or about to stop, may be asked again."""
 _LARGE_BODY_BYTES = 2**20
-_OPEN_PATHS = ("/healthz", "/readyz")
-"""Paths that need no token: an orchestrator asks them, and they tell nothing about samples."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -83,18 +78,11 @@ class RewardServer:
         max_body_bytes: int = MOST_BODY_BYTES,
         max_samples: int = MOST_SAMPLES,
     ) -> None:
-        if token is not None and not token.strip():
-            raise InputError("the token is empty; set a long random text, or none on a loopback address")
-        if token is None and not _is_loopback(host):
-            raise InputError(
-                f"{host} can be reached by others, so a token is needed: put it into an environment variable and name "
-                "that variable with --token-env; or listen on 127.0.0.1"
-            )
         if max_body_bytes < 1 or max_samples < 1:
             raise InputError("max_body_bytes and max_samples must be at least 1")
         self._engine = engine
         self._host, self._port = host, port
-        self._token = None if token is None else _digest(token.strip())
+        self._access = Access(token, host)
         self._max_body_bytes, self._max_samples = max_body_bytes, max_samples
         self._known_facts: tuple[Config, ServerFacts] | None = None
         self._requests: Counter[tuple[str, int]] = Counter()
@@ -319,8 +307,8 @@ class RewardServer:
         """Check the sender, turn errors into replies, and count."""
         response: web.StreamResponse
         try:
-            if request.path not in _OPEN_PATHS:
-                self._check_token(request)
+            if request.path not in OPEN_PATHS:
+                self._access.check(request)
                 await _arrived(request)
             response = await handler(request)
         except Refused as refused:
@@ -339,19 +327,6 @@ class RewardServer:
         known = request.match_info.route.resource
         self._requests[known.canonical if known is not None else "other", response.status] += 1
         return response
-
-    def _check_token(self, request: web.Request) -> None:
-        if self._token is None:
-            _check_sender(request)
-            return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if request.path.startswith(PREFIXES):
-            for header in KEY_HEADERS:
-                if header in request.headers:
-                    scheme, given = "bearer", request.headers[header]
-        # Digests have one length, so that the comparison does not tell the length of the token.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._token):
-            raise Refused(401, "token", "send the server's token as `Authorization: Bearer TOKEN`")
 
 
 _HTTP_DETAIL = {
@@ -404,39 +379,3 @@ def _failed_row(sample: Sample, error: BaseException) -> Mapping[str, Any]:
     if reason == "bug":
         _log.error("a sample could not be scored", exc_info=error)
     return result_of(sample, Failed(Cause.INFRA, reason, f"the server's engine raised {type(error).__name__}"))
-
-
-def _check_sender(request: web.Request) -> None:
-    """Refuse what a web page in a browser of this machine could send. Raises `Refused`."""
-    origin, host, body = request.headers.get("Origin"), request.host, request.content_type
-    if origin is not None and origin.partition("://")[2] != host:
-        status, what, remedy = 403, f"a request of the web page {origin}", "start the server with --token-env"
-    elif not _is_address(host):
-        remedy = "ask for 127.0.0.1 or localhost, or start the server with --token-env"
-        status, what = 403, f"a request for the host {host}"
-    elif request.can_read_body and body != "application/json":
-        remedy = "send `Content-Type: application/json`, or start the server with --token-env"
-        status, what = 415, f"a body of the type {body}"
-    else:
-        return
-    raise Refused(status, "sender", f"{what} needs a token, because any web page could send it; {remedy}")
-
-
-def _is_address(host: str) -> bool:
-    """Whether a `Host` is an address, with or without a port. A web page can point any other name to this machine."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -307,17 +306,14 @@ class BlockingRewardClient:
         return self._opened().call(self._client.facts)
 
     def __enter__(self) -> BlockingRewardClient:
-        self._portal = self._stack.enter_context(start_blocking_portal())
+        portal = self._stack.enter_context(start_blocking_portal())
+        self._stack.enter_context(portal.wrap_async_context_manager(self._client))
+        self._portal = portal
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self._opened().call(self._client.aclose)
-        finally:
-            self._portal = None
-            self._stack.close()
+    def __exit__(self, *error: Any) -> None:
+        self._portal = None
+        self._stack.__exit__(*error)
 
     def _opened(self) -> BlockingPortal:
         if self._portal is None:

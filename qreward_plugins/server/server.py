@@ -182,7 +182,8 @@ class RewardServer:
     async def _stream(self, request: web.Request, asked: ScoreRequest) -> web.StreamResponse:
         """Reply with a line for each outcome, when it is known."""
         self._check_room(len(asked.samples))
-        response = web.StreamResponse(headers={"Content-Type": LINES})
+        # A proxy such as nginx would keep the lines back otherwise.
+        response = web.StreamResponse(headers={"Content-Type": LINES, "X-Accel-Buffering": "no"})
         await response.prepare(request)
         some, lines = asyncio.Event(), list[bytes]()
 

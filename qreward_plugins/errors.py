@@ -145,11 +145,15 @@ def _rebuild_replicas_not_changed(message: str, replicas: Sequence[int]) -> Repl
 
 
 class RewardServerError(QRewardError):
-    """The reward server refused a request, or cannot be reached. `status` is its HTTP status; None if it gave none."""
+    """The reward server refused a request, or cannot be reached.
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    `status` is its HTTP status; None if it gave none. `reason` is one word, as that of a failed sample: "unreachable"
+    (or busy until the deadline), "deadline", "server_refused", "input", "other_judges" or "closed".
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, reason: str = "unreachable") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 class TextStreamFailed(QRewardError):

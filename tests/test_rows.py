@@ -70,7 +70,7 @@ FEATURES: dict[tuple[int, str], str] = {
         engine/test_priorities.py::test_what_goes_first
         """,
     (16, "model routes, strategies, cost"): """
-        transport/test_passing.py::test_models_are_routed_by_the_first_pattern
+        server/test_passing.py::test_models_are_routed_by_the_first_pattern
         engine/test_batches.py::test_a_strategy_and_weights_are_taken_from_the_configuration
         engine/test_batches.py::test_prefer_cost_is_taken_from_the_configuration
         """,
@@ -120,6 +120,7 @@ FEATURES: dict[tuple[int, str], str] = {
         sharing/test_machine.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken
         sharing/test_ray.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_nobody_waits
         sharing/test_machine.py::test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other
+        server/test_remote_engine.py::test_many_engines_keep_one_limit
         """,
     (26, "finish-time scheduling"): """
         engine/test_resilience.py::test_a_batch_is_served_so_that_its_last_sample_ends_early
@@ -150,8 +151,8 @@ FEATURES: dict[tuple[int, str], str] = {
         server/test_server.py::test_one_sample_and_many
         server/test_server.py::test_slime
         server/test_server.py::test_openrlhf
-        remote/test_reward_functions.py::test_trl
-        remote/test_reward_functions.py::test_ms_swift
+        server/test_reward_functions.py::test_trl
+        server/test_reward_functions.py::test_ms_swift
         """,
     (34, "plots, tables, check"): """
         cli/test_check.py::test_a_good_source_shows_latency_limits_and_verdict
@@ -171,9 +172,9 @@ FEATURES: dict[tuple[int, str], str] = {
     (37, "images"): "engine/test_images.py::test_a_judge_sees_the_images_numbered_and_named",
     (38, "dense rewards"): "judges/test_reward_model.py::test_steps_are_reduced_to_one_score",
     (40, "transport of one's own SDK"): """
-        transport/test_sdks.py::test_answers_and_streams
-        transport/test_sdks.py::test_limits_are_kept
-        transport/test_sdks.py::test_another_source_answers_before_the_first_byte
+        server/test_model_calls.py::test_answers_and_streams
+        server/test_model_calls.py::test_limits_are_kept
+        server/test_model_calls.py::test_another_source_answers_before_the_first_byte
         """,
     (41, "a kind in one file"): """
         examples/test_custom_source.py::test_rollouts_are_scored_within_its_limits

@@ -58,7 +58,7 @@ async def serve(path: Path, options: ServeOptions, out: Console) -> int:
         )
         async with server, _reloaded_on_sighup(engine, out):
             with suppress(asyncio.CancelledError):
-                say(out, f"reward server at {server.url}; forms: {server.url}/openapi.json; stop it with Ctrl-C")
+                say(out, f"reward server at {server.url}; stop it with Ctrl-C")
                 await asyncio.get_running_loop().create_future()
             say(out, f"no new samples; those under way have {options.drain_s:g} s (Ctrl-C again ends at once)")
             left = await server.drain(options.drain_s)

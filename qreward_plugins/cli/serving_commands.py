@@ -40,7 +40,7 @@ def serve_command(
     """Serve rewards over HTTP: one queue and one set of limits for every process that asks.
 
     POST /score takes the rows that `qreward score` reads, one or many. POST /slime, /openrlhf and /get_reward take what
-    these programs send already. GET /healthz, /readyz, /metrics (Prometheus) and /openapi.json.
+    these programs send already. GET /healthz, /readyz and /metrics (Prometheus).
 
     A missing reward is an HTTP error with its cause, never a number. Ctrl-C or SIGTERM stops it: new samples are
     refused, and those under way end first.

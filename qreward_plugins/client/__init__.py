@@ -1,12 +1,14 @@
 """The one client of a reward server.
 
 - `client`: `RewardClient` and `BlockingRewardClient`. `reward_functions`: the functions that trainers call.
-- `facts`, `reward_server`: what a server says of itself. `rows`: samples and outcomes as JSON.
-- `link`, `backlog`: the connection of an engine to a server, and the samples that wait for room.
+- `connection`: the session, and when the server is asked again. `rows`: samples, outcomes and facts as JSON.
+
+    async with RewardClient("http://127.0.0.1:8080") as client:
+        outcomes = await client.score_all(samples, deadline_s=60)
 """
 
 from __future__ import annotations
 
-from .client import REPLY_WITHIN_S, SAMPLES_A_REQUEST, BlockingRewardClient, RewardClient
+from .client import BlockingRewardClient, RewardClient
 
-__all__ = ["REPLY_WITHIN_S", "SAMPLES_A_REQUEST", "BlockingRewardClient", "RewardClient"]
+__all__ = ["BlockingRewardClient", "RewardClient"]

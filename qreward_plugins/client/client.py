@@ -1,42 +1,58 @@
-"""Clients of the reward server (`qreward serve`): the outcomes of an engine that runs in another process.
+"""The one client of a reward server (`qreward serve`): of Python users, of `engine.server` and of reward functions.
 
-They send every sample to `/score`, and return the `Outcome` that the engine there returned, so that code that used an
-engine goes on as before. A request that got no reply is sent again: scoring a sample twice gives the same outcome, and
-a journal pays for it once.
+All samples that are submitted in one step of the event loop on the same terms go in one request, and each outcome comes
+back in a line of the reply as soon as it is known. What has no line yet is asked for again when the reply breaks off,
+and when the server is busy or away. Scoring a sample twice gives the same outcome, and the server's journal pays for it
+once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import aiohttp
+import anyio
 import orjson
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from ..config.source_models import server_url
 from ..errors import InputError, RewardServerError
 from ..samples import Outcome, Sample
-from .facts import FACTS_PATH, facts_of, redirected
-from .rows import outcome_of_row, row_of_sample, rows_of, was_closed
+from ..secrets import one_line
+from .connection import Again, Connection
+from .rows import FACTS_PATH, LINES, ServerFacts, outcome_of_row, unreadable, was_closed, written_sample
 
-SAMPLES_A_REQUEST = 512
-"""Most samples that one request holds; more are sent in several requests at the same time."""
 RETRY_FOR_S = 60.0
-REPLY_WITHIN_S = 5.0
-"""Seconds after the deadline of its samples for which a reply of the server is waited for."""
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 10.0
-_CONNECT_WITHIN_S = 10.0
-_SHORTEST_DEADLINE_S = 1e-3
-_CONNECTIONS = 64
-_TRY_AGAIN = (429, 503)
-"""Statuses of a server that takes no samples now: its queue is full, or it is about to stop."""
+SAMPLES_A_REQUEST = 4096
+BYTES_A_REQUEST = 8 * 2**20
+"""Most samples of a request, and about its largest size. More go in several requests at the same time."""
+FACTS_WITHIN_S = 10.0
+REQUEST_PAUSE_S = 1e-3
+FREE_REQUESTS = 32
+"""With more open requests than this, each delays the next one by `REQUEST_PAUSE_S`. So thousands of samples that come
+one by one share some hundred connections."""
+MARGIN = 0.05
+LONGEST_MARGIN_S = 1.0
+"""Part of the time left that is kept for the way back, so that the server's reason for a failure arrives in time."""
+_LONGEST_S = 1e9
+_MOST_LINE_BYTES = 64 * 2**20
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """A sample without an outcome yet. `batch`: what was submitted together has the same; None: it came alone."""
+
+    written: bytes
+    future: asyncio.Future[Outcome]
+    submitted_at: float
+    due_at: float
+    priority: int | None
+    batch: object
 
 
 class RewardClient:
@@ -45,62 +61,94 @@ class RewardClient:
     Args:
         url: the server's address, e.g. `http://127.0.0.1:8080`.
         token: what the server expects as a bearer token.
-        retry_for_s: most seconds in all for which a request is kept back because the server cannot be reached or is
-            busy. The time in which the server works on it does not count.
+        retry_for_s: most seconds without a sign of life, or busy, for which the server is asked again.
+        fingerprint: that of the judges that the server must have (`facts`); None: any.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, retry_for_s: float = RETRY_FOR_S) -> None:
-        try:
-            self._url = server_url(url).rstrip("/")
-        except (ValueError, AttributeError) as error:
-            problem = str(error) if isinstance(url, str) else f"it is a text, not {type(url).__name__}"
-            raise InputError(f"the URL of the reward server: {problem}") from None
-        self._headers = {"Content-Type": "application/json"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._retry_for_s = retry_for_s
-        self._session: aiohttp.ClientSession | None = None
-        self._default_s: float | None = None
+    def __init__(
+        self, url: str, *, token: str | None = None, retry_for_s: float = RETRY_FOR_S, fingerprint: str | None = None
+    ) -> None:
+        self._connection = Connection(url, token=token, retry_for_s=retry_for_s, fingerprint=fingerprint)
+        self._waiting: list[_Row] = []
+        self._flushing: asyncio.TimerHandle | None = None
+        self._requests: dict[asyncio.Task[None], None] = {}
 
     @property
     def url(self) -> str:
         """The server's address, without a slash at its end."""
-        return self._url
+        return self._connection.url
 
     async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample as `RewardEngine.score` does. Raises what `score_all` raises."""
-        return (await self.score_all([sample], deadline_s=deadline_s, priority=priority))[0]
+        return await self.submit(sample, "the sample", _due_at(deadline_s), priority=priority)
 
     async def score_all(
         self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int | None = None
     ) -> list[Outcome]:
-        """Score samples; outcome i belongs to sample i.
+        """Score samples as one batch; outcome i belongs to sample i.
 
         `deadline_s` counts from this call, whatever number of tries it takes. Default: that of the server's
         configuration, for each try. Cancelling the call cancels the samples at the server.
 
         Raises `RewardServerError` if the server refuses the request, cannot be reached or is busy for `retry_for_s`
-        seconds, or has not replied `REPLY_WITHIN_S` after the deadline; and `InputError` for a sample that JSON cannot
-        express, or a deadline that is none.
+        seconds, or has no outcome by the deadline; and `InputError` for a sample that JSON cannot express, or an
+        impossible deadline.
         """
-        if deadline_s is not None and not 0 < deadline_s < math.inf:
-            raise InputError("deadline_s must be a number of seconds above 0")
-        rows = [row_of_sample(sample, f"sample {number}") for number, sample in enumerate(samples)]
-        deadline_at = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
-        parts = [rows[start : start + SAMPLES_A_REQUEST] for start in range(0, len(rows), SAMPLES_A_REQUEST)]
-        asked = [asyncio.ensure_future(self._ask(part, deadline_at, priority)) for part in parts]
+        due_at, batch, futures = _due_at(deadline_s), object(), []
         try:
-            return [outcome for part in asked for outcome in await part]
+            for number, sample in enumerate(samples):
+                what = f"sample {number}"
+                futures.append(self.submit(sample, what, due_at, priority=priority, batch=batch))
+            return [await future for future in futures]
         finally:
-            for part in asked:
-                part.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            for future in futures:
+                future.cancel()
+            await asyncio.gather(*futures, return_exceptions=True)
+
+    def submit(
+        self, sample: Sample, what: str, due_at: float, *, priority: int | None = None, batch: object = None
+    ) -> asyncio.Future[Outcome]:
+        """Submit a sample, which messages call `what`. The future has its outcome, or a `RewardServerError`, by
+        `due_at` on the event loop's clock (infinity: the server's own deadline counts). Cancelling it cancels the
+        sample, at the server as soon as no other sample of its request is wanted.
+
+        Samples with the same `batch` are scored together. Raises `InputError` for a sample that JSON cannot express.
+        """
+        loop = asyncio.get_running_loop()
+        row = _Row(written_sample(sample, what), loop.create_future(), loop.time(), due_at, priority, batch)
+        self._waiting.append(row)
+        if self._flushing is None:
+            open_requests = len(self._requests)
+            pause_s = 0.0 if open_requests < FREE_REQUESTS else REQUEST_PAUSE_S * open_requests
+            self._flushing = loop.call_later(pause_s, self._flush)
+        return row.future
+
+    async def facts(self) -> ServerFacts:
+        """Ask the server for its facts; it may still be starting. Raises `RewardServerError`."""
+
+        async def ask() -> ServerFacts:
+            with anyio.fail_after(FACTS_WITHIN_S):
+                async with self._connection.request(FACTS_PATH) as reply:
+                    await self._connection.check(reply)
+                    written = await reply.read()
+            try:
+                return ServerFacts.of_row(orjson.loads(written))
+            except orjson.JSONDecodeError as error:
+                raise unreadable(error.msg) from None
+
+        return await self._connection.retried(ask)
 
     async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        """Close the connections, which cancels what the server still judges. Idempotent."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        for task in self._requests:
+            task.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+        waiting, self._waiting = self._waiting, []
+        fail(waiting, RewardServerError("the client was closed", reason="closed"))
+        await self._connection.aclose()
 
     async def __aenter__(self) -> RewardClient:
         return self
@@ -108,87 +156,130 @@ class RewardClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _ask(
-        self, rows: Sequence[Mapping[str, Any]], deadline_at: float | None, priority: int | None
-    ) -> list[Outcome]:
-        loop, kept_back_s, pause_s = asyncio.get_running_loop(), 0.0, _FIRST_PAUSE_S
-        outcomes: dict[int, Outcome] = {}
-        left = list(range(len(rows)))
-        while True:
-            began_at, wait_s = loop.time(), pause_s
-            left_s = None if deadline_at is None else max(_SHORTEST_DEADLINE_S, deadline_at - began_at)
-            error: RewardServerError | None = None
-            final = False
+    def _ask(self, rows: Sequence[_Row]) -> None:
+        """Send rows in a request of their own."""
+        task = asyncio.get_running_loop().create_task(_Request(self._connection, rows, self._ask).run())
+        self._requests[task] = None
+        task.add_done_callback(self._requests.pop)
+
+    def _flush(self) -> None:
+        self._flushing = None
+        waiting, self._waiting = self._waiting, []
+        requests: dict[Any, list[_Row]] = {}
+        for row in waiting:
+            if not row.future.done():
+                # The deadlines of one step differ by what the step took.
+                due = row.due_at if math.isinf(row.due_at) else round(row.due_at, 1)
+                requests.setdefault((row.batch, row.priority, due), []).append(row)
+        for rows in requests.values():
+            for part in _parts(rows):
+                self._ask(part)
+
+
+class _Request:
+    """Rows that go in one request, which is sent again until each has its outcome. `ask` sends rows in another one."""
+
+    def __init__(self, connection: Connection, rows: Sequence[_Row], ask: Callable[[Sequence[_Row]], None]) -> None:
+        self._connection = connection
+        self._ask = ask
+        self._rows = dict(enumerate(rows))
+        """Rows without a line yet, by their number in the request."""
+        self._due_at = min(row.due_at for row in rows)
+        self._submitted_at = min(row.submitted_at for row in rows)
+        self._why: RewardServerError | None = None
+        """Why the last try failed; None while the server works on the rows."""
+
+    async def run(self) -> None:
+        """Give each row its outcome or its error. Cancelling ends the request, and its rows fail."""
+        error = RewardServerError("the client was closed", reason="closed")
+        task = asyncio.current_task()
+        assert task is not None, "it runs in a task"
+        look = partial(self._look, task)
+        for row in self._rows.values():
+            row.future.add_done_callback(look)
+        try:
+            with anyio.CancelScope(deadline=self._due_at):
+                await self._connection.retried(self._once, self._failed)
+            waited_s = asyncio.get_running_loop().time() - self._submitted_at
+            message = f"{self._connection.name} had no outcome after {waited_s:.1f} s"
+            error = self._why or RewardServerError(message, reason="deadline")
+        except RewardServerError as refused:
+            error = refused
+        finally:
+            fail(self._rows.values(), error)
+
+    def _failed(self, error: RewardServerError) -> None:
+        self._why = error
+
+    def _look(self, task: asyncio.Task[None], future: asyncio.Future[Outcome]) -> None:
+        """End the request if nobody wants its rows any more."""
+        if future.cancelled() and self._rows and not self._wanted():
+            self._rows.clear()
+            task.cancel()
+
+    def _wanted(self) -> bool:
+        return not all(row.future.done() for row in self._rows.values())
+
+    async def _once(self) -> None:
+        """Send the rows that have no line yet, and read their lines."""
+        self._rows = dict(enumerate(row for row in self._rows.values() if not row.future.done()))
+        heard = False
+        try:
+            async with self._connection.request("/score", self._body()) as reply:
+                if reply.status == 413 and len(self._rows) > 1:
+                    self._split()
+                    return
+                await self._connection.check(reply)
+                if reply.content_type != LINES:
+                    raise unreadable(f"it is of type {one_line(reply.content_type, 60)}")
+                heard, self._why = True, None
+                await self._read(reply)
+            if self._wanted():
+                raise aiohttp.ClientPayloadError("outcomes are missing")
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
+            if not heard:
+                raise
+            message = f"{self._connection.name} broke off its reply ({type(failed).__name__})"
+            raise Again(RewardServerError(message), heard=True) from None
+
+    async def _read(self, reply: aiohttp.ClientResponse) -> None:
+        """Take the lines of a reply, until its end or until nobody wants what is left."""
+        async for line in _lines(reply.content):
             try:
-                limit_s = await self._server_deadline_s() if left_s is None else left_s
-                asked = [rows[number] for number in left]
-                data = orjson.dumps({"samples": asked, "deadline_s": left_s, "priority": priority})
-                async with self._post(data, limit_s) as reply:
-                    answer, status = await reply.read(), reply.status
-                    wait_s = max(pause_s, _seconds(reply.headers.get("Retry-After")))
-                if status in (200, 207):
-                    answered = rows_of(answer, len(left))
-                    outcomes |= {number: outcome_of_row(row) for number, row in zip(left, answered, strict=True)}
-                    # A server that stops has no outcome for some. The next one may.
-                    left = [number for number, row in zip(left, answered, strict=True) if was_closed(row)]
-                    if not left:
-                        break
-                else:
-                    message = f"the reward server at {self._url} answered {status}: {_detail(reply, answer)}"
-                    error, final = RewardServerError(message, status=status), status not in _TRY_AGAIN
-            except RewardServerError as refused:
-                error, final = refused, refused.status not in _TRY_AGAIN
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-                message = f"the reward server at {self._url} cannot be reached ({type(failed).__name__})"
-                error = RewardServerError(message)
-                silent = isinstance(failed, aiohttp.ServerTimeoutError)
-                if isinstance(failed, aiohttp.ClientConnectorError) or silent:
-                    kept_back_s += loop.time() - began_at
-                # It has not even kept its own deadline, so it is gone, or it hangs.
-                final = isinstance(failed, asyncio.TimeoutError) and not silent and left_s is None
-            kept_back_s += wait_s
-            too_late = deadline_at is not None and loop.time() + wait_s >= deadline_at
-            if final or too_late or kept_back_s > self._retry_for_s:
-                if error is not None:
-                    raise error
-                break
-            await asyncio.sleep(wait_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return [outcomes[number] for number in range(len(rows))]
+                answered = orjson.loads(line)
+                row = self._rows[answered["number"]]
+                if was_closed(answered):
+                    continue
+            except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
+                raise unreadable(type(error).__name__) from None
+            del self._rows[answered["number"]]
+            if not row.future.done():
+                latency_s = asyncio.get_running_loop().time() - row.submitted_at
+                try:
+                    row.future.set_result(outcome_of_row(answered, latency_s=latency_s))
+                except RewardServerError as error:
+                    row.future.set_exception(error)
+            if self._rows and not self._wanted():
+                return
 
-    async def _server_deadline_s(self) -> float:
-        """Return the deadline of the server's configuration, in seconds. Without it, the client of a machine that
-        vanished would wait for ever.
-        """
-        if self._default_s is None:
-            timeout = aiohttp.ClientTimeout(total=_CONNECT_WITHIN_S, sock_connect=_CONNECT_WITHIN_S)
-            async with self._opened().get(
-                self._url + FACTS_PATH, headers=self._headers, timeout=timeout, allow_redirects=False
-            ) as reply:
-                answer = await reply.read()
-                if reply.status != 200:
-                    raise RewardServerError(
-                        f"the reward server at {self._url} answered {reply.status}: {_detail(reply, answer)}",
-                        status=reply.status,
-                    )
-            try:
-                facts = orjson.loads(answer)
-            except orjson.JSONDecodeError as error:
-                raise RewardServerError(f"the facts of the reward server cannot be read: {error.msg}") from None
-            self._default_s = facts_of(facts).deadline_s
-        return self._default_s
+    def _body(self) -> bytes:
+        rows = list(self._rows.values())
+        asked: dict[str, Any] = {
+            "samples": [orjson.Fragment(row.written) for row in rows],
+            "priority": rows[0].priority,
+            "together": rows[0].batch is not None,
+        }
+        if math.isfinite(self._due_at):
+            left_s = max(1e-3, self._due_at - asyncio.get_running_loop().time())
+            asked["deadline_s"] = min(_LONGEST_S, left_s - min(LONGEST_MARGIN_S, MARGIN * left_s))
+        return orjson.dumps(asked)
 
-    def _post(self, data: bytes, limit_s: float) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        timeout = aiohttp.ClientTimeout(total=limit_s + REPLY_WITHIN_S, sock_connect=_CONNECT_WITHIN_S)
-        return self._opened().post(
-            f"{self._url}/score", data=data, headers=self._headers, timeout=timeout, allow_redirects=False
-        )
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-        return self._session
+    def _split(self) -> None:
+        """Send the rows, of which the server does not take so many at once, in two requests."""
+        rows, self._rows = list(self._rows.values()), {}
+        middle = len(rows) // 2
+        self._ask(rows[:middle])
+        self._ask(rows[middle:])
 
 
 class BlockingRewardClient:
@@ -210,18 +301,19 @@ class BlockingRewardClient:
         score_all = partial(self._client.score_all, list(samples), deadline_s=deadline_s, priority=priority)
         return self._opened().call(score_all)
 
+    def facts(self) -> ServerFacts:
+        """Ask the server for its facts; see `RewardClient.facts`. Blocks the calling thread."""
+        return self._opened().call(self._client.facts)
+
     def __enter__(self) -> BlockingRewardClient:
-        self._portal = self._stack.enter_context(start_blocking_portal())
+        portal = self._stack.enter_context(start_blocking_portal())
+        self._stack.enter_context(portal.wrap_async_context_manager(self._client))
+        self._portal = portal
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self._opened().call(self._client.aclose)
-        finally:
-            self._portal = None
-            self._stack.close()
+    def __exit__(self, *error: Any) -> None:
+        self._portal = None
+        self._stack.__exit__(*error)
 
     def _opened(self) -> BlockingPortal:
         if self._portal is None:
@@ -229,15 +321,42 @@ class BlockingRewardClient:
         return self._portal
 
 
-def _detail(reply: aiohttp.ClientResponse, answer: bytes) -> str:
-    if 300 <= reply.status < 400:
-        return redirected(reply.headers.get("Location", ""))
-    try:
-        return str(orjson.loads(answer)["error"]["detail"])[:500]
-    except (orjson.JSONDecodeError, LookupError, TypeError):
-        return "no explanation"
+def fail(rows: Iterable[_Row], error: RewardServerError) -> None:
+    """Fail the rows that have no outcome. Each gets an error of its own, because raising one changes it."""
+    for row in rows:
+        if not row.future.done():
+            row.future.set_exception(RewardServerError(str(error), status=error.status, reason=error.reason))
 
 
-def _seconds(header: str | None) -> float:
-    # Not `isdigit`, which is true for superscripts, too.
-    return float(header) if header is not None and header.isdecimal() else 0.0
+def _due_at(deadline_s: float | None) -> float:
+    if deadline_s is None:
+        return math.inf
+    if not 0 < deadline_s < math.inf:
+        raise InputError("deadline_s must be a number of seconds above 0")
+    return asyncio.get_running_loop().time() + deadline_s
+
+
+def _parts(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
+    """Split rows into requests of bounded size."""
+    part: list[_Row] = []
+    size = 0
+    for row in rows:
+        if part and (len(part) >= SAMPLES_A_REQUEST or size + len(row.written) > BYTES_A_REQUEST):
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += len(row.written)
+    if part:
+        yield part
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of a reply that are not empty. aiohttp's own iterator bounds a line at 128 KiB."""
+    begun = b""
+    async for piece in content.iter_any():
+        *lines, begun = (begun + piece).split(b"\n")
+        for line in lines:
+            if line:
+                yield line
+        if len(begun) > _MOST_LINE_BYTES:
+            raise unreadable(f"a line is longer than {_MOST_LINE_BYTES:,} bytes")

@@ -1,11 +1,14 @@
-"""Samples and outcomes as JSON values, for those who ask a reward server."""
+"""What a reward server and its clients say to each other, as JSON: samples, outcomes, and the facts of a server.
+
+Both sides must be of one version, so `ServerFacts` carries it, and rows have no version of their own.
+"""
 
 from __future__ import annotations
 
 import base64
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
@@ -17,8 +20,14 @@ from ..samples.json_values import as_json, without_lone_surrogates
 from ..samples.spent import Spent, Usage
 from ..secrets import one_line
 
-_log = logging.getLogger("qreward_plugins.remote")
+_log = logging.getLogger("qreward_plugins.client")
 
+FACTS_PATH = "/facts"
+JUDGES_HEADER = "X-QReward-Judges"
+"""The fingerprint that a request expects of its server. One with another fingerprint refuses it (409)."""
+LINES = "application/x-ndjson"
+"""The type of a reply of `/score` that has a line for each outcome, in any order, as soon as it is known: a row with
+its `number` in the request. Empty lines are signs of life."""
 FRAMEWORK_PROMPT = "framework_prompt"
 """The column of `Sample.prompt`. `prompt` is another name of `messages` in a row."""
 _left_out: set[str] = set()
@@ -26,14 +35,40 @@ _left_out: set[str] = set()
 _MOST_LEFT_OUT = 1000
 
 
-def row_of_sample(sample: Sample, what: str) -> dict[str, Any]:
-    """Return a sample as a row of `/score`. Raises `InputError`, which calls it `what`, if JSON cannot express it."""
-    row: dict[str, Any] = orjson.loads(written_sample(sample, what))
-    return row
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself. Workers of one run must get the same keys for every sample, and rewards from the
+    same judges, so an engine asks for it before its first sample.
+
+    `fingerprint` names judges, routes and models: what may change a reward. `components` and `defines_correct` are
+    those of `observers.Facts`. `window` is the number of samples that keep its sources busy.
+    """
+
+    fingerprint: str
+    components: tuple[str, ...]
+    defines_correct: bool
+    window: int
+
+    def as_row(self) -> dict[str, Any]:
+        """Return them as a JSON value."""
+        return {"version": _version(), **asdict(self)}
+
+    @classmethod
+    def of_row(cls, row: Any) -> ServerFacts:
+        """Return the facts in a JSON value. Raises `RewardServerError` for another version, or no such value."""
+        try:
+            if row["version"] != _version():
+                theirs = one_line(str(row["version"]), 40)
+                problem = f"the reward server has version {theirs} of qreward-plugins, and this side {_version()}"
+                raise RewardServerError(f"{problem}; install the same on both sides", reason="server_refused")
+            components = tuple(map(str, row["components"]))
+            return cls(str(row["fingerprint"]), components, bool(row["defines_correct"]), int(row["window"]))
+        except (LookupError, TypeError, ValueError) as error:
+            raise unreadable(error) from None
 
 
 def written_sample(sample: Sample, what: str) -> bytes:
-    """Return a sample as the JSON text of a row; see `row_of_sample`.
+    """Return a sample as the JSON text of a row of `/score`. Raises `InputError`, which calls it `what`.
 
     A value that JSON does not have (NaN, an object) fails the sample in its ground truth and its prompt, as it does at
     a service. Extras with such a value are left out, because most judges read none: a data set may have any columns.
@@ -61,6 +96,33 @@ def written_sample(sample: Sample, what: str) -> bytes:
         return _written(without_lone_surrogates(row))
     except TypeError as error:
         raise InputError(f"{what} cannot be written as JSON: {error}") from None
+
+
+def outcome_of_row(row: Mapping[str, Any], *, latency_s: float) -> Outcome:
+    """Return the outcome of a row of `/score`. `latency_s` is that of its caller, in seconds.
+
+    Raises `RewardServerError` for a row that cannot be read.
+    """
+    try:
+        return _outcome(row, latency_s)
+    except (LookupError, TypeError, ValueError) as error:
+        raise unreadable(error) from None
+
+
+def was_closed(row: Mapping[str, Any]) -> bool:
+    """Whether a sample has no reward only because its server stopped. The next server may score it."""
+    return (row.get("outcome"), row.get("cause"), row.get("reason")) == ("failed", "infra", "closed")
+
+
+def unreadable(error: Exception | str) -> RewardServerError:
+    """Return the error for a reply that is not in the form of this version."""
+    return RewardServerError(f"the reward server sent a reply that cannot be read: {error}", reason="server_refused")
+
+
+def _version() -> str:
+    from qreward_plugins import __version__
+
+    return __version__
 
 
 def _written(row: Mapping[str, Any]) -> bytes:
@@ -117,87 +179,47 @@ def _data_url(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__}")
 
 
-def rows_of(answer: bytes, count: int) -> list[Mapping[str, Any]]:
-    """Return the rows of a reply of `/score` to `count` samples. Raises `RewardServerError`."""
-    try:
-        rows: list[Mapping[str, Any]] = orjson.loads(answer)["results"]
-        if len(rows) != count:
-            raise ValueError(f"{len(rows)} outcomes for {count} samples")
-        return rows
-    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
-        raise unreadable(error) from None
-
-
-def unreadable(error: Exception) -> RewardServerError:
-    """Return the error for a reply that is not in the form of this version."""
-    return RewardServerError(f"the reward server sent a reply that cannot be read: {error}")
-
-
-def was_closed(row: Mapping[str, Any]) -> bool:
-    """Whether a sample has no reward only because its server stopped. The next server may score it."""
-    return (row["outcome"], row["cause"], row["reason"]) == ("failed", "infra", "closed")
-
-
-def outcome_of_row(row: Mapping[str, Any], *, latency_s: float | None = None) -> Outcome:
-    """Return the outcome of a row of `/score`. `latency_s` replaces the latency at the server, in seconds.
-
-    Raises `RewardServerError` for a row that cannot be read.
-    """
-    try:
-        outcome = _outcome(row)
-    except (LookupError, TypeError, ValueError) as error:
-        raise unreadable(error) from None
-    if latency_s is None:
-        return outcome
-    if isinstance(outcome, Failed):
-        return replace(outcome, spent=replace(outcome.spent, latency_s=latency_s))
-    verdict = outcome.verdict
-    return Scored(replace(verdict, spent=replace(verdict.spent, latency_s=latency_s)))
-
-
-def _outcome(row: Mapping[str, Any]) -> Outcome:
-    texts = {column: _typed(row[column], column, str) for column in ("judge", "source")}
-    usage = Usage(_typed(row["prompt_tokens"], "prompt_tokens", int), _typed(row["completion_tokens"], "tokens", int))
-    attempts = _typed(row["attempts"], "attempts", int)
-    spent = Spent(attempts, usage, _number(row["latency_s"], "latency_s"), _number(row["cost_usd"], "cost_usd"))
+def _outcome(row: Mapping[str, Any], latency_s: float) -> Outcome:
+    asked = {column: _typed(row, column, str) for column in ("judge", "source")}
+    usage = Usage(_typed(row, "prompt_tokens", int), _typed(row, "completion_tokens", int))
+    cost_usd = float(_typed(row, "cost_usd", (int, float)))
+    spent = Spent(_typed(row, "attempts", int), usage, latency_s, cost_usd)
     failed = None
     if row["cause"] is not None:
-        detail = _typed(row["detail"] or "", "detail", str)
-        failed = Failed(Cause(row["cause"]), _typed(row["reason"], "reason", str), detail, **texts, spent=spent)
+        cause, reason = Cause(row["cause"]), _typed(row, "reason", str)
+        failed = Failed(cause, reason, _typed(row, "detail", str, ""), **asked, spent=spent)
     if row["outcome"] == "failed":
         if failed is None:
             raise ValueError("a failure without a cause")
         return failed
-    returned = row.get("returned")
-    return Scored(
-        Verdict(
-            row["reward"],
-            components=_typed(row["components"], "components", Mapping),
-            rationale=_typed(row["rationale"] or "", "rationale", str),
-            correct=None if row["correct"] is None else _typed(row["correct"], "correct", bool),
-            **texts,
-            model=_typed(row["model"] or "", "model", str),
-            weight_version=_typed(row.get("weight_version") or "", "weight_version", str),
-            basis="floor" if failed else "judged",
-            failure=failed,
-            spent=spent,
-            cached=bool(row["cached"]),
-            cut=bool(row["cut"]),
-            returned=None if returned is None else _typed(returned, "returned", Mapping),
-            steps=_steps(row["steps"]),
-        )
+    steps = [(_typed(step, "offset", int), float(_typed(step, "score", (int, float)))) for step in row["steps"]]
+    verdict = Verdict(
+        row["reward"],
+        components=_typed(row, "components", Mapping),
+        rationale=_typed(row, "rationale", str, ""),
+        correct=_typed(row, "correct", bool, None),
+        **asked,
+        model=_typed(row, "model", str, ""),
+        weight_version=_typed(row, "weight_version", str, ""),
+        basis="floor" if failed else "judged",
+        failure=failed,
+        spent=spent,
+        cached=bool(row["cached"]),
+        cut=bool(row["cut"]),
+        returned=_typed(row, "returned", Mapping, None),
+        steps=tuple(steps),
     )
+    return Scored(verdict)
 
 
-def _steps(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
-    return tuple((_typed(step["offset"], "offset", int), _number(step["score"], "score")) for step in steps)
+_REQUIRED = object()
 
 
-def _typed(value: Any, what: str, kind: Any) -> Any:
+def _typed(row: Mapping[str, Any], column: str, kind: Any, default: Any = _REQUIRED) -> Any:
+    """Return a column. Null, and an optional column that is not there, become `default`."""
+    value = row[column] if default is _REQUIRED else row.get(column)
+    if value is None and default is not _REQUIRED:
+        return default
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{what} is of type {type(value).__name__}")
+        raise TypeError(f"{column} is of type {type(value).__name__}")
     return value
-
-
-def _number(value: Any, what: str) -> float:
-    return float(_typed(value, what, (int, float)))

@@ -1,25 +1,21 @@
-"""Scores the samples of one event loop at a reward server, with the interface of `Scoring`.
+"""Scores the samples of one event loop at a reward server (`engine.server`), with the interface of `Scoring`.
 
-A sample waits here until the server has its outcome, the deadline comes, or its caller leaves. Whatever happens to the
-server, each sample gets one outcome; a sample whose server cannot be reached until its deadline fails.
+`RewardClient` moves the samples. Whatever happens to the server, each sample gets one outcome by its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+import math
+from dataclasses import dataclass, field
+from functools import partial
 
-import orjson
-
-from ..client.backlog import Backlog
-from ..client.link import Link
-from ..client.reward_server import RemoteServer
-from ..client.rows import outcome_of_row, was_closed, written_sample
-from ..config.models import Priorities
-from ..errors import InputError, RewardServerError
+from ..client.client import BlockingRewardClient, RewardClient
+from ..client.rows import ServerFacts
+from ..config.framework import is_framework_url
+from ..config.models import Priorities, ServerConfig
+from ..config.served import server_token
+from ..errors import ConfigurationError, InputError, Mistake, RewardServerError
 from ..judges import JudgeRouter
 from ..observers import Observers
 from ..samples import Cause, Failed, Outcome, Sample
@@ -28,53 +24,46 @@ from ..scheduling import Batch
 from .judging import Pending
 from .scoring import Scoring
 
-_log = logging.getLogger("qreward_plugins.remote")
-
-SAMPLES_A_FRAME = 4096
-BYTES_A_FRAME = 8 * 2**20
-OVERHEAD_BYTES = 4096
-"""Most bytes of a frame beside the rows of its samples."""
-MARGIN = 0.05
-"""Part of the time left that is kept for the way back, so that the server's reason for a failure arrives in time."""
-LONGEST_MARGIN_S = 1.0
-_CLOSED = "the engine was closed before the sample was scored"
+_PATH = "engine.server"
+_REMEDIES = {
+    None: "Start it with `qreward serve`.",
+    401: "Set token_env to the variable that holds its token.",
+    404: "Start a server of this version there with `qreward serve`.",
+}
+_OTHER_JUDGES = "; start the run anew, give the server its former configuration, or set engine.server.judges_may_change"
 
 
-class RemoteSample(Pending):
-    """A sample that the server scores."""
+@dataclass(frozen=True)
+class RemoteServer:
+    """A reward server, and its first facts."""
 
-    __slots__ = ("_owner", "due_at", "number", "priority", "submitted_at", "timer", "written")
+    url: str
+    facts: ServerFacts
+    judges_may_change: bool
+    token: str | None = field(default=None, repr=False)
 
-    def __init__(self, owner: RemoteScoring, sample: Sample, batch: Batch, future: asyncio.Future[Outcome]) -> None:
-        super().__init__(owner, sample, owner.batches.join(batch, sample.group_id), future)
-        self._owner = owner
-        self.submitted_at = owner.now()
-        self.number = -1
-        self.due_at = 0.0
-        self.priority: int | None = None
-        self.written = b""
-        self.timer: asyncio.TimerHandle | None = None
 
-    def end(self, outcome: Outcome) -> None:
-        self._stop()
-        super().end(outcome)
+def open_server(config: ServerConfig) -> RemoteServer:
+    """Ask the server for its facts. Blocks for `config.start_s` at most, while the server may still be starting.
 
-    def fail(self, reason: str, detail: str) -> None:
-        """End it without a reward."""
-        self.end(Failed(Cause.INFRA, reason, detail))
-
-    def dropped(self, _: object) -> None:
-        """End it without an outcome if its caller has cancelled its future."""
-        if not self.over:
-            self._owner.cancel([self.number])
-            self._stop()
-            self.leave()
-
-    def _stop(self) -> None:
-        self._owner.forget(self)
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+    Raises `ConfigurationError` if the token is not set, or the server cannot be reached or refuses.
+    """
+    url = config.url.rstrip("/")
+    if is_framework_url(url):
+        remedy = "Write the URL of `qreward serve`."
+        raise ConfigurationError([Mistake(_PATH, "a training framework starts no reward server.", remedy)])
+    given = config.token
+    token = server_token(config.token_env, _PATH) if given is None else given.get_secret_value().strip()
+    failed: RewardServerError | None = None
+    with BlockingRewardClient(url, token=token, retry_for_s=config.start_s) as client:
+        try:
+            facts = client.facts()
+        except RewardServerError as error:
+            failed = error
+    if failed is not None:
+        # Raised outside of the `except`: what is below the error may hold the token.
+        raise ConfigurationError([Mistake(_PATH, f"{failed}.", _REMEDIES.get(failed.status, ""))])
+    return RemoteServer(url, facts, config.judges_may_change, token)
 
 
 class RemoteScoring(Scoring):
@@ -87,203 +76,66 @@ class RemoteScoring(Scoring):
         self, server: RemoteServer, *, router: JudgeRouter, observers: Observers, priorities: Priorities | None
     ) -> None:
         super().__init__(router, sources={}, journal=None, reuse=False, observers=observers)
-        self._server = server
         self._priorities = priorities
-        self._waiting: dict[int, RemoteSample] = {}
-        self._unsent: dict[int, RemoteSample] = {}
-        self._numbers = itertools.count()
-        self._why = "it has not answered yet"
-        self._flushing: asyncio.Handle | None = None
-        self._backlog: Backlog[RemoteSample] = Backlog(ask=self._ask_for_room)
-        self._link = Link(
-            server.url,
-            server.token,
-            server.facts,
-            connect_s=server.connect_s,
-            any_judges=server.judges_may_change,
-            listener=self,
-            wanted=lambda: bool(self._waiting),
-        )
+        self._waiting: dict[Pending, asyncio.Future[Outcome]] = {}
+        fingerprint = None if server.judges_may_change else server.facts.fingerprint
+        self._client = RewardClient(server.url, token=server.token, retry_for_s=math.inf, fingerprint=fingerprint)
 
     def submit(
         self, sample: Sample | Rejected, batch: Batch, due_at: float, *, priority: int | None = None
     ) -> asyncio.Future[Outcome]:
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.submitted(sample)
         named = sample.sample if isinstance(sample, Rejected) else sample
-        remote = RemoteSample(self, named, batch, future)
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        pending = Pending(self, named, self.batches.join(batch, named.group_id), future)
         if isinstance(sample, Rejected):
-            remote.fail("input", sample.problem)
+            pending.end(Failed(Cause.INFRA, "input", sample.problem))
             return future
+        if priority is None:
+            priority = self._own_priority(sample)
+        together = batch if batch.together else None
         try:
-            remote.written = written_sample(sample, "the sample")
-            if len(remote.written) + OVERHEAD_BYTES > self._server.facts.max_bytes:
-                most = self._server.facts.max_bytes
-                raise InputError(f"the sample takes {len(remote.written):,} bytes, and the server takes {most:,}")
+            asked = self._client.submit(sample, "the sample", due_at, priority=priority, batch=together)
         except InputError as error:
-            remote.fail("input", str(error))
+            pending.end(Failed(Cause.INFRA, "input", str(error)))
             return future
-        remote.priority = self._own_priority(sample) if priority is None else priority
-        remote.due_at = due_at
-        remote.number = next(self._numbers)
-        remote.timer = asyncio.get_running_loop().call_at(due_at, self._expire, remote)
-        self._waiting[remote.number] = remote
-        future.add_done_callback(remote.dropped)
-        self._send_soon([remote])
+        self._waiting[pending] = asked
+        asked.add_done_callback(partial(self._answered, pending))
+        future.add_done_callback(lambda _: asked.cancel())
         return future
 
     def priority_of(self, sample: Sample | Rejected) -> int:
         return 0 if isinstance(sample, Rejected) else self._own_priority(sample) or 0
+
+    def cut_off(self, batch: Batch) -> None:
+        self._fail_all("cutoff", "the batch stopped waiting, its quorum was in", batch)
+
+    async def aclose(self) -> None:
+        self._fail_all("closed", "the engine was closed before the sample was scored")
+        self.dispatcher.close()
+        await self._client.aclose()
+        await self.dispatcher.aclose()
 
     def _own_priority(self, sample: Sample) -> int | None:
         if self._priorities is None:
             return None
         return self._priorities.validation if sample.split == "val" else self._priorities.train
 
-    def cut_off(self, batch: Batch) -> None:
-        cut = [remote for remote in self._waiting.values() if remote.member.batch is batch]
-        self.cancel(remote.number for remote in cut)
-        for remote in cut:
-            remote.fail("cutoff", "the batch stopped waiting, its quorum was in")
+    def _fail_all(self, reason: str, detail: str, batch: Batch | None = None) -> None:
+        """Fail the samples without an outcome, of `batch` or of all. Their ends cancel them at the server."""
+        for pending in list(self._waiting):
+            if batch is None or pending.member.batch is batch:
+                pending.end(Failed(Cause.INFRA, reason, detail))
 
-    def forget(self, remote: RemoteSample) -> None:
-        """Forget a sample that has ended."""
-        self._waiting.pop(remote.number, None)
-        self._unsent.pop(remote.number, None)
-        self._backlog.forget(remote)
-
-    def cancel(self, numbers: Iterable[int]) -> None:
-        """Let the server cancel samples."""
-        sent = [
-            number
-            for number in numbers
-            if (remote := self._waiting.get(number)) and number not in self._unsent and remote not in self._backlog
-        ]
-        if sent:
-            self._link.send({"cancel": sent})
-
-    async def aclose(self) -> None:
-        for remote in list(self._waiting.values()):
-            remote.fail("closed", _CLOSED)
-        self._backlog.close()
-        if self._flushing is not None:
-            self._flushing.cancel()
-        self.dispatcher.close()
-        await self._link.aclose()
-        await self.dispatcher.aclose()
-
-    # Called by the connection
-
-    def connected(self) -> None:
-        self._why = ""
-        self._backlog.clear()
-        self._unsent = dict(self._waiting)
-        self._flush()
-
-    def disconnected(self, why: str) -> None:
-        if not self._why:
-            _log.warning("the reward server at %s: %s; it is asked again", self._server.url, why)
-        self._why = why
-        self._backlog.clear()
-        self._unsent = dict(self._waiting)
-
-    def refused(self, reason: str, detail: str) -> None:
-        for remote in list(self._waiting.values()):
-            remote.fail(reason, f"the reward server at {self._server.url}: {detail}")
-
-    def answered(self, row: Mapping[str, Any]) -> None:
-        remote = self._waiting.get(row["id"])
-        if remote is None:
+    def _answered(self, pending: Pending, asked: asyncio.Future[Outcome]) -> None:
+        del self._waiting[pending]
+        if asked.cancelled():
+            pending.leave()
             return
-        if was_closed(row):
-            # Its server stops. The next one may score it.
-            self._backlog.put_off([remote], 1.0)
+        error = asked.exception()
+        if error is None:
+            pending.end(asked.result())
             return
-        try:
-            outcome = outcome_of_row(row, latency_s=self.now() - remote.submitted_at)
-        except RewardServerError as error:
-            outcome = Failed(Cause.INFRA, "server_refused", str(error))
-        remote.end(outcome)
-
-    def put_off(self, ids: Iterable[int], status: int, detail: str, after_s: float) -> None:
-        remotes = [remote for number in ids if (remote := self._waiting.get(number)) is not None]
-        if status in (429, 503):
-            self._why = detail
-            self._backlog.put_off(remotes, after_s)
-            return
-        for remote in remotes:
-            remote.fail("server_refused", f"the reward server at {self._server.url} answered {status}: {detail}")
-
-    def room(self, count: int) -> None:
-        remotes = self._backlog.take(count, order=lambda remote: (-(remote.priority or 0), remote.number))
-        if not len(self._backlog):
-            self._why = ""
-        self._send_now(remotes)
-
-    # Sending
-
-    def _ask_for_room(self, remotes: Collection[RemoteSample]) -> None:
-        # The next one may be too late for what is in front of it, and would keep the others from being sent.
-        left_s = max(remote.due_at for remote in remotes) - self.now()
-        self._link.send({"room": {"samples": len(remotes), "deadline_s": max(1e-3, left_s)}})
-
-    def _send_soon(self, remotes: list[RemoteSample]) -> None:
-        if len(self._backlog):
-            # The server is full. Those that wait for room already go first.
-            self._backlog.add(remotes)
-        else:
-            self._send_now(remotes)
-
-    def _send_now(self, remotes: Iterable[RemoteSample]) -> None:
-        self._unsent.update((remote.number, remote) for remote in remotes)
-        self._link.need()
-        if self._flushing is None and self._unsent:
-            # What is submitted in one step of the event loop goes in one frame.
-            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = None
-        if not self._link.open:
-            return
-        unsent, self._unsent = self._unsent, {}
-        parts: dict[tuple[Batch | None, float, int | None], list[RemoteSample]] = {}
-        for remote in unsent.values():
-            own = remote.member.batch
-            parts.setdefault((own if own.together else None, remote.due_at, remote.priority), []).append(remote)
-        now = self.now()
-        for (batch, due_at, priority), remotes in parts.items():
-            left_s = max(1e-3, due_at - now)
-            asked_s = left_s - min(LONGEST_MARGIN_S, MARGIN * left_s)
-            for part in _frames(remotes, min(BYTES_A_FRAME, self._server.facts.max_bytes // 2)):
-                self._link.send(
-                    {
-                        "ids": [remote.number for remote in part],
-                        "samples": [orjson.Fragment(remote.written) for remote in part],
-                        "deadline_s": asked_s,
-                        "priority": priority,
-                        "together": batch is not None,
-                    }
-                )
-
-    def _expire(self, remote: RemoteSample) -> None:
-        waited_s = self.now() - remote.submitted_at
-        self.cancel([remote.number])
-        if self._why:
-            detail = f"the reward server at {self._server.url}: {self._why}; waited {waited_s:.1f} s"
-            remote.fail("unreachable", detail)
-        else:
-            detail = f"the reward server at {self._server.url} had no outcome after {waited_s:.1f} s"
-            remote.fail("deadline", detail)
-
-
-def _frames(remotes: list[RemoteSample], most_bytes: int) -> Iterable[list[RemoteSample]]:
-    part: list[RemoteSample] = []
-    size = 0
-    for remote in remotes:
-        if part and (len(part) >= SAMPLES_A_FRAME or size + len(remote.written) > most_bytes):
-            yield part
-            part, size = [], 0
-        part.append(remote)
-        size += len(remote.written)
-    if part:
-        yield part
+        reason = error.reason if isinstance(error, RewardServerError) else "bug"
+        detail = f"{error}{_OTHER_JUDGES}" if reason == "other_judges" else str(error)
+        pending.end(Failed(Cause.INFRA, reason, detail))

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ..client.reward_server import RemoteServer, open_server
 from ..config import Config, configured_name
 from ..config.several_keys import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
@@ -19,6 +18,7 @@ from ..scheduling import Upstream, Upstreams, open_upstreams
 from ..sharing.channels import OpenedChannel, channel_of, source_keys
 from ..sharing.membership import Channel, Membership
 from ..sources import Source
+from .remote import RemoteServer, open_server
 from .source_starts import SourceStarts, has_servers
 from .start_probe import StartProbe
 

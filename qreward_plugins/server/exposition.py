@@ -7,7 +7,7 @@ nothing is counted twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -29,11 +29,11 @@ _COUNTED = {
     "thinking_tokens": "Completion tokens that were thoughts.",
     "cost_usd": "US dollars of all replies.",
 }
-
-
 _MOST_REPLICAS = 128
 """Most replicas of a source that have series of their own, in the order of the configuration."""
 _HEALTH = ("up", "half_open", "backing_off", "draining", "down")
+
+_Rows = Iterable[tuple[Sequence[str], float]]
 
 
 def exposition(statistics: EngineStatistics, under_way: int, requests: Counter[tuple[str, int]]) -> bytes:
@@ -54,53 +54,41 @@ class _Collector:
         yield CounterMetricFamily("qreward_samples_submitted", "Samples submitted.", now.submitted)
         yield CounterMetricFamily("qreward_samples_scored", "Samples with a reward.", now.scored)
         yield CounterMetricFamily("qreward_samples_cached", "Rewards that come from the journal.", now.cached)
-        failed = CounterMetricFamily("qreward_samples_failed", "Samples without a reward.", labels=["cause", "reason"])
-        for label, count in now.failed.items():
-            failed.add_metric(label.split("/", 1), count)
-        yield failed
-        for name, help_text in _COUNTED.items():
-            family = CounterMetricFamily(f"qreward_source_{name}", help_text, labels=["source"])
-            for source, numbers in now.sources.items():
-                family.add_metric([source], getattr(numbers, name))
-            yield family
-        in_flight = GaugeMetricFamily("qreward_source_in_flight", "Attempts under way.", labels=["source"])
-        state = GaugeMetricFamily("qreward_source_state", "1 for the present state.", labels=["source", "state"])
-        for source, numbers in now.sources.items():
-            in_flight.add_metric([source], numbers.in_flight)
-            state.add_metric([source, numbers.state], 1.0)
-        yield in_flight
-        yield state
-        yield from _replicas(now)
-        served = CounterMetricFamily("qreward_http_requests", "HTTP requests.", labels=["path", "status"])
-        for (path, status), count in self._requests.items():
-            served.add_metric([path, str(status)], count)
-        yield served
+        failed = [(label.split("/", 1), count) for label, count in now.failed.items()]
+        yield _counter("samples_failed", "Samples without a reward.", "cause reason", failed)
+        sources = now.sources.items()
+        for name, text in _COUNTED.items():
+            yield _counter(f"source_{name}", text, "source", [([key], getattr(one, name)) for key, one in sources])
+        in_flight = [([key], one.in_flight) for key, one in sources]
+        yield _gauge("source_in_flight", "Attempts under way.", "source", in_flight)
+        states = [([key, one.state], 1.0) for key, one in sources]
+        yield _gauge("source_state", "1 for the present state.", "source state", states)
+        replicas = [([key, each.base_url], each) for key, one in sources for each in one.replicas[:_MOST_REPLICAS]]
+        for name, text, make in _OF_REPLICAS if replicas else ():
+            yield make(f"replica_{name}", text, "source replica", [(key, getattr(one, name)) for key, one in replicas])
+        health = [([*key, name], float(name == one.health)) for key, one in replicas for name in _HEALTH]
+        if health:
+            yield _gauge("replica_health", "1 for the present health.", "source replica health", health)
+        served = [([path, str(status)], count) for (path, status), count in self._requests.items()]
+        yield _counter("http_requests", "HTTP requests.", "path status", served)
 
 
-def _replicas(now: EngineStatistics) -> Iterator[Metric]:
-    labels = ["source", "replica"]
-    requests = CounterMetricFamily("qreward_replica_requests", "Requests that were sent.", labels=labels)
-    failures = CounterMetricFamily(
-        "qreward_replica_failures", "Requests that it did not answer, or alone refused.", labels=labels
-    )
-    in_flight = GaugeMetricFamily("qreward_replica_in_flight", "Requests under way.", labels=labels)
-    pending = GaugeMetricFamily("qreward_replica_pending_tokens", "Tokens under way (estimated).", labels=labels)
-    hits = GaugeMetricFamily("qreward_replica_prefix_hit_rate", "Share of cached prompt tokens.", labels=labels)
-    cache = GaugeMetricFamily("qreward_replica_cache_use", "Share of the KV cache in use.", labels=labels)
-    health = GaugeMetricFamily("qreward_replica_health", "1 for the present health.", labels=[*labels, "health"])
-    for source, numbers in now.sources.items():
-        for one in numbers.replicas[:_MOST_REPLICAS]:
-            at = [source, one.base_url]
-            requests.add_metric(at, one.requests)
-            failures.add_metric(at, one.failures)
-            in_flight.add_metric(at, one.in_flight)
-            pending.add_metric(at, one.pending_tokens)
-            if one.prefix_hit_rate == one.prefix_hit_rate:
-                hits.add_metric(at, one.prefix_hit_rate)
-            if one.cache_use is not None:
-                cache.add_metric(at, one.cache_use)
-            for name in _HEALTH:
-                health.add_metric([*at, name], float(name == one.health))
-    for family in (requests, failures, in_flight, pending, hits, cache, health):
-        if family.samples:
-            yield family
+def _counter(name: str, text: str, labels: str, rows: _Rows) -> Metric:
+    return _filled(CounterMetricFamily(f"qreward_{name}", text, labels=labels.split()), rows)
+
+
+def _gauge(name: str, text: str, labels: str, rows: _Rows) -> Metric:
+    return _filled(GaugeMetricFamily(f"qreward_{name}", text, labels=labels.split()), rows)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, rows: _Rows) -> Metric:
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+_OF_REPLICAS = (
+    ("requests", "Requests that were sent.", _counter),
+    ("failures", "Requests that it did not answer, or alone refused.", _counter),
+    ("in_flight", "Requests under way.", _gauge),
+)

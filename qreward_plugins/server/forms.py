@@ -10,71 +10,90 @@ Sources: slime v0.3.1 `slime/rollout/rm_hub/__init__.py` (remote_rm); OpenRLHF 3
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
+from aiohttp import web
 
 from ..client.rows import FRAMEWORK_PROMPT
 from ..errors import InputError
 from ..files import message_list, sample_of, to_result
 from ..samples import Failed, Outcome, Sample, Scored
-from .model_calls.terms import read_priority
-from .replies import Refused
+from ..samples.check import Unreadable
+from .model_calls.formats import read_priority
+from .proxy import PREFIXES, in_form
 
-MISSING_STATUS = {"verdict": 502, "policy": 422}
+_MISSING_STATUS = {"verdict": 502, "policy": 422}
 """HTTP status of a missing reward by the cause of the failure. Infra: 503, and 504 if time was up."""
 _TIME_UP = ("deadline", "cutoff")
 _BODY = "the body"
+_AS_THEY_ARE = {"group_id": "group_id", "step": "step", "split": "split", FRAMEWORK_PROMPT: "prompt"}
+"""Columns of a row of `/score` that set fields of the sample as they are."""
+_LONGEST_START = 64
+"""Most characters before the prompt in a query of OpenRLHF: tokens such as `<|begin_of_text|>`."""
+_ANY = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+class Refused(Exception):
+    """A request that is answered with an error.
+
+    `cause` is that of a missing reward. `retry_after_s`: seconds after which the request may be sent again.
+    """
+
+    def __init__(
+        self, status: int, reason: str, detail: str, *, cause: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status, self.reason, self.detail = status, reason, detail
+        self.cause, self.retry_after_s = cause, retry_after_s
+
+    def response(self, request: web.Request) -> web.Response:
+        """Return the reply, in the form of the client that sent `request`."""
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(math.ceil(self.retry_after_s))}
+        if request.path.startswith(PREFIXES):
+            return in_form(request, self.status, self.reason, self.detail, headers.get("Retry-After"))
+        error = {"cause": self.cause, "reason": self.reason, "detail": self.detail}
+        return json_reply({"error": error}, self.status, headers)
+
+
+def json_reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Return a JSON value."""
+    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """What a request asks for. `single`: one sample that is not in a list, so that the reply is none, either."""
+    """What a request asks for. `single`: one sample that is not in a list, so that the reply is none, either.
+    `together`: the samples are one batch; otherwise they came one by one.
+    """
 
     samples: Sequence[Sample]
     single: bool
     deadline_s: float | None = None
     priority: int | None = None
+    together: bool = True
 
 
-class Form(ABC):
-    """One form of request and reply. `read` raises `InputError` for a body that is not in this form."""
+@dataclass(frozen=True)
+class Form:
+    """A form of request and reply. `read` raises `InputError` for a body that is not in this form. `write` is called
+    when every sample has a reward, and with whether the request was single.
+    """
 
-    path: ClassVar[str]
-    summary: ClassVar[str]
-    """One line for the API description."""
-    request: ClassVar[Mapping[str, Any]]
-    reply: ClassVar[Mapping[str, Any]]
-    """JSON schemas, for the API description."""
+    read: Callable[[Mapping[str, Any]], ScoreRequest]
+    write: Callable[[Sequence[Scored], bool], Any]
 
-    @abstractmethod
-    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
-        """Return the samples of a body."""
-
-    @abstractmethod
-    def answer(self, score_request: ScoreRequest, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
-        """Return the reply and its status. Raises `Refused` if the form cannot express the outcomes."""
-
-
-class RewardsForm(Form):
-    """A form that cannot express a missing reward. Its reply is then an error about the first missing one."""
-
-    def answer(self, score_request: ScoreRequest, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
-        scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
-        if len(scored) == len(outcomes):
-            return self.write(scored, single=score_request.single), 200
+    def answer(self, asked: ScoreRequest, outcomes: Sequence[Outcome]) -> Any:
+        """Return the reply. Raises `Refused` if a sample has no reward."""
         missing = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        failed = missing[0]
+        if not missing:
+            return self.write([outcome for outcome in outcomes if isinstance(outcome, Scored)], asked.single)
         several = f" ({len(missing)} of {len(outcomes)} samples have no reward)" if len(outcomes) > 1 else ""
-        detail = f"{failed.describe()}{several}"
-        raise Refused(status_of(failed), failed.reason, detail, cause=failed.cause.value)
-
-    @abstractmethod
-    def write(self, outcomes: Sequence[Scored], *, single: bool) -> Any:
-        """Return the reply, when every sample has a reward."""
+        detail = f"{missing[0].describe()}{several}"
+        raise Refused(status_of(missing[0]), missing[0].reason, detail, cause=missing[0].cause.value)
 
 
 def status_of(outcome: Outcome) -> int:
@@ -83,26 +102,71 @@ def status_of(outcome: Outcome) -> int:
         return 200
     if outcome.reason == "input":
         return 422
-    if outcome.reason in _TIME_UP:
-        return 504
-    return MISSING_STATUS.get(outcome.cause.value, 503)
+    return 504 if outcome.reason in _TIME_UP else _MISSING_STATUS.get(outcome.cause.value, 503)
+
+
+# Our own form
+
+
+def read_score(body: Mapping[str, Any]) -> ScoreRequest:
+    """Return what a body of `/score` asks for: one row, or `{"samples": [rows]}`. Rows have the columns that `qreward
+    score` reads, and may have `group_id`, `step` and `split`. A row of several that cannot be read fails alone.
+
+    Raises `InputError`.
+    """
+    rest = dict(body)
+    deadline_s, priority = rest.pop("deadline_s", None), rest.pop("priority", None)
+    together = rest.pop("together", True) is not False
+    if deadline_s is not None and not (
+        isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool) and deadline_s > 0
+    ):
+        raise InputError("deadline_s must be a number of seconds above 0")
+    if priority is not None:
+        priority = read_priority(priority, "priority")
+    if "samples" not in rest:
+        return ScoreRequest([_sample_of_row(rest, _BODY)], True, deadline_s, priority, together)
+    rows = rest.pop("samples")
+    if rest:
+        raise InputError(f"{_BODY} has samples and also {', '.join(sorted(rest))}; write these into each sample")
+    if not isinstance(rows, list):
+        raise InputError(f"samples must be a list of objects, not {_kind(rows)}")
+    return ScoreRequest([_read_row(row) for row in rows], False, deadline_s, priority, together)
 
 
 def result_of(sample: Sample, outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as a row of `/score`: the columns of `qreward score`, with the HTTP status and the id."""
-    row = {"id": sample.id, "status": status_of(outcome), **to_result(outcome)}
+    row = {"id": sample.id if isinstance(sample.id, str) else None, "status": status_of(outcome), **to_result(outcome)}
     returned = outcome.verdict.returned if isinstance(outcome, Scored) else None
     if returned is not None:
-        row["returned"] = _plain(returned)
+        row["returned"] = {_text(str(name)): _plain(value) for name, value in returned.items()}
     return row
 
 
-def _plain(returned: Mapping[str, Any]) -> dict[str, Any]:
+def _read_row(row: Any) -> Sample:
+    try:
+        return _sample_of_row(row, "the row")
+    except InputError as error:
+        return Sample(messages=Unreadable(f"cannot be read: {error}"), response="")  # type: ignore[arg-type]
+
+
+def _sample_of_row(row: Any, where: str) -> Sample:
+    if not isinstance(row, Mapping):
+        raise InputError(f"{where} must be an object, not {_kind(row)}")
+    # The engine checks the values, so that a wrong one fails its own sample.
+    fields: dict[str, Any] = {name: row[key] for key, name in _AS_THEY_ARE.items() if row.get(key) is not None}
+    rest = {key: value for key, value in row.items() if key not in _AS_THEY_ARE}
+    if "prompt" in fields and rest.get("messages") == []:
+        # The prompt of the framework may be all there is.
+        rest["messages"], fields["messages"] = "-", ()
+    if row.get("id") is None:
+        # A service may be sent the id, so no other one may take the place of none.
+        fields["id"] = None
+    sample = sample_of(rest, name="", where=where)
+    return replace(sample, **fields) if fields else sample
+
+
+def _plain(value: Any) -> Any:
     """Return what a reward function returned, with texts for values that JSON cannot express."""
-    return {_text(str(name)): _plain_value(value) for name, value in returned.items()}
-
-
-def _plain_value(value: Any) -> Any:
     try:
         return orjson.loads(orjson.dumps(value, default=repr, option=_ANY))
     except (TypeError, ValueError, RecursionError):
@@ -114,256 +178,95 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-_ANY = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+# slime's `--rm-type remote_rm --rm-url`: prompt, response, label; the reply is the reward alone
 
 
-class ScoreForm(Form):
-    """Our own form: one row, or `{"samples": [rows]}`. Rows have the columns that `qreward score` reads, and may have
-    `group_id`, `step` and `split`.
-    """
+def _read_slime(body: Mapping[str, Any]) -> ScoreRequest:
+    row = {"prompt": body.get("prompt"), "response": body.get("response"), "ground_truth": body.get("label")}
+    return ScoreRequest([sample_of(row, name="0", where=_BODY)], True)
 
-    path = "/score"
-    summary = "Score one sample, or many."
-    request: ClassVar[Mapping[str, Any]] = {
-        "type": "object",
-        "properties": {
-            "samples": {"type": "array", "items": {"type": "object"}},
-            "deadline_s": {"type": "number", "exclusiveMinimum": 0},
-            "priority": {"type": ["integer", "string"]},
-            "messages": {},
-            "response": {"type": "string"},
-            "ground_truth": {},
-            "data_source": {"type": "string"},
-        },
+
+def _write_slime(outcomes: Sequence[Scored], single: bool) -> Any:
+    return outcomes[0].reward
+
+
+# OpenRLHF's `--reward.remote_url`: lists of query (prompt and response), prompts and labels. Its trainer sends empty
+# lists to all servers but the first, and expects empty lists back
+
+
+def _read_openrlhf(body: Mapping[str, Any]) -> ScoreRequest:
+    queries, prompts = _texts(body, "query"), _texts(body, "prompts")
+    labels = [None] * len(queries) if body.get("labels") is None else body["labels"]
+    if not isinstance(labels, list):
+        raise InputError(f"labels must be a list, not {_kind(labels)}")
+    _check_lengths(query=queries, prompts=prompts, labels=labels)
+    samples = [
+        Sample(message_list(prompt, f"prompts[{n}]"), _after(prompt, query, n), ground_truth=label, id=str(n))
+        for n, (query, prompt, label) in enumerate(zip(queries, prompts, labels, strict=True))
+    ]
+    return ScoreRequest(samples, False)
+
+
+def _write_openrlhf(outcomes: Sequence[Scored], single: bool) -> Any:
+    rewards, components = [each.reward for each in outcomes], [each.verdict.components for each in outcomes]
+    # The trainer makes a tensor of each list, so only numbers that all samples have can be logged.
+    names = sorted(set.intersection(*map(set, components))) if components else []
+    return {
+        "rewards": rewards,
+        "scores": rewards,
+        "extra_logs": {name: [c[name] for c in components] for name in names},
     }
-    reply: ClassVar[Mapping[str, Any]] = {
-        "type": "object",
-        "properties": {
-            "reward": {"type": ["number", "null"]},
-            "status": {"type": "integer"},
-            "results": {"type": "array", "items": {"type": "object"}},
-            "missing": {"type": "integer"},
-        },
-    }
-    _NAMING: ClassVar[Mapping[str, str]] = {
-        "group_id": "group_id",
-        "step": "step",
-        "split": "split",
-        FRAMEWORK_PROMPT: "prompt",
-    }
-    """Columns of a row that set fields of the sample as they are."""
-
-    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
-        rest = dict(body)
-        deadline_s, priority = rest.pop("deadline_s", None), rest.pop("priority", None)
-        if deadline_s is not None and not (_is_number(deadline_s) and deadline_s > 0):
-            raise InputError("deadline_s must be a number of seconds above 0")
-        if priority is not None:
-            priority = read_priority(priority, "priority")
-        if "samples" not in rest:
-            return ScoreRequest([self.sample(rest, _BODY, "0")], True, deadline_s, priority)
-        rows = rest.pop("samples")
-        if rest:
-            raise InputError(f"{_BODY} has samples and also {', '.join(sorted(rest))}; write these into each sample")
-        if not isinstance(rows, list):
-            raise InputError(f"samples must be a list of objects, not {_kind(rows)}")
-        return ScoreRequest(
-            [self.sample(row, f"samples[{number}]", str(number)) for number, row in enumerate(rows)],
-            False,
-            deadline_s,
-            priority,
-        )
-
-    def answer(self, score_request: ScoreRequest, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
-        rows = [result_of(sample, outcome) for sample, outcome in zip(score_request.samples, outcomes, strict=True)]
-        if score_request.single:
-            return rows[0], rows[0]["status"]
-        missing = sum(row["reward"] is None for row in rows)
-        # Some samples may have rewards, so the reply is no error, but says that it is not whole.
-        return {"results": rows, "missing": missing}, 207 if missing else 200
-
-    def sample(self, row: Any, where: str, name: str) -> Sample:
-        """Return the sample of a row. `where` begins a message; `name` is the id of a row without one.
-
-        Raises `InputError`.
-        """
-        if not isinstance(row, Mapping):
-            raise InputError(f"{where} must be an object, not {_kind(row)}")
-        naming: dict[str, Any] = {
-            field: row[column] for column, field in self._NAMING.items() if row.get(column) is not None
-        }
-        # The engine checks the values, so that a wrong one fails its own sample.
-        rest = {key: value for key, value in row.items() if key not in self._NAMING}
-        if "prompt" in naming and rest.get("messages") == []:
-            # The prompt of the framework may be all there is.
-            rest["messages"], naming["messages"] = "-", ()
-        sample = sample_of(rest, name=name, where=where)
-        return replace(sample, **naming) if naming else sample
-
-
-class SlimeForm(RewardsForm):
-    """slime's `--rm-type remote_rm --rm-url`: prompt, response, label; the reply is the reward alone."""
-
-    path = "/slime"
-    summary = "slime: --rm-type remote_rm --rm-url URL/slime"
-    request: ClassVar[Mapping[str, Any]] = {
-        "type": "object",
-        "required": ["prompt", "response"],
-        "properties": {"prompt": {}, "response": {"type": "string"}, "label": {}},
-    }
-    reply: ClassVar[Mapping[str, Any]] = {"type": "number"}
-
-    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
-        row = {"prompt": body.get("prompt"), "response": body.get("response"), "ground_truth": body.get("label")}
-        return ScoreRequest([sample_of(row, name="0", where=_BODY)], True)
-
-    def write(self, outcomes: Sequence[Scored], *, single: bool) -> Any:
-        return outcomes[0].reward
-
-
-class OpenRLHFForm(RewardsForm):
-    """OpenRLHF's `--reward.remote_url`: lists of query (prompt and response), prompts and labels.
-
-    Its trainer sends empty lists to all servers but the first, and expects empty lists back.
-    """
-
-    path = "/openrlhf"
-    summary = "OpenRLHF: --reward.remote_url URL/openrlhf"
-    request: ClassVar[Mapping[str, Any]] = {
-        "type": "object",
-        "required": ["query", "prompts"],
-        "properties": {
-            "query": {"type": "array", "items": {"type": "string"}},
-            "prompts": {"type": "array", "items": {"type": "string"}},
-            "labels": {"type": "array"},
-        },
-    }
-    reply: ClassVar[Mapping[str, Any]] = {
-        "type": "object",
-        "properties": {
-            "rewards": {"type": "array", "items": {"type": "number"}},
-            "scores": {"type": "array", "items": {"type": "number"}},
-            "extra_logs": {"type": "object"},
-        },
-    }
-
-    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
-        queries, prompts = _texts(body, "query"), _texts(body, "prompts")
-        labels = body.get("labels")
-        if labels is None:
-            labels = [None] * len(queries)
-        if not isinstance(labels, list):
-            raise InputError(f"labels must be a list, not {_kind(labels)}")
-        if not len(queries) == len(prompts) == len(labels):
-            raise InputError(
-                f"query, prompts and labels must have one length; they have {len(queries)}, {len(prompts)} and "
-                f"{len(labels)}"
-            )
-        return ScoreRequest(
-            [
-                Sample(
-                    messages=message_list(prompt, f"prompts[{number}]"),
-                    response=_after(prompt, query, number),
-                    ground_truth=label,
-                    id=str(number),
-                )
-                for number, (query, prompt, label) in enumerate(zip(queries, prompts, labels, strict=True))
-            ],
-            False,
-        )
-
-    def write(self, outcomes: Sequence[Scored], *, single: bool) -> Any:
-        rewards = [outcome.reward for outcome in outcomes]
-        names = sorted({name for outcome in outcomes for name in outcome.verdict.components})
-        # The trainer makes a tensor of each list, so only numbers that all samples have can be logged.
-        logs = {
-            name: [outcome.verdict.components[name] for outcome in outcomes]
-            for name in names
-            if all(name in outcome.verdict.components for outcome in outcomes)
-        }
-        return {"rewards": rewards, "scores": rewards, "extra_logs": logs}
-
-
-class GetRewardForm(RewardsForm):
-    """The molecular verifier's `/get_reward`: metadata, query (the response) and prompts, each a value or a list.
-
-    Metadata are the extras of a sample; `ground_truth` and `data_source` in it have their usual meaning.
-    """
-
-    path = "/get_reward"
-    summary = "Molecular verifier: query, prompts and metadata, single or in lists."
-    request: ClassVar[Mapping[str, Any]] = {
-        "type": "object",
-        "required": ["metadata", "query"],
-        "properties": {"metadata": {}, "query": {}, "prompts": {}},
-    }
-    reply: ClassVar[Mapping[str, Any]] = {
-        "type": "object",
-        "properties": {
-            "reward": {"type": "number"},
-            "rewards": {"type": "array", "items": {"type": "number"}},
-            "meta": {"type": "object"},
-            "metas": {"type": "array", "items": {"type": "object"}},
-            "error": {"type": ["string", "null"]},
-            "next_turn_feedback": {"type": ["string", "null"]},
-        },
-    }
-
-    def read(self, body: Mapping[str, Any]) -> ScoreRequest:
-        for key in ("metadata", "query"):
-            if body.get(key) is None:
-                raise InputError(f"{key} is missing")
-        given = body.get("prompts", body.get("prompt"))
-        single = not isinstance(body["query"], list)
-        metadata, queries = _listed(body["metadata"]), _listed(body["query"])
-        prompts = [""] * len(queries) if given is None else _listed(given)
-        if not len(metadata) == len(queries) == len(prompts):
-            raise InputError(
-                f"metadata, query and prompts must have one length; they have {len(metadata)}, {len(queries)} and "
-                f"{len(prompts)}"
-            )
-        return ScoreRequest(
-            [self._sample(*row, number) for number, row in enumerate(zip(metadata, queries, prompts, strict=True))],
-            single,
-        )
-
-    def write(self, outcomes: Sequence[Scored], *, single: bool) -> Any:
-        metas = [to_result(outcome) for outcome in outcomes]
-        rewards = [outcome.reward for outcome in outcomes]
-        shared = {"error": None, "next_turn_feedback": None}
-        if single:
-            return {"reward": rewards[0], "meta": metas[0], **shared}
-        return {"rewards": rewards, "metas": metas, **shared}
-
-    def _sample(self, metadata: Any, query: Any, prompt: Any, number: int) -> Sample:
-        where = f"item {number}"
-        if not isinstance(metadata, Mapping):
-            raise InputError(f"{where}: metadata must be an object, not {_kind(metadata)}")
-        # A row's own columns would be read from the metadata otherwise.
-        known = {key: metadata[key] for key in ("ground_truth", "data_source") if key in metadata}
-        extras = {key: value for key, value in metadata.items() if key not in known}
-        return replace(
-            sample_of({**known, "prompt": prompt, "response": query}, name=str(number), where=where), extras=extras
-        )
-
-
-FORMS: tuple[Form, ...] = (ScoreForm(), SlimeForm(), OpenRLHFForm(), GetRewardForm())
-"""Every form that a server takes, each at its own path."""
 
 
 def _after(prompt: str, query: str, number: int) -> str:
     """Return what follows `prompt` in `query`; a tokenizer may have put a token for the start before it."""
-    before, found, response = query.partition(prompt)
+    before, found, response = query.partition(prompt) if prompt else ("", "", query)
     if prompt and (not found or len(before) > _LONGEST_START):
         raise InputError(
             f"query[{number}] does not begin with prompts[{number}], so its response cannot be told from the prompt; "
             "send the prompt as the tokenizer decodes it, or use /score"
         )
-    return response if prompt else query
+    return response
 
 
-_LONGEST_START = 64
-"""Most characters before the prompt in a query: tokens such as `<|begin_of_text|>`."""
+# The molecular verifier's `/get_reward`: metadata, query (the response) and prompts, each a value or a list. Metadata
+# are the extras of a sample; `ground_truth` and `data_source` in it have their usual meaning
+
+
+def _read_get_reward(body: Mapping[str, Any]) -> ScoreRequest:
+    for key in ("metadata", "query"):
+        if body.get(key) is None:
+            raise InputError(f"{key} is missing")
+    metadata, queries = _listed(body["metadata"]), _listed(body["query"])
+    given = body.get("prompts", body.get("prompt"))
+    prompts = [""] * len(queries) if given is None else _listed(given)
+    _check_lengths(metadata=metadata, query=queries, prompts=prompts)
+    rows = zip(metadata, queries, prompts, strict=True)
+    return ScoreRequest([_molecule(*row, n) for n, row in enumerate(rows)], not isinstance(body["query"], list))
+
+
+def _write_get_reward(outcomes: Sequence[Scored], single: bool) -> Any:
+    metas, rewards = [to_result(outcome) for outcome in outcomes], [outcome.reward for outcome in outcomes]
+    found = {"reward": rewards[0], "meta": metas[0]} if single else {"rewards": rewards, "metas": metas}
+    return {**found, "error": None, "next_turn_feedback": None}
+
+
+def _molecule(metadata: Any, query: Any, prompt: Any, number: int) -> Sample:
+    where = f"item {number}"
+    if not isinstance(metadata, Mapping):
+        raise InputError(f"{where}: metadata must be an object, not {_kind(metadata)}")
+    # A row's own columns would be read from the metadata otherwise.
+    known = {key: metadata[key] for key in ("ground_truth", "data_source") if key in metadata}
+    sample = sample_of({**known, "prompt": prompt, "response": query}, name=str(number), where=where)
+    return replace(sample, extras={key: value for key, value in metadata.items() if key not in known})
+
+
+FORMS = {
+    "/slime": Form(_read_slime, _write_slime),
+    "/openrlhf": Form(_read_openrlhf, _write_openrlhf),
+    "/get_reward": Form(_read_get_reward, _write_get_reward),
+}
+"""The forms of other programs, each at its own path."""
 
 
 def _texts(body: Mapping[str, Any], key: str) -> list[str]:
@@ -377,8 +280,13 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _check_lengths(**lists: list[Any]) -> None:
+    lengths = [len(each) for each in lists.values()]
+    if len(set(lengths)) > 1:
+        *names, last = lists
+        *counts, most = map(str, lengths)
+        names_text, counts_text = ", ".join(names), ", ".join(counts)
+        raise InputError(f"{names_text} and {last} must have one length; they have {counts_text} and {most}")
 
 
 def _kind(value: Any) -> str:

@@ -23,15 +23,15 @@ PREFIXES = ("/v1/", "/v1beta/")
 KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 """Headers in which clients of Anthropic and Gemini send their key."""
 READ_WITHIN_S = 60.0
-"""Most seconds in which a client reads a piece of a stream. Then its connection is closed, and its place is free."""
+"""Most seconds in which a caller reads a piece of a stream. Then its connection is broken, and its place is free."""
 _RETRIED = (429, 503)
 """Statuses after which a client may ask this server again, if a reply says when."""
 
-Admission = Callable[[web.Request], AbstractContextManager[None]]
+Admission = Callable[[], AbstractContextManager[None]]
 
 
 class ProxyPaths:
-    """Answers the paths of the proxy. `admission` counts a request while it is under way, or raises a refusal."""
+    """Answers the paths of the proxy. `admission` counts a call while it is under way, or raises a refusal."""
 
     def __init__(self, engine: RewardEngine, admission: Admission) -> None:
         self._proxy = Proxy(engine)
@@ -51,7 +51,7 @@ class ProxyPaths:
         incoming = ClientRequest(request.method, path, request.headers, body)
         if format_of(path) is None:
             return whole(await self._proxy.answer(incoming))
-        with self._admission(request):
+        with self._admission():
             reply = await self._proxy.answer(incoming)
             if reply.pieces is None:
                 return whole(reply)
@@ -64,14 +64,8 @@ class ProxyPaths:
         try:
             await response.prepare(request)
             async for piece in reply.pieces:
-                with anyio.fail_after(READ_WITHIN_S):
-                    await response.write(piece)
-            with anyio.fail_after(READ_WITHIN_S):
-                await response.write_eof()
-        except TimeoutError:
-            if request.transport is not None:
-                # Closing would wait until the client has read what is buffered.
-                request.transport.abort()
+                await written(request, response, piece)
+            await written(request, response, None)
         except (ReplyBroken, ConnectionError):
             # Closed without the end of the body, the connection tells the client that the reply is not whole.
             response.force_close()
@@ -80,6 +74,20 @@ class ProxyPaths:
         finally:
             await asyncio.shield(reply.pieces.aclose())
         return response
+
+
+async def written(request: web.Request, response: web.StreamResponse, piece: bytes | None) -> None:
+    """Write a piece of a stream, or its end (None). Raises `ConnectionError` if the caller has gone, or does not read
+    it within `READ_WITHIN_S`; its connection is broken then.
+    """
+    try:
+        with anyio.fail_after(READ_WITHIN_S):
+            await (response.write_eof() if piece is None else response.write(piece))
+    except TimeoutError:
+        if request.transport is not None:
+            # Closing would wait until the caller has read what is buffered.
+            request.transport.abort()
+        raise ConnectionAbortedError("the caller does not read") from None
 
 
 def whole(reply: ClientReply) -> web.Response:

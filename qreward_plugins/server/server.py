@@ -1,39 +1,39 @@
 """The reward server: one engine behind HTTP, so that every process and every framework shares its queue and its limits.
 
 It adds no rule to the engine. A request becomes samples, outcomes become a reply. A missing reward is an HTTP status
-and a cause, never 0.0 and never null without a cause. aiohttp serves, because the sources use it already: it caps
-bodies, and it cancels a handler whose caller has gone, which frees the attempts of that caller.
+and a cause, never 0.0 and never null without a cause. Not more than `max_samples` samples are under way, and their
+deadlines do the rest. aiohttp serves, because the sources use it already: it caps bodies, and it cancels a handler
+whose caller has gone, which frees the attempts of that caller.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import ipaddress
+import asyncio
 import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import anyio
 import orjson
 from aiohttp import web
+from anyio import to_thread
 
-from ..client.facts import FACTS_PATH
-from ..client.link import PATH as ENGINE_PATH
+from ..client.rows import FACTS_PATH, JUDGES_HEADER, LINES, ServerFacts
+from ..config import Config
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError
-from ..samples import Outcome
-from .admission import Admission
-from .description import describe
-from .engines import Engines
-from .forms import FORMS, Form, ScoreRequest
-from .model_calls.terms import read_terms
-from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths
-from .replies import Refused, json_reply
+from ..samples import Cause, Failed, Outcome, Sample
+from ..system.cancellation import cancel_futures
+from .access import OPEN_PATHS, Access
+from .facts import facts_of
+from .forms import FORMS, Form, Refused, ScoreRequest, json_reply, read_score, result_of
+from .model_calls.formats import read_terms
+from .proxy import ProxyPaths, written
 
 _log = logging.getLogger("qreward_plugins.server")
 
@@ -46,8 +46,13 @@ BODY_WITHIN_S = 60.0
 """Most seconds in which the body of a request arrives; later ones get 408."""
 IDLE_S = 75.0
 """Seconds after which a connection without a whole request head is closed."""
-_OPEN_PATHS = ("/healthz", "/readyz")
-"""Paths that need no token: an orchestrator asks them, and they tell nothing about samples."""
+SIGN_OF_LIFE_S = 15.0
+"""A reply of lines has an empty one after so many seconds without an outcome."""
+RETRY_AFTER_S = 1.0
+"""Seconds after which a server that is full, or about to stop, may be asked again."""
+_LARGE_BODY_BYTES = 2**20
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RewardServer:
@@ -58,7 +63,7 @@ class RewardServer:
         host, port: where it listens; port 0 lets the system choose.
         token: callers must send it as `Authorization: Bearer`. None: no token, which only a loopback address allows.
         max_body_bytes: larger bodies are refused with 413.
-        max_samples: most samples under way; more are refused with 429.
+        max_samples: most samples and calls under way; a request that would exceed it is refused with 429.
 
     Raises `InputError` for a host that others can reach without a token, and for numbers out of range.
     """
@@ -73,38 +78,34 @@ class RewardServer:
         max_body_bytes: int = MOST_BODY_BYTES,
         max_samples: int = MOST_SAMPLES,
     ) -> None:
-        if token is not None and not token.strip():
-            raise InputError("the token is empty; set a long random text, or none on a loopback address")
-        if token is None and not _is_loopback(host):
-            raise InputError(
-                f"{host} can be reached by others, so a token is needed: put it into an environment variable and name "
-                "that variable with --token-env; or listen on 127.0.0.1"
-            )
         if max_body_bytes < 1 or max_samples < 1:
             raise InputError("max_body_bytes and max_samples must be at least 1")
         self._engine = engine
         self._host, self._port = host, port
-        self._token = None if token is None else _digest(token.strip())
-        self._max_body_bytes = max_body_bytes
-        self._admission = Admission(max_samples)
-        self._engines = Engines(engine, self._admission, max_bytes=max_body_bytes)
+        self._access = Access(token, host)
+        self._max_body_bytes, self._max_samples = max_body_bytes, max_samples
+        self._known_facts: tuple[Config, ServerFacts] | None = None
         self._requests: Counter[tuple[str, int]] = Counter()
         self._runner: web.AppRunner | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.under_way = 0
+        """Samples and calls that were taken in and have no outcome yet."""
         self.url = ""
         """Its address, when it listens."""
 
     async def start(self) -> None:
         """Listen. Raises `InputError` if the address is in use or is none of this machine."""
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._answer])
-        for form in FORMS:
-            app.router.add_post(form.path, self._handler(form))
-        ProxyPaths(self._engine, self._client_call).add_to(app.router)
-        app.router.add_get(ENGINE_PATH, self._engines.serve)
+        app.router.add_post("/score", self._score)
+        for path, form in FORMS.items():
+            app.router.add_post(path, partial(self._in_form, form))
+        ProxyPaths(self._engine, self._under_way).add_to(app.router)
         app.router.add_get(FACTS_PATH, self._facts)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/readyz", self._ready)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/openapi.json", self._description)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=REPLY_WITHIN_S, keepalive_timeout=IDLE_S
         )
@@ -128,19 +129,18 @@ class RewardServer:
 
         Return the number of samples that have none after `within_s` seconds. Closing the engine fails them.
         """
-        self._admission.draining = True
+        self._draining = True
         try:
             with anyio.fail_after(within_s):
-                await self._admission.idle()
+                await self._idle.wait()
         except TimeoutError:
-            _log.warning("%d samples have no outcome after %g s", self._admission.under_way, within_s)
-        return self._admission.under_way
+            _log.warning("%d samples have no outcome after %g s", self.under_way, within_s)
+        return self.under_way
 
     async def aclose(self) -> None:
         """Stop listening, and cancel the requests that are left. Idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
-            await self._engines.aclose()
             await runner.cleanup()
 
     async def __aenter__(self) -> RewardServer:
@@ -152,57 +152,138 @@ class RewardServer:
 
     # Rewards
 
-    def _handler(self, form: Form) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def handle(request: web.Request) -> web.Response:
-            score_request = form.read(await _json(request))
-            deadline_s, priority = self._terms(request, score_request)
-            value, status = form.answer(score_request, await self._score(score_request, deadline_s, priority))
-            return json_reply(value, status)
+    async def _score(self, request: web.Request) -> web.StreamResponse:
+        expected = request.headers.get(JUDGES_HEADER)
+        if expected is not None and expected != self._facts_now().fingerprint:
+            detail = "its judges, routes or models have changed since this run began, so rewards could not be compared"
+            raise Refused(409, "other_judges", detail)
+        asked = await _read(request, read_score)
+        if LINES in request.headers.get("Accept", ""):
+            return await self._stream(request, asked)
+        outcomes = await self._outcomes(asked)
+        rows = [result_of(sample, outcome) for sample, outcome in zip(asked.samples, outcomes, strict=True)]
+        if asked.single:
+            return json_reply(rows[0], rows[0]["status"])
+        missing = sum(row["reward"] is None for row in rows)
+        # Some samples may have rewards, so the reply is no error, but says that it is not whole.
+        return json_reply({"results": rows, "missing": missing}, 207 if missing else 200)
 
-        return handle
+    async def _in_form(self, form: Form, request: web.Request) -> web.StreamResponse:
+        asked = await _read(request, form.read)
+        return json_reply(form.answer(asked, await self._outcomes(asked)))
 
-    async def _score(
-        self, score_request: ScoreRequest, deadline_s: float | None, priority: int | None
-    ) -> Sequence[Outcome]:
-        if not score_request.samples:
-            return []
-        with self._admitted(len(score_request.samples), deadline_s):
-            if score_request.single:
-                sample = score_request.samples[0]
-                return [await self._engine.score(sample, deadline_s=deadline_s, priority=priority)]
-            return await self._engine.score_all(score_request.samples, deadline_s=deadline_s, priority=priority)
+    async def _outcomes(self, asked: ScoreRequest) -> Sequence[Outcome]:
+        futures = await self._submit(asked)
+        try:
+            return [await future for future in futures]
+        finally:
+            await cancel_futures(futures)
 
-    def _client_call(self, request: web.Request) -> AbstractContextManager[None]:
-        """Admit a call of the proxy."""
-        return self._admitted(1, self._terms(request, _CLIENT_CALL)[0])
+    async def _stream(self, request: web.Request, asked: ScoreRequest) -> web.StreamResponse:
+        """Reply with a line for each outcome, when it is known."""
+        self._check_room(len(asked.samples))
+        # A proxy such as nginx would keep the lines back otherwise.
+        response = web.StreamResponse(headers={"Content-Type": LINES, "X-Accel-Buffering": "no"})
+        await response.prepare(request)
+        some, lines = asyncio.Event(), list[bytes]()
+
+        def tell(number: int, row: Mapping[str, Any]) -> None:
+            lines.append(orjson.dumps({**row, "number": number}) + b"\n")
+            some.set()
+
+        async def judge() -> None:
+            # The servers of a source may have to start first, and the caller wants signs of life.
+            futures: Sequence[asyncio.Future[Outcome]] = []
+            try:
+                futures = await self._submit(asked)
+                for number, future in enumerate(futures):
+                    future.add_done_callback(partial(ended, number))
+                await asyncio.gather(*futures, return_exceptions=True)
+            except Exception as error:
+                for number, sample in enumerate(asked.samples):
+                    tell(number, _failed_row(sample, error))
+            finally:
+                await cancel_futures(futures)
+
+        def ended(number: int, future: asyncio.Future[Outcome]) -> None:
+            if not future.cancelled():
+                sample, error = asked.samples[number], future.exception()
+                tell(number, result_of(sample, future.result()) if error is None else _failed_row(sample, error))
+
+        judging = asyncio.get_running_loop().create_task(judge())
+        judging.add_done_callback(lambda _: some.set())
+        try:
+            while not judging.done() or lines:
+                with anyio.move_on_after(SIGN_OF_LIFE_S):
+                    await some.wait()
+                some.clear()
+                part, lines[:] = b"".join(lines), []
+                await written(request, response, part or b"\n")
+            await written(request, response, None)
+        except ConnectionError:
+            pass
+        finally:
+            judging.cancel()
+            await asyncio.gather(judging, return_exceptions=True)
+        return response
+
+    async def _submit(self, asked: ScoreRequest) -> Sequence[asyncio.Future[Outcome]]:
+        """Submit the samples; return a future for each. Raises `Refused` if the server is full or stops."""
+        count = len(asked.samples)
+        with self._under_way(count):
+            futures: Sequence[asyncio.Future[Outcome]]
+            if asked.together and not asked.single:
+                score_each = self._engine.score_each
+                futures = await score_each(asked.samples, deadline_s=asked.deadline_s, priority=asked.priority)
+            else:
+                score = partial(self._engine.score, deadline_s=asked.deadline_s, priority=asked.priority)
+                futures = [asyncio.ensure_future(score(sample)) for sample in asked.samples]
+            # From here on, each is under way until it has its outcome.
+            self._add(count)
+            for future in futures:
+                future.add_done_callback(lambda _: self._add(-1))
+        return futures
+
+    # What is under way
+
+    def _check_room(self, count: int) -> None:
+        """Raise `Refused` if so many more samples may not come now."""
+        if self._draining:
+            detail = "the server is about to stop; send this to another one"
+            raise Refused(503, "closed", detail, retry_after_s=RETRY_AFTER_S)
+        if count > self._max_samples:
+            raise Refused(413, "too_many", f"send at most {self._max_samples:,} samples in a request (--max-samples)")
+        if self.under_way + count > self._max_samples:
+            detail = f"{self.under_way:,} samples are under way, and --max-samples is {self._max_samples:,}"
+            raise Refused(429, "busy", detail, retry_after_s=RETRY_AFTER_S)
 
     @contextmanager
-    def _admitted(self, count: int, deadline_s: float | None) -> Iterator[None]:
-        """Count samples, or calls of clients, as under way. Raises `Refused` if they cannot be done in time."""
-        self._admission.admit(count, self._engine.config.engine.deadline_s if deadline_s is None else deadline_s)
-        whole = False
+    def _under_way(self, count: int = 1) -> Iterator[None]:
+        """Count samples, or a call of a client, as under way. Raises `Refused`."""
+        self._check_room(count)
+        self._add(count)
         try:
             yield
-            whole = True
         finally:
-            if whole:
-                self._admission.ended(count)
-            else:
-                self._admission.left(count)
+            self._add(-count)
 
-    @staticmethod
-    def _terms(request: web.Request, score_request: ScoreRequest) -> tuple[float | None, int | None]:
-        """Return deadline and priority: those of the headers, or else those of the body."""
-        deadline_s, priority = read_terms(request.headers)
-        return (
-            score_request.deadline_s if deadline_s is None else deadline_s,
-            score_request.priority if priority is None else priority,
-        )
+    def _add(self, count: int) -> None:
+        self.under_way += count
+        if self.under_way:
+            self._idle.clear()
+        else:
+            self._idle.set()
 
     # The server itself
 
+    def _facts_now(self) -> ServerFacts:
+        config = self._engine.config
+        if self._known_facts is None or self._known_facts[0] is not config:
+            self._known_facts = config, facts_of(self._engine)
+        return self._known_facts[1]
+
     async def _facts(self, _: web.Request) -> web.Response:
-        return json_reply(self._engines.facts().as_row())
+        return json_reply(self._facts_now().as_row())
 
     async def _health(self, _: web.Request) -> web.Response:
         return json_reply({"status": "ok"})
@@ -210,32 +291,26 @@ class RewardServer:
     async def _ready(self, _: web.Request) -> web.Response:
         states = {name: source.state for name, source in self._engine.statistics().sources.items()}
         usable = any(not upstream.health.unusable for upstream in self._engine.upstreams.values())
-        ready = usable and not self._admission.draining
-        status = "ready" if ready else "draining" if self._admission.draining else "all sources are out"
-        return json_reply({"status": status, "sources": states}, 200 if ready else 503)
+        status = "draining" if self._draining else "ready" if usable else "all sources are out"
+        return json_reply({"status": status, "sources": states}, 200 if status == "ready" else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         try:
             from .exposition import exposition
         except ModuleNotFoundError:
-            raise Refused(
-                501, "unavailable", "metrics need prometheus_client: pip install 'qreward-plugins[server]'"
-            ) from None
-        text = exposition(self._engine.statistics(), self._admission.under_way, self._requests)
+            detail = "metrics need prometheus_client: pip install 'qreward-plugins[server]'"
+            raise Refused(501, "unavailable", detail) from None
+        text = exposition(self._engine.statistics(), self.under_way, self._requests)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    async def _description(self, _: web.Request) -> web.Response:
-        return json_reply(describe(FORMS, bearer=self._token is not None))
-
     @web.middleware
-    async def _answer(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Check the sender, turn errors into replies, and count."""
         response: web.StreamResponse
         try:
-            self._check_token(request)
-            await _arrived(request)
+            if request.path not in OPEN_PATHS:
+                self._access.check(request)
+                await _arrived(request)
             response = await handler(request)
         except Refused as refused:
             response = refused.response(request)
@@ -254,25 +329,9 @@ class RewardServer:
         self._requests[known.canonical if known is not None else "other", response.status] += 1
         return response
 
-    def _check_token(self, request: web.Request) -> None:
-        if request.path in _OPEN_PATHS:
-            return
-        if self._token is None:
-            _check_sender(request)
-            return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if request.path.startswith(PREFIXES):
-            for header in KEY_HEADERS:
-                if header in request.headers:
-                    scheme, given = "bearer", request.headers[header]
-        # Digests have one length, so that the comparison does not tell the length of the token.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._token):
-            raise Refused(401, "token", "send the server's token as `Authorization: Bearer TOKEN`")
 
-
-_CLIENT_CALL = ScoreRequest((), single=True)
 _HTTP_DETAIL = {
-    404: "unknown path; /openapi.json lists them",
+    404: "unknown path; docs/server.md of qreward-plugins lists them",
     405: "rewards are asked for with POST",
     413: "the body is too large; send fewer samples in a request, or raise --max-body-mb",
 }
@@ -291,47 +350,33 @@ async def _arrived(request: web.Request) -> None:
         raise Refused(400, "http", "the body was cut off, or is not encoded as its Content-Encoding says") from None
 
 
-async def _json(request: web.Request) -> Mapping[str, Any]:
-    try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, "json", f"the body is not JSON: {error.msg} at byte {error.pos:,}") from None
-    if not isinstance(body, Mapping):
-        raise InputError("the body must be a JSON object")
-    return body
+async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreRequest]) -> ScoreRequest:
+    """Return what a body asks for; deadline and priority of the headers come first.
+
+    A large body is read in a thread, so that other callers do not wait.
+    """
+
+    def parse() -> ScoreRequest:
+        try:
+            parsed = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise Refused(400, "json", f"the body is not JSON: {error.msg} at byte {error.pos:,}") from None
+        if not isinstance(parsed, Mapping):
+            raise InputError("the body must be a JSON object")
+        return read(parsed)
+
+    body = await request.read()
+    asked = parse() if len(body) < _LARGE_BODY_BYTES else await to_thread.run_sync(parse)
+    deadline_s, priority = read_terms(request.headers)
+    return replace(
+        asked,
+        deadline_s=asked.deadline_s if deadline_s is None else deadline_s,
+        priority=asked.priority if priority is None else priority,
+    )
 
 
-def _check_sender(request: web.Request) -> None:
-    """Refuse what a web page in a browser of this machine could send. Raises `Refused`."""
-    origin, host, body = request.headers.get("Origin"), request.host, request.content_type
-    if origin is not None and origin.partition("://")[2] != host:
-        status, what, remedy = 403, f"a request of the web page {origin}", "start the server with --token-env"
-    elif not _is_address(host):
-        remedy = "ask for 127.0.0.1 or localhost, or start the server with --token-env"
-        status, what = 403, f"a request for the host {host}"
-    elif request.can_read_body and body != "application/json":
-        remedy = "send `Content-Type: application/json`, or start the server with --token-env"
-        status, what = 415, f"a body of the type {body}"
-    else:
-        return
-    raise Refused(status, "sender", f"{what} needs a token, because any web page could send it; {remedy}")
-
-
-def _is_address(host: str) -> bool:
-    """Whether a `Host` is an address, with or without a port. A web page can point any other name to this machine."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _failed_row(sample: Sample, error: BaseException) -> Mapping[str, Any]:
+    reason = "closed" if isinstance(error, (EngineError, Refused)) else "bug"
+    if reason == "bug":
+        _log.error("a sample could not be scored", exc_info=error)
+    return result_of(sample, Failed(Cause.INFRA, reason, f"the server's engine raised {type(error).__name__}"))

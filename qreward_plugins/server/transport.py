@@ -20,14 +20,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from os import PathLike
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config, load_config
 from ..engine import RewardEngine
 from ..engine.portal import EnginePortal
-from ..errors import ConfigurationError, EngineError, InputError, Mistake, ReplyBroken
+from ..errors import ConfigurationError, EngineError, Mistake, ReplyBroken
 from .model_calls import ClientReply, ClientRequest, Pieces, Proxy, refusal
-from .model_calls.formats import Format, client_format
+from .model_calls.formats import client_format
 
 if TYPE_CHECKING:
     import httpx
@@ -50,12 +50,6 @@ else:
     _AsyncTransport = type("_AsyncTransport", tuple(each.AsyncBaseTransport for each in _LIBRARIES.values()), {})
     _Transport = type("_Transport", tuple(each.BaseTransport for each in _LIBRARIES.values()), {})
 
-MOST_BODY_BYTES = 64 * 2**20
-"""Largest body of a request, in bytes. A larger one is refused with 413."""
-
-_FOR_ASYNC = "QRewardTransport is for asynchronous clients; a synchronous one takes QRewardSyncTransport"
-_FOR_SYNC = "QRewardSyncTransport is for synchronous clients; an asynchronous one takes QRewardTransport"
-
 
 class QRewardTransport(_AsyncTransport):
     """An asynchronous transport for clients of httpx and httpx2, in asyncio.
@@ -63,47 +57,23 @@ class QRewardTransport(_AsyncTransport):
     Args:
         engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the transport makes an
             engine, and closes it with its client. Or a `RewardEngine`, which its caller closes.
-        max_body_bytes: larger bodies of requests are refused with 413.
 
     Raises what `RewardEngine` raises, and `ModuleNotFoundError` if neither httpx nor httpx2 is installed. An engine
     serves one event loop at a time, and so does a transport.
     """
 
-    def __init__(
-        self,
-        engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | RewardEngine,
-        *,
-        max_body_bytes: int = MOST_BODY_BYTES,
-    ) -> None:
+    def __init__(self, engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | RewardEngine) -> None:
         _check_installed()
-        _check_size(max_body_bytes)
         self._own = None if isinstance(engine, RewardEngine) else _opened(engine)
-        self._engine = engine if isinstance(engine, RewardEngine) else self._own
-        assert self._engine is not None
-        self._proxy = Proxy(self._engine)
-        self._max_body_bytes = max_body_bytes
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError(_FOR_ASYNC)
-
-    def handle_request(self, request: Any) -> NoReturn:
-        """Raise `TypeError`: a synchronous client needs the other transport."""
-        raise TypeError(_FOR_ASYNC)
-
-    @property
-    def engine(self) -> RewardEngine:
+        self.engine: RewardEngine = engine if self._own is None else self._own  # type: ignore[assignment]
         """The engine, for its statistics."""
-        assert self._engine is not None
-        return self._engine
+        self._proxy = Proxy(self.engine)
 
     async def handle_async_request(self, request: Any) -> Any:
         """Answer a request of a client. Cancelling it ends its attempts."""
-        exchange = _Exchange(request, self._max_body_bytes)
-        async for chunk in request.stream:
-            if not exchange.fits(chunk):
-                return exchange.too_large()
+        exchange = _Exchange(request, await request.aread())
         try:
-            reply = await self._proxy.answer(exchange.incoming())
+            reply = await self._proxy.answer(exchange.incoming)
         except TimeoutError:
             reply = None
         return exchange.response(reply, exchange.stream)
@@ -121,19 +91,12 @@ class QRewardSyncTransport(_Transport):
         engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the first request starts
             an engine in a thread of its own, and closing the client ends it. Or the `EnginePortal` of an engine, which
             its caller closes.
-        max_body_bytes: larger bodies of requests are refused with 413.
 
     Raises what `RewardEngine` raises, and `ModuleNotFoundError` if neither httpx nor httpx2 is installed.
     """
 
-    def __init__(
-        self,
-        engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | EnginePortal,
-        *,
-        max_body_bytes: int = MOST_BODY_BYTES,
-    ) -> None:
+    def __init__(self, engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | EnginePortal) -> None:
         _check_installed()
-        _check_size(max_body_bytes)
         if isinstance(engine, RewardEngine):
             raise TypeError("a synchronous transport takes the portal of an engine: RewardEngine.portal()")
         self._portal = engine if isinstance(engine, EnginePortal) else None
@@ -144,27 +107,15 @@ class QRewardSyncTransport(_Transport):
         self._lock = threading.Lock()
         self._closed = False
         self._proxy: Proxy | None = None
-        self._max_body_bytes = max_body_bytes
-
-    async def __aenter__(self) -> NoReturn:
-        raise TypeError(_FOR_SYNC)
-
-    async def handle_async_request(self, request: Any) -> NoReturn:
-        """Raise `TypeError`: an asynchronous client needs the other transport."""
-        raise TypeError(_FOR_SYNC)
 
     def handle_request(self, request: Any) -> Any:
         """Answer a request of a client. Blocks the calling thread."""
-        exchange = _Exchange(request, self._max_body_bytes)
-        for chunk in request.stream:
-            if not exchange.fits(chunk):
-                return exchange.too_large()
-        incoming = exchange.incoming()
+        exchange = _Exchange(request, request.read())
 
         async def answer(engine: RewardEngine) -> ClientReply:
             if self._proxy is None:
                 self._proxy = Proxy(engine)
-            return await self._proxy.answer(incoming)
+            return await self._proxy.answer(exchange.incoming)
 
         reply: ClientReply | None
         try:
@@ -199,11 +150,6 @@ def _check_installed() -> None:
         )
 
 
-def _check_size(size: Any) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InputError(f"max_body_bytes must be a whole number from 1 on, not {size!r}")
-
-
 def _opened(config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config) -> RewardEngine:
     loaded = load_config(config)
     if loaded.engine.server is not None:
@@ -217,33 +163,20 @@ def _opened(config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Confi
 class _Exchange:
     """One request of a client, and the responses to it in the classes of the client's library."""
 
-    def __init__(self, request: Any, max_body_bytes: int) -> None:
+    def __init__(self, request: Any, body: bytes) -> None:
         self._request = request
         home = type(request).__module__.partition(".")[0]
         self._library: Any = importlib.import_module("httpx2" if home == "httpx2" else "httpx")
-        self._max_body_bytes = max_body_bytes
-        self._body = bytearray()
         timeouts = request.extensions.get("timeout")
         self._read_timeout_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
-
-    def fits(self, chunk: bytes) -> bool:
-        """Add a chunk of the body; return whether the body is still small enough."""
-        self._body += chunk
-        return len(self._body) <= self._max_body_bytes
-
-    def incoming(self) -> ClientRequest:
-        """Return the request, after its whole body was added."""
-        request = self._request
-        return ClientRequest(request.method, self._path, request.headers, bytes(self._body), self._read_timeout_s)
-
-    def too_large(self) -> Any:
-        """Return the response to a request whose body is too large."""
-        message = f"the body is larger than {self._max_body_bytes:,} bytes"
-        return self._whole(refusal(self._form, 413, message, reason="too_large"))
+        # `raw_path` keeps what is quoted, such as a slash in the name of a model.
+        path: str = request.url.raw_path.partition(b"?")[0].decode("ascii", "replace")
+        self.incoming = ClientRequest(request.method, path, request.headers, body, self._read_timeout_s)
 
     def closed(self, why: EngineError) -> Any:
         """Return the response to a request that a closed engine cannot answer."""
-        return self._whole(refusal(self._form, 503, str(why), cause="infra", reason="closed"))
+        form = client_format(self.incoming.path, self.incoming.headers)
+        return self._whole(refusal(form, 503, str(why), cause="infra", reason="closed"))
 
     def response(self, reply: ClientReply | None, stream: Callable[[Pieces], Any]) -> Any:
         """Return the response with a reply. None: there was none in time, and the library's `ReadTimeout` is raised.
@@ -265,18 +198,15 @@ class _Exchange:
 
         class Stream(self._library.AsyncByteStream):  # type: ignore[misc, name-defined]
             async def __aiter__(self) -> AsyncIterator[bytes]:
-                while True:
-                    failed: Exception | None = None
-                    piece: bytes | None = None
+                failed: Exception | None = None
+                while failed is None:
                     try:
-                        piece = await anext(pieces, None)
+                        yield await anext(pieces)
+                    except StopAsyncIteration:
+                        return
                     except (TimeoutError, ReplyBroken) as error:
                         failed = failure(error)
-                    if failed is not None:
-                        raise failed
-                    if piece is None:
-                        return
-                    yield piece
+                raise failed
 
             async def aclose(self) -> None:
                 await pieces.aclose()
@@ -290,39 +220,25 @@ class _Exchange:
         async def take(_: RewardEngine) -> bytes | None:
             return await anext(pieces, None)
 
-        async def close(_: RewardEngine) -> None:
-            await pieces.aclose()
-
         class Stream(self._library.SyncByteStream):  # type: ignore[misc, name-defined]
             def __iter__(self) -> Iterator[bytes]:
-                while True:
-                    failed: Exception | None = None
-                    piece: bytes | None = None
+                failed: Exception | None = None
+                while failed is None:
                     try:
                         piece = portal.run(take)
                     except (TimeoutError, ReplyBroken, EngineError) as error:
                         failed = failure(error)
-                    if failed is not None:
-                        raise failed
+                        continue
                     if piece is None:
                         return
                     yield piece
+                raise failed
 
             def close(self) -> None:
                 with suppress(EngineError):  # the engine is closed, and with it the call
-                    portal.run(close)
+                    portal.run(lambda _: pieces.aclose())
 
         return Stream()
-
-    @property
-    def _path(self) -> str:
-        # `raw_path` keeps what is quoted, such as a slash in the name of a model.
-        path: bytes = self._request.url.raw_path.partition(b"?")[0]
-        return path.decode("ascii", "replace")
-
-    @property
-    def _form(self) -> Format:
-        return client_format(self._path, self._request.headers)
 
     def _whole(self, reply: ClientReply) -> Any:
         headers = dict(reply.headers)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from qreward_plugins import InvalidReply, RewardEngine, Sample, SampleRefused, TransientError
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sources import Reply, Request
-
-pytestmark = pytest.mark.anyio
 
 
 class Obedient:
@@ -27,7 +27,7 @@ class Obedient:
         self.samples: list[Sample] = []
         self.release = asyncio.Event()
         self.holding = asyncio.Event()
-        self.cancelled = 0
+        self.cancelled = asyncio.Event()
 
     async def send(self, request: Request, *, on_sent: Any) -> Reply:
         on_sent()
@@ -38,7 +38,7 @@ class Obedient:
             try:
                 await self.release.wait()
             except asyncio.CancelledError:
-                self.cancelled += 1
+                self.cancelled.set()
                 raise
             word = "1"
         if word == "refuse":
@@ -54,11 +54,50 @@ class Obedient:
 
 
 class Served:
-    """The parts of a running server."""
+    """A running server on one port, which can be stopped and started again."""
 
-    def __init__(self, server: RewardServer, engine: RewardEngine, source: Obedient) -> None:
-        self.server, self.engine, self.source = server, engine, source
-        self.url = server.url
+    server: RewardServer
+    engine: RewardEngine
+
+    def __init__(self, engine: dict[str, Any], judge: dict[str, Any], options: dict[str, Any]) -> None:
+        self._engine, self._judge, self._options = engine, judge, options
+        self._port = 0
+        self.url = ""
+
+    async def start(self, **judge: Any) -> None:
+        config = {
+            "sources": {"obedient": {"kind": "http", "url": "http://127.0.0.1:9/score", "version": "1"}},
+            "judges": {"quality": {"kind": "function", "components": ["clarity"], **self._judge, **judge}},
+            "engine": {"seed": 7, "max_attempts": 1, "deadline_s": 20, "shared": "off", **self._engine},
+        }
+        self.source = Obedient()
+        self.engine = RewardEngine(config, sources={"obedient": self.source})
+        self.server = RewardServer(self.engine, port=self._port, **self._options)
+        await self.server.start()
+        self.url = self.server.url
+        self._port = int(self.url.rpartition(":")[2])
+
+    async def kill(self) -> None:
+        """Stop, as after a kill: every connection breaks."""
+        if self.server._runner is not None and self.server._runner.server is not None:
+            for connection in self.server._runner.server.connections:
+                connection.transport.abort()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop, as after a SIGTERM."""
+        await self.engine.aclose()
+        await self.server.aclose()
+
+    def remote(self, **server: Any) -> dict[str, Any]:
+        """The tree of an engine that scores here."""
+        return {"engine": {"server": {"url": self.url, **server} if server else self.url, "deadline_s": 15}}
+
+    @asynccontextmanager
+    async def remote_engine(self, **server: Any) -> AsyncIterator[RewardEngine]:
+        """An engine that scores here. Making it waits for the server, which is in this event loop."""
+        async with await asyncio.to_thread(RewardEngine, self.remote(**server)) as engine:
+            yield engine
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
         """The status, the JSON and the headers of a reply."""
@@ -73,23 +112,31 @@ class Served:
 
 
 @asynccontextmanager
-async def _serve(*, engine: Any = None, **options: Any) -> AsyncIterator[Served]:
-    source = Obedient()
-    config = {
-        "sources": {"obedient": {"kind": "http", "url": "http://127.0.0.1:9/score"}},
-        "judges": {"quality": {"kind": "function"}},
-        "engine": {"seed": 7, "max_attempts": 1, "deadline_s": 20, "shared": "off", **(engine or {})},
-    }
-    async with (
-        RewardEngine(config, sources={"obedient": source}) as opened,
-        RewardServer(opened, port=0, **options) as server,
-    ):
-        yield Served(server, opened, source)
+async def _serve(*, engine: Any = None, judge: Any = None, **options: Any) -> AsyncIterator[Served]:
+    served = Served(engine or {}, judge or {}, options)
+    await served.start()
+    try:
+        yield served
+    finally:
+        await served.stop()
 
 
 @pytest.fixture
 def serve():
+    """Serves in the event loop of the test."""
     return _serve
+
+
+@contextmanager
+def _serving(**options: Any) -> Iterator[Served]:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_serve(**options)) as served:
+        yield served
+
+
+@pytest.fixture
+def serving():
+    """Serves in a thread."""
+    return _serving
 
 
 @pytest.fixture
@@ -100,3 +147,69 @@ def row():
         return {"prompt": "How much?", "response": f"So much: {word}", **columns}
 
     return make
+
+
+@pytest.fixture
+def sample():
+    """A sample whose response says what the source does."""
+
+    def make(word: object, **fields: Any) -> Sample:
+        return Sample([{"role": "user", "content": "How much?"}], f"So much: {word}", **fields)
+
+    return make
+
+
+class Peer:
+    """A server on a socket that sends bytes. Its n-th `POST` is answered by the n-th reply, all later ones by the last:
+    bytes, None (nothing comes), or a coroutine function that returns one of these.
+    """
+
+    def __init__(self, *replies: Any, facts: bytes = b"") -> None:
+        self.replies, self.facts, self.bodies, self._tasks = replies, facts, [], []
+
+    async def __aenter__(self) -> Peer:
+        self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.append(asyncio.ensure_future(self._serve(reader, writer)))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            if head.startswith(b"get"):
+                writer.write(self.facts)
+                return
+            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            self.bodies.append(json.loads(await reader.readexactly(length)))
+            reply = self.replies[min(len(self.bodies), len(self.replies)) - 1]
+            reply = await reply() if callable(reply) else reply
+            if reply is None:
+                await asyncio.Event().wait()
+            writer.write(reply)
+            await writer.drain()
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+def replying(body: Any, status: int = 200, *headers: str, kind: str = "application/json") -> bytes:
+    """A whole reply."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = [f"HTTP/1.1 {status} X", f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Connection: close"]
+    return "\r\n".join([*head, *headers, "", ""]).encode() + body
+
+
+def lines(*rows: Any, missing: int = 0) -> bytes:
+    """A reply of lines; `missing`: bytes that its head promises and that do not come."""
+    body = b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
+    head = replying(body + b"x" * missing, kind="application/x-ndjson")
+    return head[: len(head) - missing]

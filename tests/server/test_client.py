@@ -1,4 +1,4 @@
-"""The clients: the outcomes of the engine in the server, and nothing else."""
+"""`RewardClient`: the outcomes of the engine in the server, whatever happens on the way, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ import threading
 
 import PIL.Image
 import pytest
+from aiohttp import web
 
-from qreward_plugins import Failed, InputError, RewardServerError, Sample, Scored
-from qreward_plugins.client import SAMPLES_A_REQUEST, BlockingRewardClient, RewardClient
-from qreward_plugins.client.facts import ServerFacts
+from qreward_plugins import Failed, InputError, RewardServerError, Sample, Scored, Verdict
+from qreward_plugins.client import BlockingRewardClient, RewardClient
+from qreward_plugins.client.rows import ServerFacts, outcome_of_row
 from qreward_plugins.samples.images import Image
+from qreward_plugins.server.forms import result_of
+
+from .conftest import Peer, lines, replying
 
 pytestmark = pytest.mark.anyio
 
+ROW = result_of(Sample((), ""), Scored(Verdict(0.5)))
+CLOSED = {**ROW, "reward": None, "outcome": "failed", "cause": "infra", "reason": "closed"}
+FACTS = ServerFacts("f", (), False, 8).as_row()
 
-def sample(word: object, **fields) -> Sample:
-    return Sample([{"role": "user", "content": "How much?"}], f"So much: {word}", **fields)
+
+def line(number=0, **changed):
+    return {**ROW, "number": number, **changed}
 
 
-async def test_outcomes_are_those_of_the_engine(serve):
+async def test_outcomes_are_those_of_the_engine(serve, sample):
     samples = [sample(0.5, id="a"), sample("babble"), sample(1)]
     async with serve() as served, RewardClient(served.url) as client:
         over = await client.score_all(samples)
@@ -32,219 +40,271 @@ async def test_outcomes_are_those_of_the_engine(serve):
         assert outcome.reward == expected.reward
         assert (outcome.failure and outcome.failure.label) == (expected.failure and expected.failure.label)
     first = over[0].verdict
-    assert (first.judge, first.source, dict(first.components), first.attempts) == (
-        "quality",
-        "obedient",
-        {"clarity": 0.25},
-        1,
-    )
+    seen = (first.judge, first.source, dict(first.components), first.attempts)
+    assert seen == ("quality", "obedient", {"clarity": 0.25}, 1)
 
 
-async def test_every_field_of_a_sample_arrives(serve):
-    given = sample(
-        1, ground_truth=[1], data_source="d", group_id="g", step=2, split="train", extras={"a": 1, "id": 2}, id="x"
-    )
-    async with serve() as served, RewardClient(served.url) as client:
-        await client.score(given)
-        await client.score(sample(1, extras={"a": 1}, id="y"))
-    assert served.source.samples == [given, sample(1, extras={"a": 1}, id="y")]
-
-
-async def test_images_arrive(serve):
+async def test_every_field_of_a_sample_arrives(serve, sample):
+    naming = {"group_id": "g", "step": 2, "split": "train", "id": "x"}
+    given = [sample(1, ground_truth=[1], data_source="d", extras={"a": 1, "id": 2}, **naming), sample(0)]
     picture = PIL.Image.new("RGB", (3, 2), "red")
     parts = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
-    given = Sample([{"role": "user", "content": parts}], "So much: 1", response_images=[Image.of(picture)])
     async with serve() as served, RewardClient(served.url) as client:
-        assert (await client.score(given)).reward == 1.0
-    (got,) = served.source.samples
+        await client.score_all(given)
+        assert sorted(served.source.samples, key=lambda each: each.response, reverse=True) == given
+        await client.score(Sample([{"role": "user", "content": parts}], "1", response_images=[Image.of(picture)]))
+    got = served.source.samples[-1]
     seen = [Image.of(got.messages[0]["content"][0]).header, got.response_images[0].header]
     assert [(header.width, header.height) for header in seen] == [(3, 2), (3, 2)]
 
 
-async def test_many_samples_go_in_several_requests_and_keep_their_order(serve):
-    words = [number / 4096 for number in range(2 * SAMPLES_A_REQUEST + 1)]
+@pytest.mark.parametrize(
+    ("returned", "arrives"),
+    [
+        ({"score": 0.5, "note": "fine", 3: None}, {"score": 0.5, "note": "fine", "3": None}),
+        ({"hash": 2**70, "text": "\ud800", "set": {1}}, {"hash": str(2**70), "text": "'\\ud800'", "set": "{1}"}),
+        ({"deep": [{"nan": math.nan}], 7: b"x"}, {"deep": [{"nan": None}], "7": "b'x'"}),
+    ],
+)
+def test_what_a_reward_function_returned_comes_along(returned, arrives):
+    row = json.loads(json.dumps(result_of(Sample((), ""), Scored(Verdict(0.5, returned=returned)))))
+    outcome = outcome_of_row(row, latency_s=2.0)
+    assert (outcome.verdict.returned, outcome.verdict.latency_s) == (arrives, 2.0)
+
+
+async def test_what_is_submitted_in_one_step_goes_in_one_request(serve, sample, monkeypatch):
     async with serve() as served, RewardClient(served.url) as client:
+
+        async def requests():
+            text = (await served.get("/metrics"))[1]
+            counted = [each for each in text.splitlines() if each.startswith('qreward_http_requests_total{path="/sc')]
+            return int(float(counted[0].split()[-1])) if counted else 0
+
+        words = [number / 4096 for number in range(200)]
+        alone = await asyncio.gather(
+            *(client.score(sample(word)) for word in words), client.score(sample(1), priority=3)
+        )
+        assert [outcome.reward for outcome in alone] == [*words, 1.0]
+        assert await requests() == 2  # one a priority
+        monkeypatch.setattr("qreward_plugins.client.client.SAMPLES_A_REQUEST", 60)
         outcomes = await client.score_all(map(sample, words))
-    assert [outcome.reward for outcome in outcomes] == words
+        assert [outcome.reward for outcome in outcomes] == words
+        assert await requests() == 2 + 4
 
 
-async def test_cancelling_ends_the_attempts_at_the_server(serve):
+async def test_what_the_server_does_not_take_at_once_is_split(serve, sample):
+    async with serve(max_body_bytes=20_000, max_samples=7) as served, RewardClient(served.url) as client:
+        outcomes = await client.score_all([sample(n / 16, extras={"x": "y" * 5000}) for n in range(16)])
+        assert [outcome.reward for outcome in outcomes] == [n / 16 for n in range(16)]
+        with pytest.raises(RewardServerError, match=r"413: the body is too large.*--max-body-mb") as error:
+            await client.score(sample("y" * 30_000))
+        assert error.value.reason == "input"
+
+
+async def test_cancelling_ends_the_attempts_at_the_server(serve, sample):
     async with serve() as served, RewardClient(served.url) as client:
-        asked = asyncio.ensure_future(client.score(sample("hold")))
+        asked = [asyncio.ensure_future(client.score(sample(word))) for word in ("hold", 1, "hold")]
         await served.source.holding.wait()
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        while not served.source.cancelled:  # noqa: ASYNC110 -- the event is on the other side of a socket
-            await asyncio.sleep(0)
+        asked[0].cancel()
+        assert (await asked[1]).reward == 1.0
+        assert not served.source.cancelled.is_set()  # the third of the request is wanted
+        asked[2].cancel()
+        await served.source.cancelled.wait()
 
 
-async def test_a_refusal_is_an_error_that_says_why(serve):
+async def test_a_refusal_is_an_error_that_says_why(serve, sample):
     async with serve(token="right") as served:
         async with RewardClient(served.url, token="wrong") as client:
             with pytest.raises(RewardServerError, match="answered 401: send the server's token") as error:
                 await client.score(sample(1))
-            assert error.value.status == 401
-            assert "wrong" not in str(error.value)
+            assert (error.value.status, error.value.reason, "wrong" in str(error.value)) == (
+                401,
+                "server_refused",
+                False,
+            )
         async with RewardClient(served.url, token="right") as client:
             assert (await client.score(sample(1))).reward == 1.0
 
 
-async def test_a_server_that_is_away_is_asked_again(serve):
+async def test_a_server_that_is_away(sample):
     async with RewardClient("http://127.0.0.1:9", retry_for_s=0) as client:
+        with pytest.raises(RewardServerError, match="cannot be reached") as error:
+            await client.score(sample(1))
+    assert (error.value.status, error.value.reason) == (None, "unreachable")
+
+
+async def test_a_sample_that_cannot_be_sent(serve, sample):
+    async with serve() as served, RewardClient(served.url) as client:
+        with pytest.raises(InputError, match="sample 1: ground_truth: it is a set"):
+            await client.score_all([sample(1), sample(1, ground_truth={1, 2})])
+        for deadline_s in (0, -1.0, math.nan, math.inf):
+            with pytest.raises(InputError, match="deadline_s must be"):
+                await client.score(sample(1), deadline_s=deadline_s)
+        assert served.source.samples == []
+
+
+# Servers that break
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"",
+        lines(line(0), missing=9),
+        lines(line(0)),
+        lines(line(0), {**CLOSED, "number": 1}),
+    ],
+    ids=["nothing", "cut", "a line is missing", "it stops"],
+)
+async def test_what_has_no_line_is_asked_for_again(sample, first):
+    second = lines(line(0), line(1)) if not first else lines(line(0, reward=0.75))
+    async with Peer(first, second) as peer, RewardClient(peer.url) as client:
+        outcomes = await client.score_all([sample(1), sample(2)])
+    assert [outcome.reward for outcome in outcomes] == [0.5, 0.75 if first else 0.5]
+    assert [len(body["samples"]) for body in peer.bodies] == [2, 1 if first else 2]
+    assert peer.bodies[0]["samples"][-1] == peer.bodies[1]["samples"][-1]
+
+
+async def test_a_busy_server_is_asked_until_the_deadline(sample):
+    busy = replying({"error": {"detail": "full"}}, 429)
+    async with Peer(busy) as peer, RewardClient(peer.url) as client:
+        with pytest.raises(RewardServerError, match="answered 429: full") as error:
+            await client.score(sample(1), deadline_s=1.0)
+        assert error.value.reason == "unreachable"
+        given = [body["deadline_s"] for body in peer.bodies]
+        assert len(given) >= 2
+        assert given == sorted(given, reverse=True)
+        assert given[0] <= 0.95
+    async with Peer(busy, busy, replying(b"", 503), lines(line())) as peer, RewardClient(peer.url) as client:
+        assert (await client.score(sample(1), deadline_s=20)).reward == 0.5
+
+
+@pytest.mark.parametrize("header", ["Retry-After: \u00b2", "Retry-After: " + "9" * 30, "Retry-After: 0"])
+async def test_an_absurd_retry_after_ends_within_the_deadline(sample, header):
+    async with Peer(replying(b"{}", 429, header)) as peer, RewardClient(peer.url) as client:
+        with pytest.raises(RewardServerError, match="answered 429: no explanation"):
+            await client.score(sample(1), deadline_s=0.3)
+
+
+async def test_a_server_that_hangs_is_left_at_the_deadline(sample):
+    async with Peer(None) as peer, RewardClient(peer.url) as client:
+        with pytest.raises(RewardServerError, match=r"had no outcome after 0\.\d s") as error:
+            await client.score(sample(1), deadline_s=0.2)
+    assert error.value.reason == "deadline"
+
+
+async def test_a_server_that_vanishes_is_left_without_a_deadline_too(sample, monkeypatch):
+    monkeypatch.setattr("qreward_plugins.client.connection.SILENT_AFTER_S", 0.1)
+    async with Peer(None) as peer, RewardClient(peer.url, retry_for_s=0.1) as client:
         with pytest.raises(RewardServerError, match="cannot be reached"):
             await client.score(sample(1))
 
 
-class Answers:
-    """A server on a socket. Its n-th connection is handled by the n-th function, and all later ones by the last."""
+NONSENSE = [
+    lines(b"no JSON"),
+    lines(b"[]"),
+    lines(b"null"),
+    lines({"number": 0}),
+    lines({"number": [0]}),
+    lines(line(7)),
+    replying(ROW),
+    replying(b"<html>", kind="text/html"),
+    *(
+        lines(line(**changed))
+        for changed in (
+            {"reward": True},
+            {"reward": "1"},
+            {"reward": 1e39},
+            {"reward": None},
+            {"components": {"a": None}},
+            {"components": [1]},
+            {"prompt_tokens": "many"},
+            {"attempts": None},
+            {"steps": [1]},
+            {"steps": [{"offset": "x", "score": None}]},
+            {"rationale": ["x"]},
+            {"correct": "yes"},
+            {"returned": [1]},
+            {"judge": {}},
+            {"outcome": "failed", "cause": "infra", "reason": [1], "detail": 3},
+            {"outcome": "failed"},
+        )
+    ),
+]
 
-    def __init__(self, *handlers) -> None:
-        self.handlers, self.bodies, self.tasks = handlers, [], []
 
-    async def __aenter__(self) -> Answers:
-        self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
+@pytest.mark.parametrize("reply", NONSENSE)
+async def test_a_server_that_answers_nonsense(sample, reply):
+    """It costs the samples their rewards at once, with a reason, and nothing else."""
+    async with Peer(reply) as peer, RewardClient(peer.url) as client:
+        with pytest.raises(RewardServerError, match="cannot be read") as error:
+            await client.score(sample(1))
+    assert error.value.reason == "server_refused"
+    assert len(peer.bodies) == 1
 
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    def _begin(self, reader, writer) -> None:
-        self.tasks.append(asyncio.ensure_future(self._serve(reader, writer)))
+async def test_one_outcome_that_cannot_be_read_costs_its_own_sample(sample):
+    async with Peer(lines(line(0, reward="x"), line(1))) as peer, RewardClient(peer.url) as client:
+        outcomes = await asyncio.gather(*(client.score(sample(n)) for n in range(2)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [RewardServerError, Scored]
 
-    async def _serve(self, reader, writer) -> None:
+
+@pytest.mark.parametrize("path", ["/facts", "/score"])
+async def test_a_redirect_is_not_followed_and_no_cookie_is_kept(serve, sample, path):
+    """The other server would get the samples, and its rewards would count."""
+    cookies: list[str] = []
+
+    @web.middleware
+    async def answer(request, handler):
+        cookies.extend(request.headers.getall("Cookie", ()))
+        if request.path == path:
+            there, cookie = f"{other.url}{path}?session=s3cret", {"Set-Cookie": "session=1; Path=/"}
+            raise web.HTTPTemporaryRedirect(there, headers=cookie)
+        raise web.HTTPNotFound
+
+    async with serve() as other:
+        runner = web.AppRunner(web.Application(middlewares=[answer]), shutdown_timeout=0)
+        await runner.setup()
+        # Cookies are kept for names, not for addresses.
+        await web.TCPSite(runner, "localhost", 0).start()
+        url = f"http://localhost:{runner.addresses[0][1]}"
         try:
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            if head.startswith(b"get /facts"):
-                writer.write(await answer(FACTS)())
-                return
-            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-            self.bodies.append(json.loads(await reader.readexactly(length)))
-            handler = self.handlers[min(len(self.bodies), len(self.handlers)) - 1]
-            writer.write(await handler())
-            await writer.drain()
+            async with RewardClient(url) as client:
+                for _ in range(2):
+                    with pytest.raises(RewardServerError) as error:
+                        await (client.facts() if path == "/facts" else client.score(sample(1)))
         finally:
-            writer.close()
-            await writer.wait_closed()
+            await runner.cleanup()
+        assert other.source.samples == []
+    assert f"the reward server at {url} answered 307: it redirects to {other.url}{path}; redirects" in str(error.value)
+    assert "s3cret" not in str(error.value)
+    assert cookies == []
 
 
-FACTS = json.dumps(ServerFacts("f", (), False, 0.3, 64, 2**20).as_row()).encode()
+async def test_facts(serve):
+    async with serve(judge={"correct_at": 0.5}) as served, RewardClient(served.url) as client:
+        facts = await client.facts()
+    assert (facts.components, facts.defines_correct, facts.window >= 1) == (("clarity",), True, True)
+    for row, said in (
+        ({**FACTS, "version": "9.9"}, r"has version 9\.9 of qreward-plugins, and this side .*; install the same"),
+        ({**FACTS, "window": "x"}, "cannot be read"),
+        ([], "cannot be read"),
+        (b"<html>", "cannot be read"),
+    ):
+        async with Peer(facts=replying(row)) as peer, RewardClient(peer.url) as client:
+            with pytest.raises(RewardServerError, match=said):
+                await client.facts()
+    async with Peer(facts=replying(b"", 404)) as peer, RewardClient(peer.url) as client:
+        with pytest.raises(
+            RewardServerError, match=r"404.*there is no reward server \(`qreward serve`\) of this version"
+        ):
+            await client.facts()
 
 
-def answer(body, status=200, *headers):
-    """A handler that answers."""
-
-    async def handler():
-        lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", "Connection: close", *headers, "", ""]
-        return "\r\n".join(lines).encode() + body
-
-    return handler
+# The blocking client
 
 
-async def whole_reply(serve):
-    async with serve() as served:
-        _, reply, _ = await served.post("/score", {"samples": [{"prompt": "?", "response": "So much: 0.5"}]})
-    return json.dumps(reply).encode()
-
-
-async def test_a_reply_that_was_cut_off_is_asked_for_again(serve):
-    body = await whole_reply(serve)
-    whole = answer(body)
-
-    async def cut():
-        return (await whole())[:-20]
-
-    async with Answers(cut, whole) as server, RewardClient(server.url) as client:
-        assert (await client.score(sample(1))).reward == 0.5
-    assert server.bodies[0] == server.bodies[1]
-
-
-async def test_the_time_in_which_the_server_works_leaves_the_time_for_trying_again(serve):
-    async def lost():
-        await asyncio.sleep(0.9)
-        return b""
-
-    body = await whole_reply(serve)
-    async with Answers(lost, answer(body)) as server, RewardClient(server.url, retry_for_s=0.8) as client:
-        assert (await client.score(sample(1))).reward == 0.5
-
-
-async def test_the_deadline_holds_over_all_tries():
-    busy = answer(b"{}", 429)
-    async with Answers(busy) as server, RewardClient(server.url) as client:
-        began_at = asyncio.get_running_loop().time()
-        with pytest.raises(RewardServerError, match="answered 429"):
-            await client.score(sample(1), deadline_s=1.2)
-        assert asyncio.get_running_loop().time() - began_at < 5
-    given = [body["deadline_s"] for body in server.bodies]
-    assert len(given) == 2
-    assert given[1] < 0.8 < given[0] <= 1.2
-
-
-async def test_a_server_that_hangs_is_left_after_the_deadline(monkeypatch):
-    monkeypatch.setattr("qreward_plugins.client.client.REPLY_WITHIN_S", 0.1)
-
-    async def hang():
-        await asyncio.sleep(30)
-        return b""
-
-    async with Answers(hang) as server, RewardClient(server.url) as client:
-        with pytest.raises(RewardServerError, match="TimeoutError"):
-            await client.score(sample(1), deadline_s=0.2)
-
-
-async def test_a_server_that_vanishes_is_left_after_its_own_deadline(monkeypatch):
-    """Without a deadline of the caller, that of the server's configuration (here 0.3 s) bounds the wait."""
-    monkeypatch.setattr("qreward_plugins.client.client.REPLY_WITHIN_S", 0.1)
-
-    async def hang():
-        await asyncio.sleep(30)
-        return b""
-
-    async with Answers(hang) as server, RewardClient(server.url) as client:
-        began_at = asyncio.get_running_loop().time()
-        with pytest.raises(RewardServerError, match="TimeoutError"):
-            await client.score(sample(1))
-        assert asyncio.get_running_loop().time() - began_at < 3
-
-
-async def test_samples_of_a_server_that_stops_go_to_the_next_one(serve):
-    whole = json.loads(await whole_reply(serve))["results"][0]
-    closed = {**whole, "reward": None, "outcome": "failed", "cause": "infra", "reason": "closed"}
-    first = answer(json.dumps({"results": [whole, closed]}).encode(), 207)
-    second = answer(json.dumps({"results": [{**whole, "reward": 0.75}]}).encode())
-    async with Answers(first, second) as server, RewardClient(server.url) as client:
-        outcomes = await client.score_all([sample(1), sample(2)])
-    assert [outcome.reward for outcome in outcomes] == [0.5, 0.75]
-    assert [len(body["samples"]) for body in server.bodies] == [2, 1]
-
-
-@pytest.mark.parametrize("deadline_s", [0, -1.0, math.nan, math.inf])
-async def test_a_wrong_deadline(deadline_s):
-    async with RewardClient("http://127.0.0.1:9") as client:
-        with pytest.raises(InputError, match="deadline_s must be"):
-            await client.score(sample(1), deadline_s=deadline_s)
-
-
-async def test_an_absurd_retry_after_counts_as_none():
-    busy = answer(b"{}", 429, "Retry-After: \u00b2")
-    async with Answers(busy) as server, RewardClient(server.url, retry_for_s=0) as client:
-        with pytest.raises(RewardServerError, match="answered 429"):
-            await client.score(sample(1))
-
-
-async def test_a_sample_that_json_cannot_express(serve):
-    async with serve() as served, RewardClient(served.url) as client:
-        with pytest.raises(InputError, match="sample 1: ground_truth: it is a set"):
-            await client.score_all([sample(1), sample(1, ground_truth={1, 2})])
-    assert served.source.samples == []
-
-
-async def test_the_blocking_client_in_threads(serve):
+async def test_the_blocking_client_in_threads(serve, sample):
     rewards = {}
 
     def ask(url: str, number: int) -> None:
@@ -267,6 +327,6 @@ def test_a_wrong_url_is_an_error_at_once(url):
             client(url)
 
 
-def test_the_blocking_client_must_be_opened():
+def test_the_blocking_client_must_be_opened(sample):
     with pytest.raises(RewardServerError, match="open the client first"):
         BlockingRewardClient("http://127.0.0.1:9").score(sample(1))

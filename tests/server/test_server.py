@@ -1,4 +1,4 @@
-"""The reward server on a real socket: rewards in every form, statuses of what has none, admission, token and end."""
+"""The reward server on a real socket: rewards in every form, statuses of what has none, its bound, token and end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_one_sample_and_many(serve, row):
         status, many, _ = await served.post("/score", {"samples": [row(0.5), row(0.75, id="b"), row(1)]})
         assert status == 200
         assert [result["reward"] for result in many["results"]] == [0.5, 0.75, 1.0]
-        assert [result["id"] for result in many["results"]] == ["0", "b", "2"]
+        assert [result["id"] for result in many["results"]] == [None, "b", None]
         assert many["missing"] == 0
         assert (await served.post("/score", {"samples": []}))[:2] == (200, {"results": [], "missing": 0})
 
@@ -123,8 +123,6 @@ async def test_get_reward(serve):
         ("/score", {}, 422, "the body: needs a column response or solution_str or completion; it has no columns"),
         ("/score", {"response": 1, "prompt": "?"}, 422, "the body: response must be a text, not a number"),
         ("/score", {"samples": {}}, 422, "samples must be a list of objects, not an object"),
-        ("/score", {"samples": [1]}, 422, "samples[0] must be an object, not a number"),
-        ("/score", {"samples": [{"response": "1"}]}, 422, "samples[0]: needs a column messages or prompt"),
         ("/score", {"samples": [], "response": "1"}, 422, "the body has samples and also response"),
         ("/score", {"samples": [], "deadline_s": 0}, 422, "deadline_s must be a number of seconds above 0"),
         ("/score", {"samples": [], "priority": 0.5}, 422, "priority must be a whole number"),
@@ -133,7 +131,7 @@ async def test_get_reward(serve):
         ("/openrlhf", {"query": ["1"], "prompts": []}, 422, "they have 1, 0 and 1"),
         ("/get_reward", {"query": "1"}, 422, "metadata is missing"),
         ("/get_reward", {"query": "1", "metadata": 1}, 422, "item 0: metadata must be an object, not a number"),
-        ("/nothing", {}, 404, "unknown path; /openapi.json lists them"),
+        ("/nothing", {}, 404, "unknown path"),
     ],
 )
 async def test_wrong_bodies_are_one_clear_error(serve, path, body, status, said):
@@ -144,11 +142,57 @@ async def test_wrong_bodies_are_one_clear_error(serve, path, body, status, said)
         assert served.source.samples == []
 
 
-async def test_one_wrong_value_is_its_own_samples_failure(serve, row):
+async def test_a_row_that_cannot_be_read_fails_alone(serve, row):
     async with serve() as served:
-        status, reply, _ = await served.post("/score", {"samples": [row(1), row(1, group_id=[])]})
+        rows = [row(1), row(1, group_id=[]), 7, {"response": "1"}]
+        status, reply, _ = await served.post("/score", {"samples": rows})
     assert status == 207
-    assert [(result["status"], result["reason"]) for result in reply["results"]] == [(200, None), (422, "input")]
+    assert [(one["status"], one["reason"]) for one in reply["results"]] == [(200, None), *[(422, "input")] * 3]
+    details = [one["detail"] for one in reply["results"][2:]]
+    assert details == [
+        "messages cannot be read: the row must be an object, not a number",
+        "messages cannot be read: the row: needs a column messages or prompt; it has response",
+    ]
+
+
+async def lines_of(reply):
+    return [json.loads(line) async for line in reply.content if line.strip()]
+
+
+async def test_a_line_for_each_outcome_as_soon_as_it_is_known(serve, row, monkeypatch):
+    monkeypatch.setattr("qreward_plugins.server.server.SIGN_OF_LIFE_S", 0.01)
+    wanted = {"Accept": "application/x-ndjson"}
+    async with serve() as served, aiohttp.ClientSession(headers=wanted) as session:
+        rows = [row("hold"), row(0.5), row("babble"), 7]
+        async with session.post(f"{served.url}/score", json={"samples": rows}) as reply:
+            assert (reply.status, reply.content_type) == (200, "application/x-ndjson")
+            found, signs = [], 0
+            while len(found) < 3 or signs < 3:
+                line = await reply.content.readline()
+                signs += line == b"\n"
+                found += [json.loads(line)] if line.strip() else []
+            assert {one["number"]: (one["reward"], one["status"]) for one in found} == {
+                1: (0.5, 200),
+                2: (None, 502),
+                3: (None, 422),
+            }
+            assert served.server.under_way == 1
+            served.source.release.set()
+            assert [(one["number"], one["reward"]) for one in await lines_of(reply)] == [(0, 1.0)]
+        async with session.post(f"{served.url}/score", json={"samples": []}) as reply:
+            assert await lines_of(reply) == []
+        async with session.post(f"{served.url}/score", json=row(0.25)) as reply:
+            assert [(one["number"], one["reward"]) for one in await lines_of(reply)] == [(0, 0.25)]
+        async with session.post(f"{served.url}/score", json={"samples": [row(1)], "deadline_s": "x"}) as reply:
+            assert reply.status == 422
+
+
+async def test_closing_a_reply_of_lines_cancels_the_rest(serve, row):
+    async with serve() as served, aiohttp.ClientSession(headers={"Accept": "application/x-ndjson"}) as session:
+        async with session.post(f"{served.url}/score", json={"samples": [row(1), row("hold")]}) as reply:
+            assert json.loads(await reply.content.readline())["reward"] == 1.0
+        await served.source.cancelled.wait()
+        await _until(lambda: served.server.under_way == 0)
 
 
 async def test_a_body_that_is_not_encoded_as_it_says_is_the_callers_mistake(serve):
@@ -200,25 +244,29 @@ async def test_who_leaves_frees_the_attempt(serve, row):
         await served.source.holding.wait()
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await _until(lambda: served.source.cancelled)
+        await served.source.cancelled.wait()
         status, text = await served.get("/metrics")
         assert status == 200
         assert "qreward_samples_under_way 0.0" in text
 
 
-async def test_what_cannot_be_done_in_time_is_refused(serve, row):
+@pytest.mark.parametrize("accept", ["application/json", "application/x-ndjson"])
+async def test_no_more_samples_than_the_bound_are_under_way(serve, row, accept):
     async with serve(max_samples=4) as served:
-        held = asyncio.ensure_future(served.post("/score", {"samples": [row("hold")] * 3}))
+        many = {"samples": [row("hold")] * 3}
+        held = asyncio.ensure_future(served.post("/score", many))
         await served.source.holding.wait()
-        status, reply, headers = await served.post("/score", {"samples": [row(1)] * 2})
-        assert (status, reply["error"]["reason"]) == (429, "busy")
-        assert int(headers["Retry-After"]) >= 1
+        status, reply, headers = await served.post("/score", {"samples": [row(1)] * 2}, Accept=accept)
+        assert (status, reply["error"]["reason"], headers["Retry-After"]) == (429, "busy", "1")
         # One more may come.
         assert (await served.post("/score", row(1)))[0] == 200
         served.source.release.set()
         assert (await held)[0] == 200
-        # A request that comes alone is never refused.
-        assert (await served.post("/score", {"samples": [row(1)] * 10}))[0] == 200
+        # The bound holds for a request that comes alone, too.
+        status, reply, _ = await served.post("/score", {"samples": [row(1)] * 5}, Accept=accept)
+        assert (status, reply["error"]["detail"]) == (413, "send at most 4 samples in a request (--max-samples)")
+        assert served.engine.statistics().submitted == 4
+        assert served.server.under_way == 0
 
 
 async def test_the_token(serve, row):
@@ -228,7 +276,7 @@ async def test_the_token(serve, row):
             assert (status, reply["error"]["reason"]) == (401, "token")
             assert "s3cret" not in json.dumps(reply)
             assert (await served.get("/metrics", **headers))[0] == 401
-            assert (await served.get("/openapi.json", **headers))[0] == 401
+            assert (await served.get("/facts", **headers))[0] == 401
             assert (await served.get("/healthz", **headers))[0] == 200
         assert (await served.post("/score", row(1), Authorization="Bearer s3cret-token"))[0] == 200
 
@@ -248,8 +296,8 @@ async def test_a_page_in_a_browser_is_refused_where_there_is_no_token(serve, row
         for path in ("/score", "/v1/chat/completions"):
             code, answer, _ = await served.post(path, row(1), **headers)
             assert (code, said in json.dumps(answer), "token" in json.dumps(answer)) == (status, True, True)
-        for path in ("/engine", "/facts") if status == 403 else ():
-            async with session.get(served.url + path, headers=headers) as reply:
+        if status == 403:
+            async with session.get(f"{served.url}/facts", headers=headers) as reply:
                 assert reply.status == status
         assert served.source.samples == []
     async with serve(token="secret") as served:
@@ -283,7 +331,7 @@ async def test_draining_lets_what_is_under_way_end(serve, row):
         draining = asyncio.ensure_future(served.server.drain(20))
         await asyncio.sleep(0)
         status, reply, headers = await served.post("/score", row(1))
-        assert (status, reply["error"]["reason"], headers["Retry-After"]) == (503, "closed", "5")
+        assert (status, reply["error"]["reason"], headers["Retry-After"]) == (503, "closed", "1")
         assert (await served.get("/readyz"))[0] == 503
         assert (await served.get("/healthz"))[0] == 200
         served.source.release.set()
@@ -301,7 +349,7 @@ async def test_who_is_left_after_draining_is_told(serve, row):
     assert (status, reply["reward"], reply["reason"]) == (503, None, "closed")
 
 
-async def test_readiness_metrics_and_description(serve, row):
+async def test_readiness_and_metrics(serve, row):
     async with serve() as served:
         assert json.loads((await served.get("/readyz"))[1])["status"] == "ready"
         await served.post("/score", {"samples": [row(1), row("babble")]})
@@ -313,8 +361,6 @@ async def test_readiness_metrics_and_description(serve, row):
             'qreward_source_in_flight{source="obedient"} 0.0',
         ):
             assert line in text, text
-        described = json.loads((await served.get("/openapi.json"))[1])
-        assert set(described["paths"]) >= {"/score", "/slime", "/openrlhf", "/get_reward", "/healthz"}
 
 
 async def test_a_taken_port_is_a_clear_error(serve):
@@ -324,3 +370,36 @@ async def test_a_taken_port_is_a_clear_error(serve):
             InputError, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use\); choose another"
         ):
             await RewardServer(served.engine, port=port).start()
+
+
+# Callers that send slowly, or without the token
+
+HEAD = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n"
+
+
+async def reply_to(url, text):
+    """What a server answers to a request whose body never comes."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(text.encode())
+        return (await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)).decode()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_body_that_comes_too_slowly(serve, monkeypatch):
+    monkeypatch.setattr("qreward_plugins.server.server.BODY_WITHIN_S", 0.1)
+    async with serve() as served:
+        assert " 408 " in await reply_to(served.url, HEAD.format("/score", 100) + '\r\n{"prompt"')
+        assert served.source.samples == []
+
+
+async def test_nobody_fills_the_memory_without_the_token(serve):
+    """The token is checked before the body is there, and no body is read where no token is needed."""
+    async with serve(token="right") as served:
+        head = HEAD.format("/score", 100)
+        assert " 401 " in await reply_to(served.url, f"{head}Authorization: Bearer wrong\r\n\r\n")
+        for path in ("/healthz", "/readyz"):
+            assert " 405 " in await reply_to(served.url, HEAD.format(path, 2**26) + "\r\n" + "x" * 1000)

@@ -12,20 +12,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from ...config import configured_name
 from ...engine import RewardEngine
 from ...errors import EngineError, InputError
 from ...samples import Sample
-from ...scheduling import Answer, Call, Unanswered
+from ...scheduling import Answer, Batch, Call, Dispatcher, Unanswered
 from ...secrets import one_line
 from ...sources import Reply, Request
 from ...sources.passed_requests import PassedRequest, RawReply, forwarded_headers, parsed_body
 from .exchange import Exchange, Pieces
-from .formats import FORMATS, Format, client_format, format_of, model_entry, model_list
+from .formats import FORMATS, Format, client_format, format_of, model_entry, model_list, read_terms
 from .groups import Group, ModelGroups
-from .terms import read_terms
 
 DEFAULT_COMPLETION_TOKENS = 4096
 """Completion tokens that are reserved for a request that does not bound its completion."""
@@ -35,6 +34,9 @@ SOURCE_HEADER = "x-qreward-source"
 ATTEMPTS_HEADER = "x-qreward-attempts"
 NO_RETRY = {"x-should-retry": "false"}
 """Tells the SDKs of OpenAI and Anthropic not to ask again: the scheduler has done that."""
+CALLS_A_BATCH = 64
+"""Calls that share a budget of hedges. Each on its own would have one of at least 4."""
+_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _SHOWN_CHARS = 200
 """Most characters of a model or a path in a message."""
 _STATUSES = {"deadline": 504, "invalid": 502, "garbage": 502, "input": 400, "refused": 400}
@@ -71,6 +73,8 @@ class Proxy:
         self._engine = engine
         self._of = engine.config
         self._known_groups = ModelGroups(engine.config, engine.upstreams)
+        self._batches: dict[int, Batch] = {}
+        self._batches_of: Dispatcher | None = None
 
     @property
     def _groups(self) -> ModelGroups:
@@ -127,11 +131,12 @@ class Proxy:
 
     def _state_problem(self, form: Format, body: Mapping[str, Any], group: Group) -> str:
         key = form.reference(body)
-        if not key or len(set(map(configured_name, group.sources))) == 1:
+        # A source with several keys stands here once for each: they may be those of several accounts.
+        if not key or len(group.sources) == 1:
             return ""
         return (
-            f"{key!r} refers to what one provider keeps, and this model has several sources; name a model that has one "
-            "source"
+            f"{key!r} refers to what one account keeps, and this model has several sources or keys; name a model that "
+            "has one source with one key"
         )
 
     def _no_model(self, form: Format, model: str, *, speaks: bool = False) -> ClientReply:
@@ -152,8 +157,7 @@ class Proxy:
         streams = form.streams(incoming.path, body)
         headers = forwarded_headers(incoming.headers)
         dispatcher = self._engine.dispatcher()
-        # Never sealed: it is no batch of samples, and has no report.
-        exchange = Exchange(dispatcher, dispatcher.batches.new((), priority=priority))
+        exchange = Exchange(dispatcher, self._batch(dispatcher, priority))
         passed = PassedRequest(
             body,
             headers,
@@ -197,6 +201,15 @@ class Proxy:
         raw: RawReply = answer.value
         return ClientReply(raw.status, {**_headers(raw), ATTEMPTS_HEADER: str(answer.spent.attempts)}, raw.body)
 
+    def _batch(self, dispatcher: Dispatcher, priority: int) -> Batch:
+        """Return the batch of the next call. It is never sealed: it is no batch of samples, and has no report."""
+        if dispatcher is not self._batches_of or len(self._batches) > CALLS_A_BATCH:
+            self._batches, self._batches_of = {}, dispatcher
+        batch = self._batches.get(priority)
+        if batch is None or batch.jobs >= CALLS_A_BATCH:
+            batch = self._batches[priority] = dispatcher.batches.new((), priority=priority)
+        return batch
+
 
 def refusal(
     form: Format,
@@ -219,13 +232,18 @@ def _failed(form: Format, why: Unanswered, refused: RawReply | None) -> ClientRe
     status, cause = _STATUSES.get(why.reason, 503), _CAUSES.get(why.reason, "infra")
     headers = {**NO_RETRY, ATTEMPTS_HEADER: str(why.spent.attempts)}
     if why.source:
-        headers[SOURCE_HEADER] = configured_name(why.source)
+        headers[SOURCE_HEADER] = _name_of(why.source)
     detail = f"{cause}/{why.reason}: {why.detail}" if why.detail else f"{cause}/{why.reason}"
     return refusal(form, status, detail, reason=why.reason, cause=cause, headers=headers)
 
 
 def _headers(reply: RawReply) -> dict[str, str]:
-    return {**reply.headers, SOURCE_HEADER: configured_name(reply.source)}
+    return {**reply.headers, SOURCE_HEADER: _name_of(reply.source)}
+
+
+def _name_of(source: str) -> str:
+    """Return a source's name for a header, which holds printable ASCII only: the rest as in a URL."""
+    return quote(configured_name(source), safe=_PRINTABLE)
 
 
 def _json(status: int, value: Any, headers: Mapping[str, str] = {}) -> ClientReply:

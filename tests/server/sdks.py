@@ -1,18 +1,18 @@
-"""Clients over transports, and judge servers that answer them with `TEXT`."""
+"""Clients of language models over a transport or at a server, and judge servers that answer them with `TEXT`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
-import httpx
 import httpx2
 import openai
-import pytest
 
+from qreward_plugins import RewardEngine
+from qreward_plugins.server.server import RewardServer
 from qreward_plugins.server.transport import QRewardTransport
 from qreward_plugins.testing import JudgeServer
 
@@ -25,10 +25,11 @@ ASKED: Any = [{"role": "user", "content": "Hi"}]
 class Chat:
     """OpenAI's SDK on chat completions."""
 
-    dialect, model = "openai", "gpt-5"
+    dialect, model, errors = "openai", "gpt-5", openai
 
-    def __init__(self, http: Any, **options: Any) -> None:
-        self.client = openai.AsyncOpenAI(http_client=http, api_key=CALLERS_KEY, **options)
+    def __init__(self, *, api_key: str = CALLERS_KEY, url: str | None = None, **options: Any) -> None:
+        base_url = url and f"{url}/v1"
+        self.client = openai.AsyncOpenAI(api_key=api_key, base_url=base_url, **options)
 
     async def ask(self, **options: Any) -> str:
         reply = await self.client.chat.completions.create(model=self.model, messages=ASKED, **options)
@@ -59,10 +60,10 @@ class Responses(Chat):
 class Messages:
     """Anthropic's SDK."""
 
-    dialect, model = "anthropic", "gpt-5"
+    dialect, model, errors = "anthropic", "gpt-5", anthropic
 
-    def __init__(self, http: Any, **options: Any) -> None:
-        self.client = anthropic.AsyncAnthropic(http_client=http, api_key=CALLERS_KEY, **options)
+    def __init__(self, *, api_key: str = CALLERS_KEY, url: str | None = None, **options: Any) -> None:
+        self.client = anthropic.AsyncAnthropic(api_key=api_key, base_url=url, **options)
 
     async def ask(self, **options: Any) -> str:
         reply = await self.client.messages.create(model=self.model, max_tokens=99, messages=ASKED, **options)
@@ -88,18 +89,38 @@ def tree_of(*servers: Any, engine: Mapping[str, Any] | None = None, models: Any 
         "sources": sources,
         "judges": {"quality": {"kind": "llm"}},
         "models": {"gpt-*": {"sources": list(sources)}} if models is None else models,
-        "engine": {"seed": 1, "deadline_s": 60, "scheduling": {"hedge": False}, **(engine or {})},
+        "engine": {"seed": 1, "deadline_s": 60, "shared": "off", "scheduling": {"hedge": False}, **(engine or {})},
     }
 
 
+def turns(*names: str, strategy: str = "round_robin") -> dict[str, Any]:
+    """The group of all models over these sources."""
+    return {"*": {"sources": list(names or ("s0", "s1")), "strategy": strategy}}
+
+
 @asynccontextmanager
-async def open_client(sdk: Any, tree: Any, library: Any = httpx2, **options: Any):
+async def over_transport(sdk: Any, tree: Any, library: Any = httpx2, **options: Any) -> AsyncIterator[Any]:
     """A client of an SDK over a transport; `client.engine` is the transport's engine."""
     transport = QRewardTransport(tree)
     async with library.AsyncClient(transport=transport) as http:
-        client = sdk(http, **options)
+        client = sdk(http_client=http, **options)
         client.engine = transport.engine
         yield client
+
+
+@asynccontextmanager
+async def at_server(sdk: Any, tree: Any, *, token: str | None = "the-token-0123", key: str = "", **options: Any) -> Any:
+    """A client of an SDK at a reward server, whose token is its key; `client.engine` is the server's engine."""
+    served = {name: options.pop(name) for name in ("max_samples", "max_body_bytes") if name in options}
+    async with RewardEngine(tree) as engine, RewardServer(engine, port=0, token=token, **served) as server:
+        client = sdk(url=server.url, api_key=key or token or "any", **options)
+        client.engine, client.server = engine, server
+        async with client.client:
+            yield client
+
+
+WAYS = [over_transport, at_server]
+"""The ways from a client to an engine."""
 
 
 async def whole(client: Any, stream: bool) -> str:
@@ -108,13 +129,3 @@ async def whole(client: Any, stream: bool) -> str:
 
 
 server_of = functools.partial(JudgeServer, lambda call: TEXT, api_key=KEY)
-
-
-@pytest.fixture(params=SDKS, ids=lambda sdk: sdk.dialect)
-def sdk(request):
-    return request.param
-
-
-@pytest.fixture(params=[httpx, httpx2], ids=lambda library: library.__name__)
-def library(request):
-    return request.param

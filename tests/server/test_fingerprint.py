@@ -8,7 +8,7 @@ import pytest
 
 from qreward_plugins.config import load_config
 from qreward_plugins.config.source_models import SourceConfig
-from qreward_plugins.server.fingerprint import fingerprint_of
+from qreward_plugins.server.facts import fingerprint_of
 from qreward_plugins.sources.kind import VALUE, SourceKind
 
 

@@ -171,6 +171,6 @@ def test_no_server(monkeypatch):
     for make in (trl_reward, SwiftReward):
         with pytest.raises(InputError, match="QREWARD_SERVER"):
             make()
-    monkeypatch.setattr("qreward_plugins.client.client._FIRST_PAUSE_S", 70.0)
+    monkeypatch.setattr("qreward_plugins.client.connection._FIRST_PAUSE_S", 70.0)
     with pytest.raises(RewardServerError, match="cannot be reached"):
         as_trl(trl_reward("http://127.0.0.1:9"), [{"prompt": "?"}], ["so: 1"])

@@ -1,4 +1,6 @@
-"""Names what may change the rewards of a configuration: judges, routes, models, and the version of this package."""
+"""What a server says of itself. Its fingerprint names what may change a reward: judges, routes, models, and the version
+of this package.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ from typing import Any
 
 import orjson
 
+from ..client.rows import ServerFacts
 from ..config import Config, SourceConfig, routes_of
 from ..config.several_keys import configured_name
+from ..engine import RewardEngine
 from ..sources.kind import own_settings
 
 _ASKING = {"priority"}
@@ -21,6 +25,14 @@ _CANNOT_MATTER = frozenset(
 """Keys of a source that say where, with which key and how fast it is asked. Any other key counts, unknown ones too,
 except those of every source (`limits`, `timeouts`, `price`, `weight`).
 """
+
+
+def facts_of(engine: RewardEngine) -> ServerFacts:
+    """Return the facts of the configuration that an engine works by."""
+    known = engine.facts()
+    return ServerFacts(
+        fingerprint_of(engine.config), tuple(known.components), known.defines_correct, engine.stream_window
+    )
 
 
 def fingerprint_of(config: Config) -> str:

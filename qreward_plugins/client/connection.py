@@ -1,0 +1,146 @@
+"""The way to a reward server: one session, one token, and one rule for asking again.
+
+Redirects are not followed, no cookies are kept, and neither proxies nor credentials of the environment are used:
+samples go to the server that was named, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+import aiohttp
+import orjson
+
+from ..config.source_models import server_url
+from ..errors import InputError, RewardServerError
+from ..secrets import one_line
+from .rows import JUDGES_HEADER, LINES
+
+_log = logging.getLogger("qreward_plugins.client")
+
+CONNECT_WITHIN_S = 10.0
+SILENT_AFTER_S = 45.0
+"""A server that says nothing for so long is gone. It writes an empty line every 15 s."""
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
+_LONGEST_RETRY_S = 60.0
+_MOST_ERROR_BYTES = 2**16
+_DETAIL_CHARS = 500
+_TRY_AGAIN = (429, 502, 503, 504)
+"""Statuses of a server that takes no samples now, or of a proxy in front of one that starts."""
+_REASONS = {409: "other_judges", 413: "input", 422: "input", **dict.fromkeys(_TRY_AGAIN, "unreachable")}
+_REMEDIES = {404: "; there is no reward server (`qreward serve`) of this version at this URL"}
+
+T = TypeVar("T")
+
+
+class Again(Exception):
+    """A try after which another one may go better. `after_s`: the seconds that the server names. `heard`: it has taken
+    the samples.
+    """
+
+    def __init__(self, error: RewardServerError, *, after_s: float = 0.0, heard: bool = False) -> None:
+        super().__init__(str(error))
+        self.error, self.after_s, self.heard = error, after_s, heard
+
+
+class Connection:
+    """A session with the server at `url`. The other arguments are those of `RewardClient`. Raises `InputError`."""
+
+    def __init__(self, url: str, *, token: str | None, retry_for_s: float, fingerprint: str | None) -> None:
+        try:
+            self.url = server_url(url).rstrip("/")
+            """The server's address, without a slash at its end."""
+        except (ValueError, AttributeError) as error:
+            problem = str(error) if isinstance(url, str) else f"it is a text, not {type(url).__name__}"
+            raise InputError(f"the URL of the reward server: {problem}") from None
+        self.name = f"the reward server at {self.url}"
+        self._headers = {"Content-Type": "application/json", "Accept": LINES}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        if fingerprint is not None:
+            self._headers[JUDGES_HEADER] = fingerprint
+        self._retry_for_s = retry_for_s
+        self._session: aiohttp.ClientSession | None = None
+        self._away = False
+
+    def request(self, path: str, body: bytes | None = None) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """GET a path, or POST a body to it. `check` raises what the reply says of an error."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+            )
+        timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_WITHIN_S, sock_read=SILENT_AFTER_S)
+        method, url = "GET" if body is None else "POST", self.url + path
+        return self._session.request(
+            method, url, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
+        )
+
+    async def check(self, reply: aiohttp.ClientResponse) -> None:
+        """Raise the error of a reply that is none: `Again` if the request may be sent again later."""
+        if reply.status == 200:
+            self._away = False
+            return
+        message = f"{self.name} answered {reply.status}: {await _detail(reply)}{_REMEDIES.get(reply.status, '')}"
+        reason = _REASONS.get(reply.status, "server_refused")
+        error = RewardServerError(message, status=reply.status, reason=reason)
+        if reply.status in _TRY_AGAIN:
+            raise Again(error, after_s=_seconds(reply.headers.get("Retry-After")))
+        raise error
+
+    async def retried(
+        self, once: Callable[[], Awaitable[T]], on_failed: Callable[[RewardServerError], None] | None = None
+    ) -> T:
+        """Return what `once` returns. It is called again while the server is busy or away. `on_failed` is called with
+        the error of each try, and the last one is raised after `retry_for_s` seconds without a sign of life.
+        """
+        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
+        heard_at = loop.time()
+        while True:
+            try:
+                return await once()
+            except Again as again:
+                error, after_s, heard = again.error, again.after_s, again.heard
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
+                hint = "; does it speak http, not https?" if isinstance(failed, aiohttp.ClientSSLError) else ""
+                message = f"{self.name} cannot be reached ({type(failed).__name__}{hint})"
+                error, after_s, heard = RewardServerError(message), 0.0, False
+            if on_failed is not None:
+                on_failed(error)
+            if heard:
+                heard_at, pause_s = loop.time(), _FIRST_PAUSE_S
+            wait_s = max(pause_s, after_s)
+            if loop.time() + wait_s > heard_at + self._retry_for_s:
+                raise error
+            if not self._away:
+                self._away = True
+                _log.warning("%s; it is asked again", error)
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def aclose(self) -> None:
+        """Close the session. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+async def _detail(reply: aiohttp.ClientResponse) -> str:
+    """Return what a reply that is an error says."""
+    if 300 <= reply.status < 400:
+        place = one_line(reply.headers.get("Location", "").partition("?")[0], 200)
+        return f"it redirects to {place}; redirects are not followed, so set the URL of the server itself"
+    try:
+        error = orjson.loads(await reply.content.read(_MOST_ERROR_BYTES))["error"]["detail"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return "no explanation"
+    return one_line(str(error), _DETAIL_CHARS)
+
+
+def _seconds(header: str | None) -> float:
+    # Not `isdigit`, which is true for superscripts, too.
+    return min(float(header), _LONGEST_RETRY_S) if header is not None and header.isdecimal() else 0.0

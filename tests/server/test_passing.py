@@ -1,0 +1,463 @@
+"""What goes to a source and what comes back, byte by byte, over a transport without an SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import asynccontextmanager
+from urllib.parse import unquote
+
+import aiohttp.web
+import httpx
+import pytest
+
+from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, load_config
+from qreward_plugins.server.model_calls.formats import format_of
+from qreward_plugins.server.transport import QRewardTransport
+
+from .sdks import CALLERS_KEY, KEY, TEXT, server_of, tree_of, turns
+
+pytestmark = pytest.mark.anyio
+
+URL = "http://anywhere/v1/chat/completions"
+WHOLE = {"id": "x", "choices": [{"message": {"content": "ok"}, "finish_reason": "stop"}], "usage": None}
+STREAM = {"model": "gpt-5", "stream": True}
+
+
+class Echo:
+    """A server that keeps the requests and answers with what `reply` returns, or writes itself."""
+
+    def __init__(self, reply=None) -> None:
+        self.heads, self.bodies, self.paths = [], [], []
+        self.reply = reply or (lambda number: WHOLE)
+
+    async def handle(self, request):
+        number = len(self.bodies)
+        self.bodies.append(await request.read())
+        self.heads.append({name.lower(): value for name, value in request.headers.items()})
+        self.paths.append(request.path_qs)
+        found = self.reply(number)
+        if callable(found):
+            return await found(request)
+        status, found, headers = found if isinstance(found, tuple) else (200, found, {})
+        text = found if isinstance(found, bytes) else json.dumps(found).encode()
+        return aiohttp.web.Response(body=text, status=status, content_type="application/json", headers=headers)
+
+
+@asynccontextmanager
+async def echo(reply=None):
+    server = Echo(reply)
+    runner = aiohttp.web.ServerRunner(aiohttp.web.Server(server.handle), shutdown_timeout=0.1)
+    await runner.setup()
+    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def client_of(tree):
+    transport = QRewardTransport(tree)
+    async with httpx.AsyncClient(transport=transport, timeout=5) as client:
+        client.engine = transport.engine
+        yield client
+
+
+@asynccontextmanager
+async def passing(reply=None, **tree):
+    """A server and a client whose one source it is. `tree`: keys of `tree_of`."""
+    async with echo(reply) as server, client_of(tree_of(server, **tree)) as client:
+        yield server, client
+
+
+async def asked(url=URL, *, reply=None, content=None, sending=None, **tree):
+    """The reply to one request, and the server that got it."""
+    sent = {"json": {"model": "gpt-5"}} if content is None else {"content": content}
+    async with passing(reply, **tree) as (server, client):
+        return await client.post(url, headers=sending, **sent), server
+
+
+def sse(*events):
+    """A reply of server-sent events."""
+
+    async def write(request):
+        response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    return lambda number: write
+
+
+def chunk(text="", **more):
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}, **more}]}).encode() + b"\n\n"
+
+
+async def test_only_model_key_and_address_change():
+    body = (
+        '{"model": "gpt-5", "seed": 123456789012345678901234567890, "temperature": 0.1, "top_p": 1.0, "x": 1e-7, '
+        '"messages": [{"role": "user", "content": "caf\\u00e9 \\ud800 \\u4e2d"}], "tools": [], "extra": null}'
+    )
+    headers = {"Authorization": f"Bearer {CALLERS_KEY}", "X-Tenant": "t", "Cookie": "a=b", "OpenAI-Beta": "x=v1"}
+    own = {"parameters": {"temperature": 0.7}, "headers": {"X-Own": "own"}}
+    reply, server = await asked(f"{URL}?api-key={CALLERS_KEY}", content=body, sending=headers, **own)
+    assert reply.status_code == 200
+    assert json.loads(server.bodies[0]) == {**json.loads(body), "model": "judge"}
+    assert list(json.loads(server.bodies[0])) == list(json.loads(body))
+    assert b"1.0" in server.bodies[0]
+    [head] = server.heads
+    assert (head["authorization"], head["x-own"], head["openai-beta"]) == (f"Bearer {KEY}", "own", "x=v1")
+    assert not {"x-tenant", "cookie"} & set(head)
+    assert CALLERS_KEY not in str((head, server.bodies, server.paths))
+
+
+async def test_the_reply_comes_back_as_it_was_sent():
+    raw = b'{ "choices": [ {"message": {"content": null, "tool_calls": [1]}} ],\n "model": "other", "x": 1.50 }'
+    ours = {"set-cookie": "a=b", "openai-organization": "ours", "x-ratelimit-limit-requests": "9"}
+    headers = {"x-request-id": "r1", "openai-version": "\u00e9\u4e2d", **ours}
+    reply, _ = await asked(reply=lambda number: (200, raw, headers))
+    assert reply.content == raw
+    assert reply.headers["x-request-id"] == "r1"
+    assert (reply.headers["x-qreward-source"], reply.headers["x-qreward-attempts"]) == ("s0", "1")
+    assert not {"openai-version", *ours} & set(reply.headers)  # a header that is not ASCII does not come back
+
+
+async def test_no_secret_of_a_source_comes_back():
+    echoed = {"choices": [{"message": {"content": f"I am {KEY}"}}]}
+    async with passing(lambda number: (200, echoed, {"x-request-id": KEY})) as (server, client):
+        reply = await client.post(URL, json={"model": "gpt-5"})
+        assert reply.status_code == 200
+        assert KEY not in reply.text + str(reply.headers)
+        server.reply = lambda number: (422, {"error": {"message": f"wrong: {KEY}"}}, {})
+        reply = await client.post(URL, json={"model": "gpt-5"})
+        assert (reply.status_code, KEY in reply.text, "wrong: ***" in reply.text) == (422, False, True)
+        server.reply = lambda number: (401, {"error": {"message": f"Incorrect API key provided: {KEY}"}}, {})
+        reply = await client.post(URL, json={"model": "gpt-5"})
+        assert (reply.status_code, KEY[:8] in reply.text) == (503, False)
+        server.reply = sse(chunk(KEY[:10]), chunk(f"x {KEY}"), chunk(finish_reason="stop"), b"data: [DONE]\n\n")
+        text = (await client.post(URL, json=STREAM)).text
+        assert ("x ***" in text, KEY in text) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "problem"),
+    [
+        *((body, {}, "not JSON") for body in (b"{", b'{"x": NaN}', b'{"x": 1e999}', b"[" * 100_000, b'{"x": "\xff"}')),
+        (b"[]", {}, "must be a JSON object"),
+        (b'{"model": 7}', {}, "needs the name of a `model`"),
+        (b'{"model": "gpt-5", "stream": 1}', {}, "`stream` must be true or false"),
+        *((None, {"X-QReward-Deadline-S": text}, "X-QReward-Deadline-S") for text in ("soon", "nan", "0")),
+        *((None, {"X-QReward-Priority": text}, "X-QReward-Priority") for text in ("1.5", "9" * 40)),
+        *((None, {"OpenAI-Beta": text}, "must be printable ASCII") for text in ("a\r\nX-Evil: 1", "a\tb", b"\xff")),
+    ],
+)
+async def test_a_request_that_cannot_be_sent_on(content, headers, problem):
+    reply, server = await asked(content=content, sending=headers)
+    assert (reply.status_code, server.bodies) == (400, [])
+    assert problem in reply.json()["error"]["message"]
+    assert reply.json()["error"]["cause"] == "policy"
+
+
+async def test_deadline_and_priority_by_header():
+    headers = {"X-QReward-Priority": "High", "X-QReward-Deadline-S": "3"}
+    reply, server = await asked(sending=headers)
+    assert reply.status_code == 200
+    assert all("x-qreward" not in name for name in server.heads[0])
+
+
+async def test_replies_are_capped():
+    large = b"[" + b" " * 3_000_000
+    reply, _ = await asked(reply=lambda number: large, engine={"max_attempts": 1})
+    assert (reply.status_code, "larger than 1,048,576 bytes" in reply.text) == (503, True)
+
+
+# Streams
+
+
+async def test_a_stream_comes_as_it_was_sent_once_a_part_of_the_answer_has_come():
+    sent = [b": hello\n\n", chunk(), chunk("a"), b'data: {"x":\ndata: 1}\r\n\r\n', chunk("b", finish_reason="stop")]
+    sent += [b'data: {"usage": {"prompt_tokens": 3, "completion_tokens": 2}, "choices": []}\n\n', b"data: [DONE]\n\n"]
+    for library in ("aiohttp", "httpx"):
+        async with passing(sse(*sent), client=library) as (_, client):
+            reply = await client.post(URL, json=STREAM)
+            assert reply.headers["content-type"] == "text/event-stream"
+            assert reply.content == b"".join(sent)
+            assert client.engine.statistics().sources["s0"].completion_tokens == 2
+
+
+async def test_an_error_before_the_answer_is_tried_again_and_after_it_not():
+    failing = [b": hello\n\n", chunk(), b'data: {"error": {"message": "overloaded"}}\n\n']
+    whole = [chunk("a", finish_reason="stop"), b"data: [DONE]\n\n"]
+    replies = [sse(*failing), sse(*whole), sse(chunk("a"), *failing), sse(*whole)]
+    got = []
+    async with passing(lambda number: replies[number](number)) as (server, client):
+        assert (await client.post(URL, json=STREAM)).content == b"".join(whole)
+        assert len(server.bodies) == 2
+
+        async def read():
+            async with client.stream("POST", URL, json=STREAM) as reply:
+                async for piece in reply.aiter_bytes():
+                    got.append(piece)
+
+        with pytest.raises(httpx.RemoteProtocolError, match=r"broken: .*an error in the middle of the answer"):
+            await read()
+        assert b"".join(got) == b"".join([chunk("a"), *failing])
+        assert len(server.bodies) == 3
+
+
+async def test_a_slow_reader_stops_the_source():
+    sent = 0
+    piece = chunk("x" * 8000)
+
+    async def write(request):
+        nonlocal sent
+        response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(2500):
+            await response.write(piece)
+            sent += len(piece)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with passing(lambda number: write) as (_, client), client.stream("POST", URL, json=STREAM) as reply:
+        pieces = reply.aiter_raw()
+        size = len(await anext(pieces))
+        for _ in range(100):
+            before = sent
+            await asyncio.sleep(0.01)
+            if sent == before:
+                break
+        # Beside what is kept for the client, the buffers of two sockets.
+        assert sent < 2500 * len(piece) / 2
+        size += sum([len(each) async for each in pieces])
+    assert size == 2500 * len(piece) + len(b"data: [DONE]\n\n")
+
+
+async def test_at_the_deadline_every_attempt_ends_even_with_a_journal(tmp_path):
+    tree = {"deadline_s": 0.5, "journal": {"path": str(tmp_path / "j.db")}}
+    body = {**STREAM, "messages": [{"role": "user", "content": "a"}]}
+    with server_of(stream_interval_s=0.1) as server:
+        async with client_of(tree_of(server, engine=tree)) as client:
+            with pytest.raises(httpx.RemoteProtocolError, match="deadline"):
+                await client.post(URL, json=body)
+            server.hold()
+            reply = await client.post(URL, json={**body, "stream": False})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline")
+            await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 0)
+
+
+# What a provider keeps
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "dialect"),
+    [
+        ({"store": True}, "/chat/completions", "openai"),
+        ({"store": True}, "/responses", "responses"),
+        ({"tools": [{"type": "mcp"}]}, "/responses", "responses"),
+        ({"previous_response_id": "r1"}, "/responses", "responses"),
+        ({"mcp_servers": [{"url": "x"}]}, "/messages", "anthropic"),
+    ],
+)
+async def test_what_may_change_something_is_sent_once(body, path, dialect):
+    async with passing(lambda number: (500, {}, {}), dialect=dialect) as (server, client):
+        reply = await client.post(f"http://any/v1{path}", json={"model": "gpt-5", **body})
+        assert (reply.status_code, len(server.bodies), "broken" in reply.text) == (503, 1, True)
+        # A server that throttles has done nothing.
+        answer = {"choices": [{}], "output": [], "content": []}
+        server.reply = lambda number: (429, {}, {"retry-after-ms": "1"}) if number == 1 else (200, answer, {})
+        reply = await client.post(f"http://any/v1{path}", json={"model": "gpt-5", **body})
+        assert (reply.status_code, len(server.bodies)) == (200, 3)
+
+
+async def test_what_one_account_keeps_is_not_moved():
+    keys = {"api_key": None, "api_keys": [f"{KEY}{number}" for number in range(4)]}
+    async with echo() as a, echo() as b:
+        for tree in (tree_of(a, b, dialect="responses"), tree_of(a, dialect="responses", **keys)):
+            async with client_of(tree) as client:
+                for body, said in (
+                    ({"previous_response_id": "x"}, "'previous_response_id' refers to what one account keeps"),
+                    ({"input": [{"content": [{"file_id": "f1"}]}]}, "'file_id' refers to what one account keeps"),
+                    ({"background": True}, "cannot be fetched"),
+                ):
+                    reply = await client.post("http://any/v1/responses", json={"model": "gpt-5", **body})
+                    assert (reply.status_code, said in reply.text) == (400, True)
+        assert a.bodies + b.bodies == []
+
+
+GEMINI = "/models/m:generateContent"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key"),
+    [
+        ("/responses", {"input": [{"type": "item_reference", "id": "i1"}]}, "item_reference"),
+        ("/responses", {"input": [{"content": [{"type": "input_file", "file_id": "f1"}]}]}, "file_id"),
+        ("/responses", {"tools": [{"type": "file_search", "vector_store_ids": ["v1"]}]}, "vector_store_ids"),
+        ("/messages", {"messages": [{"content": [{"source": {"type": "file", "file_id": "f1"}}]}]}, "file_id"),
+        (GEMINI, {"contents": [{"parts": [{"fileData": {"fileUri": "https://h/v1beta/files/f1"}}]}]}, "fileUri"),
+        (GEMINI, {"contents": [{"parts": [{"fileData": {"fileUri": "https://h/a.png"}}]}]}, ""),
+        (GEMINI, {"contents": [{"parts": [{"functionCall": {"args": {"file_id": "f1"}}}]}]}, ""),
+        ("/messages", {"messages": [{"content": [{"type": "tool_use", "input": {"file_id": "f1"}}]}]}, ""),
+        ("/messages", {"tools": [{"input_schema": {"properties": {"file_id": {"type": "string"}}}}]}, ""),
+        ("/chat/completions", {"metadata": {"file_id": "f1"}}, ""),
+        ("/responses", {"input": "file_id", "tools": [{"vector_store_ids": []}]}, ""),
+    ],
+)
+def test_a_file_or_an_item_that_one_provider_keeps_is_seen(path, body, key):
+    form = format_of(path)
+    assert form is not None
+    assert (form.reference(body), form.state(body)) == (key, "")
+
+
+async def test_references_to_what_a_provider_does_not_know_are_the_mistake_of_the_client():
+    missing = (404, {"error": {"message": "no such response"}}, {})
+    async with passing(lambda number: missing, dialect="responses") as (server, client):
+        url = "http://any/v1/responses"
+        for number in range(40):
+            body = {"model": "gpt-5", "previous_response_id": f"r{number}"}
+            reply = await client.post(url, json=body)
+            assert (reply.status_code, reply.json()["error"]["message"]) == (404, "no such response")
+        server.reply = lambda number: (200, {"output": []}, {})
+        assert (await client.post(url, json={"model": "gpt-5"})).status_code == 200
+        assert client.engine.statistics().sources["s0"].state == "up"
+
+
+# Which source answers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/files", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/messages/count_tokens", 404),
+        ("GET", "/v1/responses/resp_1", 404),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 404),
+    ],
+)
+async def test_other_paths_are_refused(method, path, status):
+    async with client_of(tree_of("http://127.0.0.1:9/v1")) as client:
+        reply = await client.request(method, f"http://any{path}")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, "path")
+
+
+@pytest.mark.parametrize(
+    ("group", "shares"),
+    [({"strategy": "round_robin"}, (12, 12)), ({"weights": {"s0": 3}}, (18, 6)), ({"strategy": "weighted"}, (16, 8))],
+)
+async def test_each_group_has_its_own_strategy_and_weights(group, shares):
+    async with echo() as a, echo() as b:
+        tree = tree_of(a, b, models={"*": {"sources": ["s0", "s1"], "strategy": "weighted", **group}})
+        tree["sources"]["s0"]["weight"] = 2
+        async with client_of(tree) as client:
+            for _ in range(24):
+                assert (await client.post(URL, json={"model": "m"})).status_code == 200
+        assert (len(a.bodies), len(b.bodies)) == shares
+
+
+async def test_models_are_routed_by_the_first_pattern():
+    async with echo() as a, echo() as b:
+        models = {"gpt-4*": {"sources": ["s0"]}, "gpt-*": {"sources": "s1"}, "Qwen/*": {"sources": ["model:jud*"]}}
+        async with client_of(tree_of(a, b, models=models)) as client:
+            for model in ("gpt-4o", "gpt-5", "gpt-5", "Qwen/Qwen3-8B"):
+                assert (await client.post(URL, json={"model": model})).headers["x-qreward-source"] in ("s0", "s1")
+                assert len(a.bodies) == 1 or model.startswith("Qwen")
+            assert (await client.post(URL, json={"model": "judge"})).status_code == 404
+        assert len(a.bodies) + len(b.bodies) == 4
+        async with client_of(tree_of(a, models={})) as client:
+            # Without `models`, the name of a model selects its sources.
+            assert (await client.post(URL, json={"model": "judge"})).status_code == 200
+            reply = await client.post(URL, json={"model": "gpt-5"})
+            assert (reply.status_code, reply.json()["error"]["message"]) == (404, "no model 'gpt-5'; models: judge")
+
+
+async def test_a_slow_answer_is_hedged():
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    with server_of() as slow, server_of() as good:
+        async with client_of(tree_of(slow, good, models=turns(), engine={"scheduling": {"hedge": True}})) as client:
+            for _ in range(30):
+                assert (await client.post(URL, json=body)).is_success
+            slow.hold()
+            for _ in range(2):
+                assert (await client.post(URL, json=body)).json()["choices"][0]["message"]["content"] == TEXT
+            # The server sees a moment later that its client has gone.
+            await asyncio.to_thread(slow.wait_for, lambda report: report.abandoned >= 1)
+
+
+async def test_an_engine_of_the_caller_stays_open_and_nothing_is_recorded(tmp_path):
+    journal = {"journal": {"path": str(tmp_path / "j.db")}}
+    async with echo() as server, RewardEngine(tree_of(server, engine=journal)) as engine:
+        for number in (1, 2):
+            async with httpx.AsyncClient(transport=QRewardTransport(engine)) as client:
+                assert (await client.post(URL, json={"model": "gpt-5"})).status_code == 200
+            assert len(server.bodies) == number
+        await engine.aclose()
+        async with httpx.AsyncClient(transport=QRewardTransport(engine)) as client:
+            reply = await client.post(URL, json={"model": "gpt-5"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "closed")
+        with pytest.raises(EngineError):
+            engine.dispatcher()
+
+
+@pytest.mark.parametrize(
+    ("group", "mistake"),
+    [
+        ({"sources": ["s7"]}, "there is no source `s7`"),
+        ({"sources": ["x*"]}, "`x*` matches no source"),
+        ({"sources": ["reward"]}, "`reward` is a source of kind http, which gives no text"),
+        ({"sources": ["s0"], "weights": {"s1": 2}}, "`s1` is not among the sources of this group"),
+    ],
+)
+def test_mistakes_in_models(group, mistake):
+    tree = tree_of("http://a.invalid/v1", "http://b.invalid/v1", models={"*": group})
+    tree["sources"]["reward"] = {"kind": "http", "url": "http://c.invalid/score"}
+    with pytest.raises(ConfigurationError, match=re.escape(mistake)):
+        load_config(tree)
+
+
+async def test_judges_may_be_left_out():
+    async with echo() as server:
+        tree = tree_of(server)
+        del tree["judges"]
+        async with client_of(tree) as client:
+            assert (await client.post(URL, json={"model": "gpt-5"})).status_code == 200
+            outcome = await client.engine.score(Sample([{"role": "user", "content": "a"}], "b"))
+            assert (outcome.reward, outcome.reason) == (None, "no_route")
+            assert load_config(client.engine.config).models == client.engine.config.models
+        del tree["models"]
+        with pytest.raises(ConfigurationError, match="judges"):
+            load_config(tree)
+
+
+async def test_messages_about_absurd_names_are_short():
+    async with client_of(tree_of("http://127.0.0.1:9/v1", models={"Qwen/Q3": {"sources": "s0"}})) as client:
+        reply = await client.post(URL, json={"model": "x\n" * 100_000})
+        assert (reply.status_code, len(reply.content) < 600) == (404, True)
+        assert len((await client.get("http://any/" + "y" * 5000)).content) < 600
+        for path in ("Qwen%2FQ3", "Qwen/Q3"):
+            assert (await client.get(f"http://any/v1/models/{path}")).json()["id"] == "Qwen/Q3"
+
+
+async def test_a_refusal_is_not_asked_again_by_the_sdk():
+    refused = {"error": {"message": "no", "type": "content_filter"}}
+    reply, _ = await asked(reply=lambda number: (409, refused, {}))
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (409, "false")
+
+
+@pytest.mark.parametrize("name", ["juge-\u00e9", "\u8a55\u4fa1", "a%b c", "a\nb"])
+async def test_any_name_of_a_source_fits_into_a_header(name):
+    async with echo() as server:
+        tree = tree_of(server, models={})
+        tree["sources"] = {name: tree["sources"]["s0"]}
+        async with client_of(tree) as client:
+            reply = await client.post(URL, json={"model": "judge"})
+    assert reply.status_code == 200
+    assert unquote(reply.headers["x-qreward-source"]) == name
+    assert reply.headers["x-qreward-source"].isprintable()

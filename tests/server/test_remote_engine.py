@@ -1,0 +1,309 @@
+"""An engine that scores at a reward server (`engine.server`): the outcomes of the server's engine, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from qreward_plugins import ConfigurationError, Cutoff, Failed, RewardEngine, Sample, Scored, load_config
+from qreward_plugins.client.rows import ServerFacts
+from qreward_plugins.testing import JudgeServer
+
+from ..kit import make_config, make_limits, make_samples
+from .conftest import Peer, lines, replying
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_outcomes_are_those_of_the_engine_there(serve, sample):
+    async with serve() as there, there.remote_engine() as engine:
+        whole = sample(0.5, id="a", group_id="g", step=3, split="val", extras={"x": [1]})
+        outcomes = await engine.score_all([whole, sample("break"), sample(1)])
+        one = await engine.score(sample(0.25))
+        facts = [engine.facts().of(outcome) for outcome in outcomes]
+        counts = engine.statistics()
+    assert [type(outcome) for outcome in outcomes] == [Scored, Failed, Scored]
+    assert outcomes[1].label == "infra/exhausted"
+    verdict = outcomes[0].verdict
+    seen = (verdict.score, verdict.judge, verdict.source, dict(verdict.components))
+    assert seen == (0.5, "quality", "obedient", {"clarity": 0.25})
+    assert one.reward == 0.25
+    assert whole in there.source.samples
+    # Failed samples have the keys of the others.
+    assert len({tuple(fact) for fact in facts}) == 1
+    assert "score/clarity" in facts[1]
+    assert (counts.submitted, counts.scored, dict(counts.failed)) == (4, 3, {"infra/exhausted": 1})
+
+
+async def test_many_engines_keep_one_limit():
+    """Whatever asks the server, its requests come out of one limit."""
+    theirs, ours = make_limits(requests=20, tokens=10**6, concurrency=8)
+    with JudgeServer(limits=theirs) as judge:
+        tree = make_config({"a": judge}, limits={"a": ours}, engine={"shared": "off", "scheduling": {"hedge": False}})
+        from qreward_plugins.server.server import RewardServer
+
+        async with RewardEngine(tree) as scoring, RewardServer(scoring, port=0) as server:
+            remote = {"engine": {"server": server.url}}
+            engines = [await asyncio.to_thread(RewardEngine, remote) for _ in range(3)]
+            asked = [engine.score_all(make_samples(12)) for engine in (*engines, scoring)]
+            outcomes = [outcome for batch in await asyncio.gather(*asked) for outcome in batch]
+            for engine in engines:
+                await engine.aclose()
+        report = judge.report()
+    assert all(outcome.reward is not None for outcome in outcomes)
+    assert (report.requests, report.violations_total, report.throttled) == (48, 0, 0)
+
+
+async def test_what_json_does_not_have_goes_as_to_a_service(serve, sample, caplog):
+    """Extras that cannot be written are left out, and the log tells once."""
+    extras = {"kept": {1: "a"}, "gone": math.nan, "object": object()}
+    given = [
+        sample(1, extras=extras, ground_truth="\ud800"),
+        sample(0.5, extras=extras, prompt="<|user|>How much?"),
+        Sample((), "0.25", prompt=[1, 2]),
+        sample(1, ground_truth=math.inf),
+        sample(1, ground_truth={1, 2}),
+        sample(None, step="x"),
+    ]
+    async with serve() as there, there.remote_engine() as engine:
+        outcomes = await engine.score_all(given)
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.5, 0.25, None, None, None]
+    assert {outcome.label for outcome in outcomes[3:]} == {"infra/input"}
+    assert "ground_truth: it is infinite" in outcomes[3].detail
+    seen = {each.response: each for each in there.source.samples}
+    assert seen["So much: 1"].extras == {"kept": {"1": "a"}}
+    assert seen["So much: 1"].ground_truth == "\ufffd"
+    assert seen["So much: 0.5"].prompt == "<|user|>How much?"
+    assert (seen["0.25"].prompt, seen["0.25"].messages) == ([1, 2], ())
+    assert [text for text in caplog.messages if "is left out" in text] == [
+        "extras['gone'] is left out of samples for the reward server: it is NaN, which JSON does not have",
+        "extras['object'] is left out of samples for the reward server: it is of type object, which JSON does not "
+        "have; write it as text or as a number",
+    ]
+
+
+async def test_streams_and_portals(serve, sample):
+    async with serve() as there:
+        async with there.remote_engine() as engine:
+            pairs = [pair async for pair in engine.score_stream(sample(n / 4096) for n in range(300))]
+        assert [outcome.reward for _, outcome in pairs] == [n / 4096 for n in range(300)]
+
+        def blocking():
+            with RewardEngine(there.remote()).portal() as portal:
+                return [portal.score(sample(1)).reward, *(each.reward for each in portal.score_all([sample(0)]))]
+
+        assert await asyncio.to_thread(blocking) == [1.0, 0.0]
+
+
+async def test_an_outcome_comes_as_soon_as_it_is_known_and_a_cutoff_ends_the_rest(serve, sample):
+    async with serve() as there, there.remote_engine() as engine:
+        given = [sample(1, group_id="g"), sample("hold", group_id="g")]
+        first, held = await engine.score_each(given)
+        assert (await first).reward == 1.0
+        held.cancel()
+        await there.source.cancelled.wait()
+        there.source.cancelled.clear()
+        outcomes = await engine.score_all(given, cutoff=Cutoff(after_s=0.3, quorum=0.5))
+        assert outcomes[0].reward == 1.0
+        assert outcomes[1].label == "infra/cutoff"
+        await there.source.cancelled.wait()
+        assert there.engine.statistics().submitted == 4
+
+
+async def test_priorities_are_those_of_the_server_unless_this_side_has_its_own(serve, sample):
+    async with serve(engine={"priority": {"validation": "high"}}) as there:
+        own = {"engine": {**there.remote()["engine"], "priority": {"train": 7}}}
+        async with there.remote_engine() as engine, await asyncio.to_thread(RewardEngine, own) as other:
+            there.engine.retune("obedient", type(there.engine.config.sources["obedient"].limits)(concurrency=1))
+            asked = [asyncio.ensure_future(engine.score(sample("hold")))]
+            await there.source.holding.wait()
+            for each, word in ((engine, "low 0"), (engine, "val 0"), (other, "train 0"), (engine, "call 0")):
+                priority, split = 20 if "call" in word else None, word.split()[0]
+                made = sample(word, split=split if split in ("val", "train") else None)
+                asked.append(asyncio.ensure_future(each.score(made, priority=priority)))
+                while there.server.under_way < len(asked):  # noqa: ASYNC110 -- it is on the other side of a socket
+                    await asyncio.sleep(0.001)
+            there.source.release.set()
+            await asyncio.gather(*asked)
+    order = [each.response.split()[-2] for each in there.source.samples]
+    assert order == ["much:", "call", "val", "train", "low"]
+
+
+# The server goes away
+
+
+async def test_a_killed_server_is_asked_again(serve, sample):
+    """What was under way is sent again, and each sample has one outcome."""
+    async with serve() as there, there.remote_engine() as engine:
+        asked = asyncio.ensure_future(engine.score_all([sample("hold"), sample(0.5), sample("hold")]))
+        single = asyncio.ensure_future(engine.score(sample("hold")))
+        await there.source.holding.wait()
+        await there.kill()
+        await there.start()
+        await there.source.holding.wait()
+        there.source.release.set()
+        assert [outcome.reward for outcome in await asked] == [1.0, 0.5, 1.0]
+        assert (await single).reward == 1.0
+        assert engine.statistics().scored == 4
+
+
+async def test_a_server_that_drains_hands_the_rest_to_the_next(serve, sample):
+    async with serve() as there, there.remote_engine() as engine:
+        asked = asyncio.ensure_future(engine.score(sample("hold")))
+        await there.source.holding.wait()
+        assert await there.server.drain(0.01) == 1
+        refused = asyncio.ensure_future(engine.score(sample(0.5)))
+        await asyncio.sleep(0.05)
+        await there.stop()
+        await there.start()
+        assert (await refused).reward == 0.5
+        await there.source.holding.wait()
+        there.source.release.set()
+        assert (await asked).reward == 1.0
+
+
+async def test_a_server_that_stays_away(serve, sample, caplog):
+    async with serve() as there, there.remote_engine() as engine:
+        await engine.score(sample(1))
+        await there.stop()
+        began_at = asyncio.get_running_loop().time()
+        outcomes = await engine.score_all([sample(1), sample(2)], deadline_s=1.0)
+        took_s = asyncio.get_running_loop().time() - began_at
+    assert [outcome.label for outcome in outcomes] == ["infra/unreachable"] * 2
+    assert "cannot be reached" in outcomes[0].detail
+    assert 0.9 < took_s < 3
+    assert sum("is asked again" in text for text in caplog.messages) == 1
+
+
+async def test_the_deadline_is_kept_by_the_server(serve, sample):
+    async with serve() as there, there.remote_engine() as engine:
+        outcome = await engine.score(sample("hold"), deadline_s=1.0)
+        assert there.source.cancelled.is_set()
+        assert (await engine.score(sample(0.5), deadline_s=math.inf)).reward == 0.5
+    assert (outcome.label, outcome.source) == ("infra/deadline", "obedient")
+
+
+async def test_what_a_full_server_does_not_take_waits(serve, sample):
+    async with serve(max_samples=2) as there, there.remote_engine() as engine:
+        held = [asyncio.ensure_future(engine.score(sample("hold"))) for _ in range(2)]
+        while there.server.under_way < 2:  # noqa: ASYNC110 -- it is on the other side of a socket
+            await asyncio.sleep(0.001)
+        cancelled, late, waiting = (
+            asyncio.ensure_future(engine.score(sample(0.5), deadline_s=seconds)) for seconds in (60, 0.3, 50)
+        )
+        assert (await late).label == "infra/unreachable"
+        cancelled.cancel()
+        there.source.release.set()
+        assert [(await each).reward for each in (*held, waiting)] == [1.0, 1.0, 0.5]
+    assert len(there.source.samples) == 3
+
+
+async def test_closing_fails_what_waits(serve, sample):
+    async with serve() as there:
+        engine = await asyncio.to_thread(RewardEngine, there.remote())
+        asked = asyncio.ensure_future(engine.score(sample("hold")))
+        await there.source.holding.wait()
+        await engine.aclose()
+        assert (await asked).label == "infra/closed"
+        await there.source.cancelled.wait()
+
+
+async def test_a_server_that_answers_nonsense(sample):
+    facts = replying(ServerFacts("f", (), False, 8).as_row())
+    async with Peer(lines(b"no JSON"), facts=facts) as peer:
+        engine = await asyncio.to_thread(RewardEngine, {"engine": {"server": peer.url}})
+        assert (await engine.score(sample(1))).label == "infra/server_refused"
+        await engine.aclose()
+
+
+# Other judges
+
+
+@pytest.mark.parametrize("may_change", [False, True])
+async def test_a_server_with_other_judges(serve, sample, may_change):
+    async with serve() as there, there.remote_engine(judges_may_change=may_change) as engine:
+        assert (await engine.score(sample(1))).reward == 1.0
+        await there.stop()
+        await there.start(correct_at=0.5)
+        outcome = await engine.score(sample(1), deadline_s=8)
+        if may_change:
+            assert outcome.reward == 1.0
+            return
+        assert outcome.label == "infra/other_judges"
+        assert "judges_may_change" in outcome.detail
+        # The former judges are welcome again.
+        await there.stop()
+        await there.start()
+        assert (await engine.score(sample(1), deadline_s=12)).reward == 1.0
+
+
+async def test_the_token(serve, sample, monkeypatch):
+    async with serve(token="right") as there:
+        monkeypatch.setenv("REWARD_TOKEN", "right")
+        async with there.remote_engine(token_env="REWARD_TOKEN") as engine:
+            assert (await engine.score(sample(1))).reward == 1.0
+        for server in ({"token": "wrong-secret"}, {"start_s": 1}):
+            with pytest.raises(ConfigurationError, match="answered 401") as error:
+                await asyncio.to_thread(RewardEngine, there.remote(**server))
+            assert "wrong-secret" not in str(error.value)
+            assert error.value.__context__ is None
+        monkeypatch.delenv("REWARD_TOKEN")
+        with pytest.raises(ConfigurationError, match="REWARD_TOKEN is not set"):
+            RewardEngine(there.remote(token_env="REWARD_TOKEN"))
+
+
+async def test_a_server_that_still_starts():
+    facts = ServerFacts("f", ("clarity",), False, 8)
+    replies = [b"", replying(b"", 502), replying(facts.as_row())]
+
+    class Starting(Peer):
+        @property
+        def facts(self):
+            return replies.pop(0)
+
+        @facts.setter
+        def facts(self, value): ...
+
+    async with Starting() as peer:
+        engine = await asyncio.to_thread(RewardEngine, {"engine": {"server": peer.url}})
+        assert engine.facts().components == ("clarity",)
+        await engine.aclose()
+    with pytest.raises(ConfigurationError, match=r"cannot be reached.*Start it with `qreward serve`"):
+        RewardEngine({"engine": {"server": {"url": "http://127.0.0.1:9", "start_s": 0.1}}})
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"sources": {"a": {"kind": "http", "url": "http://h"}}}, "sources: the reward server of `engine.server` has"),
+        ({"judges": {"a": {"kind": "llm"}}}, "judges: the reward server of `engine.server` has its own"),
+        ({"routes": {"*": "a"}}, "routes: the reward server of `engine.server` has its own"),
+        ({"engine": {"journal": {"path": "x"}}}, "engine.journal: the reward server of `engine.server` has its own"),
+        ({"engine": {"max_attempts": 3}}, "engine.max_attempts: the reward server of `engine.server` has its own"),
+        ({"engine": {"server": {"url": "http://h", "tokn": "abc"}}}, "unknown key"),
+        ({"engine": {"server": "http://me:secret@h"}}, "a URL must not have credentials"),
+        ({"engine": {"server": 3}}, "engine.server"),
+        ({"engine": {"server": ""}}, "engine.server"),
+        ({"engine": {"server": {}}}, "engine.server.url"),
+        ({"engine": {"server": {"token_env": "X"}}}, "engine.server.url"),
+    ],
+)
+def test_mistakes(tree, said):
+    engine = {"server": "http://127.0.0.1:9", **tree.pop("engine", {})}
+    with pytest.raises(ConfigurationError) as error:
+        load_config({**tree, "engine": engine})
+    assert said in str(error.value)
+    assert "secret" not in str(error.value)
+    assert len(error.value.mistakes) == 1
+
+
+def test_the_tree_is_read_back():
+    config = load_config({"engine": {"server": {"url": "http://h:1/", "token": "abc"}}, "on_failure": "raise"})
+    assert "abc" not in repr(config)
+    assert load_config(config) == config
+    assert not config.sources
+    assert not config.judges
+    assert json.dumps(config.engine.deadline_s) == "300.0"

@@ -131,8 +131,8 @@ class EnginePortal:
             return self._portal.start_task_soon(function, *args)
         except RuntimeError:
             raise EngineError(
-                "this portal is closed: its `with` block has ended, or what RewardEngine.portal() returned was entered by "
-                "hand and then garbage collected; keep it, or use process_portal"
+                "this portal is closed: its `with` block has ended, or what RewardEngine.portal() returned was entered "
+                "by hand and then garbage collected; keep it, or use process_portal"
             ) from None
 
     def settle(self, report: Report) -> Future[float | None]:

@@ -42,14 +42,27 @@ def boot_id() -> str:
     return ""
 
 
+def peer_pid(peer: socket.socket) -> int:
+    """Return the number of the process at the other end of a Unix socket; 0 if the system does not tell."""
+    credentials = _credentials(peer)
+    return 0 if credentials is None else credentials[0]
+
+
 def is_own_user(peer: socket.socket) -> bool:
     """Whether the process at the other end of a Unix socket belongs to this user. Where the system does not tell, the
     mode of the private directory has kept others out.
     """
+    credentials = _credentials(peer)
+    return credentials is None or credentials[1] == os.getuid()
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int] | None:
+    """The process and the user at the other end of a Unix socket; None if the system does not tell."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return bool(uid == os.getuid())
+        return None
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 def _fields(pid: int) -> list[str] | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .nodes import Flag, Node, PositiveInt, no_bool
+from .nodes import Flag, Node, PositiveInt, no_bool, takes
 
 
 class ImageLimits(Node):
@@ -36,7 +36,7 @@ class ImageLimits(Node):
 class JudgeImages(ImageLimits):
     """Which images a judge sees, and what is sent of them."""
 
-    send: Literal["auto"] | Flag = "auto"
+    send: Annotated[Literal["auto"] | Flag, takes("`auto`, true or false")] = "auto"
     """Whether the judge sees the images of the prompt and of the response. `auto` (default): if a source with `vision:
     true` may answer it; samples with images then go to such sources only. `true`: always; all sources of the judge must
     take images. `false`: never; the prompt says `[image]` in their place."""

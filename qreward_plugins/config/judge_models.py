@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from .nodes import Node, Number, Priority, SourceName, no_bool, one_or_several
+from .nodes import Node, Number, Priority, SourceName, no_bool, one_or_several, takes
 
 
 def _ascending(interval: tuple[float, float]) -> tuple[float, float]:
@@ -19,7 +19,9 @@ def _ascending(interval: tuple[float, float]) -> tuple[float, float]:
     return interval
 
 
-Interval = Annotated[tuple[Number, Number], AfterValidator(_ascending)]
+Interval = Annotated[
+    tuple[Number, Number], AfterValidator(_ascending), takes("a list of two numbers, the low and the high end")
+]
 """The low and the high end of a range."""
 
 

@@ -27,10 +27,7 @@ def routes_of(config: Config) -> tuple[tuple[str, Route], ...]:
     Without routes, the only judge scores everything; judges that are parts of others do not count.
     """
     if config.routes:
-        return tuple(
-            (pattern, Route(judge=route) if isinstance(route, str) else route)
-            for pattern, route in config.routes.items()
-        )
+        return tuple(config.routes.items())
     names = judges_in_charge(config)
     return (("*", Route(judge=names[0])),) if len(names) == 1 else ()
 
@@ -47,7 +44,7 @@ def priority_of(config: Config, route: Route, split: str | None) -> int:
 
 def routed_judges(config: Config) -> frozenset[str]:
     """Return the names of the judges that routes lead to."""
-    return frozenset(route if isinstance(route, str) else route.judge for route in config.routes.values())
+    return frozenset(route.judge for route in config.routes.values())
 
 
 def judge_for(config: Config, data_source: str) -> str | None:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from typing import Any
 
 import orjson
 from pydantic import BaseModel, SecretStr
 
 from ..secrets import names_secret, secrets_in
-from . import shape
 from .findings import Path
-from .keys import KeyCheck
 from .models import Config
 
 _FROM_ELSEWHERE = re.compile(r"\$\{oc\.env:\s*[A-Za-z_][A-Za-z0-9_]*\s*\}")
@@ -26,6 +23,7 @@ _DEFAULT = re.compile(r"oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*,")
 _LEAST_CHARS = 8
 """Shorter secrets, such as the key `EMPTY` of a local server, may be part of other words."""
 _FREE = frozenset({"body", "kwargs", "parameters"})
+_SECRET_KEYS = frozenset({"api_key", "api_keys", "headers", "environment", "proxy", "cert_password"})
 _OWN_KEYS = 3
 """Depth in the tree from which the keys are not those of a model: `sources.NAME.parameters.KEY`."""
 
@@ -51,11 +49,12 @@ def check_sendable(tree: Any, config: Config) -> None:
     """
     if isinstance(tree, dict) and list(tree) == ["qreward"]:
         tree = tree["qreward"]
-    shapes = KeyCheck(deepcopy(tree)).shapes if isinstance(tree, dict) else {}
     for path, value in _values(tree):
         is_free = path[0] == "sources" or not _FREE.isdisjoint(path)
         own = [key for key in path[_OWN_KEYS:] if isinstance(key, str) and is_free]
-        hidden = shape.is_secret(shapes.get(path, [])) or (any(map(names_secret, own)) and _may_be_secret(value))
+        keys = [str(key) for key in path[2:]]
+        of_model = not _SECRET_KEYS.isdisjoint(keys) or keys[-1:] == ["token"]
+        hidden = of_model or (any(map(names_secret, own)) and _may_be_secret(value))
         literal = hidden and not _SCHEME.fullmatch(_FROM_ELSEWHERE.sub("", str(value)))
         if literal or any(map(names_secret, _DEFAULT.findall(str(value)))):
             place = ".".join(map(str, path[:_OWN_KEYS]))

@@ -30,6 +30,7 @@ _OF_SERVER = {(): ("sources", "judges", "routes"), ("engine",): ("journal", "max
 _WORDS = {
     "missing": "the key is missing",
     "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
     "dict_type": "must be a mapping",
     "tuple_type": "must be a list",
     "list_type": "must be a list",
@@ -91,7 +92,7 @@ class _Checking:
             try:
                 config = Config.model_validate(self.tree, context=names)
             except ValidationError as failure:
-                errors = _of_best_members(failure.errors(include_url=False), self.tree)
+                errors = failure.errors(include_url=False)
             strange = [error for error in errors if error["type"] == "extra_forbidden"]
             # What a validator has made of a value may have a key that is not in the tree.
             unknown = [path for error in strange if (path := _path(error, self.tree))[-1:] == error["loc"][-1:]]
@@ -99,8 +100,11 @@ class _Checking:
                 break
             for path in dict.fromkeys(unknown):
                 self._mend_key(path)
-        for error in errors:
-            self._note(error)
+        paths = [_path(error, self.tree) for error in errors]
+        for path, error in zip(paths, errors, strict=True):
+            # Above another mistake, pydantic counts the entries that are right, or tries another member of a union.
+            if not any(len(other) > len(path) and other[: len(path)] == path for other in paths):
+                self._note(path, error)
         for room in rooms if not served else ():
             if not self.tree.get(room) and (room == "sources" or not self.tree.get("models")):
                 problem = "must be a mapping with at least one entry" if room in self.tree else "the key is missing"
@@ -123,23 +127,21 @@ class _Checking:
 
     # Values
 
-    def _note(self, error: ErrorDetails) -> None:
+    def _note(self, path: Path, error: ErrorDetails) -> None:
         kind, value, context = error["type"], error["input"], error.get("ctx", {})
-        path = _path(error, self.tree)
         if isinstance(value, Unresolved) or path in self._unchecked:
             return
         if kind == "too_short" and isinstance(value, str):
             kind = "string_too_short"
-        elif kind == "too_short" and len(value) >= context["min_length"]:
-            # pydantic counts only the entries that are right. The wrong ones have errors of their own.
-            return
         if error["loc"][-1] == "[key]" and kind == "string_pattern_mismatch":
             self._add(path, "the name must be lower-case letters, digits and underscores, and start with a letter")
             return
         if kind in _WORDS:
             problem = _WORDS[kind].format_map(context)
         else:
-            problem = str(context.get("error", error["msg"])).replace("Input should", "must", 1)
+            own = kind in ("value_error", "assertion_error")
+            problem = str(context["error"]) if own else error["msg"].replace("Input should", "must", 1)
+            problem = problem.replace("be True", "be true").replace("be False", "be false")
             if isinstance(value, str) and value and kind not in _OURS:
                 # The words of another package's validator.
                 problem = problem.replace(value, "***")
@@ -275,44 +277,17 @@ class _Checking:
         return True
 
 
-def _of_best_members(errors: Sequence[ErrorDetails], tree: Any) -> list[ErrorDetails]:
-    """Keep, of each union, only the errors of the member that fits the value best: first those whose type is right."""
-    kept: list[ErrorDetails] = []
-    unions: dict[Path, dict[str, list[ErrorDetails]]] = {}
-    for error in errors:
-        _, union, member = _place(error, tree)
-        (unions.setdefault(union, {}).setdefault(member, []) if member else kept).append(error)
-    for union, members in unions.items():
-        kept += min(
-            members.values(),
-            key=lambda found: (
-                any(_path(error, tree) == union for error in found),
-                sum(error["type"] in ("missing", "extra_forbidden") for error in found),
-            ),
-        )
-    return kept
-
-
 def _path(error: ErrorDetails, tree: Any) -> Path:
-    """Return the path in `tree` of an error of pydantic."""
-    return _place(error, tree)[0]
-
-
-def _place(error: ErrorDetails, tree: Any) -> tuple[Path, Path, str]:
-    """Return the path of an error in `tree`, and the path of the union and the name of its member that it belongs to.
-    pydantic's own path has the members of unions, too, and what validators make of a value.
+    """Return the path in `tree` of an error of pydantic. pydantic's own path has the members of unions, too, and what
+    validators make of a value.
     """
     path: Path = ()
-    union, member = path, ""
     for n, key in enumerate(error["loc"]):
-        below = _value(tree, (key,))
-        if below is not None or (isinstance(tree, dict) and key in tree):
-            path, tree = (*path, key), below
+        if (isinstance(tree, dict) and key in tree) or (isinstance(tree, list) and key in range(len(tree))):
+            path, tree = (*path, key), tree[key]
         elif error["type"] == "missing" and n == len(error["loc"]) - 1:
             path = (*path, key)
-        elif not member and isinstance(key, str) and key != "[key]":
-            union, member = path, key
-    return path, union, member
+    return path
 
 
 def _value(tree: Any, path: Path) -> Any:

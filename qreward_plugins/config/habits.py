@@ -12,85 +12,74 @@ from functools import cache
 from .findings import Path, letters
 from .registry import rooms
 
-HABITS: dict[str, dict[str, str]] = {
-    "sources": {
-        "base_url": "url urls api_base base endpoint endpoints host address openai_api_base server_url uri base_urls",
-        "url": "base_url urls api_base base endpoint endpoints host address server_url uri",
-        "model": "model_name model_id deployment engine checkpoint model_path served_model_name",
-        "api_key_env": "key_env env_key api_key_variable api_key_var api_key_name env api_key_environment token_env",
-        "api_key": "key token auth_token api_token access_token openai_api_key secret bearer",
-        "headers": "extra_headers default_headers http_headers header",
-        "parameters": "extra_body params extra_args generation_config sampling_params sampling body_params options "
-        "temperature max_tokens top_p seed chat_template_kwargs",
-        "limits.requests_per_minute": "rpm max_rpm rate_limit request_rate requests_per_min rps qps rate",
-        "limits.tokens_per_minute": "tpm max_tpm token_limit tokens_per_min token_rate",
-        "limits.concurrency": "max_concurrency max_concurrent concurrent concurrent_requests max_concurrent_requests "
-        "max_parallel parallel parallelism concurrency_limit semaphore max_in_flight num_workers",
-        "limits.window_s": "period period_s interval window_size",
-        "timeouts.total_s": "timeout timeout_s request_timeout total_timeout read_timeout timeout_seconds deadline",
-        "timeouts.connect_s": "connect_timeout connection_timeout",
-        "price.per_request": "cost cost_per_request",
-        "price.input_per_million": "input_price input_cost prompt_price",
-        "price.output_per_million": "output_price output_cost completion_price",
-        "weight": "share ratio fraction",
-        "verify_tls": "verify verify_ssl ssl_verify ssl tls insecure",
-        "httpx.proxy": "proxy http_proxy https_proxy proxies",
-        "httpx.cert": "cert client_cert certificate",
-        "httpx.auth": "auth",
-        "batch.max_size": "batch_size max_batch_size",
-        "batch.max_wait_s": "batch_wait batch_timeout max_wait",
-        "routing": "router load_balancing balancing routing_strategy",
-        "dialect": "api api_type api_format provider api_version",
-        "function": "path callable entrypoint func fn module reward_fn target file",
-        "kwargs": "args reward_kwargs function_kwargs",
-        "body": "payload request_body template json",
-        "score_key": "score_path result_key response_key output_key",
-        "protocol": "api api_type",
-        "data_parallel": "dp dp_size num_replicas replicas",
-        "tensor_parallel": "tp tp_size tensor_parallel_size num_gpus gpus gpus_per_replica",
-        "arguments": "server_args engine_args vllm_args extra_args args",
-        "engine.max_attempts": "retries max_retries num_retries retry attempts",
-    },
-    "judges": {
-        "sources": "source endpoint endpoints model models judge_model client backend llm server provider",
-        "instructions": "prompt prompt_template template rubric rubrics instruction user_prompt judge_prompt",
-        "system": "system_prompt system_message",
-        "criteria": "criterion dimensions aspects components metrics",
-        "score_range": "scale range score_scale scores grades min_score max_score likert",
-        "reward_range": "reward_scale output_range normalize normalise rescale clip",
-        "correct_at": "threshold pass_threshold correct_threshold pass_at passing_score success_threshold cutoff",
-        "floor": "default_score fallback fallback_score fail_score failure_score default min_reward",
-        "invalid_retries": "retries max_retries num_retries parse_retries",
-        "response_format": "json_mode structured_output guided_json output_format schema json_schema",
-        "max_tokens": "max_completion_tokens max_new_tokens max_output_tokens",
-        "temperature": "temp",
-        "images": "image vision multimodal",
-        "transform": "transforms scaling postprocess shift scale normalize",
-        "reduce": "aggregate aggregation reduction pooling",
-        "weights": "judges parts components coefficients rewards mix weighting",
-    },
-    "": {
-        "sources": "endpoints providers servers backends clients llms services reward_models",
-        "judges": "rewards rubrics graders reward_functions evaluators scorers reward_fns judge reward metrics",
-        "routes": "routing router data_sources routers mapping dispatch",
-        "observers": "callbacks loggers hooks listeners tracers logging",
-        "on_failure": "failure on_error failures error_policy failure_policy",
-        "engine": "settings options config runtime",
-        "engine.deadline_s": "deadline timeout timeout_s total_timeout sample_timeout max_time_s",
-        "engine.max_attempts": "retries max_retries num_retries attempts retry",
-        "engine.scheduling": "scheduler",
-        "engine.scheduling.hedge": "hedging hedges speculative",
-        "engine.scheduling.hedge_budget": "hedge_ratio hedge_rate",
-        "engine.journal.path": "cache database db cache_path cache_dir record log_path journal_path",
-        "engine.journal.reuse": "use_cache reuse_answers resume",
-        "engine.reload": "watch hot_reload auto_reload",
-        "engine.priority": "priorities",
-        "groups.min_scored": "min_group_size min_samples quorum min_valid",
-        "groups.give_up_after": "max_dropped max_dropped_groups",
-    },
+HABITS: dict[str, str] = {
+    "sources": """
+        base_url: url urls api_base endpoint endpoints host address uri
+        url: base_url urls api_base endpoint endpoints host address uri
+        model: model_name model_id deployment model_path served_model_name
+        api_key: key token auth_token api_token access_token openai_api_key
+        api_key_env: key_env env_key api_key_var api_key_name env token_env
+        headers: extra_headers default_headers http_headers
+        parameters: extra_body params generation_config sampling_params options temperature max_tokens top_p
+        limits.requests_per_minute: rpm max_rpm rate_limit request_rate rps qps rate
+        limits.tokens_per_minute: tpm max_tpm token_limit token_rate
+        limits.concurrency: max_concurrency max_concurrent concurrent_requests max_parallel parallelism semaphore
+        limits.window_s: period interval
+        timeouts.total_s: timeout timeout_s request_timeout total_timeout read_timeout deadline
+        timeouts.connect_s: connect_timeout connection_timeout
+        price.per_request: cost cost_per_request
+        price.input_per_million: input_price input_cost prompt_price
+        price.output_per_million: output_price output_cost completion_price
+        weight: share ratio
+        verify_tls: verify verify_ssl ssl_verify ssl tls insecure
+        httpx.proxy: http_proxy https_proxy proxies
+        batch.max_size: batch_size max_batch_size
+        batch.max_wait_s: batch_wait batch_timeout
+        routing: router load_balancing
+        dialect: api api_type provider
+        protocol: api api_type
+        function: path callable entrypoint func fn reward_fn
+        kwargs: args reward_kwargs
+        body: payload request_body template
+        score_key: score_path result_key response_key
+        data_parallel: dp num_replicas replicas
+        tensor_parallel: tp tp_size num_gpus gpus
+        arguments: server_args engine_args vllm_args extra_args
+        engine.max_attempts: retries max_retries num_retries attempts""",
+    "judges": """
+        sources: source endpoint endpoints model models judge_model client llm server provider
+        instructions: prompt prompt_template template rubric rubrics instruction user_prompt judge_prompt
+        system: system_prompt system_message
+        criteria: criterion dimensions aspects metrics
+        score_range: scale range score_scale min_score max_score likert
+        reward_range: reward_scale output_range normalize rescale
+        correct_at: threshold pass_threshold passing_score cutoff
+        floor: default_score fallback fail_score failure_score default
+        invalid_retries: retries max_retries num_retries
+        response_format: json_mode structured_output guided_json output_format schema
+        max_tokens: max_completion_tokens max_new_tokens max_output_tokens
+        temperature: temp
+        images: vision multimodal
+        reduce: aggregate aggregation pooling
+        weights: judges parts components coefficients rewards""",
+    "": """
+        sources: endpoints providers servers backends clients llms
+        judges: rewards rubrics graders reward_functions evaluators scorers
+        routes: routing router data_sources
+        observers: callbacks loggers hooks listeners
+        on_failure: on_error failures failure_policy
+        engine: settings options config runtime
+        engine.deadline_s: deadline timeout timeout_s total_timeout
+        engine.max_attempts: retries max_retries num_retries attempts
+        engine.scheduling: scheduler
+        engine.scheduling.hedge: hedging speculative
+        engine.journal.path: cache database db cache_path
+        engine.journal.reuse: use_cache resume
+        engine.reload: watch hot_reload auto_reload
+        groups.min_scored: min_group_size quorum""",
 }
-"""By top-level key ("" for all the rest of the tree): the path of a key below it, and the words that mean it. In
-`sources`, a path that begins with `engine.` is that of the tree.
+"""By top-level key ("" for all the rest of the tree), a line for each key: its path below a source or a judge, and the
+words that mean it. A path that begins with `engine.` is that of the tree.
 """
 
 
@@ -104,7 +93,8 @@ def meant_by(key: str, above: Path) -> Iterator[Path]:
 @cache
 def _targets(room: str) -> dict[str, list[tuple[str, ...]]]:
     found: dict[str, list[tuple[str, ...]]] = {}
-    for path, words in HABITS[room].items():
+    for line in HABITS[room].split("\n")[1:]:
+        path, words = line.split(":")
         for word in words.split():
-            found.setdefault(letters(word), []).append(tuple(path.split(".")))
+            found.setdefault(letters(word), []).append(tuple(path.strip().split(".")))
     return found

@@ -121,7 +121,7 @@ class ServerConfig(Node):
 
 
 def _url_alone(value: Any) -> Any:
-    return {"url": value} if isinstance(value, str) else value
+    return {"url": value} if isinstance(value, str) and value else value
 
 
 class SharedServer(Node):

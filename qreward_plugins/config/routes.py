@@ -6,7 +6,7 @@ sources that no judge names, judges that are only parts of others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -140,17 +140,8 @@ def answers(source_kind: str, asked: str, settings: Mapping[str, Any]) -> bool |
     """Whether a source with these settings answers what is `asked` for (`text`, `value`); None if its kind is
     unknown.
     """
-    found = answers_of(source_kind)
-    return None if found is None else asked in found(settings)
-
-
-def answers_of(source_kind: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]] | None:
-    """Return what tells the answers of a source of a kind from its settings (`text`, `value`); None if the kind is
-    unknown.
-    """
     try:
-        answered: Callable[[Mapping[str, Any]], tuple[str, ...]] = rooms["sources"].load(source_kind).answered
-        return answered
+        return asked in rooms["sources"].load(source_kind).answered(settings)
     except KindError:
         return None
 

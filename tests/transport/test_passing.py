@@ -416,14 +416,14 @@ async def test_nothing_is_recorded(tmp_path):
 @pytest.mark.parametrize(
     ("models", "mistake"),
     [
-        ({"*": {"sources": ["s7"]}}, 'models["*"].sources[0]: there is no source `s7`'),
-        ({"*": {"sources": ["x*"]}}, "`x*` matches no source"),
-        ({"*": {"sources": ["reward"]}}, "`reward` is a source of kind http, which gives no text"),
+        ({"*": {"sources": ["s7"]}}, 'models["*"].sources[0]: there is no such source'),
+        ({"*": {"sources": ["x*"]}}, "the pattern matches no source"),
+        ({"*": {"sources": ["reward"]}}, "`reward` is a source of kind http, which cannot answer clients of models"),
         ({"*": {"sources": []}}, 'models["*"].sources: must be'),
         ({"*": {}}, 'models["*"].sources: the key is missing'),
         ({"*": {"sources": ["s0"], "weights": {"s1": 2}}}, "`s1` is not among the sources of this group"),
-        ({"*": {"sources": ["s0"], "weights": {"s0": 0}}}, 'models["*"].weights.s0: must be a positive number'),
-        ({"*": {"sources": ["s0"], "strategy": "best"}}, 'models["*"].strategy: must be one of'),
+        ({"*": {"sources": ["s0"], "weights": {"s0": 0}}}, 'models["*"].weights.s0: must be above 0'),
+        ({"*": {"sources": ["s0"], "strategy": "best"}}, 'models["*"].strategy: must be '),
         ({"*": "s0"}, 'models["*"]: must be a mapping'),
     ],
 )

@@ -49,14 +49,18 @@ class Mistake:
     """One mistake in a configuration.
 
     `path` is the key ("sources.fast.limits.concurency"), `problem` says what is wrong, `remedy` what to write.
+    `line` is the line in the file, from 1; None if it is not known, as for a mapping.
     """
 
     path: str
     problem: str
     remedy: str = ""
+    line: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.path or '(top level)'}: {self.problem}" + (f" {self.remedy}" if self.remedy else "")
+        line = "" if self.line is None else f"line {self.line}: "
+        path = f"{self.path}: " if self.path else "" if line else "(top level): "
+        return f"{line}{path}{self.problem}" + (f" {self.remedy}" if self.remedy else "")
 
 
 class ConfigurationError(QRewardError):

@@ -1,7 +1,7 @@
 """Writes the tables of all keys of the configuration into `docs/keys.md`, from the models themselves.
 
 A page gets the tables where it has the comment `<!-- every key -->`. Types, defaults and meanings come from the JSON
-Schema that the checks of a configuration use, so the page cannot differ from what is accepted. Only units are written
+Schema of the models that check a configuration, so the page cannot differ from what is accepted. Only units are written
 here: most follow from the name of a key.
 """
 
@@ -12,9 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qreward_plugins.config import AskingConfig, EndpointConfig, JudgeConfig, SourceConfig, shape
+from pydantic import BaseModel
+
+from qreward_plugins.config import AskingConfig, Config, EndpointConfig, JudgeConfig, SourceConfig
 from qreward_plugins.config.registry import rooms
-from qreward_plugins.config.shape import Shape
+
+Shape = Mapping[str, Any]
+"""A node of the JSON Schema, with references resolved."""
 
 MARK = "<!-- every key -->"
 
@@ -104,7 +108,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def sections() -> Iterator[Section]:
     """All keys: the top level, then what sources and judges have in common, then each kind."""
-    yield from _mapping("The top level", "", shape.top(), {}, 2, text="The keys of the file.", anchor="top")
+    yield from _mapping("The top level", "", shape_of(Config), {}, 2, text="The keys of the file.", anchor="top")
     rooms_of = {
         "sources": [("Every source", SourceConfig), ("Sources over HTTP", EndpointConfig)],
         "judges": [("Every judge", JudgeConfig), ("Judges that ask sources", AskingConfig)],
@@ -112,12 +116,12 @@ def sections() -> Iterator[Section]:
     for room, bases in rooms_of.items():
         known: dict[str, Shape] = {}
         for title, model in bases:
-            found = shape.of(model)
+            found = shape_of(model)
             anchor = title.lower().replace(" ", "-")
             yield from _mapping(title, room, found, known, 2, text=_text(found), anchor=anchor)
             known.update(found["properties"])
         for kind, _ in rooms[room].loadable():
-            found = shape.of_kind(room, kind)
+            found = shape_of(rooms[room].load(kind).Config)
             text = f"{_text(found)} {_inherited(rooms[room].load(kind).Config)}"
             yield from _mapping(f"{room[:-1].capitalize()}: `{kind}`", f"{room}.{kind}", found, known, 2, text=text)
 
@@ -148,7 +152,7 @@ def is_number(node: Shape) -> bool:
     return any(
         one.get("type") in ("number", "integer")
         or [item.get("type") for item in one.get("prefixItems", ())] == ["number"] * 2
-        for one in shape.choices(node)
+        for one in choices(node)
     )
 
 
@@ -169,7 +173,7 @@ def _mapping(
 
 def _inner(path: str, node: Shape) -> Iterator[tuple[str, Shape]]:
     """The mappings with known keys that a value may be, may be a list of, or may map names to."""
-    for one in shape.choices(node):
+    for one in choices(node):
         if one.get("properties"):
             yield path, one
         elif isinstance(below := one.get("additionalProperties"), Mapping):
@@ -191,7 +195,7 @@ def _key(path: str, name: str, node: Shape, required: bool) -> Key:
     else:
         default = f"`{_as_yaml(node['default'])}`"
     unit = (unit_of(name) or "") if is_number(node) else ""
-    return Key(path, shape.wanted(shape.choices(node)) or "any value", unit, default, meaning)
+    return Key(path, wanted(choices(node)) or "any value", unit, default, meaning)
 
 
 def _text(node: Shape) -> str:
@@ -210,6 +214,64 @@ def _inherited(model: type) -> str:
         "all": "It has the keys of [every source](#every-source), and these:",
     }
     return next(named[name] for name, base in bases if issubclass(model, base))
+
+
+def shape_of(model: type[BaseModel]) -> Shape:
+    """Return the shape of a model."""
+    schema = model.model_json_schema()
+    found: Shape = _inlined(schema, schema.get("$defs", {}))
+    return found
+
+
+def _inlined(node: Any, named: Mapping[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_inlined(item, named) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        node = {**named[node["$ref"].rpartition("/")[2]], **{k: v for k, v in node.items() if k != "$ref"}}
+    return {key: _inlined(value, named) for key, value in node.items() if key != "$defs"}
+
+
+def choices(shape: Shape) -> list[Shape]:
+    """Return the shapes that a value may have, without null. What a union says that it takes holds for all of them."""
+    if "anyOf" in shape:
+        said = {"takes": shape["takes"]} if "takes" in shape else {}
+        return [{**choice, **said} for part in shape["anyOf"] for choice in choices(part)]
+    return [] if shape.get("type") == "null" else [shape]
+
+
+def wanted(shapes: list[Shape]) -> str:
+    """Describe a value of these shapes: "a positive number", "true or false"; "" if there is no description."""
+    words = [_words(shape) for shape in shapes]
+    return " or ".join(dict.fromkeys(words)) if all(words) else ""
+
+
+def _words(shape: Shape) -> str:
+    kind = shape.get("type")
+    if "takes" in shape:
+        return str(shape["takes"])
+    if "const" in shape or "enum" in shape:
+        allowed = shape.get("enum") or [shape["const"]]
+        return ("one of " if len(allowed) > 1 else "") + ", ".join(f"`{_as_yaml(value)}`" for value in allowed)
+    if kind in ("number", "integer"):
+        return _number_words(shape, "number" if kind == "number" else "whole number")
+    if kind == "string":
+        return "text that is not empty" if shape.get("minLength") else "text"
+    if kind == "array":
+        of = " of texts" if shape.get("items", {}).get("type") == "string" else ""
+        least = shape.get("minItems", 0)
+        return f"a list{of}" + ("", " that is not empty", f" with {least} or more")[min(least, 2)]
+    return {"boolean": "true or false", "object": "a mapping"}.get(str(kind), "")
+
+
+def _number_words(shape: Shape, noun: str) -> str:
+    low, high, above = shape.get("minimum"), shape.get("maximum"), shape.get("exclusiveMinimum")
+    if low is not None and high is not None:
+        return f"a {noun} from {low:g} to {high:g}"
+    bounds = [f"{low:g} or more"] if low is not None else []
+    bounds += [f"{high:g} or less"] if high is not None else []
+    return ", ".join([f"a positive {noun}" if above == 0 else f"a {noun}", *bounds])
 
 
 def _joined(path: str, name: str) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from ..config import Constant, FailurePolicy, Groups, judges_in_charge, load_layers, parts_of, sources_of
 from ..config.findings import did_you_mean
 from ..config.framework import colocated_sources, with_framework, without_colocated
-from ..config.layers import ENVIRONMENT
+from ..config.load import ENVIRONMENT
 from ..config.origin import adapted
 from ..engine.barrier_actor import Report, barrier_actor
 from ..engine.barrier_state import GroupKey

@@ -7,8 +7,7 @@ reporting one mistake per start would cost a user much time.
 from __future__ import annotations
 
 from .judge_models import AskingConfig, JudgeConfig
-from .layers import load_layers
-from .loading import load_config
+from .load import load_config, load_layers
 from .models import (
     Config,
     Constant,

@@ -1,52 +1,32 @@
-"""Defines `Finding`: a mistake that a check found, with the wrong value apart from the sentence about it.
+"""A mistake on its way to the user, and the words that messages have in common.
 
-Some values must not be shown: those of `api_key`, `api_keys` and `headers`, and those below a misspelt key. This is
-decided after all checks, when the meaning of every key is known.
+A message may show a name that is near an allowed one, a number or a boolean, and never another text: any text may be a
+key in the wrong place.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, TypeAlias
-
-from ..errors import Mistake
-from ..secrets import names_secret
+from typing import NamedTuple, TypeAlias
 
 Path: TypeAlias = tuple[str | int, ...]
 
 SHOWN_CHARS = 60
-"""Longest excerpt of a value in a message, in characters."""
-
-_SECRET_KEYS = frozenset({"api_key", "api_keys", "api_key_env", "headers", "parameters", "body", "kwargs"})
-"""Values below these keys are never shown, because users put keys of providers into all of them."""
+"""Longest name in a message, in characters."""
 
 _LONGEST_KEY_CHARS = 40
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One mistake at `path`. `excerpt` is the wrong value; it is written after `problem` if it may be shown."""
+class Finding(NamedTuple):
+    """One mistake at `path`. `problem` has no full stop at its end; `remedy` is a sentence."""
 
     path: Path
     problem: str
     remedy: str = ""
-    excerpt: str = ""
-
-    def as_mistake(self, *, hidden: bool) -> Mistake:
-        """Convert it to a `Mistake`; with `hidden`, without the value."""
-        excerpt = "" if hidden or is_secret(self.path) else self.excerpt
-        return Mistake(path_text(self.path), f"{self.problem}{excerpt}.", self.remedy)
-
-
-def is_secret(path: Path) -> bool:
-    """Whether values at this path are kept out of messages."""
-    # The first two keys of a path, such as `sources` and the name of a source, are not keys of the source itself.
-    return not _SECRET_KEYS.isdisjoint(path) or any(names_secret(key) for key in path[2:] if isinstance(key, str))
 
 
 def path_text(path: Path) -> str:
@@ -74,37 +54,24 @@ def cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 1]}…"
 
 
-def scalar_text(value: Any) -> str:
-    """Write a value as YAML would, shortened; of a container only its type."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return cut(repr(str(value)))
-    if isinstance(value, int) and value.bit_length() > 1000:
-        # Python refuses to write integers of more than 4,300 digits.
-        return f"a number of {value.bit_length()} bits"
-    if isinstance(value, (int, float)):
-        return cut(f"{value!r}")
-    if isinstance(value, Mapping):
-        return "a mapping" if value else "an empty mapping"
-    if isinstance(value, (list, tuple)):
-        return f"a list of {len(value)}" if value else "an empty list"
-    return f"a value of type {type(value).__name__}"
+def listed(names: Iterable[str]) -> str:
+    """Write names for a message, ten at most."""
+    shown = [f"`{cut(name)}`" for name in names]
+    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "")
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
     """Return the one of `words` that `word` is probably a misspelling of; None if there is none."""
-    by_letters = {_letters(candidate): candidate for candidate in words}
-    letters = _letters(word)
-    if close := get_close_matches(letters, by_letters, n=1):
+    by_letters = {letters(candidate): candidate for candidate in words}
+    own = letters(word)
+    if close := get_close_matches(own, by_letters, n=1):
         return by_letters[close[0]]
-    holding = [candidate for key, candidate in by_letters.items() if len(letters) >= 3 and letters in key]
+    holding = [candidate for key, candidate in by_letters.items() if len(own) >= 3 and own in key]
     return holding[0] if len(holding) == 1 else None
 
 
-def _letters(word: str) -> str:
+def letters(word: str) -> str:
+    """Return a word in lower case, without underscores and signs."""
     return re.sub(r"[\W_]", "", word).lower() or word
 
 

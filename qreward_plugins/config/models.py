@@ -19,6 +19,7 @@ from pydantic import (
     SecretStr,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
 )
 from pydantic_core import PydanticCustomError
 
@@ -27,6 +28,7 @@ from .judge_models import JudgeConfig
 from .nodes import (
     Flag,
     Integer,
+    JudgeName,
     Node,
     Number,
     PositiveFloat,
@@ -115,7 +117,7 @@ class ServerConfig(Node):
 
 
 def _url_alone(value: Any) -> Any:
-    return {"url": value} if isinstance(value, str) else value
+    return {"url": value} if isinstance(value, str) and value else value
 
 
 class EngineConfig(Node):
@@ -164,7 +166,7 @@ class EngineConfig(Node):
 class Route(Node):
     """The samples of some data sources: their judge, and how urgent they are."""
 
-    judge: Annotated[str, Field(min_length=1)]
+    judge: JudgeName
     """The name of the judge."""
 
     priority: Priority | None = None
@@ -182,8 +184,8 @@ class ModelRoute(Node):
     sources: Annotated[
         tuple[SourceName, ...],
         Field(min_length=1),
-        takes("the name of a source, or a list of names"),
         BeforeValidator(one_or_several),
+        takes("the name of a source, or a list of names"),
     ]
     """Names of the sources, or globs over names or, after `model:`, over models. A request goes to those of them that
     speak its format; if one fails, another one gets it. Each is asked for its own `model`."""
@@ -203,7 +205,10 @@ class Constant(Node):
     """The reward of a failed sample."""
 
 
-FailurePolicy: TypeAlias = Literal["auto", "neutral", "exclude", "raise"] | Constant
+FailurePolicy: TypeAlias = Annotated[
+    Literal["auto", "neutral", "exclude", "raise"] | Constant,
+    takes("`auto`, `neutral`, `exclude`, `raise`, or a mapping with `constant`"),
+]
 """What an adapter does with a sample that has no reward."""
 
 
@@ -215,7 +220,7 @@ class Groups(Node):
     mean (verl with `on_failure: neutral`, trajectories in ROLL). After that it gets the mean of the scored siblings.
     Default: 300."""
 
-    min_scored: Literal["all"] | PositiveInt = 2
+    min_scored: Annotated[Literal["all"] | PositiveInt, takes("`all`, or a whole number above 0")] = 2
     """Samples of a group that must have a reward (in a smaller group: all of them). If the framework can replace a
     group (slime, ROLL), a group with fewer is dropped and another prompt is used. `all`: every sample. Default: 2,
     because a single sample cannot be compared with another one."""
@@ -232,31 +237,31 @@ ObserverPath = Annotated[
 ]
 
 
-def _by_kind(kinds: Kinds[Any]) -> Callable[[Any], Any]:
+def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
     """Return a validator that reads a node with the model of its kind. pydantic adds the place to its errors."""
 
-    def read(node: Any) -> Any:
+    def read(node: Any, info: ValidationInfo) -> Any:
         if not isinstance(node, Mapping):
             return node
+        problem, names = "", info.context
         try:
-            kind = kinds.load(str(node.get("kind")))
-        except KindError as error:
-            problem = error.problem
-            raise PydanticCustomError(NO_KIND, "{problem}", {"problem": problem}) from None
-        try:
-            return kind.Config.model_validate(node)
+            kind = room.load(str(node.get("kind")))
+            if names is not None:
+                names.enter(node, kind)
+            return kind.Config.model_validate(node, context=names)
         except ValidationError:
             raise
+        except KindError as error:
+            problem = error.problem
         except Exception as error:
             # A validator of another package may raise any error, and its message may quote a secret.
             problem = f"its kind cannot read it: a validator raised {type(error).__name__}"
+        finally:
+            if names is not None:
+                names.leave()
         raise PydanticCustomError("unreadable", "{problem}", {"problem": problem})
 
     return read
-
-
-NO_KIND = "no_kind"
-"""The type of pydantic's error for a node whose kind cannot be loaded. The check of the keys has reported that."""
 
 
 def _without_number(name: str) -> str:
@@ -265,26 +270,27 @@ def _without_number(name: str) -> str:
     return name
 
 
+def _judge_alone(value: Any) -> Any:
+    return {"judge": value} if isinstance(value, str) else value
+
+
 class Config(Node):
     """The whole tree."""
 
-    sources: Annotated[
-        dict[
-            Annotated[str, AfterValidator(_without_number)],
-            SerializeAsAny[Annotated[SourceConfig, BeforeValidator(_by_kind(registry.sources))]],
-        ],
-        Field(min_length=1),
-    ]
-    """The sources, by name."""
+    sources: dict[
+        Annotated[str, AfterValidator(_without_number)],
+        SerializeAsAny[Annotated[SourceConfig, BeforeValidator(_by_kind(registry.sources))]],
+    ] = Field(default_factory=dict)
+    """The sources, by name. Only a process whose samples a reward server scores (`engine.server`) has none."""
 
-    judges: Annotated[
-        dict[str, SerializeAsAny[Annotated[JudgeConfig, BeforeValidator(_by_kind(registry.judges))]]],
-        Field(min_length=1),
-        takes("a mapping with at least one entry; only a file for clients, with `models`, needs none"),
-    ]
-    """The judges, by name."""
+    judges: dict[str, SerializeAsAny[Annotated[JudgeConfig, BeforeValidator(_by_kind(registry.judges))]]] = Field(
+        default_factory=dict
+    )
+    """The judges, by name. Only a file for clients, with `models`, and one with `engine.server` need none."""
 
-    routes: dict[str, str | Route] = Field(default_factory=dict)
+    routes: dict[
+        str, Annotated[Route, BeforeValidator(_judge_alone), takes("the name of a judge, or a mapping with `judge`")]
+    ] = Field(default_factory=dict)
     """Which judge scores which data source: a mapping from glob pattern to the name of a judge, or to a mapping with
     `judge`, `priority` and `latency_sensitive`; the first match wins.
     Default: the one judge scores everything; judges that are only parts of others do not count."""
@@ -311,20 +317,3 @@ class Config(Node):
     groups: Groups = Groups()
 
     _origin: Origin | None = PrivateAttr(default=None)
-
-
-class ClientConfig(Config):
-    """The tree of an engine that answers clients of models only, and scores nothing."""
-
-    judges: dict[str, SerializeAsAny[JudgeConfig]] = Field(default_factory=dict, max_length=0)
-    """None. A sample fails with the reason `no_route`."""
-
-
-class ServedConfig(Config):
-    """The tree of a process whose samples a reward server scores (`engine.server`)."""
-
-    sources: dict[str, SerializeAsAny[SourceConfig]] = Field(default_factory=dict, max_length=0)
-    """None: those of the server."""
-
-    judges: dict[str, SerializeAsAny[JudgeConfig]] = Field(default_factory=dict, max_length=0)
-    """None: those of the server."""

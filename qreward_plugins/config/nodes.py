@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
@@ -14,8 +15,10 @@ from pydantic import (
     FiniteFloat,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _FLOAT32_LIMIT = 2.0**128 - 2.0**103
 """The smallest number that rounds to infinity in float32, the type that trainers use."""
@@ -24,7 +27,7 @@ _FLOAT32_LIMIT = 2.0**128 - 2.0**103
 def no_bool(value: Any) -> Any:
     # `requests_per_minute: yes` is a mistake, not 1 request a minute.
     if isinstance(value, bool):
-        raise ValueError("true and false are not numbers")
+        raise PydanticCustomError("no_number", "must be a number")
     return value
 
 
@@ -67,9 +70,37 @@ def one_or_several(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def takes(words: str) -> Any:
-    """Describe a value that must match a pattern, for messages: "the name of an environment variable"."""
-    return Field(json_schema_extra={"takes": words})
+@dataclass(frozen=True)
+class takes:
+    """Says in words what a value must be, for messages and the documentation: "the name of an environment variable".
+
+    It stands last in an `Annotated`. Mistakes of a part of the value, and those that a validator of ours words itself,
+    keep their own words.
+    """
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._read, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "takes": self.words}
+
+    def _read(self, value: Any, read: Callable[[Any], Any]) -> Any:
+        try:
+            return read(value)
+        except ValidationError as error:
+            whole = not isinstance(value, (Mapping, list, tuple))
+            for mistake in error.errors(include_url=False, include_context=False):
+                place = mistake["loc"]
+                of_part = not whole and place and not (mistake["type"] == "missing" and isinstance(place[-1], int))
+                if of_part or mistake["type"] in WORDED:
+                    raise
+        raise PydanticCustomError("takes", "must be {words}", {"words": self.words})
+
+
+WORDED = frozenset({"value_error", "assertion_error", "reference"})
+"""Types of pydantic's errors whose words are those of a validator."""
 
 
 PRIORITIES = {"high": 10, "normal": 0, "low": -10}
@@ -84,22 +115,25 @@ def _number_of_priority(value: Any) -> Any:
 Priority = Annotated[
     int,
     Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY),
-    takes("`high`, `normal`, `low`, or a whole number"),
     BeforeValidator(_number_of_priority),
+    takes("`high`, `normal`, `low`, or a whole number"),
 ]
 """Which samples go first: `high` (10), `normal` (0), `low` (-10), or a whole number; the highest number goes first."""
 
 
 class _Name(str):
-    """The name of another part of the configuration. The JSON Schema has its type under `names`."""
+    """The name of another part of the configuration. `load_config` has a validation context that knows all names."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
+        return core_schema.with_info_after_validator_function(cls._known, core_schema.str_schema())
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(schema), "names": cls.__name__}
+    def _known(cls, name: str, info: ValidationInfo) -> _Name:
+        found: tuple[str, str] | None = info.context.problem_of(cls, name) if info.context is not None else None
+        if found is not None:
+            raise PydanticCustomError("reference", "{problem}", {"problem": found[0], "remedy": found[1]})
+        return cls(name)
 
 
 class JudgeName(_Name):

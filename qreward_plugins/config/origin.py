@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigurationError
+from .findings import Path, path_text
 from .yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -15,17 +18,25 @@ if TYPE_CHECKING:
 
 class Origin:
     """The file of a configuration, and how to read it again. `read` makes a configuration of the plain values of the
-    file, and raises `ConfigurationError`.
+    file, and raises `ConfigurationError`. `lines` has the lines of what is from the file; default: those of `tree`.
 
     What it holds may contain keys, so its repr names the file only. Two configurations may be equal whatever their
     origins are, so all origins are equal.
     """
 
-    def __init__(self, file: str | os.PathLike[str], read: Callable[[Any], Config], tree: Any = None) -> None:
+    def __init__(
+        self,
+        file: str | os.PathLike[str],
+        read: Callable[[Any], Config],
+        tree: Any = None,
+        *,
+        lines: Mapping[Path, int] | None = None,
+    ) -> None:
         self.file = os.path.abspath(os.path.expanduser(os.fspath(file)))
         self.tree = tree
         """The plain values of the file that the configuration was made of, with interpolations as they are written;
         None if it was not made of the file."""
+        self.lines: Mapping[Path, int] = lines if lines is not None else getattr(tree, "lines", {})
         self._read = read
 
     def read(self) -> Config:
@@ -46,7 +57,7 @@ class Origin:
 
     def then(self, step: Callable[[Config], Config]) -> Origin:
         """Return the origin of what `step` makes of the configuration."""
-        return Origin(self.file, partial(_stepped, self._read, step), self.tree)
+        return Origin(self.file, partial(_stepped, self._read, step), self.tree, lines=self.lines)
 
     def __repr__(self) -> str:
         return f"Origin({self.file!r})"
@@ -74,6 +85,23 @@ def adapted(config: Config, step: Callable[[Config], Config]) -> Config:
 def origin_of(config: Config) -> Origin | None:
     """Return where `config` was read; None if it was not read from a file."""
     return config._origin
+
+
+def located(error: ConfigurationError, config: Config) -> ConfigurationError:
+    """Return an error about what was opened with `config`, with the file and the lines of its mistakes."""
+    origin = config._origin
+    if origin is None:
+        return error
+    lines = {path_text(path).removeprefix("qreward").lstrip("."): line for path, line in origin.lines.items()}
+    mistakes = [replace(mistake, line=mistake.line or _line_of(mistake.path, lines)) for mistake in error.mistakes]
+    return ConfigurationError(mistakes, origin=origin.file if error.origin == "configuration" else error.origin)
+
+
+def _line_of(path: str, lines: Mapping[str, int]) -> int | None:
+    """Return the line of a path, or of the nearest mapping or list above it."""
+    while path and path not in lines:
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return lines.get(path) or None
 
 
 def _stepped(read: Callable[[Any], Config], step: Callable[[Config], Config], tree: Any) -> Config:

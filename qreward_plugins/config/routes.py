@@ -6,7 +6,7 @@ sources that no judge names, judges that are only parts of others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -27,10 +27,7 @@ def routes_of(config: Config) -> tuple[tuple[str, Route], ...]:
     Without routes, the only judge scores everything; judges that are parts of others do not count.
     """
     if config.routes:
-        return tuple(
-            (pattern, Route(judge=route) if isinstance(route, str) else route)
-            for pattern, route in config.routes.items()
-        )
+        return tuple(config.routes.items())
     names = judges_in_charge(config)
     return (("*", Route(judge=names[0])),) if len(names) == 1 else ()
 
@@ -47,7 +44,7 @@ def priority_of(config: Config, route: Route, split: str | None) -> int:
 
 def routed_judges(config: Config) -> frozenset[str]:
     """Return the names of the judges that routes lead to."""
-    return frozenset(route if isinstance(route, str) else route.judge for route in config.routes.values())
+    return frozenset(route.judge for route in config.routes.values())
 
 
 def judge_for(config: Config, data_source: str) -> str | None:
@@ -143,17 +140,8 @@ def answers(source_kind: str, asked: str, settings: Mapping[str, Any]) -> bool |
     """Whether a source with these settings answers what is `asked` for (`text`, `value`); None if its kind is
     unknown.
     """
-    found = answers_of(source_kind)
-    return None if found is None else asked in found(settings)
-
-
-def answers_of(source_kind: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]] | None:
-    """Return what tells the answers of a source of a kind from its settings (`text`, `value`); None if the kind is
-    unknown.
-    """
     try:
-        answered: Callable[[Mapping[str, Any]], tuple[str, ...]] = rooms["sources"].load(source_kind).answered
-        return answered
+        return asked in rooms["sources"].load(source_kind).answered(settings)
     except KindError:
         return None
 

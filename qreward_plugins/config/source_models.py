@@ -73,13 +73,13 @@ ServiceURL = Annotated[str, AfterValidator(lambda url: _plain_url(url))]
 ServerURL = Annotated[str, AfterValidator(server_url)]
 """The URL of a reward server."""
 _TAKES_URLS = takes("a URL, or a list of URLs")
-URLs = Annotated[tuple[ServiceURL, ...], Field(min_length=1), _TAKES_URLS, BeforeValidator(one_or_several)]
+URLs = Annotated[tuple[ServiceURL, ...], Field(min_length=1), BeforeValidator(one_or_several), _TAKES_URLS]
 """A URL, or a list of replicas."""
 BaseURLs = Annotated[
     tuple[Annotated[ServiceURL, AfterValidator(_without_slash)], ...],
     Field(min_length=1),
-    _TAKES_URLS,
     BeforeValidator(one_or_several),
+    _TAKES_URLS,
 ]
 """The same for URLs to which a path is appended; slashes at the end are removed."""
 
@@ -186,8 +186,8 @@ class HttpxOptions(Node):
         Annotated[
             tuple[Annotated[str, Field(min_length=1)], ...],
             Field(min_length=1, max_length=2),
-            takes("the path of a PEM file, or a list of two paths: the certificate and its key"),
             BeforeValidator(one_or_several),
+            takes("the path of a PEM file, or a list of two paths: the certificate and its key"),
         ]
         | None
     ) = None
@@ -271,8 +271,8 @@ class Routing(Node):
     strategies: Annotated[
         tuple[RoutingStrategy, ...],
         Field(min_length=1),
-        takes("a strategy, or a list of strategies"),
         BeforeValidator(one_or_several),
+        takes("a strategy, or a list of strategies"),
     ] = ("prefix_aware", "least_pending_tokens")
     """The strategies, in order: the first that can decide does. `prefix_aware`: prompts with the same beginning go to
     the same replica, whose prefix cache then holds it. `least_requests`: fewest requests under way. `kv_cache`: least
@@ -320,9 +320,10 @@ class EndpointConfig(SourceConfig):
     a key that is refused takes only itself out. Logs and statistics show them as `NAME#1`, `NAME#2`, and so on;
     verdicts and metrics show `NAME`. Default: none."""
 
-    api_key_env: (
-        VariableName | Annotated[tuple[VariableName, ...], Field(min_length=1), takes("a list of such names")] | None
-    ) = None
+    api_key_env: Annotated[
+        VariableName | Annotated[tuple[VariableName, ...], Field(min_length=1)] | None,
+        takes("the name of an environment variable, or a list of such names"),
+    ] = None
     """Name of the environment variable that holds the API key; it is read when the source is opened. Or a list of
     names, one for each of several keys (see `api_keys`)."""
 

@@ -13,7 +13,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config, Limits, load_config
-from ..errors import EngineError
+from ..config.origin import located
+from ..errors import ConfigurationError, EngineError
 from ..judges import Leaf
 from ..observers import EngineStatistics, Observer, Statistics
 from ..observers.batch_report import BatchReport
@@ -72,14 +73,20 @@ class RewardEngine:
         if not isinstance(processes, int) or processes < 1:
             raise ValueError(f"processes must be a whole number from 1 on, not {processes!r}")
         self._statistics = Statistics()
-        self._wiring = Wiring(
-            load_config(config),
-            processes=processes,
-            sources=sources or {},
-            channel=channel,
-            observers=observers,
-            statistics=self._statistics,
-        )
+        settings, found = load_config(config), None
+        try:
+            self._wiring = Wiring(
+                settings,
+                processes=processes,
+                sources=sources or {},
+                channel=channel,
+                observers=observers,
+                statistics=self._statistics,
+            )
+        except ConfigurationError as error:
+            found = located(error, settings)
+        if found is not None:
+            raise found
         self._binding = LoopBinding(self._wiring)
         self._reloader = Reloader(self._wiring, self._binding)
         self._phases = RewardPhases(self._wiring.upstreams.values, self._settled)

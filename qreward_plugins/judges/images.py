@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..config import Config
-from ..config.image_models import ImageLimits, JudgeImages
+from ..config.judge_models import ImageLimits, JudgeImages
 from ..errors import Mistake
 from ..samples import Sample, Verdict
 from ..samples.images import EXTRA, has_pillow

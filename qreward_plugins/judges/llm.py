@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..config.image_models import JudgeImages
-from ..config.judge_models import Interval
+from ..config.judge_models import Interval, JudgeImages
 from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool
 from ..errors import ConfigurationError, InputError, InvalidReply
 from ..samples import Cause, Failed, RawScore, Sample, Verdict

@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..config.image_models import JudgeImages
-from ..config.judge_models import AskingConfig
-from ..config.nodes import no_bool
+from ..config.judge_models import AskingConfig, JudgeImages
+from ..config.nodes import no_bool, takes
 from ..errors import ConfigurationError, InvalidReply, Mistake
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict, fits_float32
 from ..samples.images import is_image_part
@@ -50,7 +49,10 @@ class RewardModelJudge(Leaf):
     class Config(AskingConfig):
         """The score of a reward model (a source of kind `reward_model`)."""
 
-        label: Annotated[int, Field(ge=0), BeforeValidator(no_bool)] | Annotated[str, Field(min_length=1)] | None = None
+        label: Annotated[
+            Annotated[int, Field(ge=0), BeforeValidator(no_bool)] | Annotated[str, Field(min_length=1)] | None,
+            takes("a whole number, 0 or more, or text that is not empty"),
+        ] = None
         """The label whose logit is the score: its position (0, 1 ...) or, where the server names labels, its name.
         Default: the only one. A model with several labels needs it."""
 

@@ -74,8 +74,8 @@ def _zscore_first(steps: tuple[TransformStep, ...]) -> tuple[TransformStep, ...]
 TransformSteps = Annotated[
     tuple[Annotated[TransformStep, BeforeValidator(_as_mapping)], ...],
     AfterValidator(_zscore_first),
-    takes("a step, or a list of steps"),
     BeforeValidator(_as_list),
+    takes("a step, or a list of steps"),
 ]
 """A list of steps, or a single one."""
 

@@ -6,13 +6,13 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import quote
 
 from pydantic import SecretStr
 from yarl import URL
 
-from ..config.nodes import Flag
+from ..config.nodes import Flag, takes
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
 from ..errors import (
     ConfigurationError,
@@ -79,7 +79,7 @@ class OpenAISource(Endpoint):
         """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
         says otherwise. Default: false."""
 
-        stream: Literal["auto"] | Flag = False
+        stream: Annotated[Literal["auto"] | Flag, takes("`auto`, true or false")] = False
         """Read replies as server-sent events, as they come. A reply ends as soon as the verdict is complete: the
         connection is closed, so that the server can stop. What would follow is not seen, so a second verdict does not
         make it invalid. `true`: always. `auto`: if the server streams; one request finds out, and a refusal costs it

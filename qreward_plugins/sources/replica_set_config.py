@@ -118,7 +118,7 @@ class ReplicaSetConfig(EndpointConfig):
     vision: Flag = False
     """Whether the model reads images; as in the kinds `openai` and `reward_model`. Default: false."""
 
-    stream: Literal["auto"] | Flag = False
+    stream: Annotated[Literal["auto"] | Flag, takes("`auto`, true or false")] = False
     """Read replies as server-sent events, for `task: chat`; as in the kind `openai`. Default: false."""
 
     chat_template: Annotated[str, Field(min_length=1)] | None = None

@@ -16,7 +16,7 @@ import orjson
 from pydantic import Field, ValidationInfo, field_validator
 from yarl import URL
 
-from ..config.image_models import ImageLimits
+from ..config.judge_models import ImageLimits
 from ..config.nodes import Flag, takes
 from ..config.source_models import Batch, EndpointConfig, ModelName, URLs
 from ..errors import Mistake

@@ -74,3 +74,28 @@ def test_mistakes_of_an_inline_tree_bear_its_name():
 def test_a_misspelt_config_is_told(path, default):
     with pytest.raises(ConfigurationError, match=r"confg: unknown key\. Did you mean `config`\?"):
         load_layers({"confg": str(path)}, default=default)
+
+
+def test_what_the_inline_tree_replaces_has_no_line_of_the_file(tmp_path):
+    path = tmp_path / "judges.yaml"
+    path.write_text(
+        """
+sources:
+  a:
+    kind: openai
+    base_url: x
+    model: m
+    limits:
+      burst: 0
+      concurrency: 0
+judges: {quality: {kind: llm}}
+"""
+    )
+    inline = {"config": str(path), "sources": {"a": {"limits": {"concurrency": -1}}}}
+    with pytest.raises(ConfigurationError) as caught:
+        load_layers(inline)
+    assert [(mistake.path, mistake.line) for mistake in caught.value.mistakes] == [
+        ("sources.a.base_url", 5),
+        ("sources.a.limits.burst", 8),
+        ("sources.a.limits.concurrency", None),
+    ]

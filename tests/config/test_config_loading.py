@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
-from qreward_plugins.config import Config, Constant, load_config
-from qreward_plugins.config.yaml_file import _marked
+from qreward_plugins.config import Config, Constant, Route, load_config
 from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.judges import LLMJudge
 from qreward_plugins.sources import OpenAISource
@@ -102,6 +100,22 @@ def test_a_byte_order_mark_and_dates_and_merge_keys_are_understood(tmp_path: Pat
     assert config.sources["slow"] == OpenAISource.Config(kind="openai", base_url=("http://a/v1",), model="b")
 
 
+def test_aliases_and_interpolations_are_read(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        sources:
+          fast: &a {kind: openai, base_url: http://a, model: m, limits: {concurrency: 4}}
+          b: {<<: *a, base_url: http://b}
+          c: {<<: *a, base_url: '${sources.b.base_url}/c'}
+        judges: {j: {kind: llm}}
+        """,
+    )
+    config = load_config(path)
+    assert config.sources["c"].urls == ("http://b/c",)  # type: ignore[attr-defined]
+    assert config.sources["b"].limits.concurrency == 4
+
+
 def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, "sources: {fast: {kind: openai, base_url: http://a/v1, model: m}}\njudges: {j: {kind: llm}}")
@@ -117,8 +131,8 @@ def test_qreward_as_the_only_key_is_unwrapped() -> None:
 def test_a_config_passes_through_but_its_names_are_checked() -> None:
     config = load_config(TREE)
     assert load_config(config) is config
-    wrong = config.model_copy(update={"routes": {"*": "qualty"}})
-    assert "Did you mean `quality`?" in mistakes(wrong)['routes["*"]']
+    wrong = config.model_copy(update={"routes": {"*": Route(judge="qualty")}})
+    assert "Did you mean `quality`?" in mistakes(wrong)['routes["*"].judge']
 
 
 def test_parts_may_be_models_and_paths(tmp_path: Path) -> None:
@@ -209,18 +223,18 @@ def test_a_node_inside_a_mapping_is_resolved_once() -> None:
     ("content", "problem"),
     [
         ("a: [1\n", "not valid YAML"),
-        ("a:\n\tb: 1", "not valid YAML: a tab (line 2, column 1). Indent with spaces."),
-        ("a: 1\n---\nb: 2", "`---` starts a second document (line 2, column 1). Keep one document in the file."),
-        ('{"a": {"b": ', "the file ends within a list or a mapping (line 1, column 13). Close it, or save the whole"),
-        ("a: @b", "a character that cannot start a value (line 1, column 4). Put a text that starts with a special"),
-        ("a: 1\na: 2", "duplicate key `a` (line 2, column 1)"),
-        ("a: b: c", "line 1, column 5"),
+        ("a:\n\tb: 1", "line 2: the file is not valid YAML: a tab (column 1). Indent with spaces."),
+        ("a: 1\n---\nb: 2", "line 2: the file is not valid YAML: `---` starts a second document (column 1). Keep one"),
+        ('{"a": {"b": ', "line 1: the file is not valid YAML: the file ends within a list or a mapping (column 13)."),
+        ("a: @b", "a character that cannot start a value (column 4). Put a text that starts with a special"),
+        ("a: b: c", "line 1: the file is not valid YAML: mapping values are not allowed here (column 5)"),
         ("a: {x: ${oc.env:A}}", "Within { } or [ ], put `${...}` in quotes"),
         ("a: !!int abc", "does not fit its tag"),
-        ("a: 1\nb: \x07", "line 2 holds a character"),
+        ("a: 1\nb: \x07", "line 2: the file is not valid YAML: the line holds a character"),
         ("? [1]\n: 2", "unhashable"),
-        (b"a: 1\nb: \xff", "not UTF-8 text (line 2)"),
-        ("[" * 3000, "nested too deeply"),
+        (b"a: 1\nb: \xff", "line 2: the file is not UTF-8 text."),
+        ("sources: &a {f: *a}\n", "contains itself"),
+        ("a: " + "x" * 2**20, "larger than 1 MiB"),
         ("", "is empty"),
         ("# nothing\n", "is empty"),
         ("{}", "is empty"),
@@ -229,8 +243,7 @@ def test_a_node_inside_a_mapping_is_resolved_once() -> None:
         ("qreward:", "is empty"),
         ("qreward: 3", "must be a mapping"),
     ],
-)
-@pytest.mark.usefixtures("usual_recursion_limit")
+)  # fmt: skip
 def test_a_file_that_holds_no_tree(tmp_path: Path, content: str | bytes, problem: str) -> None:
     path = write(tmp_path, content)
     with pytest.raises(ConfigurationError) as caught:
@@ -259,15 +272,6 @@ def test_yaml_errors_do_not_quote_the_file(tmp_path: Path, line: str) -> None:
         load_config(path)
     assert "line" in str(caught.value)
     assert "SECRETkey" not in str(caught.value)
-
-
-def test_what_a_yaml_error_quotes_is_left_out() -> None:
-    for quoted in ("'SECRETkey'", '"SECRET\'key"', r"'SECRET\'key'"):
-        error = yaml.MarkedYAMLError(problem=f"found {quoted}, expected '<scalar>' or ','")
-        assert (
-            _marked(error, [])[0]
-            == "the file is not valid YAML: found something, expected '<scalar>' or ',' (place unknown)."
-        )
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -302,18 +306,13 @@ def test_other_things(source: Any) -> None:
 
 def test_a_tree_that_contains_itself() -> None:
     tree = copy.deepcopy(TREE)
-    tree["sources"]["fast"]["parameters"] = tree
-    assert any("contains itself" in text for text in mistakes(tree).values())
     tree["sources"]["fast"]["parameters"] = {"all": "${sources}"}
     assert "refers to itself" in mistakes(tree)["sources.fast.parameters.all"]
     tree["engine"] = {"a": {"b": "${judges}"}}
     tree["judges"]["quality"]["criteria"] = dict.fromkeys("abcdefgh", "${engine}")
-    assert any("contains itself" in text for text in mistakes(tree).values())
-    deep: Any = {}
-    for _ in range(5000):
-        deep = {"deeper": deep}
-    tree["sources"]["fast"]["parameters"] = deep
-    assert any("nested too deeply" in text for text in mistakes(tree).values())
+    assert "contains itself" in mistakes(tree)[""]
+    tree["sources"]["fast"]["parameters"] = tree
+    assert "contains itself" in mistakes(tree)[""]
 
 
 def test_the_origin_is_named(tmp_path: Path) -> None:

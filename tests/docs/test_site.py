@@ -104,10 +104,9 @@ def test_every_key_of_every_model_is_on_the_page(site):
 def test_every_number_of_the_configuration_has_a_unit():
     """A new one needs an entry in docs/hooks/configuration_keys.py, unless its name says its unit."""
     hook = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks/configuration_keys.py"]
-    from qreward_plugins.config import shape
 
     def numbers(node):
-        for one in shape.choices(node):
+        for one in hook.choices(node):
             for name, below in one.get("properties", {}).items():
                 yield from [name] if hook.is_number(below) else []
                 yield from numbers(below)
@@ -115,8 +114,8 @@ def test_every_number_of_the_configuration_has_a_unit():
                 if isinstance(below, dict):
                     yield from numbers(below)
 
-    found = {name for kinds in rooms for one in shape.of_kinds(kinds).values() for name in numbers(one)}
-    found |= set(numbers(shape.top()))
+    models = [Config, *(kind.Config for kinds in rooms.values() for _, kind in kinds.loadable())]
+    found = {name for model in models for name in numbers(hook.shape_of(model))}
     assert len(found) > 50
     assert {name for name in found if hook.unit_of(name) is None} == set()
     assert set(hook.UNITS) - found == set()

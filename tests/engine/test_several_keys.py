@@ -118,7 +118,7 @@ def test_one_key_in_a_list_is_one_key(tree):
 @pytest.mark.parametrize(
     ("keys", "path", "said"),
     [
-        ({"api_keys": []}, "sources.judge.api_keys", "must be a list of texts that is not empty"),
+        ({"api_keys": []}, "sources.judge.api_keys", "must have 1 or more entries"),
         ({"api_keys": KEYS[0]}, "sources.judge.api_keys", "must be a list"),
         ({"api_keys": [KEYS[0], ""]}, "sources.judge.api_keys[1]", "must be text that is not empty"),
         ({"api_keys": [KEYS[0], "  "]}, "sources.judge.api_keys", "number 2 is empty"),
@@ -127,7 +127,7 @@ def test_one_key_in_a_list_is_one_key(tree):
         ({"api_keys": KEYS, "api_key": KEYS[0]}, "sources.judge.api_keys", "set api_key or api_keys, not both"),
         ({"api_keys": KEYS, "api_key_env": "KEY"}, "sources.judge.api_key_env", "set api_keys or api_key_env, not"),
         ({"api_key": KEYS[0], "api_key_env": ["KEY"]}, "sources.judge.api_key_env", "set api_key or api_key_env, not"),
-        ({"api_key_env": []}, "sources.judge.api_key_env", "must be the name of an environment variable or a list"),
+        ({"api_key_env": []}, "sources.judge.api_key_env", "must be the name of an environment variable"),
         ({"api_key_env": ["KEY", "KEY"]}, "sources.judge.api_key_env", "numbers 1 and 2 are the same"),
         (
             {"api_key_env": ["KEY", "sk-1"]},

@@ -102,10 +102,9 @@ def test_the_configuration_knows_its_parts():
     ("change", "place", "text"),
     [
         ({"stages": ["cheap", "daer"]}, "stages[1]", "there is no judge `daer`. Did you mean `dear`? Judges: `cheap`"),
-        ({"stages": ["cheap"]}, "stages", "must be a list of texts with 2 or more, not a list of 1."),
-        ({"stages": ["cheap", "both"]}, "stages[1]", "a judge cannot be a part of itself."),
+        ({"stages": ["cheap"]}, "stages", "must have 2 or more entries."),
         ({"unclear": [0.8, 0.2]}, "unclear", "the low end 0.8 must be below the high end 0.2."),
-        ({"stagse": 1}, "stagse", "unknown key. Did you mean `stages`? Allowed here: kind, stages, priority, unclear."),
+        ({"stagse": 1}, "stagse", "unknown key. Did you mean `stages`?"),
         ({"sources": "rules"}, "sources", "unknown key. Allowed here: kind, stages, priority, unclear."),
     ],
 )  # fmt: skip

@@ -409,9 +409,9 @@ async def test_an_engine_of_the_caller_stays_open_and_nothing_is_recorded(tmp_pa
 @pytest.mark.parametrize(
     ("group", "mistake"),
     [
-        ({"sources": ["s7"]}, "there is no source `s7`"),
-        ({"sources": ["x*"]}, "`x*` matches no source"),
-        ({"sources": ["reward"]}, "`reward` is a source of kind http, which gives no text"),
+        ({"sources": ["s7"]}, 'models["*"].sources[0]: there is no such source'),
+        ({"sources": ["x*"]}, "the pattern matches no source"),
+        ({"sources": ["reward"]}, "`reward` is a source of kind http, which cannot answer clients of models"),
         ({"sources": ["s0"], "weights": {"s1": 2}}, "`s1` is not among the sources of this group"),
     ],
 )

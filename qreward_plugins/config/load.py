@@ -1,0 +1,228 @@
+"""Reads configurations: a file, a mapping, a trainer's DictConfig, or a trainer's tree over a file.
+
+Errors are raised outside of `except` blocks, so that they have no `__context__`: exceptions of pydantic and OmegaConf
+hold the input with its keys, and some loggers print `__context__` even if Python does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from ..errors import ConfigurationError, Mistake
+from .check import START, check
+from .environment import environment, environment_of
+from .findings import Finding, Path, nearest, path_text
+from .models import Config
+from .origin import Origin, with_origin
+from .resolve import resolve
+from .several_keys import configured_name, with_each_key
+from .yaml_file import FileTree, read_yaml
+
+_log = logging.getLogger("qreward_plugins.config")
+
+ENVIRONMENT = "QREWARD_CONFIG"
+"""The environment variable with the path of the file, used if the framework's configuration has no `config`."""
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any] | DictConfig | Config, *, origin: str | None = None
+) -> Config:
+    """Read and check a configuration.
+
+    `source` is the path of a YAML file (a leading `~` is the home directory), the same tree as a mapping, or a
+    DictConfig, which may be a node of a trainer's tree. It is never changed. A single top-level key `qreward` is
+    unwrapped. Interpolations are OmegaConf's: `${oc.env:NAME}`, `${oc.env:NAME,default}`, `${key.of.the.tree}`. A
+    `Config` is checked for names of sources and judges that do not exist. A source with several keys becomes one
+    source for each key (`several_keys`).
+
+    `origin` is the name of the source in messages; default: the path.
+
+    Raises `ConfigurationError` with every mistake, its path and its line in the file. It shows no text of the
+    configuration but names that are near an allowed one, and has no cause and no context.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        path, origin = _path(source, origin)
+        tree = read_yaml(path, origin=origin)
+        return with_origin(_read(tree, origin), Origin(path, partial(_read, origin=origin), tree))
+    return _read(source, origin or "configuration")
+
+
+def load_layers(
+    inline: Any,
+    *,
+    default: Mapping[str, Any] | None = None,
+    origin: str = "qreward",
+    printed_by: str | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Config:
+    """Load and check the configuration of a training run: the tree in the framework's own configuration, or a file that
+    its key `config` or the variable `QREWARD_CONFIG` names, or both. Keys of the tree override those of the file.
+
+    Args:
+        inline: the tree in the framework's configuration (a mapping or DictConfig), the path of a file, or None.
+        default: a tree that is merged below a configuration without judges.
+        origin: the name of the inline tree in messages.
+        printed_by: the framework that prints and uploads the inline tree; API keys in that tree cause a warning.
+        variables: the environment variables to read it with; default: those of this process.
+
+    Raises `ConfigurationError` with every mistake.
+    """
+    inline = {} if inline is None else {"config": inline} if isinstance(inline, (str, os.PathLike)) else inline
+    if not isinstance(inline, (Mapping, DictConfig)):
+        raise ConfigurationError([Mistake(origin, f"must be a mapping or a path, not {type(inline).__name__}.")])
+    if printed_by:
+        _warn_of_printed_keys(inline, origin, printed_by)
+    known = ["config", *Config.model_fields]
+    for key in map(str, inline):
+        if key not in known and nearest(key, known) == "config":
+            raise ConfigurationError([Mistake(key, "unknown key.", "Did you mean `config`?")], origin=origin)
+    with environment_of(variables):
+        path = inline.get("config") or environment().get(ENVIRONMENT)
+        if not path:
+            if "config" not in inline and (_is_whole(inline) or default is None):
+                return load_config(inline, origin=origin)
+            return load_config(_merged({}, inline, default or {}), origin=origin)
+        named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
+        file = read_yaml(path, origin=f"{path}{named}")
+        over = _plain(inline)
+        merged = _merged(file, over, default or {})
+        config = _read(merged, str(path))
+    again = partial(_over_file, inline=over, default=default or {}, path=path, variables=variables)
+    return with_origin(config, Origin(path, again, file, lines=getattr(merged, "lines", None)))
+
+
+def _over_file(
+    file: Any, *, inline: Mapping[str, Any], default: Mapping[str, Any], path: Any, variables: Mapping[str, str] | None
+) -> Config:
+    with environment_of(variables):
+        return _read(_merged(file, inline, default), str(path))
+
+
+def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any]) -> Any:
+    if not isinstance(file, dict):
+        return file
+    if list(file) == ["qreward"] and isinstance(file["qreward"], dict):
+        file = file.below("qreward") if isinstance(file, FileTree) else file["qreward"]
+    over = {key: value for key, value in _plain(inline).items() if key != "config"}
+    merged = _over({} if any(map(_is_whole, (file, over))) else default, _over(file, over))
+    if not isinstance(file, FileTree):
+        return merged
+    inline_lines = {path: 0 for path, value in _items(over) if not isinstance(value, Mapping)}
+    return FileTree(merged, {**file.lines, **inline_lines}, file.duplicates)
+
+
+def _over(below: Any, above: Any) -> Any:
+    """Return `above` over `below`. OmegaConf's own `merge` stops at the first interpolation that it cannot read."""
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    return {**below, **{key: _over(below.get(key), value) for key, value in above.items()}}
+
+
+def _plain(inline: Mapping[str, Any] | DictConfig) -> Mapping[str, Any]:
+    plain = OmegaConf.to_container(inline, resolve=False) if isinstance(inline, DictConfig) else inline
+    assert isinstance(plain, Mapping)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _is_whole(tree: Mapping[str, Any] | DictConfig) -> bool:
+    """Whether a tree has judges, or a server that has some."""
+    engine = tree.get("engine")
+    return "judges" in tree or (isinstance(engine, (Mapping, DictConfig)) and bool(engine.get("server")))
+
+
+def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig, origin: str, framework: str) -> None:
+    sources = inline.get("sources")
+    for name, source in sources.items() if isinstance(sources, (Mapping, DictConfig)) else ():
+        keys = [key for key in ("api_key", "api_keys") if isinstance(source, (Mapping, DictConfig)) and source.get(key)]
+        if keys:
+            _log.warning(
+                "%s.sources.%s.%s is in the configuration of %s, and %s prints and uploads that with all values "
+                "resolved. Use api_key_env, or keep the tree in a file that QREWARD_CONFIG names.",
+                *(origin, name, keys[0], framework, framework),
+            )
+
+
+def _path(source: str | os.PathLike[str], origin: str | None) -> tuple[str, str]:
+    path, problem, remedy = os.fsdecode(source), "", ""
+    if not path.strip():
+        problem = "the path of the file is empty."
+    elif "\n" in path or ("{" in path and ":" in path and not os.path.exists(path)):
+        problem = "a text must be the path of a YAML file, but this text looks like YAML."
+        remedy = "Write it to a file, or pass the tree as a dict."
+    if problem:
+        raise ConfigurationError([Mistake("", problem, remedy)], origin=origin or "configuration")
+    return os.path.expanduser(path), origin or path
+
+
+def _read(source: Any, origin: str) -> Config:
+    config, mistakes = (
+        (source, _mistakes_in_names(source)) if isinstance(source, Config) else _resolved_and_checked(source)
+    )
+    if config is None or mistakes:
+        raise ConfigurationError(mistakes, origin=origin)
+    return with_each_key(config)
+
+
+def _resolved_and_checked(source: Any) -> tuple[Config | None, list[Mistake]]:
+    config, tree, cut, problem = None, None, 0, ""
+    findings: list[Finding] = []
+    lines = source.lines if isinstance(source, FileTree) else {}
+    if isinstance(source, (Mapping, DictConfig)):
+        try:
+            tree, findings = resolve(source)
+        except RecursionError:
+            problem = "the configuration contains itself, or is nested too deeply"
+        if isinstance(tree, dict) and list(tree) == ["qreward"]:
+            tree, cut = tree["qreward"], 1
+        findings += source.duplicates if isinstance(source, FileTree) else []
+    elif source:
+        kind = "a list" if isinstance(source, (list, tuple, ListConfig)) else f"of type {type(source).__name__}"
+        problem = f"the configuration must be a mapping, but it is {kind}"
+    findings = [finding._replace(path=finding.path[cut:]) for finding in findings]
+    order = {path: n for n, (path, _) in enumerate(_items(tree))}
+    if isinstance(tree, dict) and tree:
+        config, found = check(tree)
+        # Of a file that is no configuration nothing else is said.
+        findings = found if [finding.path for finding in found] == [()] else [*findings, *found]
+    elif not findings:
+        problem = problem or f"the configuration {'must be a mapping' if tree else 'is empty'}"
+        findings = [Finding((), problem, START)]
+    findings.sort(key=lambda finding: _nearest_above(finding.path, order) or 0)
+    lines = {path[cut:]: line for path, line in lines.items()}
+    return config, [_mistake(finding, lines) for finding in findings]
+
+
+def _mistake(finding: Finding, lines: Mapping[Path, int]) -> Mistake:
+    line = _nearest_above(finding.path, lines) or None
+    return Mistake(path_text(finding.path), f"{finding.problem}.", finding.remedy, line)
+
+
+def _mistakes_in_names(config: Config) -> list[Mistake]:
+    """Check the names in a configuration that was read before, and perhaps changed."""
+    tree = config.model_dump(exclude_unset=True, exclude={"sources"}, warnings=False)
+    tree["sources"] = {configured_name(name): source for name, source in config.sources.items()}
+    _, findings = check(tree)
+    return [_mistake(finding, {}) for finding in findings]
+
+
+def _items(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield everything in a tree with its path, in its order."""
+    yield path, tree
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, list):
+        items = enumerate(tree)
+    for key, below in items:
+        yield from _items(below, (*path, key))
+
+
+def _nearest_above(path: Path, known: Mapping[Path, int]) -> int | None:
+    """Return what is known of `path`, or of the nearest mapping or list above it."""
+    return next((known[path[:n]] for n in range(len(path), -1, -1) if path[:n] in known), None)

@@ -25,8 +25,8 @@ NAME = "qreward-groups"
 """The name of the actor in its job."""
 
 POLL_S = 0.5
-ANSWER_S = 5.0
-"""Most seconds for an answer of the actor; after that it counts as lost."""
+ANSWER_S = 60.0
+"""Most seconds for an answer of the actor, which takes some to start; after that it counts as lost."""
 
 KEPT = 65_536
 """Most groups that are kept; the least recently used is dropped first."""

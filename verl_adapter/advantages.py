@@ -82,8 +82,9 @@ class Advantages:
 
         @functools.wraps(generate)
         def generated(loops: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+            # V1's batches are no `DataProto`, and it has no greedy responses.
+            sampled = getattr(prompts, "non_tensor_batch", {}).get("__do_sample__")
             output = generate(loops, prompts, *args, **kwargs)
-            sampled = prompts.non_tensor_batch.get("__do_sample__")
             missing = getattr(output, "non_tensor_batch", {}).get(MISSING)
             if sampled is not None and missing is not None:
                 rows = zip(prompts.non_tensor_batch["uid"], sampled, missing, strict=True)

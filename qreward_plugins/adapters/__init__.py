@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from ..config import Constant, FailurePolicy, Groups, judges_in_charge, load_layers, parts_of, sources_of
+from ..config import Constant, Groups, judges_in_charge, load_layers, parts_of, sources_of
 from ..config.findings import did_you_mean
 from ..config.framework import colocated_sources, with_framework, without_colocated
 from ..config.layers import ENVIRONMENT
@@ -43,7 +43,6 @@ __all__ = [
     "VALUE",
     "Constant",
     "Facts",
-    "FailurePolicy",
     "FunctionSource",
     "Groups",
     "Image",

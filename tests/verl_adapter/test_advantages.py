@@ -238,3 +238,27 @@ def test_every_estimator_of_this_verl_is_known_here():
 
     names = {str(getattr(name, "value", name)) for name in ADV_ESTIMATOR_REGISTRY}
     assert names == {*ESTIMATORS, "tir_optimal_token_baseline"} - {"dr_grpo"}
+
+
+def test_extra_info_of_a_colocated_reward_model_is_put_where_all_other_rows_have_it(monkeypatch):
+    """V1 puts each key into a field of its own. The fields of an agent loop stay."""
+    infos = [{"qreward/missing": 1.0, "acc": 0.5}, {"qreward/missing": 0.0, "acc": 1.0}]
+    rows = {"a_0_0": {"turns": [1]}, "a_1_0": {"turns": []}}
+
+    def get(keys, partition_id, select_fields):
+        stored = np.empty(len(keys), dtype=object)
+        stored[:] = [rows[key] for key in keys]
+        return {"extra_fields": stored}
+
+    def put(keys, partition_id, fields):
+        rows.update(zip(keys, list(fields["extra_fields"]), strict=True))
+
+    monkeypatch.setattr(queue, "_queue", lambda: SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
+    columns = {name: np.array([info[name] for info in infos]) for name in infos[0]}
+    output = SimpleNamespace(non_tensor_batch=columns, meta_info={"reward_extra_keys": list(columns)})
+    manager = SimpleNamespace()
+    queue.noting_infos(lambda self, data: output)(manager, rows)
+    batch = SimpleNamespace(keys=list(rows), partition_id="val")
+    queue.with_extra_info(lambda self, batch: batch)(SimpleNamespace(reward_loop_manager=manager), batch)
+    assert queue.extra_info(batch.keys, "val") == infos
+    assert [row["turns"] for row in rows.values()] == [[1], []]

@@ -85,7 +85,8 @@ def _missing(data, keys):
     import transfer_queue
 
     fields = transfer_queue.kv_batch_get(keys=list(keys), partition_id="train", select_fields=["extra_fields"])
-    return [bool(extra["reward_extra_info"]["qreward/missing"]) for extra in fields["extra_fields"].tolist()]
+    rows = [getattr(extra, "data", extra) for extra in list(fields["extra_fields"])]
+    return [bool(extra["reward_extra_info"]["qreward/missing"]) for extra in rows]
 
 
 def _recording_v1(compute):

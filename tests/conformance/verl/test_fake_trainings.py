@@ -163,7 +163,7 @@ def test_one_step_off_goes_on_where_samples_fail(players, player):
     assert {row["step"] for row in outcome.rows} == {1, 2}
     assert all(math.isfinite(value) for row in outcome.rows for value in row["advantages"])
     assert outcome.metrics[0]["qreward/val/failed_rate"] == 0.5
-    assert outcome.metrics[0]["val-core/sums/acc/mean@1"] == 1.0
+    assert outcome.metrics[0]["val-core/sums/acc/mean@2"] == 1.0
     rates = [metrics.get("qreward/failed_rate", 0.25) for metrics in list(outcome.metrics.values())[1:]]
     assert set(rates) == {0.25}, "the next batch may be counted with this one"
 
@@ -213,8 +213,8 @@ def test_what_a_function_returns_keeps_its_names_and_a_number_is_acc(players, pl
             assert isinstance(told["why"], str)
         else:
             assert info["acc"] == score
-    assert outcome.metrics[0]["val-core/sums/acc/mean@1"] == 1.0
-    assert "val-core/sums/acc/mean@2" not in outcome.metrics[0], "a session that failed is nobody's wrong answer"
+    assert outcome.metrics[0]["val-core/sums/acc/mean@2"] == 1.0, "a session that failed is nobody's wrong answer"
+    assert "val-aux/sums/acc/mean@1" not in outcome.metrics[0]
 
 
 @PLAYERS

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .acceleration import FunctionStatistics, accelerate
-    from .adapters.group_gate import GroupGate
+    from .adapters.groups import GroupGate, group_means
     from .config import Config, load_config
     from .engine import RewardEngine
-    from .engine.group_means import group_means
     from .engine.portal import EnginePortal
     from .engine.process_portals import process_portal
     from .engine.text_streams import TextAnswer, TextStream
@@ -70,10 +69,9 @@ __version__ = "0.2.0"
 # `InvalidVerdict` is the former name of `InvalidReply`.
 _NAMES = {
     "acceleration": "FunctionStatistics accelerate",
-    "adapters.group_gate": "GroupGate",
+    "adapters.groups": "GroupGate group_means",
     "config": "Config load_config",
     "engine": "RewardEngine",
-    "engine.group_means": "group_means",
     "engine.portal": "EnginePortal",
     "engine.process_portals": "process_portal",
     "engine.text_streams": "TextAnswer TextStream",

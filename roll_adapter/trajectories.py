@@ -12,16 +12,13 @@ group on the job's barrier. This blocks only its own environment; its siblings h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from qreward_plugins import Config, ConfigurationError, EnginePortal, Outcome, Sample, process_portal
+from qreward_plugins import Config, ConfigurationError, Outcome, Sample, process_portal
 from qreward_plugins.adapters import (
-    GroupKey,
     Image,
-    Report,
-    RunningMeans,
     attach,
     fits_float32,
     is_image_part,
@@ -31,9 +28,10 @@ from qreward_plugins.adapters import (
     without_colocated,
 )
 
+from .barrier import means, settle
+
 _NO_PHASES = "ROLL does not tell its environments when it trains, so the judge would not sleep."
 
-_means = RunningMeans()
 _numbers = itertools.count()
 
 
@@ -53,7 +51,6 @@ class QRewardTrajectoryMixin:
 
     env_config: Any
     rollout_cache: Any
-    _qreward_waiting: tuple[EnginePortal, GroupKey] | None = None
 
     def formulate_rollouts(self, rollout_cache: Any) -> Any:
         """Score the trajectory, then make ROLL's rollout of it.
@@ -67,7 +64,7 @@ class QRewardTrajectoryMixin:
         settings = self._qreward_settings
         portal = process_portal(settings, processes=self._qreward_processes())
         outcome = portal.score(self.trajectory_sample(rollout_cache))
-        number, excluded = self._number(portal, outcome, rollout_cache)
+        number, excluded = self._number(settings, outcome, rollout_cache)
         failed = excluded and outcome.reward is None
         own = float(turns[-1].get("reward") or 0.0)
         reward = own + self._weight() * number
@@ -85,13 +82,6 @@ class QRewardTrajectoryMixin:
         if excluded:
             rollout.batch["response_mask"] = rollout.batch["response_mask"].zero_()
         return rollout
-
-    def stop(self) -> None:
-        """ROLL's call before it shuts down. No sibling will finish any more, so this ends the waiting."""
-        super().stop()  # type: ignore[misc]
-        if self._qreward_waiting is not None:
-            portal, key = self._qreward_waiting
-            portal.end_waiting(key)
 
     def trajectory_sample(self, rollout_cache: Any) -> Sample:
         """The sample that a judge sees: the first turn's messages as the prompt, and everything after them as the
@@ -146,11 +136,10 @@ class QRewardTrajectoryMixin:
         weight = self.env_config.get("qreward_weight")
         return 1.0 if weight is None else float(weight)
 
-    def _number(self, portal: EnginePortal, outcome: Outcome, rollout_cache: Any) -> tuple[float, bool]:
+    def _number(self, settings: Config, outcome: Outcome, rollout_cache: Any) -> tuple[float, bool]:
         """The number to add, and whether it is only the mean of the group."""
-        policy = portal.config.on_failure
-        number = number_of(outcome, policy)
-        if policy not in ("auto", "neutral", "exclude"):
+        number = number_of(outcome, settings.on_failure)
+        if settings.on_failure not in ("auto", "neutral", "exclude"):
             assert number is not None
             return number, False
         cache, mode, seed = rollout_cache, getattr(self, "mode", None), getattr(self, "group_seed", None)
@@ -158,36 +147,23 @@ class QRewardTrajectoryMixin:
         group = (cache.tag, cache.group_id, getattr(self, "episode_id", None), seed)
         size = getattr(getattr(self, "worker_config", None), "group_size", 1)
         if mode == "train" and size > 1 and None not in group:
-            # An environment may play two trajectories of one group if its siblings fall behind.
-            sample = f"{cache.env_id}/{next(_numbers)}"
-            mean = self._settled(portal, Report(("_".join(map(str, group)), ""), sample, number, size))
-        else:
-            # A validation does not wait, and a trajectory without a group name cannot find its siblings.
-            mean = _mean_here((mode, *group), number)
-        if mean is not None:
-            return mean, True
-        assert number is not None
+            mean = settle(
+                "_".join(map(str, group)),
+                # An environment may play two trajectories of one group if its siblings fall behind.
+                f"{cache.env_id}/{next(_numbers)}",
+                number,
+                size=size,
+                wait_s=settings.groups.wait_s,
+                # ROLL's `stop` comes before it shuts down: no sibling will finish any more.
+                running=lambda: getattr(self, "running", True),
+            )
+            return (number, False) if mean is None and number is not None else (mean or 0.0, True)
+        # A validation does not wait, and a trajectory without a group name cannot find its siblings.
+        key = (mode, *group)
+        if number is None:
+            return means.mean(key), True
+        means.add(key, number)
         return number, False
-
-    def _settled(self, portal: EnginePortal, report: Report) -> float | None:
-        """The mean that a trajectory adds instead of its own number; None to keep its own."""
-        assert report.key is not None
-        self._qreward_waiting = portal, report.key
-        try:
-            settling = portal.settle(report)
-            if not getattr(self, "running", True):  # `stop` may have come before this trajectory waited
-                portal.end_waiting(report.key)
-            return settling.result()
-        finally:
-            self._qreward_waiting = None
-
-
-def _mean_here(key: Hashable, number: float | None) -> float | None:
-    """For a failed trajectory, the mean of its group so far in this process; None for a scored one."""
-    if number is None:
-        return _means.mean(key)
-    _means.add(key, number)
-    return None
 
 
 def _settings_of(tree: Any, tag: Any) -> Config:

@@ -8,21 +8,24 @@ every advantage is zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from qreward_plugins import Config, Failed, Outcome, RewardEngine, Sample, group_means
-from qreward_plugins.adapters import number_of, without_colocated
+from qreward_plugins import Config, EnginePortal, Failed, Outcome, RewardEngine, Sample, group_means
+from qreward_plugins.adapters import Groups, number_of, without_colocated
 
 from . import phases
 from .functions import ComputeScore, open_reward_function, reward_secrets
-from .rewards import ExtraInfo, is_absent
+from .rewards import ExtraInfo, is_absent, unpacked
 from .rollouts import response_ids, to_sample, unreadable
 from .settings import load_settings, reward_function_sources, with_reward_model
-from .shared_engines import shared_engine
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +42,8 @@ class QRewardBatchManager:
     The arguments are verl's (trainer/ppo/reward.py of 0.4 to 0.7.0). `qreward` is the inline tree, which verl takes
     from `reward_model.reward_kwargs.qreward`; without it `QREWARD_CONFIG` names a file. `reward_fn_key` is the column
     that holds the data source. `num_examine`, how many samples to print, is ignored: use a journal to see every sample.
-    Managers with the same configuration and function share one engine, and so the limits. Raises `ConfigurationError`.
+    verl makes one manager for training and one for validation. With the same configuration they share one engine, and
+    so the limits. Raises `ConfigurationError`.
     """
 
     def __init__(
@@ -62,9 +66,9 @@ class QRewardBatchManager:
         self._resources = ExitStack()
         function = compute_score if any(reward_function_sources(settings)) else None
         engine, self._portal = self._resources.enter_context(
-            shared_engine(settings, function, lambda: _make_engine(settings, config, compute_score))
+            _shared_engine(settings, function, lambda: _make_engine(settings, config, compute_score))
         )
-        self._extra_info = ExtraInfo(engine, any_keys=True, secrets=reward_secrets(config, compute_score))
+        self._extra_info = ExtraInfo(engine, secrets=reward_secrets(config, compute_score))
 
     def __call__(self, data: Any, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Score a `DataProto`: rewards of shape (batch, response length), each at its response's last token.
@@ -87,11 +91,7 @@ class QRewardBatchManager:
             rewards[index, read[index][2]] = mean if number is None else number
         if not return_dict:
             return rewards
-        rows = [
-            self._extra_info.of(outcome, imputed=number is None)
-            for outcome, number in zip(outcomes, numbers, strict=True)
-        ]
-        return {"reward_tensor": rewards, "reward_extra_info": _columns(rows)}
+        return {"reward_tensor": rewards, "reward_extra_info": _columns(list(map(self._extra_info.of, outcomes)))}
 
     def close(self) -> None:
         """Close the engine and its thread."""
@@ -118,13 +118,64 @@ def _make_engine(settings: Config, trainer: DictConfig | None, compute_score: Co
     return RewardEngine(settings, sources=sources)
 
 
+@dataclass
+class _Shared:
+    process: int
+    settings: Config
+    function: Any
+    engine: RewardEngine
+    portal: EnginePortal
+    resources: ExitStack = field(default_factory=ExitStack)
+    users: int = 0
+
+
+_lock = threading.Lock()
+_open: list[_Shared] = []
+
+
+@contextmanager
+def _shared_engine(
+    settings: Config, function: ComputeScore | None, make: Callable[[], RewardEngine]
+) -> Iterator[tuple[RewardEngine, EnginePortal]]:
+    """Yield this process's engine for `settings` and the reward function (None: no judge calls it), and its portal.
+
+    `make` makes the engine for the first user; it closes when the last user leaves. Any thread may enter.
+    """
+    # The manager handles failed samples, so managers that differ only in these keys share an engine.
+    settings = settings.model_copy(update={"on_failure": "auto", "groups": Groups()})
+    # A forked process inherits the list, but not the threads of the engines in it.
+    wanted = (os.getpid(), settings, _name_of(function))
+    with _lock:
+        shared = next((each for each in _open if (each.process, each.settings, each.function) == wanted), None)
+        if shared is None:
+            engine, resources = make(), ExitStack()
+            shared = _Shared(*wanted, engine, resources.enter_context(engine.portal()), resources)
+            _open.append(shared)
+        shared.users += 1
+    try:
+        yield shared.engine, shared.portal
+    finally:
+        with _lock:
+            shared.users -= 1
+            if not shared.users:
+                _open.remove(shared)
+                shared.resources.close()
+
+
+def _name_of(function: Any) -> Any:
+    """What tells reward functions apart: verl loads a file anew for every manager, so their identity does not."""
+    if isinstance(function, partial):
+        return _name_of(function.func), *map(_name_of, function.args), function.keywords
+    code = getattr(function, "__code__", None)
+    return function if code is None else (code.co_filename, function.__qualname__)
+
+
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """One list for each key, as long as the batch. Missing values are NaN, or "" in a list of texts, because these
     versions of verl average everything that is not a text. A key without any value is left out.
     """
     columns: dict[str, list[Any]] = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        values = [row.get(key) for row in rows]
+    for key, values in unpacked({key: [row[key] for row in rows] for key in rows[0]} if rows else {}).items():
         present = [value for value in values if not is_absent(value)]
         if present:
             missing = "" if isinstance(present[0], str) else math.nan

@@ -1,86 +1,65 @@
-"""What the group barrier was told of all reward workers, as metrics for verl's tracker."""
+"""What the hooks see of the samples of a step or a validation, as metrics for verl's tracker.
+
+verl drops `reward_extra_info` after training and has no metric of it.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
-from contextlib import suppress
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
-from qreward_plugins.adapters import barrier_actor
+from qreward_plugins.adapters import summary
+
+from .rewards import PREFIX, WAITED, is_absent
 
 _log = logging.getLogger("verl_adapter")
 
-_ANSWER_S = 10.0
+_PREFIXES = {"train": PREFIX, "val": f"{PREFIX}val/"}
 
 
-class OutcomeMetrics:
-    """Turns the counts of the group barrier's actor into metrics of what was scored since the last call."""
+class RewardLog:
+    """Collects the extra info of samples until the tracker asks for their metrics."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-        self._reported: tuple[str, dict[str, int]] = ("", {})
-        self._waited: tuple[str, int] = ("", 0)
+    def __init__(self) -> None:
+        self._facts: dict[str, list[dict[str, Any]]] = {split: [] for split in _PREFIXES}
+        self._waited: dict[str, float] = {}
+        self._unscored_prompts = 0
+
+    def add(self, split: Literal["train", "val"], infos: Iterable[Mapping[str, Any]]) -> None:
+        """Count samples by their extra info. Those that an agent loop has rewarded itself have none, and count not."""
+        for info in infos:
+            if f"{PREFIX}failed" not in info:
+                continue
+            facts = {name.removeprefix(PREFIX): _plain(value) for name, value in info.items()}
+            self._facts[split].append(facts)
+            waited = json.loads(info[WAITED]) if split == "train" and info.get(WAITED) else {}
+            if math.fsum(waited.values()) > math.fsum(self._waited.values()):
+                self._waited = waited
+
+    def add_unscored_prompts(self, count: int) -> None:
+        """Count prompts of a validation of which no sample has a reward."""
+        self._unscored_prompts += count
 
     def since_last(self) -> dict[str, float]:
-        """Metrics of what was scored since the last call; empty if nothing was, or if the actor does not answer."""
-        answer = self._read()
-        if answer is None:
-            return {}
-        before = self._reported[1] if self._reported[0] == answer[0] else {}
-        self._reported = answer
-        new = {key: count - before.get(key, 0) for key, count in answer[1].items()}
+        """Metrics of what was added since the last call; empty without any."""
         metrics: dict[str, float] = {}
-        if new.get("train/samples"):
-            metrics |= {f"qreward/{name}": seconds for name, seconds in self._read_waited().items()}
-        for split, prefix in (("train", "qreward/"), ("val", "qreward/val/")):
-            samples = new.get(f"{split}/samples", 0)
-            if not samples:
-                continue
-            metrics[f"{prefix}samples"] = float(samples)
-            metrics[f"{prefix}failed_rate"] = new.get(f"{split}/failed", 0) / samples
-            for cause in ("infra", "verdict", "policy"):
-                metrics[f"{prefix}failed/{cause}"] = float(new.get(f"{split}/failed/{cause}", 0))
-            metrics[f"{prefix}cut_rate"] = new.get(f"{split}/cut", 0) / samples
-            metrics[f"{prefix}floor_rate"] = new.get(f"{split}/floor", 0) / samples
-            if split == "train":
-                metrics[f"{prefix}imputed_rate"] = new.get(f"{split}/imputed", 0) / samples
+        for split, prefix in _PREFIXES.items():
+            metrics |= {f"{prefix}{name}": float(value) for name, value in summary(self._facts[split]).items()}
+        if self._facts["val"]:
+            metrics[f"{_PREFIXES['val']}unscored_prompts"] = float(self._unscored_prompts)
+        metrics |= {f"{PREFIX}{name}": seconds for name, seconds in self._waited.items()}
+        self._facts, self._waited, self._unscored_prompts = {split: [] for split in _PREFIXES}, {}, 0
         return metrics
 
-    def may_have_imputed(self) -> bool:
-        """Whether some sample of this run may train on the mean of its group.
 
-        True also if the actor does not answer, or was restarted and so lost its counts.
-        """
-        answer = self._read()
-        if answer is None or self._reported[0] not in ("", answer[0]):
-            return True
-        return bool(answer[1].get("train/imputed"))
-
-    def _read_waited(self) -> dict[str, float]:
-        """What the longest batch since the last call waited for; empty without one, or if the actor does not answer."""
-        answer = self._answer("waited", *self._waited)
-        if answer is None:
-            return {}
-        start, number, parts = answer
-        self._waited = (start, number)
-        return dict(parts)
-
-    def _read(self) -> tuple[str, dict[str, int]] | None:
-        """The actor's start and its counts; None if it does not answer."""
-        answer = self._answer("counts")
-        return None if answer is None else (answer[0], answer[1])
-
-    def _answer(self, method: str, *arguments: Any) -> Any:
-        import ray
-
-        try:
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=_ANSWER_S)
-        except Exception as error:
-            warn_once(f"no metrics of rewards: the group barrier does not answer ({type(error).__name__})")
-            with suppress(Exception):
-                self._actor = barrier_actor()
-            return None
+def _plain(value: Any) -> Any:
+    """A value of a column as Python has it; None for one that stands for none."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if is_absent(value) else value
 
 
 @functools.lru_cache(maxsize=32)

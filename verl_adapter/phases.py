@@ -32,6 +32,8 @@ next: servers that one of them put to sleep could not answer the calls of anothe
 UNKNOWN = "the reward workers are not told when verl trains; only the trainers of verl 0.9 are known to tell it."
 REMEDY = "Give the judge devices of its own, and remove the key."
 
+_TOLD = "_qreward_phases"
+
 _followed: list[Any] = []
 """The `RewardLoopManager` whose workers are told; one at most, because a process has one trainer."""
 
@@ -56,11 +58,11 @@ def follow(manager: Any) -> None:
     """Tell the workers of a `RewardLoopManager` of every phase from now on."""
     _followed[:] = [manager]
     checkpoints = _checkpoint_manager()
-    if not hasattr(checkpoints.sleep_replicas, "_qreward"):
+    if not hasattr(checkpoints.sleep_replicas, _TOLD):
         _tell_after(checkpoints, "sleep_replicas", END)
         _tell_after(checkpoints, "update_weights", BEGIN)
     loop = type(manager)
-    if not hasattr(loop.compute_rm_score, "_qreward"):
+    if not hasattr(loop.compute_rm_score, _TOLD):
         _tell_around(loop)
 
 
@@ -94,7 +96,7 @@ def _tell_after(owner: Any, name: str, steps: tuple[str, ...]) -> None:
                 _tell(manager, steps)
         return result
 
-    telling._qreward = True  # type: ignore[attr-defined]
+    setattr(telling, _TOLD, True)
     setattr(owner, name, telling)
 
 
@@ -110,7 +112,7 @@ def _tell_around(loop: Any) -> None:
         _tell(self, END)
         return result
 
-    telling._qreward = True  # type: ignore[attr-defined]
+    setattr(telling, _TOLD, True)
     loop.compute_rm_score = telling
 
 

@@ -1,28 +1,38 @@
 """Turns outcomes into verl's `reward_extra_info`, with the same keys for every sample.
 
-Where verl collects rows, it uses the keys of the first row for all, over all processes (verl 0.9.1:
+Where verl collects rows, it uses the keys of the first row for all, over all processes (verl 0.9:
 experimental/agent_loop/agent_loop.py, reward_loop.py, and protocol.py for batches). So every sample has all keys that
 are known before the first one is scored: the facts, the components that the configuration names, and the keys that
-verl's configuration reads. A reward function may return more keys, which keep their names, as with verl's `naive`
-manager. The V1 trainer accepts different keys from each sample. For the other trainers they are sent as one JSON text,
-which `trainer_hooks` unpacks for the means of a validation.
+verl's configuration reads. What else a reward function returns is sent as one JSON text, which `validation` unpacks
+under the names that it has with verl's `naive` manager.
 
 A value that a sample does not have is NaN: verl calls float() on the metric of a group filter, and until 0.9.0 its
-validation ends the run at None. `trainer_hooks` leaves these values out of the means of a validation. With NaN, verl
-does not treat a group as one of equal rewards. No key is a column of verl's own, which it would replace.
+validation ends the run at None. `validation` fills these values in. No key is a column of verl's own, which it would
+replace.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins import Cause, Config, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored, Verdict
+from qreward_plugins import (
+    BatchReport,
+    Cause,
+    Config,
+    ConfigurationError,
+    Failed,
+    Mistake,
+    Outcome,
+    RewardEngine,
+    Scored,
+    Verdict,
+)
 from qreward_plugins.adapters import (
     VALUE,
     Constant,
@@ -35,19 +45,22 @@ from qreward_plugins.adapters import (
     sources_of,
 )
 
-from .trainers import trainer_of
+from .trainers import estimator_of
+
+PREFIX = "qreward/"
 
 MISSING = "qreward/missing"
-"""1.0 for a failed sample: its score is a stand-in."""
+"""1.0 for a failed sample: its score is a stand-in, from which nothing is learned."""
 
-IMPUTED = "qreward/imputed"
-"""1.0 for a sample that trains on the mean of its group: a failed one, or one that was scored too late to count."""
+CAUSE = "qreward/cause"
+"""Why a sample failed, or why its score is a floor."""
+
+WAITED = "qreward/waited"
+"""What the batch that ended with this sample waited for: JSON, seconds by name; empty if none ended."""
 
 RETURNED = "qreward/returned"
-"""What a reward function returned besides its score, as JSON, for trainers that need the same keys from all samples."""
+"""What a reward function returned besides its score, as JSON."""
 
-_PREFIX = "qreward/"
-_MOST_NAMES = 200
 _ITSELF = ("reward", "score")
 """Names under which a group filter reads the score itself. verl has the first one by itself only since 0.9.1."""
 _RESERVED = frozenset(
@@ -79,14 +92,11 @@ class KeysRead:
     def of(cls, trainer: DictConfig, config: Config) -> KeysRead:
         """The keys that this run reads."""
         filters = OmegaConf.select(trainer, "algorithm.filter_groups")
-        metric = str(filters.get("metric") or "") if filters is not None and filters.get("enable") else ""
-        is_gdpo = OmegaConf.select(trainer, "algorithm.adv_estimator") == "gdpo"
-        parts = OmegaConf.select(trainer, "algorithm.gdpo_reward_keys") if is_gdpo else None
+        metric = filters.get("metric") if filters is not None and filters.get("enable") else None
+        parts = OmegaConf.select(trainer, "algorithm.gdpo_reward_keys") if estimator_of(trainer) == "gdpo" else None
         constant = config.on_failure
-        # In a validation whose rows are not marked, a second column `reward` would mix up verl's.
-        unsafe = metric == "reward" and not trainer_of(trainer).marks_validation
         return cls(
-            metric=None if unsafe else metric or None,
+            metric=str(metric) if metric else None,
             parts=tuple(str(key) for key in parts or ()),
             stand_in=constant.constant if isinstance(constant, Constant) else None,
         )
@@ -95,33 +105,29 @@ class KeysRead:
 class ExtraInfo:
     """Turns outcomes of an engine into `reward_extra_info`.
 
-    `any_keys`: verl accepts different keys from each sample. `secrets`: arguments of the reward function, which are
-    redacted in what it returns.
+    `secrets`: arguments of the reward function, which are redacted in what it returns.
     """
 
-    def __init__(
-        self, engine: RewardEngine, *, any_keys: bool, reads: KeysRead = KeysRead(), secrets: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, engine: RewardEngine, *, reads: KeysRead = KeysRead(), secrets: Iterable[str] = ()) -> None:
         self._facts = engine.facts()
         self._declared = self._facts.components
-        self._any_keys = any_keys
         self._clean = Redactor(secrets).clean
-        self._seen: dict[str, None] = {}
         self._reads = reads
         self._judges = engine.config.judges
+        self._last_batch = engine.last_batch
+        self._told: BatchReport | None = None
+        """The last batch of which a sample has told."""
         self.functions = frozenset(_of_functions(engine.config))
         """The judges that ask only functions."""
-        self._named = tuple(dict.fromkeys(_named_by(engine.config, self.functions)))
+        self._named: tuple[str, ...] = tuple(dict.fromkeys(_named_by(engine.config, self.functions)))
         self._refuse_unknown_keys(engine.config)
         columns = [] if reads.column is None else [reads.column]
         self._named = tuple(dict.fromkeys([*self._named, *columns, *reads.parts]))
 
-    def of(self, outcome: Outcome, *, imputed: bool, reward: float | None = None) -> dict[str, Any]:
-        """The extra info of one outcome.
-
-        `imputed`: its score is the mean of its group. `reward`: the number that it trains on; None in a validation.
-        """
-        info = self._info(outcome, imputed=imputed)
+    def of(self, outcome: Outcome, *, reward: float | None = None) -> dict[str, Any]:
+        """The extra info of one outcome. `reward`: the number that verl gets in training; None in a validation."""
+        info = self._info(outcome)
+        info[WAITED] = self._waited()
         if reward is None:
             return {key: value for key, value in info.items() if key not in _RESERVED}
         if outcome.reward is None and self._reads.stand_in is not None:
@@ -134,7 +140,7 @@ class ExtraInfo:
         """The outcome, or a failure if its verdict lacks one of GDPO's rewards, because NaN would train."""
         if not isinstance(outcome, Scored) or not self._reads.parts:
             return outcome
-        info = self._info(outcome, imputed=False)
+        info = self._info(outcome)
         for part in self._reads.parts:
             if not isinstance(info.get(part), (int, float)) or is_absent(info[part]):
                 detail = f"the verdict has no number {part!r}, which algorithm.gdpo_reward_keys names"
@@ -142,27 +148,25 @@ class ExtraInfo:
                 return Failed(Cause.VERDICT, "invalid", detail, judge=verdict.judge, source=verdict.source)
         return outcome
 
-    def _info(self, outcome: Outcome, *, imputed: bool) -> dict[str, Any]:
+    def _info(self, outcome: Outcome) -> dict[str, Any]:
         own = self._own(outcome)
         facts = self._facts.of(outcome)
         info: dict[str, Any] = {
-            _PREFIX + key: value for key, value in facts.items() if key != "acc" and not key.startswith("score/")
+            PREFIX + key: value for key, value in facts.items() if key != "acc" and not key.startswith("score/")
         }
-        info |= {f"{_PREFIX}score/{name}": facts[f"score/{name}"] for name in self._declared}
-        info |= {
-            MISSING: float(outcome.reward is None),
-            IMPUTED: float(imputed),
-            "acc": own["acc"] if "acc" in own else facts.get("acc"),
-        }
+        info |= {f"{PREFIX}score/{name}": facts[f"score/{name}"] for name in self._declared}
+        info |= {MISSING: float(outcome.reward is None), "acc": own["acc"] if "acc" in own else facts.get("acc")}
         info |= {name: own.get(name) for name in self._named if name not in info}
-        if self._any_keys:
-            if len(self._seen) < _MOST_NAMES:
-                self._seen.update(dict.fromkeys(own))
-            info |= {name: None for name in self._seen if name not in info} | own
-        else:
-            rest = {key: value for key, value in own.items() if key not in info}
-            info[RETURNED] = json.dumps(rest, default=repr) if rest else ""
+        rest = {key: value for key, value in own.items() if key not in info}
+        info[RETURNED] = json.dumps(rest, default=repr) if rest else ""
         return {key: math.nan if value is None else value for key, value in info.items()}
+
+    def _waited(self) -> str:
+        batch = self._last_batch()
+        if batch is None or batch is self._told:
+            return ""
+        self._told = batch
+        return json.dumps(batch.metrics())
 
     def _refuse_unknown_keys(self, config: Config) -> None:
         """Raise `ConfigurationError` for keys that verl reads and no judge provides."""
@@ -171,7 +175,7 @@ class ExtraInfo:
         if not in_charge or asked & self.functions:
             return  # a function may return anything, and so may the judges of a reward server
         nothing = Failed(Cause.INFRA, "none")
-        known = set(self._info(nothing, imputed=False)) - ({"acc"} - set(self._facts.of(nothing)))
+        known = set(self._info(nothing)) - ({"acc"} - set(self._facts.of(nothing)))
         read = [("algorithm.filter_groups.metric", self._reads.column)]
         read += [("algorithm.gdpo_reward_keys", part) for part in self._reads.parts]
         mistakes = [
@@ -187,15 +191,16 @@ class ExtraInfo:
         if not isinstance(outcome, Scored) or outcome.verdict.basis == "floor":
             return {}
         verdict = outcome.verdict
-        rest = {name: value for name, value in verdict.components.items() if name not in self._declared}
-        own: dict[str, Any] = {f"{_PREFIX}score/{name}": value for name, value in rest.items()}
+        own: dict[str, Any] = {
+            f"{PREFIX}score/{name}": value for name, value in verdict.components.items() if name not in self._declared
+        }
         is_function = verdict.judge in self.functions
         returned = _numbers_of(verdict) if is_function and verdict.returned is None else verdict.returned
         own |= {
             key: self._without_secrets(_plain(value))
             for key, value in (returned or {}).items()
             if isinstance(key, str)
-            and not key.startswith(_PREFIX)
+            and not key.startswith(PREFIX)
             and key not in _RESERVED.difference(self._reads.parts)
         }
         judge = self._judges.get(verdict.judge)
@@ -220,9 +225,13 @@ def is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def read_returned(column: Iterable[Any]) -> list[Mapping[str, Any]]:
-    """The mappings in a column `RETURNED`."""
-    return [json.loads(text) if isinstance(text, str) and text else {} for text in column]
+def unpacked(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Columns of extra info, with the JSON texts of `RETURNED` as columns of their own, and without `WAITED`."""
+    found = {name: values for name, values in columns.items() if name not in (RETURNED, WAITED)}
+    rows = [json.loads(text) if isinstance(text, str) and text else {} for text in columns.get(RETURNED) or ()]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        found.setdefault(name, [row.get(name) for row in rows])
+    return found
 
 
 def _numbers_of(verdict: Verdict) -> dict[str, Any] | None:

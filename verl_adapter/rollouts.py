@@ -6,7 +6,6 @@ A reward function gets the same `extra_info` as from verl's own managers, key by
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,15 +23,13 @@ from qreward_plugins.adapters import (
 Decode = Callable[[Any], str]
 
 VALIDATION = "qreward_validation"
-"""The key in `extra_info` with which `trainer_hooks` marks validation rows. verl does not mark them."""
+"""The key in `extra_info` with which `validation` marks validation rows. verl does not mark them."""
 
 PADDING = "qreward_padding"
-"""The key in `extra_info` with which `trainer_hooks` marks copies that fill up a batch. verl drops their scores."""
+"""The key in `extra_info` with which `validation` marks copies that fill up a batch. verl drops their scores."""
 
 RESPONSE_IMAGES = "qreward_images"
 """The key of an agent loop's `extra_fields` for images that belong to the response."""
-
-_VALIDATION_SPLITS = frozenset({"val", "valid", "validation", "dev", "test", "eval", "evaluation"})
 
 
 def response_ids(item: Any) -> Any:
@@ -112,26 +109,10 @@ def _data_source(columns: Mapping[str, Any], column: str) -> Any:
     return value if value is None else name_or_unreadable(value)
 
 
-def looks_like_validation(item: Any) -> bool:
-    """Whether the row's own `extra_info.split`, which verl's data scripts write, names another split than training."""
-    info = item.non_tensor_batch.get("extra_info")
-    return isinstance(info, Mapping) and str(info.get("split", "")).lower() in _VALIDATION_SPLITS
-
-
 def is_padding(item: Any) -> bool:
     """Whether a row only fills up a batch."""
     info = item.non_tensor_batch.get("extra_info")
     return isinstance(info, Mapping) and bool(info.get(PADDING))
-
-
-def session_of(item: Any) -> tuple[str, str]:
-    """Return (session, generation): the session identifies a sample in its group, the generation its current response.
-
-    Only the V1 trainer names sessions, and it may regenerate a response within one. Elsewhere each call is a session.
-    """
-    response = uuid.uuid4().hex
-    session = _plain(item.non_tensor_batch.get("session_id"))
-    return (response if session is None else str(session)), response
 
 
 def unreadable(item: Any, error: Exception) -> tuple[Sample, Failed]:

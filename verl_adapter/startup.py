@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from qreward_plugins import Config, ConfigurationError, Mistake
 from qreward_plugins.adapters import LOGITS, judge_kind_of, judges_in_charge, parts_of
 
+from .advantages import KEEPS_OUT
 from .metrics import warn_once
-from .policy import estimator_of, samples_per_prompt
-from .trainers import Trainer
+from .trainers import Name, Trainer, estimator_of, is_scored_at_once
 
 _log = logging.getLogger("verl_adapter")
 
@@ -43,8 +43,7 @@ function, variables, tags and data sources may have any name.
 _TREE_KEYS = {"config", *Config.model_fields}
 
 _INSTEAD_OF_GDPO = (
-    "Use `grpo` with a judge of `kind: sum`, which weighs several scores into one; or set trainer.use_v1=False, with "
-    "qreward.on_failure={constant: x} or `raise`."
+    "Use `grpo` with a judge of `kind: sum`, which weighs several scores into one; or set trainer.use_v1=False."
 )
 _INSTEAD = "Choose another estimator, or set trainer.use_v1=False."
 
@@ -55,11 +54,41 @@ _NOT_PASSED = (
 _PASSES = "Set reward.reward_model.enable_resource_pool=True, or trainer.use_v1=False; with either, verl passes them."
 
 
-def refuse_impossible(config: DictConfig, trainer: Trainer) -> None:
+_NO_HOOKS = (
+    "what keeps failed samples out of training is not in place. It is in the trainers of verl.trainer.main_ppo (V1 and "
+    "legacy), one_step_off and fully_async of verl 0.9, and this program is none of them, or an unknown version."
+)
+
+
+def refuse_impossible(config: DictConfig, trainer: Name | None) -> None:
     """Raise `ConfigurationError` with all settings with which `trainer` cannot run on a reward manager's rewards."""
     mistakes = [*_misspelt(config), *_misplaced(config), *_bypass(config), *_estimator(config, trainer)]
     if mistakes:
         raise ConfigurationError(mistakes, origin="verl's configuration")
+
+
+def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
+    """Raise `ConfigurationError` if `on_failure` keeps failed samples out of training, and this run cannot. `trainer`:
+    None if its process has no hooks.
+    """
+    policy = settings.on_failure
+    if policy not in KEEPS_OUT:
+        return
+    if trainer is None:
+        problem = _NO_HOOKS
+    elif estimator_of(config) == "gae" and OmegaConf.select(config, "algorithm.use_pf_ppo"):
+        problem = "algorithm.use_pf_ppo draws the rows of a batch anew, failed ones among them."
+    elif estimator_of(config) == "remax" and is_scored_at_once(config):
+        problem = (
+            "`remax` subtracts the reward of a greedy response. While reward model and rollout share the GPUs, nothing "
+            "tells whether it failed."
+        )
+    else:
+        return
+    remedy = "Choose `{constant: x}`, or `raise` to end the run at a failed sample."
+    raise ConfigurationError(
+        [Mistake("on_failure", f"`{policy}` is impossible here: {problem}", remedy)], origin="qreward"
+    )
 
 
 def check_columns(config: Config, functions: Collection[str], columns: Collection[str]) -> None:
@@ -79,7 +108,7 @@ def check_columns(config: Config, functions: Collection[str], columns: Collectio
         warn_once(f"no judge sees a reference answer: {_NOT_PASSED} {_PASSES}")
 
 
-def warn_of_ignored_settings(config: DictConfig, trainer: Trainer) -> None:
+def warn_of_ignored_settings(config: DictConfig, trainer: Trainer | None) -> None:
     """Warn of settings that would change rewards or groups, but have no effect in this run."""
     for path in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
         overlong = OmegaConf.select(config, f"{path}.overlong_buffer_cfg")
@@ -89,7 +118,9 @@ def warn_of_ignored_settings(config: DictConfig, trainer: Trainer) -> None:
                 "responses. Use a reward function that does, or add a judge for it to a sum.",
                 path,
             )
-    if trainer.name != "v1" and OmegaConf.select(config, "algorithm.filter_groups.enable"):
+    is_v1 = trainer is None or trainer.name == "v1"
+    if not is_v1 and OmegaConf.select(config, "algorithm.filter_groups.enable"):
+        assert trainer is not None
         _log.warning(
             "Only verl's V1 trainer (trainer.use_v1=True) reads algorithm.filter_groups; the %s trainer trains on "
             "every group.",
@@ -139,10 +170,10 @@ def _bypass(config: DictConfig) -> Iterator[Mistake]:
     )
 
 
-def _estimator(config: DictConfig, trainer: Trainer) -> Iterator[Mistake]:
+def _estimator(config: DictConfig, trainer: Name | None) -> Iterator[Mistake]:
     estimator = estimator_of(config)
     needed = _BEYOND_V1.get(estimator)
-    if trainer.name == "v1" and needed is not None:
+    if trainer == "v1" and needed is not None:
         yield Mistake(
             "algorithm.adv_estimator",
             f"`{estimator}` needs {needed}, which verl's V1 trainer does not pass to an estimator. The first step "
@@ -155,7 +186,7 @@ def _estimator(config: DictConfig, trainer: Trainer) -> Iterator[Mistake]:
             "`gdpo` needs the names of the rewards that it adds up. The first step would end the run.",
             "Name keys of what the reward function returns, or criteria (qreward/score/NAME).",
         )
-    if estimator == "grpo_passk" and samples_per_prompt(config) < 2:
+    if estimator == "grpo_passk" and int(OmegaConf.select(config, "actor_rollout_ref.rollout.n") or 1) < 2:
         yield Mistake(
             "actor_rollout_ref.rollout.n",
             "`grpo_passk` compares the two best samples of a group, and a group has one sample. The first step would "

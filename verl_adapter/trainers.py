@@ -1,18 +1,8 @@
-"""Detects which of verl's trainers a run uses, and what it does with a sample without a reward (verl 0.9.1):
+"""The trainer of a verl run, and how its process tells reward workers of it (verl 0.9).
 
-| trainer (`Trainer`) | a reward manager raises in training | it raises in validation | keys of extra info |
-|---|---|---|---|
-| `v1` (main_ppo, `use_v1`), sync | the sample is left out of its group | left out; `acc` counts it as 0 | any |
-| `v1`, colocate_async and separate_async | its group is replaced | the same | any |
-| `legacy` (main_ppo without `use_v1`) | the run ends | the run ends | those of sample 0 |
-| `one_step_off` | the run ends | the run ends | those of sample 0 |
-| `fully_async` | generation stops; the run ends early, without an error | the run ends | those of sample 0 |
-| any of them, colocated reward model | the run ends | the run ends | those of sample 0 |
-
-A score of None ends all of them, because there are no `rm_scores` then; NaN trains. The experimental trainers derive
-from the legacy one and inherit `trainer.use_v1: true`, so that key says nothing about them. So when verl starts its
-reward workers, `trainer_hooks` looks which trainer is calling, and writes it into their configuration. If it is not
-written there, the other keys tell the trainer.
+The experimental trainers derive from the legacy one and inherit `trainer.use_v1: true`, so that key says nothing about
+them. So when verl starts its reward workers, `trainer_hooks` looks which trainer is calling, and notes it in their
+configuration. The note also says that the hooks are in place: without it, nothing keeps failed samples out of training.
 """
 
 from __future__ import annotations
@@ -39,44 +29,25 @@ _LEGACY_SUBCLASSES: tuple[tuple[str, Name], ...] = (
 
 @dataclass(frozen=True)
 class Trainer:
-    """The trainer of a run.
-
-    `marks_validation`: it marks the rows of a validation, so that rows without a mark are training rows. None: unknown.
-    `tells_phases`: it tells reward workers when it asks for rewards and when it trains (`phases`).
+    """A trainer whose process has our hooks. `tells_phases`: it tells reward workers when it asks for rewards and when
+    it trains (`phases`).
     """
 
     name: Name
-    marks_validation: bool | None = None
     tells_phases: bool = False
 
-    @property
-    def leaves_out(self) -> bool:
-        """Whether a sample is left out when its reward manager raises. All other trainers end the run."""
-        return self.name == "v1"
 
-
-def trainer_of(config: DictConfig) -> Trainer:
-    """The trainer of the run whose verl configuration is `config`."""
+def trainer_of(config: DictConfig) -> Trainer | None:
+    """The trainer that is noted in a reward worker's configuration; None if the trainer's process has no hooks."""
     noted = config.get(_KEY)
-    if noted is not None:
-        return Trainer(noted.name, noted.marks_validation, bool(noted.get("tells_phases")))
-    if config.get("async_training") is not None:
-        return Trainer("fully_async")
-    # Only the configuration of one_step_off has a top-level `rollout` with a number of nodes.
-    if OmegaConf.select(config, "rollout.nnodes") is not None:
-        return Trainer("one_step_off")
-    return Trainer("v1" if OmegaConf.select(config, "trainer.use_v1") else "legacy")
+    return None if noted is None else Trainer(noted.name, bool(noted.tells_phases))
 
 
 def with_trainer(config: DictConfig, trainer: Trainer) -> DictConfig:
     """A copy of verl's configuration that names the trainer, for reward workers."""
     copied = copy.deepcopy(config)
     with open_dict(copied):
-        copied[_KEY] = {
-            "name": trainer.name,
-            "marks_validation": trainer.marks_validation,
-            **({"tells_phases": True} if trainer.tells_phases else {}),
-        }
+        copied[_KEY] = {"name": trainer.name, "tells_phases": trainer.tells_phases}
     return copied
 
 
@@ -91,6 +62,18 @@ def calling_trainer() -> Name | None:
             return name
         frame = frame.f_back
     return None
+
+
+def is_scored_at_once(config: DictConfig) -> bool:
+    """Whether a whole batch is scored after the rollout, because verl's reward model and the rollout share the GPUs."""
+    return bool(OmegaConf.select(config, "reward.reward_model.enable")) and not OmegaConf.select(
+        config, "reward.reward_model.enable_resource_pool"
+    )
+
+
+def estimator_of(config: DictConfig) -> str:
+    """The name of the advantage estimator."""
+    return str(OmegaConf.select(config, "algorithm.adv_estimator") or "gae")
 
 
 def _name_of(owner: Any, v1: type[Any] | None, legacy: type[Any] | None) -> Name | None:

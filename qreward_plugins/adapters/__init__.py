@@ -8,23 +8,19 @@
   `did_you_mean` suggests a name for a misspelt one.
 - Rollouts: `messages_of` and `attach` make messages of prompts and images. `read_or_unreadable` and those like it read
   foreign values; what raises is an `Unreadable`, which fails its own sample only.
-- Groups: `number_of` is the number that an outcome trains as. `mean_of`, `RunningMeans` and `GroupBarrier` give a
-  failed sample the mean of its siblings. `fits_float32`: whether a trainer can hold a number.
+- Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
+  mean of its siblings. `fits_float32`: whether a trainer can hold a number. `shared_actor` is an actor of the Ray job.
 - Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes `METRICS` of these.
 - Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
 """
 
 from __future__ import annotations
 
-from ..config import Constant, FailurePolicy, Groups, judges_in_charge, load_layers, parts_of, sources_of
+from ..config import Constant, Groups, judges_in_charge, load_layers, parts_of, sources_of
 from ..config.findings import did_you_mean
 from ..config.framework import colocated_sources, with_framework, without_colocated
 from ..config.load import ENVIRONMENT
 from ..config.origin import adapted
-from ..engine.barrier_actor import Report, barrier_actor
-from ..engine.barrier_state import GroupKey
-from ..engine.group_barrier import MAX_WAITING, GroupBarrier
-from ..engine.group_means import RunningMeans, mean_of, number_of
 from ..engine.process_portals import close_process_portals
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, Facts, summary
@@ -36,28 +32,25 @@ from ..secrets import Redactor, described_error, environment_secrets, secrets_in
 from ..sharing.channels import may_share
 from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of
+from ..system.ray_actors import get_or_start as shared_actor
+from ..system.ray_actors import ray_is_up
+from .groups import RunningMeans, mean_of, number_of
 
 __all__ = [
     "ENVIRONMENT",
     "LOGITS",
-    "MAX_WAITING",
     "METRICS",
     "VALUE",
     "Constant",
     "Facts",
-    "FailurePolicy",
     "FunctionSource",
-    "GroupBarrier",
-    "GroupKey",
     "Groups",
     "Image",
     "Redactor",
-    "Report",
     "RunningMeans",
     "Unreadable",
     "adapted",
     "attach",
-    "barrier_actor",
     "close_process_portals",
     "colocated_sources",
     "described_error",
@@ -75,8 +68,10 @@ __all__ = [
     "name_or_unreadable",
     "number_of",
     "parts_of",
+    "ray_is_up",
     "read_or_unreadable",
     "secrets_in",
+    "shared_actor",
     "source_kind_of",
     "sources_of",
     "summary",

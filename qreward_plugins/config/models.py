@@ -213,12 +213,11 @@ FailurePolicy: TypeAlias = Annotated[
 
 
 class Groups(Node):
-    """The samples of one prompt: how long they wait for each other, and how many must have a reward."""
+    """The samples of one prompt: how many must have a reward, and how long they wait for each other."""
 
     wait_s: PositiveFloat = 300.0
-    """Most seconds, from its failure, that a failed sample waits for siblings that other processes score, to get their
-    mean (verl with `on_failure: neutral`, trajectories in ROLL). After that it gets the mean of the scored siblings.
-    Default: 300."""
+    """Most seconds, from its failure, that a failed trajectory of an agentic pipeline of ROLL waits for siblings that
+    other processes score, to get their mean. After that it gets the mean of the scored siblings. Default: 300."""
 
     min_scored: Annotated[Literal["all"] | PositiveInt, takes("`all`, or a whole number above 0")] = 2
     """Samples of a group that must have a reward (in a smaller group: all of them). If the framework can replace a
@@ -226,8 +225,9 @@ class Groups(Node):
     because a single sample cannot be compared with another one."""
 
     give_up_after: PositiveInt = 256
-    """Number of groups dropped in a row after which the run ends with an error. Without this limit, a judge that is
-    down would cause prompts to be replaced for ever. Default: 256."""
+    """Number of groups dropped in a row (slime, ROLL), or of steps in a row that train on nothing (verl), after which
+    the run ends with an error. Without this limit, a judge that is down would cause prompts to be replaced for ever.
+    Default: 256."""
 
 
 ObserverPath = Annotated[
@@ -308,11 +308,9 @@ class Config(Node):
     with every event. Default: none."""
 
     on_failure: FailurePolicy = "auto"
-    """What an adapter does with a sample that has no reward. `auto` (default): the best way for the framework; in verl
-    `neutral` if the advantage estimator compares the samples of a group, otherwise `exclude`. `neutral`: give it the
-    mean of its group's scored samples, so that its advantage is zero. `exclude`: leave it out of training in the
-    framework's own way. In slime and ROLL, `auto`, `neutral` and `exclude` do the same. `raise`: stop the run.
-    `{constant: x}`: train it with the reward x."""
+    """What an adapter does with a sample that has no reward. `auto` (default): keep it out of training in the
+    framework's own way; `neutral` and `exclude` do the same. `raise`: stop the run. `{constant: x}`: train it with the
+    reward x."""
 
     groups: Groups = Groups()
 

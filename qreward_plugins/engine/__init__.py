@@ -5,7 +5,6 @@
 - `portal`, `process_portals`: the engine for code without an event loop. `text_streams`: texts piece by piece.
 - `start_probe`, `source_starts`, `trial`: the first requests. `reward_phases`: judges on a trainer's devices.
 - `reloader`, `difference`, `relay`, `succession`, `watcher`: another configuration while it runs.
-- `group_means`, `group_barrier` and its actor: the mean of a sample's siblings.
 """
 
 from __future__ import annotations

@@ -26,9 +26,6 @@ from ..observers.facts import Facts
 from ..samples import Outcome, Sample
 from ..scheduling import Cutoff
 from ..system.streams import End
-from .barrier_actor import Report
-from .barrier_state import GroupKey
-from .group_barrier import GroupBarrier
 
 if TYPE_CHECKING:
     from ..replicas.weights import Weights
@@ -49,7 +46,6 @@ class EnginePortal:
         self._portal = portal
         self._pid = os.getpid()
         self._thread = portal.call(threading.current_thread)
-        self._barrier: GroupBarrier | None = None
 
     def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample as `RewardEngine.score` does. Blocks the calling thread until the outcome."""
@@ -135,34 +131,6 @@ class EnginePortal:
                 "by hand and then garbage collected; keep it, or use process_portal"
             ) from None
 
-    def settle(self, report: Report) -> Future[float | None]:
-        """Settle a group member as `GroupBarrier.settle` does, on a barrier that all users of this portal share.
-
-        Waits for `groups.wait_s` seconds at most. The number of waiting samples is not limited, because each waits in a
-        thread of its caller. When the engine is closed, waiting samples get the result of this process's own reports.
-        """
-        return self._start(self._settle, report)
-
-    def end_waiting(self, key: GroupKey) -> None:
-        """Stop waiting for a group as `GroupBarrier.end_waiting` does, for reports passed to `settle` before."""
-        self._start(self._end_waiting, key)
-
-    async def _settle(self, report: Report) -> float | None:
-        if self._barrier is None:
-            self._barrier = GroupBarrier(wait_s=self.config.groups.wait_s, max_waiting=None)
-        return await self._barrier.settle(report)
-
-    async def _end_waiting(self, key: GroupKey) -> None:
-        if self._barrier is not None:
-            self._barrier.end_waiting(key)
-
-    async def _aclose(self) -> None:
-        try:
-            if self._barrier is not None:
-                await self._barrier.aclose()
-        finally:
-            await self._engine.aclose()
-
     def update_weights(self, source: str, **options: Any) -> Weights:
         """Update weights as `RewardEngine.update_weights` does. Blocks the calling thread."""
         weights: Weights = self._call(partial(self._engine.update_weights, source, **options))
@@ -223,7 +191,7 @@ def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
     with ExitStack() as stack:
         blocking = stack.enter_context(start_blocking_portal("asyncio"))
         portal = EnginePortal(engine, blocking)
-        stack.callback(blocking.call, portal._aclose)
+        stack.callback(blocking.call, engine.aclose)
         try:
             yield portal
         finally:

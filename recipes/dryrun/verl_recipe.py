@@ -233,9 +233,8 @@ def _gpus(config: DictConfig, devices: Any) -> Line:
 
 def _sleeping(config: DictConfig, settings: Any) -> Iterator[Line]:
     from verl_adapter.phases import problem_of
-    from verl_adapter.trainers import trainer_of
 
-    problem = problem_of(config, trainer_of(config).name)
+    problem = problem_of(config, _trainer(config))
     key = "actor_rollout_ref.rollout.gpu_memory_utilization"
     share = float(config.actor_rollout_ref.rollout.gpu_memory_utilization)
     # With verl's own reward model on the same GPUs, rewards come while the inference engine sleeps.
@@ -252,18 +251,22 @@ def _sleeping(config: DictConfig, settings: Any) -> Iterator[Line]:
 def _manager(config: DictConfig, settings: Any) -> str:
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 
-    from verl_adapter.policy import failure_policy
     from verl_adapter.settings import processes_of
-    from verl_adapter.startup import refuse_impossible
-    from verl_adapter.trainers import trainer_of
+    from verl_adapter.startup import refuse_failures, refuse_impossible
+    from verl_adapter.trainers import Trainer
 
     name = str(config.reward.reward_manager.name)
     if name != "qreward":
         raise ValueError(f"reward.reward_manager.name is {name!r}, so qreward would not be asked")
     get_reward_manager_cls(name)
-    refuse_impossible(config, trainer_of(config))
-    policy = failure_policy(settings, config)
-    return f"registered with verl; {processes_of(config)} reward workers; failed samples: {policy}"
+    refuse_impossible(config, _trainer(config))
+    refuse_failures(settings, config, Trainer(_trainer(config)))
+    return f"registered with verl; {processes_of(config)} reward workers; on_failure: {settings.on_failure}"
+
+
+def _trainer(config: DictConfig) -> Any:
+    """The trainer of verl.trainer.main_ppo."""
+    return "v1" if config.trainer.use_v1 else "legacy"
 
 
 def _paths(value: Any) -> list[str]:

@@ -17,7 +17,7 @@ from qreward_plugins.observers.opentelemetry import OpenTelemetry
 from qreward_plugins.observers.statistics import ReplicaStatistics
 from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.server.exposition import exposition
-from verl_adapter.metrics import OutcomeMetrics
+from verl_adapter.metrics import RewardLog
 
 DOCS = Path(__file__).parents[2] / "docs"
 LISTED = set(re.findall(r"`([^`\n]+)`", (DOCS / "metrics.md").read_text()))
@@ -32,16 +32,15 @@ def test_every_metric_of_a_step_and_every_fact_of_a_sample():
 
 
 def test_every_metric_of_verl():
-    metrics = OutcomeMetrics(None)
-    answers = {
-        "counts": ("start", Counter({"train/samples": 1, "val/samples": 1})),
-        "waited": ("start", 1, {"blame_s/a/queue": 1.0}),
-    }
-    metrics._answer = lambda method, *_: answers[method]
-    names = {name.removeprefix("qreward/").replace("a/queue", "SOURCE/PART") for name in metrics.since_last()}
-    assert "blame_s/SOURCE/PART" in names
-    assert {name for name in names if not name.startswith("val/")} <= LISTED
-    assert {name.removeprefix("val/") for name in names if name.startswith("val/")} <= LISTED - {"imputed_rate"}
+    facts = Facts([], defines_correct=True).of(Scored(Verdict(1.0, correct=True, judge="j", source="a")))
+    info = {f"qreward/{name}": value for name, value in facts.items()}
+    log = RewardLog()
+    log.add("train", [info | {"qreward/waited": '{"blame_s/a/queue": 1.0}'}])
+    log.add("val", [info])
+    placed = {"blame_s/a/queue": "blame_s/SOURCE/PART", "source_share/a": "source_share/SOURCE"}
+    names = {placed.get(name.removeprefix("qreward/"), name.removeprefix("qreward/")) for name in log.since_last()}
+    assert {"blame_s/SOURCE/PART", "val/unscored_prompts"} <= names
+    assert {placed.get(name.removeprefix("val/"), name.removeprefix("val/")) for name in names} <= LISTED
 
 
 def test_every_metric_of_prometheus():

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins import Cause, ConfigurationError, Failed, RewardEngine, Sample, Scored, Verdict, group_means
+from qreward_plugins.adapters import RunningMeans
 from qreward_plugins.config import load_config
-from qreward_plugins.engine.group_means import RunningMeans
 from qreward_plugins.samples import FLOAT32_LIMIT, fits_float32
 
 LARGEST = struct.unpack(">f", bytes.fromhex("7f7fffff"))[0]

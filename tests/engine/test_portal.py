@@ -10,7 +10,6 @@ from concurrent.futures import CancelledError
 import pytest
 
 from qreward_plugins import EngineError, RewardEngine, load_config, process_portal
-from qreward_plugins.engine.barrier_actor import Report
 from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.testing import JudgeServer
 
@@ -54,25 +53,6 @@ def test_cancelling_a_future_cancels_its_attempts(portal, judge):
     for future in (one, many):
         with pytest.raises(CancelledError):
             future.result()
-
-
-KEY = ("u1", "5")
-
-
-def test_samples_of_a_group_meet_at_its_barrier(portal):
-    failed = portal.settle(Report(KEY, "0", None, 2))
-    assert portal.settle(Report(KEY, "1", 0.5, 2)).result() is None
-    assert failed.result() == 0.5
-
-
-def test_a_wait_ends_when_its_group_is_ended_and_when_the_portal_is_closed(judge):
-    with RewardEngine(make_config({"a": judge})).portal() as portal:
-        other, failed = (portal.settle(Report((uid, "5"), "0", None, 2)) for uid in ("other", "ended"))
-        portal.end_waiting(("nobody waits for", "this"))
-        portal.end_waiting(("ended", "5"))
-        assert failed.result() == 0.0
-        assert not other.done()
-    assert other.result() == 0.0
 
 
 def test_a_process_has_one_portal_for_equal_configurations(judge):

@@ -134,7 +134,7 @@ def test_a_dry_run_checks_everything_on_verl(verl_recipe, compose, prepared, mon
     assert [line for line in lines if line.status in ("FAIL", "note")] == []
     found = {line.what: line.found for line in lines}
     assert found["training data"].endswith("train.parquet: 6 rows, prompts of 4 to 4 tokens")
-    assert "failed samples: neutral" in found["reward manager"]
+    assert "on_failure: auto" in found["reward manager"]
     assert found["GPUs"] == "asks for 1 x 8; this machine shows 8"
     assert found["plan"].startswith("16 samples of a step need about")
     assert "for 9 steps" in found["plan"]
@@ -189,35 +189,35 @@ def test_a_recipe_composes_as_main_ppo_does_and_selects_qreward(compose, name, e
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n % config.trainer.n_gpus_per_node == 0
 
 
-@pytest.mark.parametrize(("name", "policy"), [("grpo", "neutral"), ("ppo", "exclude")])
-def test_the_judges_of_the_recipe_are_valid_for_its_reward_workers(compose, name, policy, monkeypatch):
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_judges_of_the_recipe_are_valid_for_its_reward_workers(compose, name, monkeypatch):
     from qreward_plugins import RewardEngine
-    from verl_adapter.policy import failure_policy
     from verl_adapter.settings import load_settings, processes_of
+    from verl_adapter.startup import refuse_failures
+    from verl_adapter.trainers import Trainer
 
     for variable, value in {"BASE_URL": "https://judge.example/v1", "MODEL": "m", "API_KEY": "sk-example-key"}.items():
         monkeypatch.setenv(f"HOSTED_{variable}", value)
     config = compose(name)
     settings = load_settings(config)
-    assert failure_policy(settings, config) == policy
+    refuse_failures(settings, config, Trainer("v1"))
     engine = RewardEngine(settings, processes=processes_of(config))
     assert set(engine.upstreams) == {"local", "hosted"}
     assert engine.judges["quality"].sources == ("local", "hosted")
 
 
 def test_a_judge_on_the_trainer_s_gpus_is_verls_own(compose, monkeypatch):
-    from verl_adapter.policy import failure_policy
     from verl_adapter.settings import load_settings, with_reward_model
-    from verl_adapter.startup import refuse_impossible
-    from verl_adapter.trainers import trainer_of
+    from verl_adapter.startup import refuse_failures, refuse_impossible
+    from verl_adapter.trainers import Trainer
 
     monkeypatch.setenv("QREWARD_CONFIG", str(JUDGES / "colocated.yaml"))
     config = copy.deepcopy(compose("grpo_colocated"))
     config.qreward.config = str(JUDGES / "colocated.yaml")
-    refuse_impossible(config, trainer_of(config))
+    refuse_impossible(config, "legacy")
     settings = with_reward_model(load_settings(config), "10.0.0.5:30000")
     assert settings.sources["own"].urls == ("http://10.0.0.5:30000/v1",)
-    assert failure_policy(settings, config) == "neutral"
+    refuse_failures(settings, config, Trainer("legacy"))
     assert not config.trainer.use_v1, "V1 passes this judge no reference answer"
     assert not config.reward.reward_model.enable_resource_pool
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from anyio.from_thread import start_blocking_portal
 
 from qreward_plugins import ConfigurationError, RewardMissing
-from qreward_plugins.engine import barrier_actor as _actor
+from qreward_plugins.adapters import RunningMeans
 from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.testing import FakeTrajEnvManager
+from roll_adapter import barrier
 
 
 @pytest.fixture(autouse=True)
@@ -223,23 +222,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.fixture
-def job(monkeypatch) -> Iterator[None]:
-    """A job of several processes: each of a test's configurations has a barrier of its own, and one actor for all."""
-    with start_blocking_portal() as elsewhere:
-        actor = _actor.BarrierActor()
-
-        class Handle:
-            def __getattr__(self, name: str) -> Any:
-                method = getattr(actor, name)
-                return SimpleNamespace(
-                    remote=lambda *sent: asyncio.wrap_future(elsewhere.start_task_soon(method, *sent))
-                )
-
-        monkeypatch.setattr(_actor.named_actors, "ray_is_up", lambda: True)
-        monkeypatch.setattr(_actor, "barrier_actor", Handle)
-        yield
-        close_process_portals()
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(barrier, "POLL_S", 0.01)
+    monkeypatch.setattr(barrier, "_here", barrier.Barrier())
 
 
 @pytest.fixture
@@ -253,9 +239,8 @@ def tree_of(make_tree) -> Any:
     return tree
 
 
-def test_a_failed_trajectory_gets_the_mean_of_siblings_that_other_processes_score_later(
-    manager_of, tree_of, pool, job
-) -> None:
+def test_a_failed_trajectory_gets_the_mean_of_siblings_that_are_scored_later(manager_of, tree_of, pool) -> None:
+    """Each configuration has an engine of its own, as in processes of their own."""
     failed = manager_of("break", tree=tree_of(0), size=3)
     waiting = pool.submit(failed.play)
     for process, said in ((1, "4"), (2, "8")):
@@ -266,12 +251,6 @@ def test_a_failed_trajectory_gets_the_mean_of_siblings_that_other_processes_scor
     assert scores(rollout) == pytest.approx(0.125 + 0.6)
     assert int(rollout.batch["response_mask"].sum()) == 0
     assert rollout.meta_info["metrics"]["env/talk/qreward_failed"] == 1.0
-
-
-def test_without_ray_the_trajectories_of_a_process_meet(manager_of, tree_of, pool) -> None:
-    waiting = pool.submit(manager_of("break", tree=tree_of(), size=2).play)
-    manager_of("8", tree=tree_of(), size=2, env_id=1).play()
-    assert scores(waiting.result(LONG_S)) == pytest.approx(0.125 + 0.8)
 
 
 def test_groups_of_other_episodes_and_seeds_do_not_mix(manager_of, tree_of, pool) -> None:
@@ -308,14 +287,17 @@ def test_a_redundant_trajectory_keeps_its_reward(manager_of, tree_of) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["while_it_waits", "before_it_waits"])
-def test_stop_ends_the_waiting(manager_of, tree_of, pool, early) -> None:
+def test_stop_ends_the_waiting(manager_of, tree_of, pool, monkeypatch, early) -> None:
+    asked = threading.Event()
+    report = barrier.Barrier.report
+    monkeypatch.setattr(barrier.Barrier, "report", lambda *args: asked.set() or report(*args))
     manager_of("8", tree=tree_of(), size=3, env_id=1).play()
     failed = manager_of("break", tree=tree_of(), size=3)
     if early:
         failed.stop()
+    asked.clear()
     waiting = pool.submit(failed.play)
-    while not early and failed._qreward_waiting is None:
-        pass
+    asked.wait(LONG_S)
     failed.stop()
     assert scores(waiting.result(LONG_S)) == pytest.approx(0.125 + 0.8)
 
@@ -335,14 +317,35 @@ def test_a_validation_waits_for_nobody(manager_of, tree_of) -> None:
     assert scores(later) == pytest.approx(0.125 + 0.2), "a verdict is what it is"
 
 
-def test_closing_the_portals_ends_the_waiting(manager_of, tree_of, pool) -> None:
-    failed = manager_of("break", tree=tree_of(), size=2)
-    waiting = pool.submit(failed.play)
-    while failed._qreward_waiting is None:
-        pass
-    close_process_portals()
-    assert scores(waiting.result(LONG_S)) == pytest.approx(0.125)
-    for thread in threading.enumerate():
-        if thread.name == "qreward-thread":
-            thread.join(LONG_S)
-            assert not thread.is_alive()
+def test_without_an_actor_a_failed_trajectory_gets_the_mean_of_its_process(
+    manager_of, tree_of, monkeypatch, caplog
+) -> None:
+    lost = SimpleNamespace(report=lambda *_: 1 / 0)
+    monkeypatch.setattr(barrier, "connect", lambda: lost)
+    monkeypatch.setattr(barrier, "means", RunningMeans())
+    for env, said in enumerate(("2", "6")):
+        rollout = manager_of(said, tree=tree_of(), size=4, env_id=env).play()
+        assert scores(rollout) == pytest.approx(0.125 + int(said) / 10)
+    failed = manager_of("break", tree=tree_of(), size=4).play()
+    assert scores(failed) == pytest.approx(0.125 + 0.4)
+    assert int(failed.batch["response_mask"].sum()) == 0
+    assert "the barrier of groups does not answer (ZeroDivisionError" in caplog.text
+
+
+def test_the_trajectories_of_a_job_of_ray_meet_in_an_actor(pool) -> None:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+
+        def settle(trajectory: str, reward: float | None) -> float | None:
+            return barrier.settle("g", trajectory, reward, size=3, wait_s=LONG_S, running=lambda: True)
+
+        waiting = pool.submit(settle, "failed", None)
+        elsewhere = ray.remote(num_cpus=0)(settle)
+        assert ray.get([elsewhere.remote("one", 0.25), elsewhere.remote("two", 0.75)]) == [None, None]
+        assert waiting.result(LONG_S) == 0.5
+        assert settle("late", 0.125) == 0.5
+        ray.kill(barrier.shared_actor(barrier.NAME, barrier.BarrierActor), no_restart=False)
+        assert barrier.settle("h", "one", 0.25, size=2, wait_s=LONG_S, running=lambda: True) is None
+    finally:
+        ray.shutdown()

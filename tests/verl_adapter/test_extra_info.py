@@ -12,8 +12,8 @@ import pytest
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
-from verl_adapter import trainer_hooks
-from verl_adapter.rewards import is_absent
+from verl_adapter.queue import of_scored_rows
+from verl_adapter.rewards import is_absent, unpacked
 
 LEGACY = "trainer.use_v1=False"
 
@@ -58,10 +58,11 @@ TEXTS = ["raise", "It is 42, more", "It is 7", "number", "raise"]
 
 @pytest.mark.parametrize("order", [TEXTS, TEXTS[1:], TEXTS[3:] + TEXTS[:3]])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_where_sample_0_speaks_for_all_every_sample_has_its_keys(infos, rule, order, workers):
+@pytest.mark.parametrize("trainer", ["trainer.use_v1=True", LEGACY], ids=["v1", "legacy"])
+def test_where_sample_0_speaks_for_all_every_sample_has_its_keys(infos, rule, order, workers, trainer):
     each_a_batch = f"actor_rollout_ref.rollout.agent.num_workers={len(order)}"
-    told = infos(order, *rule, LEGACY, each_a_batch, f"reward.num_workers={workers}")
-    values = trainer_hooks._unpacked({key: [info[key] for info in told] for key in told[0]})
+    told = infos(order, *rule, trainer, each_a_batch, f"reward.num_workers={workers}")
+    values = unpacked({key: [info[key] for info in told] for key in told[0]})
     at = order.index("It is 42, more")
     assert (values["turns"][at], values["pred"][at], values["bonus"][at], values["acc"][at]) == (3, "It i", 0.5, True)
     failed = order.index("raise")
@@ -70,25 +71,21 @@ def test_where_sample_0_speaks_for_all_every_sample_has_its_keys(infos, rule, or
     assert "qreward/returned" not in values
 
 
-def test_what_a_function_returns_has_its_own_names_and_values(rule):
-    overrides = ["+reward_manager=qreward", *rule, "reward.num_workers=1", "actor_rollout_ref.rollout.n=5"]
-    with FakeVerlTrainer(overrides, respond=lambda draft, rng: TEXTS[draft.number]) as fake:
-        fake.step()
-        first, more, seven, number, failed = fake.step().extra_info[:5]
+def test_what_a_function_returns_has_its_own_names_and_values(infos, rule):
+    told = infos(TEXTS, *rule)
+    values = unpacked({key: [info[key] for info in told] for key in told[0]})
+    first, more, seven, number, failed = ({key: each[row] for key, each in values.items()} for row in range(5))
     naive = {"acc": True, "turns": 3, "pred": "It i", "bonus": 0.5}
     assert {key: more[key] for key in naive} == naive
     assert more["acc"] is True
-    for info in (first, more, seven, number, failed):
-        assert None not in info.values()
-        assert not {"reward", "score", "gts", "step"} & set(info), "verl's own columns have these names"
-    assert math.isnan(more["none"])
-    assert math.isnan(more["broken"])
-    assert math.isnan(more["huge"])
-    assert more["qreward/score/step"] == 7
+    assert not {"reward", "score", "gts", "step"} & values.keys(), "verl's own columns have these names"
+    assert (more["none"], more["broken"], more["huge"], more["qreward/score/step"]) == (None, None, None, 7)
     assert (seven["acc"], number["acc"]) == (False, 0.25), "of a number, verl's naive manager makes `acc`"
     assert math.isnan(failed["acc"])
     assert failed["qreward/failed"] == first["qreward/failed"] == 1.0
-    assert failed.keys() >= naive.keys(), "what was seen once is there from then on"
+    for info in told:
+        assert info.keys() == told[0].keys()
+        assert all(isinstance(value, (float, str, bool)) for value in info.values()), "no None, whatever it returns"
 
 
 @pytest.mark.parametrize("which", [(), (LEGACY,)], ids=["v1", "legacy"])
@@ -131,10 +128,14 @@ def test_a_filter_by_the_score_itself_finds_it_in_training_only(run, rule, metri
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("metric", ["reward", "acc"])
-def test_the_installed_verl_finds_the_metric_that_it_filters_by(run, rule, monkeypatch, metric, flat):
+@pytest.mark.parametrize("failed", [0, 1, 3])
+def test_the_installed_verl_filters_groups_by_their_scored_samples(run, rule, monkeypatch, metric, flat, failed):
     filters = ["algorithm.filter_groups.enable=true", f"algorithm.filter_groups.metric={metric}"]
     results = run(TEXTS[1:4], *rule, *filters)
     results = [results[-1]] * 3 if flat else results
+    results = results[failed:]
+    results += run(TEXTS[:1] * failed, *rule, *filters) if failed else []
+    flat = flat and failed < 3
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         replay_buffer = importlib.import_module("verl.trainer.ppo.v1.replay_buffer")
@@ -149,9 +150,13 @@ def test_the_installed_verl_finds_the_metric_that_it_filters_by(run, rule, monke
     buffer.filter_groups_metric = metric
     buffer.finished_keys = {"train": {"u"}}
     buffer.partitions = {"train": {f"u_{number}_0": {} for number in range(3)}}
-    buffer._dapo_classification_cache = {"train": {}}
-    filtered, _ = inspect.unwrap(replay_buffer.ReplayBuffer._dapo_filtered_keys)(buffer, "train")
-    assert filtered == ({"u"} if flat else set())
+    buffer._dapo_classification_cache = {"train": {}, "val": {}}
+    queue_module = SimpleNamespace(kv_batch_get=lambda **named: queue)
+    monkeypatch.setattr("verl_adapter.queue._queue", lambda: queue_module)
+    classify = of_scored_rows(inspect.unwrap(replay_buffer.ReplayBuffer._dapo_filtered_keys))
+    for _ in range(2):
+        filtered, counts = classify(buffer, "train")
+        assert (filtered, sum(counts.values())) == (({"u"}, 1) if flat else (set(), 0))
 
 
 def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_overrides):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 
 import pytest
@@ -36,6 +37,8 @@ def hanging(data_source, solution_str, ground_truth, extra_info):
 
 IN_A_THREAD = "+qreward.sources.compute_score.mode=thread"
 ONE_WORKER = "+qreward.sources.compute_score.workers=1"
+HOOKED = "+qreward_trainer={name: v1, tells_phases: false}"
+"""What a reward worker is told of a trainer that keeps failed samples out of training."""
 
 
 @pytest.fixture
@@ -94,13 +97,42 @@ def test_older_verl_without_response_len(judge_overrides, monkeypatch):
     assert set(seen) == {"It is 42."}
 
 
-def test_a_failed_sample_is_left_out_by_one_clear_exception(run, judge_overrides):
+def test_a_failed_sample_returns_at_once_with_a_stand_in_that_is_marked(run, judge_overrides):
     with JudgeServer(right, faults=Faults(script=["error_400"])) as server:
-        results = run(["It is 42."] * 2, *judge_overrides(a=server))
+        results = run(["It is 42."] * 2, *judge_overrides(a=server), "+qreward.judges.quality.correct_at=0.5")
+    failed, scored = sorted(results, key=lambda result: -result["reward_extra_info"]["qreward/missing"])
+    assert (scored["reward_score"], scored["reward_extra_info"]["qreward/missing"]) == (1.0, 0.0)
+    assert failed["reward_score"] in (0.0, 1.0), "the mean of what its process has scored so far"
+    info = failed["reward_extra_info"]
+    assert (info["qreward/missing"], info["qreward/cause"]) == (1.0, "infra/no_source")
+    assert info.keys() == scored["reward_extra_info"].keys()
+    assert all(isinstance(value, (float, str)) for value in info.values())
+
+
+def test_raise_ends_the_run_with_one_clear_exception(run, judge_overrides):
+    with JudgeServer(right, faults=Faults(script=["error_400"])) as server:
+        results = run(["It is 42."] * 2, *judge_overrides(a=server), "+qreward.on_failure=raise")
     (failure,) = [result for result in results if isinstance(result, Exception)]
     assert isinstance(failure, RewardMissing)
     assert "leave it out of training" in str(failure)
     assert "400" in str(failure)
+
+
+@pytest.mark.parametrize("column", ["extra_info", "raw_prompt", "reward_model"])
+@pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
+def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides, column, trainer):
+    def respond(draft, rng):
+        if draft.number == 1:
+            draft.columns[column] = 7
+        if draft.number == 2:
+            draft.columns["extra_info"] = None
+        if draft.number == 3:
+            draft.columns["reward_model"] = None
+        return "It is 42."
+
+    with JudgeServer(lambda call: 5.0) as server:
+        results = run([""] * 4, *judge_overrides(a=server), trainer, respond=respond)
+    assert [result["reward_extra_info"]["qreward/cause"] for result in results] == ["", "infra/input", "", ""]
 
 
 def test_a_failed_sample_with_a_constant_has_the_same_keys(run, judge_overrides):
@@ -138,7 +170,7 @@ def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, ma
     from verl.trainer.ppo.reward import load_reward_manager
 
     async def main():
-        config = compose("reward.reward_manager.name=qreward", "reward.num_workers=1", IN_A_THREAD)
+        config = compose("reward.reward_manager.name=qreward", "reward.num_workers=1", IN_A_THREAD, HOOKED)
         manager = load_reward_manager(config, tokenizer)
         data = [make_data([text], data_source="openai/gsm8k") for text in ("so it is #### 42", "so it is #### 41")]
         try:
@@ -168,7 +200,7 @@ def test_a_custom_reward_function_needs_no_configuration(run, functions, name):
     assert (good["reward_score"], bad["reward_score"]) == (1.0 + bonus, bonus)
     if name == "rule":
         assert (good["reward_extra_info"]["acc"], bad["reward_extra_info"]["acc"]) == (1.0, 0.0)
-        assert good["reward_extra_info"]["qreward/score/turns"] == 2.0
+        assert json.loads(good["reward_extra_info"]["qreward/returned"])["qreward/score/turns"] == 2.0
 
 
 @pytest.mark.parametrize("form", ["{folder}/telling.py", "file://{folder}/telling.py", "pkg://telling"])
@@ -187,7 +219,7 @@ def test_a_worker_process_loads_a_reward_function_without_verl(
     )
     custom = "reward.custom_reward_function"
     config = compose(
-        *("reward.reward_manager.name=qreward", "reward.num_workers=1", ONE_WORKER),
+        *("reward.reward_manager.name=qreward", "reward.num_workers=1", ONE_WORKER, HOOKED),
         *(f"{custom}.path={form.format(folder=tmp_path)}", f"{custom}.name=rule"),
         f"+{custom}.reward_kwargs={{bonus: 0.25, ground_truth: its own}}",
     )
@@ -200,7 +232,7 @@ def test_a_worker_process_loads_a_reward_function_without_verl(
             await manager.aclose()
 
     told = asyncio.run(main())
-    info = told["reward_extra_info"]
+    info = json.loads(told["reward_extra_info"]["qreward/returned"])
     assert told["reward_score"] == 0.25
     assert info["truth"] == "its own", "as in verl, reward_kwargs win over the arguments of a call"
     assert info["pid"] != os.getpid()
@@ -225,7 +257,7 @@ def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(ru
         if text == "fine":
             assert result["reward_score"] == 1.0
         else:
-            assert isinstance(result, RewardMissing), (text, result)
+            assert result["reward_extra_info"]["qreward/missing"] == 1.0, (text, result)
 
 
 def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, monkeypatch):
@@ -257,13 +289,6 @@ def test_mistakes_are_reported_when_the_manager_is_made(judge_overrides):
     assert "judges.quality.temprature" in message
     assert "`temperature`" in message
     assert "qualty" in message
-
-
-def test_the_legacy_trainer_cannot_leave_samples_out_and_is_told_so():
-    choose = ("reward.reward_manager.name=qreward", "trainer.use_v1=False")
-    with pytest.raises(ConfigurationError, match=r"trainer\.use_v1=True"):
-        FakeVerlTrainer(choose)
-    FakeVerlTrainer([*choose, "+qreward.on_failure.constant=0"]).close()
 
 
 def test_a_key_that_verl_would_print_is_warned_of(judge_overrides, caplog):

@@ -11,7 +11,6 @@ from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from verl_adapter.settings import with_reward_model
 from verl_adapter.startup import _BEYOND_V1, _TREE_KEYS, refuse_impossible
-from verl_adapter.trainers import Trainer, trainer_of
 
 OURS = "reward.reward_manager.name=qreward"
 V1, LEGACY = "trainer.use_v1=True", "trainer.use_v1=False"
@@ -52,11 +51,11 @@ def test_the_estimators_that_are_refused_in_v1_are_those_that_raise_there(compos
             with pytest.raises(ENDS):
                 of_verl(name)
             with pytest.raises(ConfigurationError, match=rf"`{name}` needs .* V1 trainer .*trainer\.use_v1=False"):
-                refuse_impossible(config, trainer_of(config))
+                refuse_impossible(config, "v1")
         else:
             of_verl(name)
-            refuse_impossible(config, trainer_of(config))
-        refuse_impossible(config, Trainer("legacy"))
+            refuse_impossible(config, "v1")
+        refuse_impossible(config, "legacy")
 
 
 def fake(*overrides, reward=lambda **_: {"score": 1.0, "a": 1.0, "b": 0.0}):
@@ -106,7 +105,7 @@ def test_passk_needs_two_samples_a_group():
 def test_all_mistakes_are_named_at_once(compose):
     config = compose("algorithm.adv_estimator=remax", "reward.reward_model.enable=True")
     with pytest.raises(ConfigurationError) as caught:
-        refuse_impossible(config, trainer_of(config))
+        refuse_impossible(config, "v1")
     assert [mistake.path for mistake in caught.value.mistakes] == [
         "reward.reward_model.enable",
         "algorithm.adv_estimator",
@@ -127,7 +126,7 @@ def test_a_filter_of_groups_that_no_trainer_reads_is_warned_of(caplog):
 def test_a_misspelt_tree_ends_the_run_instead_of_being_ignored(compose, key):
     config = compose(f"+{key}.config=judges.yaml")
     with pytest.raises(ConfigurationError, match=rf"{key}: unknown key\. Did you mean `qreward`\?"):
-        refuse_impossible(config, trainer_of(config))
+        refuse_impossible(config, "v1")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(compose, place):
     """Without a message, verl's reward function would score in place of the judges."""
     config = compose("reward.reward_manager.name=qreward", f"+{place}=judges.yaml")
     with pytest.raises(ConfigurationError, match=r"\+qreward\.config=FILE") as caught:
-        refuse_impossible(config, trainer_of(config))
+        refuse_impossible(config, "v1")
     assert len(caught.value.mistakes) == 1
     assert place.startswith(caught.value.mistakes[0].path)
 
@@ -167,7 +166,7 @@ def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(compose, place):
 )
 def test_names_that_only_look_like_the_trees_are_nobodys_mistake(compose, override):
     config = compose("reward.reward_manager.name=qreward", "+qreward.config=judges.yaml", override)
-    refuse_impossible(config, trainer_of(config))
+    refuse_impossible(config, "v1")
 
 
 @pytest.mark.parametrize("resolved", [False, True], ids=["", "resolved"])
@@ -177,7 +176,7 @@ def test_a_tree_that_qreward_refers_to_is_not_misplaced(compose, resolved):
         config.qreward = "${reward.qreward}"
     if resolved:
         config.qreward = OmegaConf.to_container(config.qreward)
-    refuse_impossible(config, trainer_of(config))
+    refuse_impossible(config, "v1")
 
 
 def test_the_reward_manager_of_verl_declares_no_key_of_a_tree():
@@ -190,10 +189,10 @@ def test_the_reward_manager_of_verl_declares_no_key_of_a_tree():
 
 def test_a_manager_that_is_only_a_name_or_a_class_of_ones_own_is_not_checked(compose):
     config = compose("reward.reward_manager._target_=my.Config", "+reward.reward_manager.sources=2")
-    refuse_impossible(config, trainer_of(config))
+    refuse_impossible(config, "v1")
     with open_dict(config):
         config.reward.reward_manager = "qreward"
-    refuse_impossible(config, trainer_of(config))
+    refuse_impossible(config, "v1")
 
 
 def test_the_reward_model_that_verl_serves_is_found_by_its_name(tmp_path):

@@ -3,176 +3,141 @@
 from __future__ import annotations
 
 import importlib
-import inspect
-import math
+import json
 import pickle
 import sys
+import threading
 import warnings
 from types import SimpleNamespace
 
 import pytest
 
-from verl_adapter import trainer_hooks
-from verl_adapter.metrics import OutcomeMetrics, warn_once
-from verl_adapter.rewards import IMPUTED, MISSING
+from qreward_plugins import ConfigurationError, load_config
+from qreward_plugins.testing import FakeVerlTrainer
+from verl_adapter import trainer_hooks, validation
+from verl_adapter.metrics import RewardLog
 from verl_adapter.rollouts import PADDING, VALIDATION, is_padding
+from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer
+
+OURS = "reward.reward_manager.name=qreward"
+FACTS = {
+    **dict.fromkeys(("floor", "attempts", "latency_s", "tokens", "cost_usd", "cached", "cut", "failed"), 0.0),
+    **dict.fromkeys(("cause", "source", "waited"), ""),
+}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """verl's trainers tell of every engine that is not installed when they are imported."""
+@pytest.fixture(scope="module")
+def classes():
+    """verl's trainer classes, by name; what Ray made actors of is taken out of them again."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("verl.trainer.ppo.ray_trainer")
-        importlib.import_module("verl.trainer.ppo.v1.trainer_base")
+        warnings.simplefilter("ignore")  # verl tells of every engine that is not installed
+        legacy = importlib.import_module(LEGACY_MODULE).RayPPOTrainer
+        v1 = importlib.import_module("verl.trainer.ppo.v1").PPOTrainerSync
+        one = importlib.import_module("verl.experimental.one_step_off_policy.ray_trainer").OneStepOffRayTrainer
+        fully = importlib.import_module("verl.experimental.fully_async_policy.fully_async_rollouter")
+        rollouter = fully.FullyAsyncRollouter.__ray_metadata__.modified_class
+    return {"legacy": legacy, "v1": v1, "one_step_off": one, "fully_async": rollouter}
 
 
-class Counts(OutcomeMetrics):
-    """Numbers of an actor that answers this next."""
+@pytest.mark.parametrize("name", ["legacy", "v1", "one_step_off", "fully_async"])
+def test_a_trainer_is_told_by_the_class_that_starts_the_reward_workers(classes, name):
+    """Its configuration does not tell it: the experimental trainers inherit `trainer.use_v1: true`."""
+    assert calling_trainer() is None
 
-    def __init__(self):
-        super().__init__(None)
-        self.answer = ("start", {})
-        self.waited = ("start", 0, {})
+    def starts(self):
+        # The fully asynchronous one starts them in a thread, out of a lambda that knows it.
+        told = []
+        thread = threading.Thread(target=lambda: told.append((self, calling_trainer())))
+        thread.start()
+        thread.join()
+        return told[0][1], calling_trainer()
 
-    def _answer(self, method, *arguments):
-        self.asked = (method, *arguments)
-        return self.answer if method == "counts" else self.waited
-
-
-def test_metrics_are_of_what_was_scored_since_the_last():
-    numbers = Counts()
-    assert numbers.since_last() == {}
-    numbers.answer = ("start", {"val/samples": 8, "val/failed": 2, "val/failed/infra": 2})
-    assert numbers.since_last()["qreward/val/failed_rate"] == 0.25
-    train = {"train/samples": 32, "train/failed": 8, "train/failed/infra": 7, "train/failed/policy": 1}
-    numbers.answer = ("start", {**numbers.answer[1], **train, "train/imputed": 6, "train/cut": 4, "train/floor": 2})
-    assert numbers.since_last() == {
-        "qreward/samples": 32.0,
-        "qreward/failed_rate": 0.25,
-        "qreward/failed/infra": 7.0,
-        "qreward/failed/verdict": 0.0,
-        "qreward/failed/policy": 1.0,
-        "qreward/cut_rate": 4 / 32,
-        "qreward/floor_rate": 2 / 32,
-        "qreward/imputed_rate": 6 / 32,
-    }
-    assert numbers.since_last() == {}
-    assert numbers.may_have_imputed()
+    made = type("Derived", (classes[name],), {"starts": starts, "__init__": lambda self: None})()
+    assert made.starts() == (name, name)
 
 
-def test_a_step_tells_what_its_longest_batch_waited_for():
-    numbers = Counts()
-    numbers.answer = ("start", {"val/samples": 8})
-    numbers.waited = ("start", 3, {"blame_s/judge/queue": 2.0})
-    assert not any("blame_s" in name for name in numbers.since_last())
-    numbers.answer = ("start", {"val/samples": 8, "train/samples": 4})
-    assert numbers.since_last()["qreward/blame_s/judge/queue"] == 2.0
-    numbers.answer = ("start", {"val/samples": 8, "train/samples": 8})
-    numbers.waited = None
-    assert not any("blame_s" in name for name in numbers.since_last())
-    assert numbers.asked == ("waited", "start", 3)
+def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
+    """Else `on_failure: auto` is refused, or failed samples are in the means of validations."""
+    names = [*trainer_hooks._COMPUTES.values(), *((module, "process_validation_metrics") for module, _ in VALIDATES)]
+    for module, name in names:
+        monkeypatch.setattr(sys.modules[module], name, getattr(sys.modules[module], name))
+    methods = [(V1_MODULE, "PPOTrainer", "_compute_reward_colocate"), (LEGACY_MODULE, "RayPPOTrainer", "_validate")]
+    methods += [(trainer_hooks._REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys")]
+    methods += [(trainer_hooks._REWARD_LOOP, "RewardLoopManager", "compute_rm_score")]
+    methods += [(trainer_hooks._AGENT_LOOP, "AgentLoopManager", "generate_sequences")]
+    for module, cls, name in methods:
+        owner = getattr(sys.modules[module], cls)
+        monkeypatch.setattr(owner, name, vars(owner)[name])
+    trainer_hooks.attach(SETTINGS)
+    for module, name in names:
+        assert trainer_hooks._is_wrapped(sys.modules[module], name)
+    for module, cls, name in methods:
+        assert trainer_hooks._is_wrapped(getattr(sys.modules[module], cls), name), name
 
 
-def test_an_actor_that_was_started_anew_counts_from_zero_and_one_that_is_silent_gives_nothing():
-    numbers = Counts()
-    numbers.answer = ("first", {"train/samples": 32, "train/failed": 8})
-    numbers.since_last()
-    numbers.answer = None
-    assert numbers.since_last() == {}
-    numbers.answer = ("second", {"train/samples": 4, "train/failed": 1})
-    assert numbers.since_last()["qreward/failed_rate"] == 0.25
-    assert numbers.since_last() == {}
-    numbers.answer = ("third", {})
-    assert numbers.may_have_imputed(), "what the lost one knew is not known any more"
+VALIDATES = trainer_hooks._VALIDATES
+SETTINGS = load_config(
+    {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {"j": {"kind": "function"}}}
+)
 
 
-@pytest.mark.parametrize("infos", [[{"index": 1}, None, {"index": 3}], None])
-def test_rows_with_which_verl_fills_up_a_batch_are_marked(make_data, infos):
-    from verl.protocol import pad_dataproto_to_divisor
+def test_a_trainer_is_wrapped_once_with_the_classes_made_of_it(monkeypatch):
+    class Base:
+        def _validate(self):
+            return "base"
 
-    data = make_data(["a", "b", "c"], columns={"extra_info": infos} if infos else {})
-    if infos is None:
-        del data.non_tensor_batch["extra_info"]
-    padded, count = trainer_hooks._mark_padding(pad_dataproto_to_divisor)(data, 8)
-    assert (len(padded), count) == (8, 5)
-    assert [is_padding(padded[row]) for row in range(8)] == [False] * 3 + [True] * 5
-    if infos:
-        assert padded.non_tensor_batch["extra_info"].tolist()[:4] == [*infos, {"index": 1, PADDING: True}]
-        assert data.non_tensor_batch["extra_info"].tolist() == infos
-    same, count = trainer_hooks._mark_padding(pad_dataproto_to_divisor)(data, 3)
-    assert (same is data, count) == (True, 0)
+    class Derived(Base):
+        def _validate(self):
+            return super()._validate()
 
-
-def test_rows_of_validation_are_marked_and_no_other_column_is_touched():
-    from verl.utils.dataset.rl_dataset import collate_fn
-
-    marked = pickle.loads(pickle.dumps(trainer_hooks.MarkedRows(collate_fn)))
-    rows = [{"data_source": "a", "extra_info": {"index": 1}}, {"data_source": "b", "extra_info": {"index": 2}}]
-    columns = marked(rows)
-    assert columns["extra_info"].tolist() == [{"index": 1, VALIDATION: True}, {"index": 2, VALIDATION: True}]
-    assert columns["data_source"].tolist() == ["a", "b"]
-    assert rows[0]["extra_info"] == {"index": 1}
-    assert marked([{"data_source": "a"}])["extra_info"].tolist() == [{VALIDATION: True}]
+    functions = {name: lambda: None for name in ("compute_advantage", "process_validation_metrics")}
+    module = SimpleNamespace(RayPPOTrainer=Base, **functions)
+    monkeypatch.setitem(sys.modules, LEGACY_MODULE, module)
+    for _ in range(2):
+        trainer_hooks.attach(SETTINGS)
+    for name, function in functions.items():
+        assert getattr(module, name).__wrapped__ is function
+    assert not hasattr(Base._validate.__wrapped__, "__wrapped__")
+    assert Derived._validate.__wrapped__.__qualname__.endswith("Derived._validate")
+    other = SimpleNamespace(RayPPOTrainer=type("Other", (), {"_validate": lambda self: None}))
+    monkeypatch.setitem(sys.modules, LEGACY_MODULE, other)
+    trainer_hooks.attach(SETTINGS)
+    assert not hasattr(other.RayPPOTrainer._validate, "__wrapped__"), "its means would count the marked rows"
 
 
-def test_a_validation_marks_its_rows_once():
-    class Trainer:
-        val_dataloader = SimpleNamespace(collate_fn=lambda rows: {"extra_info": rows})
-
-        @trainer_hooks._mark_validation
-        def _validate(self, merged=False):
-            return self.val_dataloader.collate_fn([{}]), merged
-
-    made = Trainer()
-    made._validate()
-    columns, merged = made._validate(merged=True)
-    assert columns["extra_info"].tolist() == [{VALIDATION: True}]
-    assert merged
-
-
-@pytest.mark.parametrize("which", ["legacy", "v1"])
-def test_failed_samples_are_in_no_mean_of_validation_and_are_counted(which, monkeypatch):
-    infos = {
-        "reward": [1.0, 0.0, 0.5],
-        "acc": [1.0, math.nan, 0.0],
-        "undefined": [math.nan] * 3,
-        "qreward/score/style": [0.5, math.nan, 0.25],
-        "qreward/latency_s": [1.0, 3.0, 2.0],
-        "qreward/failed": [0.0, 1.0, 0.0],
-        MISSING: [0.0, 1.0, 0.0],
-    }
-    kept = {name: list(values) for name, values in infos.items()}
-    if which == "legacy":
-        import numpy as np
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer as Trainer
-
-        turns, more = [np.array([2, 2, 2])], {}
-    else:
-        from verl.trainer.ppo.v1.trainer_base import PPOTrainer as Trainer
-
-        turns, more = [2, 2, 2], {}
-        if "expected_acc_counts" in inspect.signature(Trainer._val_metrics_update).parameters:  # since 0.9.1
-            more["expected_acc_counts"] = {("math", f"u{number}"): 1 for number in range(3)}
-    home = sys.modules[Trainer.__module__]
-    process = inspect.unwrap(home.process_validation_metrics)
-    monkeypatch.setattr(home, "process_validation_metrics", trainer_hooks._of_present_rows(process))
-    metrics = Trainer._val_metrics_update(None, ["math"] * 3, ["u0", "u1", "u2"], infos, turns, **more)
-    assert metrics["val-aux/math/reward/mean@1"] == 0.75
-    assert metrics["val-core/math/acc/mean@1"] == 0.5
-    assert metrics["val-aux/math/qreward/score/style/mean@1"] == 0.375
-    assert metrics["val-aux/math/qreward/failed/mean@1"] == pytest.approx(1 / 3)
-    assert metrics["val-aux/math/qreward/latency_s/mean@1"] == 2.0
-    assert not any("undefined" in name for name in metrics)
-    assert infos.keys() == kept.keys()
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("v1", ()), ("legacy", ("trainer.use_v1=False",)), ("one_step_off", ())]
+)
+def test_reward_workers_are_told_which_trainer_they_work_for(name, overrides):
+    experimental = name if name == "one_step_off" else None
+    grpo = ["algorithm.adv_estimator=grpo", "reward.num_workers=2"]
+    with FakeVerlTrainer([*grpo, OURS, *overrides], experimental=experimental, reward=lambda **_: 1.0) as fake:
+        told = [manager.config.qreward_trainer for manager in fake.reward_managers]
+        assert told == [{"name": name, "tells_phases": False}] * 2
+        assert "qreward_trainer" not in fake.config
+    with FakeVerlTrainer(grpo, experimental=experimental, reward=lambda **_: 1.0) as fake:
+        assert all("qreward_trainer" not in manager.config for manager in fake.reward_managers)
 
 
-def test_a_queue_that_cannot_be_read_leaves_the_advantages_as_they_are(monkeypatch, caplog):
-    warn_once.cache_clear()
-    monkeypatch.setitem(sys.modules, "transfer_queue", SimpleNamespace())
-    assert trainer_hooks._in_queue(["a"], IMPUTED, "train", "so") == []
-    assert trainer_hooks._in_queue(["a"], IMPUTED, "train", "so") == []
-    assert caplog.text.count("cannot be read") == 1
+@pytest.mark.parametrize("policy", ["auto", "neutral", "exclude", "raise", "{constant: 0}"])
+def test_without_hooks_only_policies_are_accepted_that_need_none(compose, tokenizer, policy):
+    """A program of one's own, or a version of verl that we do not know."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    config = compose(OURS, f"+qreward.on_failure={policy}")
+    if policy in ("raise", "{constant: 0}"):
+        load_reward_manager(config, tokenizer)
+        return
+    with pytest.raises(ConfigurationError, match=rf"`{policy}` is impossible here.*main_ppo.*`{{constant: x}}`, or"):
+        load_reward_manager(config, tokenizer)
+
+
+def test_what_draws_rows_anew_is_refused():
+    overrides = ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True"]
+    play = {"reward": lambda **_: 1.0}
+    with pytest.raises(ConfigurationError, match=r"`auto` is impossible here: algorithm\.use_pf_ppo"):
+        FakeVerlTrainer([OURS, "trainer.use_v1=False", *overrides], **play)
+    FakeVerlTrainer([OURS, "trainer.use_v1=False", *overrides, "+qreward.on_failure=raise"], **play).close()
 
 
 @pytest.fixture
@@ -193,66 +158,93 @@ def tracking(monkeypatch):
     return Tracking
 
 
-def test_a_tracker_gets_the_counts_of_the_barrier_in_a_run_of_ours_only(tracking, compose, monkeypatch):
+def test_a_tracker_gets_what_was_scored_in_a_run_of_ours_only(tracking, compose, monkeypatch):
     from omegaconf import OmegaConf
 
-    numbers = Counts()
+    log = RewardLog()
     attached = []
-    monkeypatch.setattr(trainer_hooks, "attach", lambda: attached.append(1) or numbers)
+    monkeypatch.setattr(trainer_hooks, "attach", lambda settings: attached.append(settings.on_failure) or log)
 
     def lines(*overrides):
         logger = tracking("p", "e", config=OmegaConf.to_container(compose(*overrides)))
         logger.log({"loss": 1.0}, 3)
         return logger.lines
 
-    numbers.answer = ("start", {"train/samples": 4, "train/failed": 1})
+    log.add("train", [{f"qreward/{name}": value for name, value in FACTS.items()}])
     assert lines("reward.reward_manager.name=naive") == [(3, {"loss": 1.0})]
     assert attached == []
-    ((step, data),) = lines("reward.reward_manager.name=qreward")
-    assert (step, data["loss"], data["qreward/failed_rate"]) == (3, 1.0, 0.25)
-    assert attached == [1]
+    ((step, data),) = lines(OURS)
+    assert (step, data["loss"], data["qreward/samples"]) == (3, 1.0, 1.0)
+    assert attached == ["auto"]
     assert tracking("p", "e").lines == []
 
 
-def test_a_trainer_is_wrapped_once_with_the_classes_made_of_it(monkeypatch):
-    class Base:
-        def _validate(self):
-            return "base"
+def test_metrics_are_of_what_was_added_since_the_last():
+    log = RewardLog()
 
-    class Derived(Base):
-        def _validate(self):
-            return super()._validate()
+    def infos(*rows):
+        return [{f"qreward/{name}": value for name, value in {**FACTS, **row}.items()} for row in rows]
 
-    def compute_advantage(data):
-        return data
-
-    def process(sources, uids, infos):
-        return dict.fromkeys(sources, infos)
-
-    module = SimpleNamespace(
-        RayPPOTrainer=Base, compute_advantage=compute_advantage, process_validation_metrics=process
-    )
-    monkeypatch.setitem(sys.modules, trainer_hooks.LEGACY_MODULE, module)
-    monkeypatch.setitem(sys.modules, trainer_hooks.V1_MODULE, None)
-    for _ in range(2):
-        trainer_hooks._wrap_trainers(Counts())
-    assert Base._validate.__wrapped__.__name__ == "_validate"
-    assert not hasattr(Base._validate.__wrapped__, "__wrapped__")
-    assert module.compute_advantage.__wrapped__ is compute_advantage
-    assert Derived._validate.__wrapped__.__qualname__.endswith("Derived._validate")
-    infos = {"reward": [1.0], MISSING: [1.0]}
-    assert module.process_validation_metrics(["s"], ["u"], infos) == {"s": {MISSING: [1.0]}}
-    assert module.process_validation_metrics.__wrapped__ is process
+    assert log.since_last() == {}
+    failed = {"failed": 1.0, "cause": "infra/deadline", "score/style": float("nan")}
+    slow = {"waited": json.dumps({"blame_s/judge/queue": 2.0}), "score/style": 0.5}
+    log.add("train", infos(failed, slow, {"waited": json.dumps({"blame_s/judge/queue": 1.0})}, {"cut": 1.0}))
+    log.add("train", [{"reward_of_an_agent_loop": 1.0}])
+    metrics = log.since_last()
+    wanted = {"samples": 4, "failed_rate": 0.25, "failed/infra": 1, "cut_rate": 0.25, "score/style": 0.5}
+    assert {name: metrics[f"qreward/{name}"] for name in wanted} == wanted
+    assert metrics["qreward/blame_s/judge/queue"] == 2.0, "the longest batch"
+    assert log.since_last() == {}
+    log.add("val", infos(failed, slow))
+    log.add_unscored_prompts(1)
+    metrics = log.since_last()
+    assert (metrics["qreward/val/failed_rate"], metrics["qreward/val/unscored_prompts"]) == (0.5, 1)
+    assert not any("blame_s" in name or name == "qreward/samples" for name in metrics)
 
 
-def test_a_trainer_that_validates_in_another_way_gets_no_marks_and_it_is_said(monkeypatch, caplog):
-    class Other:
-        def _validate(self):
-            return "other"
+@pytest.mark.parametrize("infos", [[{"index": 1}, None, {"index": 3}], None])
+def test_rows_with_which_verl_fills_up_a_batch_are_marked(make_data, infos):
+    from verl.protocol import pad_dataproto_to_divisor
 
-    module = SimpleNamespace(RayPPOTrainer=Other)
-    monkeypatch.setitem(sys.modules, trainer_hooks.LEGACY_MODULE, module)
-    monkeypatch.setitem(sys.modules, trainer_hooks.V1_MODULE, None)
-    trainer_hooks._wrap_trainers(Counts())
-    assert not hasattr(Other._validate, "__wrapped__")
-    assert "process_validation_metrics" in caplog.text
+    data = make_data(["a", "b", "c"], columns={"extra_info": infos} if infos else {})
+    if infos is None:
+        del data.non_tensor_batch["extra_info"]
+    padded, count = validation.marking_padding(pad_dataproto_to_divisor)(data, 8)
+    assert (len(padded), count) == (8, 5)
+    assert [is_padding(padded[row]) for row in range(8)] == [False] * 3 + [True] * 5
+    if infos:
+        assert padded.non_tensor_batch["extra_info"].tolist()[:4] == [*infos, {"index": 1, PADDING: True}]
+        assert data.non_tensor_batch["extra_info"].tolist() == infos
+    same, count = validation.marking_padding(pad_dataproto_to_divisor)(data, 3)
+    assert (same is data, count) == (True, 0)
+
+
+def test_rows_of_validation_are_marked_and_no_other_column_is_touched(tokenizer, make_data):
+    from verl.utils.dataset.rl_dataset import collate_fn
+
+    from verl_adapter.rollouts import to_sample
+
+    marked = pickle.loads(pickle.dumps(validation.MarkedRows(collate_fn)))
+    rows = [{"data_source": "a", "extra_info": {"index": 1}}, {"data_source": "b", "extra_info": {"index": 2}}]
+    columns = marked(rows)
+    assert columns["extra_info"].tolist() == [{"index": 1, VALIDATION: True}, {"index": 2, VALIDATION: True}]
+    assert columns["data_source"].tolist() == ["a", "b"]
+    assert rows[0]["extra_info"] == {"index": 1}
+    assert marked([{"data_source": "a"}])["extra_info"].tolist() == [{VALIDATION: True}]
+    sample = to_sample(make_data(["x"], columns={"extra_info": columns["extra_info"][:1]})[0], "x", tokenizer.decode)
+    assert (sample.split, VALIDATION in sample.extras) == ("val", False)
+
+
+def test_a_validation_marks_its_rows_once():
+    class Trainer:
+        val_dataloader = SimpleNamespace(collate_fn=lambda rows: {"extra_info": rows})
+
+        @validation.marking
+        def _validate(self, merged=False):
+            return self.val_dataloader.collate_fn([{}]), merged
+
+    made = Trainer()
+    made._validate()
+    columns, merged = made._validate(merged=True)
+    assert columns["extra_info"].tolist() == [{VALIDATION: True}]
+    assert merged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import json
 import math
 import sys
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from qreward_plugins import load_config
 from qreward_plugins.testing import JudgeServer
 from verl_adapter import trainer_hooks
 from verl_adapter.rollouts import VALIDATION
@@ -20,6 +22,9 @@ from verl_adapter.rollouts import VALIDATION
 TRAINERS = {"v1": ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer", True)}
 TRAINERS["legacy"] = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", False)
 
+SETTINGS = load_config(
+    {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {"j": {"kind": "function"}}}
+)
 FUNCTION = """
 def rule(data_source, solution_str, ground_truth, extra_info):
     if "break" in solution_str:
@@ -45,24 +50,24 @@ def trainer(request, monkeypatch):
         module = importlib.import_module(place)
         cls = getattr(module, name)
     for owner, hooked in ((module, "process_validation_metrics"), (cls, "_validate")):
-        monkeypatch.setattr(owner, hooked, getattr(owner, hooked))
+        monkeypatch.setattr(owner, hooked, inspect.unwrap(getattr(owner, hooked)))
     other = [place for place, *_ in TRAINERS.values() if place != module.__name__]
     monkeypatch.setitem(sys.modules, other[0], None)
-    trainer_hooks._wrap_trainers(SimpleNamespace())
-    assert trainer_hooks._marks_rows()
+    trainer_hooks._attached.clear()
+    trainer_hooks.attach(SETTINGS)
     return SimpleNamespace(cls=cls, is_v1=is_v1, name=request.param)
 
 
 @pytest.fixture
 def validate(trainer, compose, tokenizer, make_data, tmp_path):
-    """The metrics and the lines of the file of one validation: two prompts, two answers to each."""
+    """The metrics and the lines of the file of one validation: two answers to each prompt."""
 
     def validate(answers, *overrides):
         from verl.trainer.ppo.reward import load_reward_manager
 
         config = compose(
             *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "reward.num_workers=1"),
-            f"+qreward_trainer={{name: {trainer.name}, marks_validation: true}}",
+            f"+qreward_trainer={{name: {trainer.name}, tells_phases: false}}",
             *overrides,
         )
 
@@ -104,16 +109,43 @@ def test_a_validation_of_judged_samples(validate, judge_overrides, correct, fail
         assert row.keys() == rows[0].keys()
         assert all(isinstance(value, (float, str)) for value in row.values())
     core = "acc" if correct else "reward"
+    # The failed one takes the mean of its prompt, so it stays a prompt of two answers.
     expected = {("acc", True): [1, 0.5], ("acc", False): [0.5, 0.5], ("reward", True): [1.0, 0.7]}
     by_prompt = expected.get((core, failing), [0.5, 0.7])
-    if failing:
-        found = [metrics[f"val-aux/math/{core}/mean@1"], metrics[f"val-core/math/{core}/mean@2"]]
-        assert found == pytest.approx(by_prompt)
-        assert metrics["val-aux/math/qreward/score/style/mean@1"] == pytest.approx(1.0)
-    else:
-        assert metrics[f"val-core/math/{core}/mean@2"] == pytest.approx(sum(by_prompt) / 2)
+    assert metrics[f"val-core/math/{core}/mean@2"] == pytest.approx(sum(by_prompt) / 2)
+    assert not any("mean@1" in name for name in metrics)
     assert metrics["val-aux/math/qreward/missing/mean@2"] == failing / 4
     assert correct or not any("/acc/" in name for name in metrics)
+
+
+def test_a_prompt_of_which_every_sample_failed_is_left_out_and_counted(validate, judge_overrides):
+    with JudgeServer(verdict) as server:
+        more = ["+qreward.judges.quality.invalid_retries=0", CORRECT_AT]
+        metrics, _, _ = validate(["10", "0", "break", "break", "10", "10"], *judge_overrides(a=server), *more)
+    assert metrics["val-core/math/acc/mean@2"] == 0.75
+    assert metrics["val-aux/math/reward/mean@2"] == 0.75
+    assert metrics["val-aux/math/qreward/missing/mean@2"] == pytest.approx(1 / 3)
+    counted = trainer_hooks._attached[0][0].since_last()
+    assert (counted["qreward/val/unscored_prompts"], counted["qreward/val/samples"]) == (1, 6)
+
+
+def test_votes_and_what_a_prompt_is_not_asked_for(trainer):
+    """A failed row votes as the others do in turn; a key that a prompt does not have is no key of its rows."""
+    infos = {
+        "acc": [1.0, True, 0.0, math.nan, 1.0, 1.0],
+        "pred": ["a", "a", "b", math.nan, "c", "c"],
+        "only": [0.5, None, None, math.nan, None, None],
+        "qreward/missing": [0.0, 0.0, 0.0, 1.0, 0.0, 0.0],
+        "qreward/latency_s": [1.0, 1.0, 1.0, 5.0, 2.0, 2.0],
+    }
+    process = sys.modules[TRAINERS[trainer.name][0]].process_validation_metrics
+    found = process(["s"] * 6, ["u"] * 4 + ["w"] * 2, infos)["s"]
+    assert found["acc"]["mean@4"] == pytest.approx(2 / 3)
+    assert found["acc"]["mean@2"] == 1.0
+    assert found["acc"]["maj@4/mean"] > found["acc"]["mean@4"]
+    assert found["only"] == pytest.approx({"mean@4": 0.5, "std@4": 0.0} | found["only"])
+    assert "mean@2" not in found["only"]
+    assert found["qreward/latency_s"]["mean@4"] == 2.0
 
 
 def test_a_validation_of_what_a_function_returns(validate, tmp_path):
@@ -126,8 +158,8 @@ def test_a_validation_of_what_a_function_returns(validate, tmp_path):
     )
     assert not any(value is None for row in rows for value in row.values())
     assert [(line["input"], line["score"], line["step"]) for line in lines] == [
-        *(("u0", 1.0, 3), ("u0", 0.0, 3), ("u1", 0.0, 3), ("u1", 1.0, 3))
+        *(("u0", 1.0, 3), ("u0", 0.0, 3), ("u1", 0.5, 3), ("u1", 1.0, 3))
     ]
-    assert metrics["val-core/math/acc/mean@2"] == 0.5
-    assert metrics["val-aux/math/acc/mean@1"] == 1.0
+    assert metrics["val-core/math/acc/mean@2"] == 0.75, "of the failed one's prompt 1"
+    assert "val-aux/math/acc/mean@1" not in metrics
     assert all(math.isfinite(value) for value in metrics.values())

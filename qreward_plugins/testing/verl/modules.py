@@ -153,6 +153,7 @@ def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> dict
         "verl.utils": {},
         "verl.utils.import_utils": {"load_extern_object": load_extern_object},
         "verl.utils.reward_score": {"default_compute_score": default_compute_score},
+        "verl.utils.tensordict_utils": {"get_tensordict": dict},
         "verl.utils.tracking": {"Tracking": _anew(Tracking, logged=[])},
         "verl.workers": {},
         BATCH_REGISTRY: {
@@ -161,7 +162,7 @@ def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> dict
             "register": batch.register,
         },
         BATCH_CONTRACT: {"RayPPOTrainer": _anew(BatchTrainer, __module__=LEGACY, __name__="RayPPOTrainer")},
-        "transfer_queue": {"kv_batch_get": queue.kv_batch_get},
+        "transfer_queue": {"kv_batch_get": queue.kv_batch_get, "kv_batch_put": queue.kv_batch_put},
     }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,13 @@ class Prompt:
     errors: list[tuple[int, BaseException]] = field(default_factory=list)
 
 
+class SampledKeys(NamedTuple):
+    """`KVBatchMeta`: the keys of trajectories in the queue."""
+
+    keys: Sequence[str]
+    partition_id: str
+
+
 class TransferQueue:
     """Prompts by partition ("train", "val"). `changed` is notified on the event loop whenever a prompt ends."""
 
@@ -41,6 +48,11 @@ class TransferQueue:
         rows = [(waiting | self.taken[partition_id])[key] for key in keys]
         names = [name for name in select_fields if any(name in row for row in rows)]
         return {name: objects(row.get(name) for row in rows) for name in names}
+
+    def kv_batch_put(self, keys: Sequence[str], partition_id: str, fields: Mapping[str, Sequence[Any]]) -> None:
+        """Set columns of trajectories that were sampled."""
+        for place, key in enumerate(keys):
+            self.taken[partition_id][key] |= {name: values[place] for name, values in fields.items()}
 
 
 class ReplayBuffer:
@@ -68,10 +80,10 @@ class ReplayBuffer:
         if metric is not None and not is_async and max_inflight <= 0:
             raise ValueError("max_inflight_gen_batches must be a positive integer")
         self.evicted: list[str] = []
-        self._dapo_classification_cache: dict[str, dict[str, float]] = {}
+        self._dapo_classification_cache: dict[str, dict[str, float | None]] = {"train": {}, "val": {}}
         self._queue = queue
         self._is_async = is_async
-        self._metric = metric
+        self.filter_groups_metric = metric
         self._refill = refill
         self._refill_failed = refill_failed
         self._max_inflight = max_inflight
@@ -91,7 +103,7 @@ class ReplayBuffer:
         """
         metrics: dict[str, Any] = {}
         training = partition == "train"
-        filters = training and self._metric is not None
+        filters = training and self.filter_groups_metric is not None
         credit, draining = 0, False
         while True:
             self._queue.changed.clear()
@@ -148,33 +160,40 @@ class ReplayBuffer:
 
     def _dapo_filtered_keys(self, partition_id: str) -> tuple[set[str], Counter[float]]:
         """Groups whose samples have one value of the metric, and how many have which; under verl's name for it."""
-        if partition_id == "val" or self._metric is None:
+        if partition_id == "val" or self.filter_groups_metric is None:
             return set(), Counter()
         prompts = self._queue.partitions[partition_id].values()
-        filtered = self._filtered([prompt for prompt in prompts if prompt.status == "finished"])
-        self._dapo_classification_cache[partition_id] = filtered
+        finished = {prompt.uid: prompt for prompt in prompts if prompt.status == "finished"}
+        known = self._dapo_classification_cache[partition_id]
+        for uid in known.keys() - finished.keys():
+            del known[uid]
+        known |= self._classified([prompt for uid, prompt in finished.items() if uid not in known])
+        filtered = {uid: reward for uid, reward in known.items() if reward is not None}
         return set(filtered), Counter(filtered.values())
 
-    def _filtered(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+    def _classified(self, prompts: Sequence[Prompt]) -> dict[str, float | None]:
+        """By group the value that all its samples have, or None."""
         lacking: set[str] = set()
-        filtered: dict[str, float] = {}
+        found: dict[str, float | None] = {}
         for prompt in prompts:
             values = []
             for row in prompt.rows.values():
                 info = row["extra_fields"].get("reward_extra_info", {})
-                if self._metric == "reward":
+                if self.filter_groups_metric == "reward":
                     values.append(float(np.asarray(row["rm_scores"]).sum()))
-                elif self._metric in info:
-                    values.append(float(info[self._metric]))
+                elif self.filter_groups_metric in info:
+                    values.append(float(info[self.filter_groups_metric]))
                 else:
                     lacking.add(prompt.uid)
             if not prompt.rows:
                 lacking.add(prompt.uid)
-            if len(values) > 1 and float(np.std(values)) == 0.0:
-                filtered[prompt.uid] = float(values[0])
+            is_flat = len(values) > 1 and float(np.std(values)) == 0.0
+            found[prompt.uid] = float(values[0]) if is_flat else None
         if lacking:
-            raise RuntimeError(f"Finished groups are missing DAPO metric {self._metric!r}: {sorted(lacking)[:5]}")
-        return filtered
+            raise RuntimeError(
+                f"Finished groups are missing DAPO metric {self.filter_groups_metric!r}: {sorted(lacking)[:5]}"
+            )
+        return found
 
     def _evict(
         self,

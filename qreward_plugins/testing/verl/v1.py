@@ -15,7 +15,7 @@ from .base import Setup, TrainerBase
 from .protocol import VerlDataProto
 from .results import VerlStep
 from .trajectories import add_infos, joined, padding_row, rewards_batch, training_batch
-from .transfer_queue import FILTERED_COUNTS, Prompt, ReplayBuffer, TransferQueue
+from .transfer_queue import FILTERED_COUNTS, Prompt, ReplayBuffer, SampledKeys, TransferQueue
 from .transfer_queue import MODULE as REPLAY_BUFFER
 from .validation import named
 
@@ -184,12 +184,16 @@ class V1Trainer(TrainerBase):
 
     def _reward_batch(self, partition: str, keys: Sequence[str]) -> None:
         """Score a whole batch, if a colocated reward model takes turns with the rollout."""
-        if self.reward_loop_manager.reward_loop_worker_handles is not None:
-            return
-        rows = [self.queue.taken[partition][key] for key in keys]
+        if self.reward_loop_manager.reward_loop_worker_handles is None:
+            self._compute_reward_colocate(SampledKeys(keys, partition))
+
+    def _compute_reward_colocate(self, batch: SampledKeys, metrics: Any = None) -> SampledKeys:
+        rows = [self.queue.taken[batch.partition_id][key] for key in batch.keys]
         output = self.reward_loop_manager.compute_rm_score(rewards_batch(rows))
-        for row, rewards in zip(rows, np.asarray(output.batch["rm_scores"]), strict=True):
-            row["rm_scores"] = rewards[: len(row["responses"])]
+        for place, row in enumerate(rows):
+            row["rm_scores"] = np.asarray(output.batch["rm_scores"])[place][: len(row["responses"])]
+            row |= {name: output.non_tensor_batch[name][place] for name in output.meta_info["reward_extra_keys"]}
+        return batch
 
     def _reward_batch_apart(self, partition: str, keys: Sequence[str]) -> None:
         """`_reward_batch` in a validation, for which the inference engines make room."""

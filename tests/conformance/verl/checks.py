@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-
-from .runs import GROUP
 
 
 def failed_samples_have_no_advantage(outcome):
-    for row in outcome.rows:
-        assert row["imputed"] == row["missing"], "all could be waited for"
-        if row["imputed"]:
-            assert set(row["advantages"]) == {0.0}
-            assert max(map(abs, row["raw"])) < 1e-3, "without our hand in it, too, but for float32"
+    assert any(row["missing"] for row in outcome.rows)
     assert any(row["advantages"][0] for row in outcome.rows)
+    for row in outcome.rows:
+        if row["missing"]:
+            assert set(row["advantages"]) == {0.0}
 
 
-def failed_samples_have_the_mean_of_their_siblings(outcome):
-    for group in outcome.groups.values():
-        scored = [row["score"] for row in group if not row["missing"]]
-        mean = math.fsum(scored) / len(scored) if scored else 0.0
-        assert all(row["score"] == pytest.approx(mean, abs=1e-6) for row in group if row["missing"])
+def the_others_have_what_verl_makes_of_them_alone(outcome):
+    for row in outcome.rows:
+        assert row["advantages"] == pytest.approx(row["raw"], abs=1e-6)
 
 
-def siblings_are_scaled_as_documented(outcome):
-    checked = 0
+def who_is_left_alone_of_a_group_has_none(outcome):
     for group in outcome.groups.values():
         scored = [row for row in group if not row["missing"]]
-        mean = math.fsum(row["score"] for row in scored) / max(len(scored), 1)
-        squares = math.fsum((row["score"] - mean) ** 2 for row in scored)
-        if len(scored) < 2 or len(scored) == GROUP or squares < 1e-4:
-            continue
-        alone = math.sqrt(squares / (len(scored) - 1))
-        for row in scored:
-            expected = (row["score"] - mean) / alone * math.sqrt((GROUP - 1) / (len(scored) - 1))
-            assert row["advantages"][0] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-            checked += 1
-    assert checked
+        if len(scored) == 1 < len(group):
+            assert set(scored[0]["advantages"]) == {0.0}
 
 
 OF_TRAINED_SAMPLES = (
     failed_samples_have_no_advantage,
-    failed_samples_have_the_mean_of_their_siblings,
-    siblings_are_scaled_as_documented,
+    the_others_have_what_verl_makes_of_them_alone,
+    who_is_left_alone_of_a_group_has_none,
 )

@@ -39,7 +39,6 @@ sources:
 judges:
   compute_score: {kind: function, sources: [compute_score]}
 engine: {max_attempts: 1, seed: 0}
-groups: {wait_s: 20}
 """
 
 _SHARED = (

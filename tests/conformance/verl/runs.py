@@ -44,7 +44,6 @@ sources:
 judges:
   sums: {kind: llm, invalid_retries: 0, correct_at: 1.0, instructions: "Is the answer right?"}
 engine: {deadline_s: 20, seed: 0, max_attempts: 1}
-groups: {wait_s: 60}
 """
 
 BAD_MINUTE = f"""

@@ -12,7 +12,9 @@ import inspect
 import json
 import os
 import sys
+from collections import Counter
 
+import numpy as np
 from verl.utils.tracking import Tracking
 
 _STEP = [0]
@@ -44,15 +46,47 @@ _raw = {}
 
 
 def _keeping_raw(compute):
-    """Note what verl's own function makes of the batch, whoever has wrapped it by now."""
+    """Note what verl's own function makes of the batch without the failed rows, and without those that are left alone
+    of their group; whoever has wrapped it by now.
+    """
 
     @functools.wraps(compute)
     def kept(data, *args, **kwargs):
-        raw = inspect.unwrap(compute)(copy.deepcopy(data), *args, **kwargs)
-        _raw["advantages"] = raw.batch["advantages"].clone()
+        missing = _missing(data, kwargs.get("batch_keys", args[0] if args else None))
+        whole = copy.deepcopy(data)
+        uids = list(data.non_tensor_batch["uid"])
+        left = Counter(uid for uid, is_missing in zip(uids, missing, strict=True) if not is_missing)
+        lone = {uid for uid in _lost(uids, missing) if left[uid] < 2}
+        rows = [row for row, uid in enumerate(uids) if not missing[row] and uid not in lone]
+        whole.batch["advantages"] = whole.batch["token_level_rewards"] * 0.0
+        if rows:
+            keys = [[args[0][row] for row in rows]] if args else []
+            part = inspect.unwrap(compute)(whole.select_idxs(np.array(rows)), *keys, *args[1:], **_keys(kwargs, rows))
+            whole.batch["advantages"][rows] = part.batch["advantages"]
+        _raw["advantages"] = whole.batch["advantages"]
         return compute(data, *args, **kwargs)
 
     return kept
+
+
+def _lost(uids, missing):
+    return {uid for uid, is_missing in zip(uids, missing, strict=True) if is_missing}
+
+
+def _keys(kwargs, rows):
+    if "batch_keys" not in kwargs:
+        return kwargs
+    return {**kwargs, "batch_keys": [kwargs["batch_keys"][row] for row in rows]}
+
+
+def _missing(data, keys):
+    if "qreward/missing" in data.non_tensor_batch:
+        return [bool(value) for value in data.non_tensor_batch["qreward/missing"]]
+    import transfer_queue
+
+    fields = transfer_queue.kv_batch_get(keys=list(keys), partition_id="train", select_fields=["extra_fields"])
+    rows = [getattr(extra, "data", extra) for extra in list(fields["extra_fields"])]
+    return [bool(extra["reward_extra_info"]["qreward/missing"]) for extra in rows]
 
 
 def _recording_v1(compute):

@@ -1,19 +1,21 @@
-"""The mean of a group's scored samples, which a failed sample gets.
+"""Groups of samples: the mean that a failed one gets, and which groups are trained.
 
 A group-based estimator compares the samples of one prompt, so an invented number for one of them moves the baseline of
-all. The mean of the scored samples moves nothing: the group's mean stays the same, and the failed sample's advantage is
-zero. All frameworks use this module for it.
+all. The mean of the scored samples moves nothing: the group's mean stays the same. slime and ROLL want a number of a
+sample that is masked out of the loss, and get this one. Sums are exact, so a mean does not depend on the order of its
+rewards, and equals them if all are equal.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from fractions import Fraction
 
-from ..config import Constant, FailurePolicy
-from ..errors import RewardMissing
+from ..config import Constant, FailurePolicy, Groups
+from ..errors import JudgeUnavailable, RewardMissing
 from ..samples import Failed, Outcome
 
 UNSCORED = 0.0
@@ -24,44 +26,13 @@ KEPT = 4096
 
 OnMean = Callable[[float], None]
 
-_BITS = 1074
-"""2**-1074 is the smallest float64 above zero, and every float64 is a multiple of it (IEEE 754 binary64)."""
-
-
-class Mean:
-    """The mean of finite rewards that come one by one.
-
-    It is the exact mean, rounded once. So it does not depend on the order of the rewards, never overflows, equals the
-    rewards if all are equal, and has the same bits in every process. No reward is kept.
-    """
-
-    __slots__ = ("_total", "scored")
-
-    def __init__(self, rewards: Iterable[float] = ()) -> None:
-        self._total = 0
-        self.scored = 0
-        for reward in rewards:
-            self.add(reward)
-
-    def add(self, reward: float) -> None:
-        """Add the reward of one more sample. Raises ValueError if it is not finite."""
-        if not math.isfinite(reward):
-            raise ValueError(f"a reward must be finite, not {reward}")
-        numerator, denominator = float(reward).as_integer_ratio()
-        self._total += numerator << (_BITS + 1 - denominator.bit_length())
-        self.scored += 1
-
-    @property
-    def value(self) -> float:
-        """The mean so far; `UNSCORED` without any reward."""
-        return self._total / (self.scored << _BITS) if self.scored else UNSCORED
-
 
 def mean_of(rewards: Iterable[float | None]) -> float:
     """The mean of `rewards`, without the None of failed samples; `UNSCORED` if all failed. Raises ValueError for a
     reward that is not finite.
     """
-    return Mean(reward for reward in rewards if reward is not None).value
+    scored = [_exact(reward) for reward in rewards if reward is not None]
+    return float(sum(scored) / len(scored)) if scored else UNSCORED
 
 
 def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> list[float]:
@@ -83,8 +54,7 @@ def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> 
 def number_of(outcome: Outcome, policy: FailurePolicy) -> float | None:
     """The number that an outcome trains as under `on_failure`: its reward, or the policy's constant if it has none.
 
-    None if it has no number: the adapter imputes its group's mean, or leaves it out of training. Raises `RewardMissing`
-    with the policy `raise`.
+    None if it has no number: the adapter keeps it out of training. Raises `RewardMissing` with the policy `raise`.
     """
     if outcome.reward is not None:
         return float(outcome.reward)
@@ -97,14 +67,18 @@ def number_of(outcome: Outcome, policy: FailurePolicy) -> float | None:
 
 
 class _Group:
-    """A group whose samples are still being scored. Its rewards are not kept: an evaluation has no last sample."""
+    """A group whose samples are still being scored. Only the sum is kept: an evaluation has no last sample."""
 
-    __slots__ = ("failed", "followers", "mean")
+    __slots__ = ("failed", "followers", "scored", "total")
 
     def __init__(self) -> None:
-        self.mean = Mean()
-        self.failed = 0
+        self.total = Fraction()
+        self.scored = self.failed = 0
         self.followers: list[OnMean] = []
+
+    @property
+    def mean(self) -> float:
+        return float(self.total / self.scored) if self.scored else UNSCORED
 
 
 class RunningMeans:
@@ -120,12 +94,16 @@ class RunningMeans:
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
 
     def add(self, key: Hashable, reward: float, *, size: int | None = None) -> None:
-        """Add the reward of a scored sample, and give its failed siblings the new mean."""
+        """Add the reward of a scored sample, and give its failed siblings the new mean. Raises ValueError for a reward
+        that is not finite.
+        """
+        exact = _exact(reward)
         with self._lock:
             group = self._touch(key)
-            group.mean.add(reward)
+            group.total += exact
+            group.scored += 1
             for on_mean in group.followers:
-                on_mean(group.mean.value)
+                on_mean(group.mean)
             self._forget_if_complete(key, group, size)
 
     def follow(self, key: Hashable, on_mean: OnMean, *, size: int | None = None) -> None:
@@ -134,13 +112,13 @@ class RunningMeans:
             group = self._touch(key)
             group.failed += 1
             group.followers.append(on_mean)
-            on_mean(group.mean.value)
+            on_mean(group.mean)
             self._forget_if_complete(key, group, size)
 
     def mean(self, key: Hashable) -> float:
         """The mean of a group's scored samples so far; 0.0 without any."""
         with self._lock:
-            return self._groups[key].mean.value if key in self._groups else UNSCORED
+            return self._groups[key].mean if key in self._groups else UNSCORED
 
     def _touch(self, key: Hashable) -> _Group:
         group = self._groups.setdefault(key, _Group())
@@ -150,5 +128,55 @@ class RunningMeans:
         return group
 
     def _forget_if_complete(self, key: Hashable, group: _Group, size: int | None) -> None:
-        if size is not None and group.mean.scored + group.failed >= size:
+        if size is not None and group.scored + group.failed >= size:
             del self._groups[key]
+
+
+class GroupGate:
+    """Drops groups with too few rewards, for frameworks that can replace a prompt (slime, ROLL), and ends the run after
+    too many in a row: while a judge is down, prompts would be replaced for ever. Thread-safe.
+    """
+
+    def __init__(self, settings: Groups) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._dropped_in_a_row = 0
+        self._causes: Counter[str] = Counter()
+        self._detail = ""
+
+    def admit(self, size: int, causes: Iterable[str], *, detail: str = "") -> bool:
+        """Whether a group of `size` samples has enough rewards (`groups.min_scored`).
+
+        `causes` has one entry for each failed sample. `detail` is the detail of one failure, for the error message.
+        Raises `JudgeUnavailable` after `groups.give_up_after` dropped groups in a row.
+        """
+        failed = list(causes)
+        wanted = self._settings.min_scored
+        enough = size if wanted == "all" else min(size, wanted)
+        with self._lock:
+            if size - len(failed) >= enough:
+                self._start_over()
+                return True
+            self._dropped_in_a_row += 1
+            self._causes.update(failed)
+            self._detail = detail or self._detail
+            if self._dropped_in_a_row < self._settings.give_up_after:
+                return False
+            dropped, last = self._dropped_in_a_row, f" The last failure: {self._detail}." if self._detail else ""
+            reasons = ", ".join(f"{cause} {count} times" for cause, count in self._causes.most_common(3))
+            self._start_over()
+        raise JudgeUnavailable(
+            f"{dropped} groups in a row had fewer than {enough} samples with a reward ({reasons}).{last} Replacing "
+            "them would not end. `qreward check` tests every source; groups.give_up_after sets the number of groups."
+        )
+
+    def _start_over(self) -> None:
+        self._dropped_in_a_row = 0
+        self._causes.clear()
+        self._detail = ""
+
+
+def _exact(reward: float) -> Fraction:
+    if not math.isfinite(reward):
+        raise ValueError(f"a reward must be finite, not {reward}")
+    return Fraction(reward)

@@ -1,0 +1,162 @@
+"""Computes advantages as if failed samples had never been sampled.
+
+verl computes them in the trainer's process, from a batch of rows. The failed ones are taken out, and get zeros. With
+`gae`, their returns are the critic's own values, so that it learns nothing from them. Where the estimator compares
+siblings, a sample whose siblings all failed is zero, too: verl would train it on its raw reward. A batch in which
+nothing has failed is left to verl.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qreward_plugins import Config, JudgeUnavailable
+
+from .metrics import RewardLog
+from .queue import extra_info
+from .rewards import CAUSE, MISSING, PREFIX
+
+NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})
+"""Estimators that do not compare the samples of a prompt (trainer/ppo/core_algos.py)."""
+
+KEEPS_OUT = ("auto", "neutral", "exclude")
+"""The values of `on_failure` that keep failed samples out of training. In verl they are the same."""
+
+_PADDING = "pad"
+"""How the uid of a row begins that only fills up a batch (trainer/ppo/padding_utils.py). Other uids are uuid4."""
+
+
+class Advantages:
+    """Wraps verl's functions that compute advantages. `log` gets the extra info of each sample."""
+
+    def __init__(self, settings: Config, log: RewardLog) -> None:
+        self._settings = settings
+        self._log = log
+        self._unbased: set[str] = set()
+        """The prompts whose greedy response failed (remax), by uid."""
+        self._in_vain = 0
+        self._causes: Counter[str] = Counter()
+
+    def by_columns(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `compute_advantage`, whose batch has the extra info as columns. Each row is a sample."""
+
+        @functools.wraps(compute)
+        def computed(data: Any, *args: Any, **kwargs: Any) -> Any:
+            columns = data.non_tensor_batch
+            names = [name for name in columns if name.startswith(PREFIX) or name == "acc"]
+            infos = [{name: columns[name][row] for name in names} for row in range(len(data))]
+            rows = list(map(str, range(len(data))))
+
+            def among(part: Any, _: Sequence[int]) -> Any:
+                return compute(part, *args, **kwargs)
+
+            return self._computed(among, data, infos, rows, _estimator(args, kwargs))
+
+        return computed
+
+    def by_keys(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `compute_advantage_for_multi_trajectories`, whose rows have their extra info in V1's queue. A session is
+        a sample, and may have several rows.
+        """
+
+        @functools.wraps(compute)
+        def computed(data: Any, batch_keys: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+            def among(part: Any, rows: Sequence[int]) -> Any:
+                return compute(part, [batch_keys[row] for row in rows], *args, **kwargs)
+
+            sessions = [key.rsplit("_", 1)[0] for key in batch_keys]
+            infos = extra_info(batch_keys, "train")
+            return self._computed(among, data, infos, sessions, _estimator(args, kwargs))
+
+        return computed
+
+    def of_greedy(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `generate_sequences`, and note the prompts whose greedy response failed: verl subtracts its reward from
+        those of the others (remax), and drops its extra info.
+        """
+
+        @functools.wraps(generate)
+        def generated(loops: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+            # V1's batches are no `DataProto`, and it has no greedy responses.
+            sampled = getattr(prompts, "non_tensor_batch", {}).get("__do_sample__")
+            output = generate(loops, prompts, *args, **kwargs)
+            missing = getattr(output, "non_tensor_batch", {}).get(MISSING)
+            if sampled is not None and missing is not None:
+                rows = zip(prompts.non_tensor_batch["uid"], sampled, missing, strict=True)
+                self._unbased |= {str(uid) for uid, is_sampled, failed in rows if failed and not is_sampled}
+            return output
+
+        return generated
+
+    def _computed(
+        self,
+        compute: Callable[[Any, Sequence[int]], Any],
+        data: Any,
+        infos: Sequence[Mapping[str, Any]],
+        sessions: Sequence[str],
+        estimator: str,
+    ) -> Any:
+        uids = list(map(str, data.non_tensor_batch.get("uid", sessions)))
+        # All rows of a session have the same extra info.
+        judged = {
+            session: info
+            for session, uid, info in zip(sessions, uids, infos, strict=True)
+            if not uid.startswith(_PADDING)
+        }
+        self._log.add("train", judged.values())
+        every = range(len(infos))
+        if self._settings.on_failure not in KEEPS_OUT:
+            return compute(data, every)
+        out = {row for row in every if infos[row].get(MISSING) or uids[row] in self._unbased}
+        self._unbased.difference_update(uids)
+        if estimator not in NOT_GROUPED:
+            out |= _lone(uids, sessions, out)
+        kept = [row for row in every if row not in out]
+        self._give_up_if_in_vain([row for row in kept if not uids[row].startswith(_PADDING)], judged.values())
+        if not out:
+            return compute(data, every)
+        part = compute(data.select_idxs(np.array(kept)), kept) if kept else None
+        for name in ("advantages", "returns"):
+            if name == "returns" and estimator == "gae":
+                whole = data.batch["values"].clone()
+            else:
+                whole = data.batch["token_level_rewards"].clone()
+                whole[:] = 0.0
+            if part is not None:
+                whole[kept] = part.batch[name]
+            data.batch[name] = whole
+        return data
+
+    def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""
+        if kept:
+            self._in_vain = 0
+            self._causes.clear()
+            return
+        self._in_vain += 1
+        self._causes.update(str(info[CAUSE]) for info in judged if info.get(CAUSE))
+        if self._in_vain >= self._settings.groups.give_up_after:
+            reasons = ", ".join(f"{cause} {count} times" for cause, count in self._causes.most_common(3))
+            raise JudgeUnavailable(
+                f"{self._in_vain} steps in a row trained on nothing, because no sample had a reward to compare "
+                f"({reasons}). `qreward check` tests every source; groups.give_up_after sets the number of steps."
+            )
+
+
+def _lone(uids: Sequence[str], sessions: Sequence[str], out: set[int]) -> set[int]:
+    """The rows of groups that lost samples, and have only one left."""
+    left: dict[str, set[str]] = {uids[row]: set() for row in out}
+    for row, uid in enumerate(uids):
+        if uid in left and row not in out:
+            left[uid].add(sessions[row])
+    return {row for row, uid in enumerate(uids) if uid in left and len(left[uid]) < 2}
+
+
+def _estimator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    chosen = kwargs.get("adv_estimator", args[0] if args else "")
+    return str(getattr(chosen, "value", chosen))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
-import sqlite3
-from contextlib import closing
 from statistics import fmean
 
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.journal import Journal, entries
+from qreward_plugins.journal import Journal
 from qreward_plugins.planning import Plan, plan
 from qreward_plugins.planning.length_effect import LENGTH_SHARE, length_share, relative_work
 from qreward_plugins.planning.recorded import read_recorded
@@ -136,21 +133,6 @@ def test_noise_is_taken_from_the_journal(tmp_path, tree):
     assert found.deviation == pytest.approx(0.5, abs=0.05)
     notes = " ".join(planned(config, path, 16).notes)
     assert f"spread with a sigma of {found.deviation:.2g};" in notes
-
-
-def test_latencies_of_an_older_journal_are_not_taken_for_service_times(tmp_path, tree):
-    config, path = tree(a={"concurrency": 8}), tmp_path / "verdicts.sqlite"
-    outcomes, _ = measured(config, CASES["places"][1], 100)
-    recorded(path, outcomes)
-    with closing(sqlite3.connect(path)) as connection:
-        for name in itertools.chain(*entries.ADDED_IN.values()):
-            connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
-        connection.execute("PRAGMA user_version = 1")
-    old = read_recorded(str(path), ["a"])["a"]
-    assert (old.verdicts, old.latency_s) == (0, None)
-    assert old.completion_tokens > 0
-    (use,) = planned(config, path, 16).sources
-    assert (use.latency_from, use.latency_s) == ("assumed", 3.0)
 
 
 def test_there_is_one_figure_for_the_step_as_it_is(tree):

@@ -103,11 +103,6 @@ def test_a_picture_of_an_unknown_kind(timeline, tmp_path):
         draw_timeline(timeline, tmp_path / "plan.bmp2")
 
 
-def test_a_picture_into_nowhere(timeline, tmp_path):
-    with pytest.raises(InputError, match="there is no directory"):
-        draw_timeline(timeline, tmp_path / "missing" / "plan.png")
-
-
 def test_without_matplotlib_the_remedy_is_told(timeline, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r'pip install "qreward-plugins\[plot\]"'):

@@ -28,19 +28,6 @@ def tree(url: str = "http://judge.test/v1", **more: Any) -> dict[str, Any]:
     }
 
 
-def test_the_tree_stands_in_the_list_that_roll_keeps_free() -> None:
-    settings = load_settings(reward(tree(groups={"min_scored": 3})), domain="d")
-    assert settings.groups.min_scored == 3
-    assert list(settings.sources) == ["judge"]
-
-
-def test_a_file_is_named_and_inline_keys_win(tmp_path) -> None:
-    file = tmp_path / "judges.yaml"
-    file.write_text(yaml.safe_dump(tree(on_failure="raise", groups={"min_scored": 3})))
-    settings = load_settings(reward({"config": str(file), "groups": {"give_up_after": 9}}), domain="d")
-    assert (settings.on_failure, settings.groups.min_scored, settings.groups.give_up_after) == ("raise", 3, 9)
-
-
 def test_a_file_can_be_named_by_the_environment_of_the_worker(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("QREWARD_CONFIG", raising=False)
     file = tmp_path / "judges.yaml"
@@ -109,11 +96,6 @@ def test_the_deadline_is_cut_to_stay_below_rolls_own(caplog) -> None:
         assert load_settings(node, domain="d", rpc_timeout_s=3600).engine.deadline_s == 100.0
         assert load_settings(node, domain="d").engine.deadline_s == 100.0
     assert caplog.text == ""
-
-
-def test_the_worker_cuts_its_deadline(train, words, make_tree) -> None:
-    trainer = train(words("1"), tree={"engine": {"deadline_s": 500.0}}, rpc_timeout=100)
-    assert trainer.workers("judged")[0].engine.config.engine.deadline_s == 80.0
 
 
 def test_the_domain_is_that_of_the_cluster() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import slime_adapter
 from qreward_plugins.samples.check import Rejected, read_sample
-from qreward_plugins.samples.images import Image
 from slime_adapter.samples import to_sample
 
 CHATML = (
@@ -38,29 +37,6 @@ def test_the_step_is_the_rollout_that_slime_counts(make_group, monkeypatch):
     for number in (None, 0, 7):
         hooks._current_rollout_id = number
         assert to_sample(sample).step == number
-
-
-def test_images_go_to_their_places_and_later_ones_to_the_response(make_group):
-    Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    pictures = [Pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
-    text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is it?<|im_end|>\n<|im_start|>assistant\n"
-    listed = [
-        {"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "What is it?"}]}
-    ]
-    for prompt in (text, listed):
-        (sample,) = make_group("42", prompt=prompt)
-        sample.multimodal_inputs = {"images": pictures, "videos": None}
-        told = read_sample(to_sample(sample))
-        assert told.messages[0]["content"] == [
-            {"type": "image", "image": pictures[0]},
-            {"type": "text", "text": "What is it?"},
-        ]
-        assert told.response_images == [Image.of(pictures[1])]
-    for inputs in (None, {"images": None}, {"images": [], "videos": None}, "odd"):
-        sample.multimodal_inputs = inputs
-        assert to_sample(sample).response_images == []
-    sample.multimodal_inputs = {"images": ["http://h/x.png"] * 2}
-    assert isinstance(read_sample(to_sample(sample)), Rejected)
 
 
 def test_every_field_finds_its_place(make_group):

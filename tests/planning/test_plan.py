@@ -21,7 +21,7 @@ def test_a_sliding_window_is_spent_at_once(tree, exact_plan):
     found = exact_plan(tree(a={"requests_per_minute": 60, "concurrency": 64}), 150)
     assert found.step_s.p50 == pytest.approx(121, abs=1.5)
     assert found.sources[0].requests_used == pytest.approx(1.0)
-    assert (found.timeline.windows_s, found.timeline.requests_per_window) == ({"a": 60.0}, {"a": 60.0})
+    assert found.timeline.windows_s == {"a": 60.0}
     assert found.sources[0].out_of_quota > 0.9
 
 
@@ -42,7 +42,6 @@ def test_tokens_bound_a_step_whose_requests_are_plenty(tree, exact_plan):
     assert found.step_s.p50 > 60
     assert (found.bottleneck.resource, found.bottleneck.describes) == ("tokens", "the 60,000 tokens a minute of a")
     assert 0.9 < found.sources[0].tokens_used <= 1.0
-    assert found.timeline.tokens_per_window == {"a": 60_000.0}
 
 
 def test_the_cost_is_what_one_calculates_by_hand(tree, exact_plan):

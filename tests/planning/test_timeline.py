@@ -89,7 +89,6 @@ def test_a_picture_shows_the_step(timeline, tmp_path):
         "another try",
         "failed",
         f"{timeline.makespan_s:.1f} s",
-        "how full the window is",
         "rewards in",
     ):
         assert words in text

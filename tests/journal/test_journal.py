@@ -283,15 +283,17 @@ def test_odd_values_are_kept_in_a_form_that_sqlite_takes(path: Path) -> None:
     ]
 
 
-def test_a_row_that_cannot_be_made_costs_only_itself(path: Path) -> None:
+def test_a_row_that_cannot_be_written_costs_only_itself(path: Path) -> None:
     async def main() -> None:
         journal = Journal(path)
         await journal.put("a", SAMPLE, Scored(VERDICT))
         await journal.put("b", replace(SAMPLE, step="three"), Scored(VERDICT))  # type: ignore[arg-type]
+        # The column refuses NULL.
+        await journal.put("n", replace(SAMPLE, data_source=None), Scored(VERDICT))  # type: ignore[arg-type]
         await journal.put("c", SAMPLE, Scored(VERDICT))
-        assert journal.write_errors == 1
-        with pytest.raises(JournalError, match="1 outcomes were not recorded"):
+        with pytest.raises(JournalError, match="2 outcomes were not recorded"):
             await journal.aclose()
+        assert journal.write_errors == 2
 
     asyncio.run(main())
     assert [row["key"] for row in rows(path)] == ["a", "c"]

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from qreward_plugins import Config, ConfigurationError, Mistake
-from qreward_plugins.adapters import ENVIRONMENT, adapted, load_layers, may_share, with_framework
+from qreward_plugins.adapters import ENVIRONMENT, adapted, load_layers, with_framework
 
 _log = logging.getLogger("roll_adapter")
 
@@ -31,14 +31,7 @@ _NO_SERVER = (
 )
 
 
-def load_settings(
-    worker_config: Any,
-    *,
-    domain: str,
-    rpc_timeout_s: float | None = None,
-    warn: bool = True,
-    variables: Mapping[str, str] | None = None,
-) -> Config:
+def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | None = None) -> Config:
     """The validated configuration of the reward workers of a domain.
 
     Args:
@@ -46,22 +39,18 @@ def load_settings(
         it `QREWARD_CONFIG` of the worker's `system_envs` names the file.
         domain: the domain's name, for messages.
         rpc_timeout_s: ROLL's `rpc_timeout` in seconds; the deadline is cut to stay below it.
-        warn: whether to warn of keys that ROLL prints.
-        variables: the environment variables to resolve it with; default: those of this process.
 
     `framework://reward` is the server of ROLL's own key `judge_api_url` of the domain. Raises `ConfigurationError` with
     all mistakes.
     """
     origin = f"rewards.{domain}.reward_manager_config"
     trees = trees_of(getattr(worker_config, "reward_manager_config", None), origin)
-    # Workers of other domains also call this, and their environment differs.
-    envs = _envs(worker_config)
+    envs = {str(name): str(value) for name, value in (getattr(worker_config, "system_envs", None) or {}).items()}
     tree = trees[0] if trees else envs.get(ENVIRONMENT)
-    if tree is None and not (os.environ if variables is None else variables).get(ENVIRONMENT):
+    if tree is None and not os.environ.get(ENVIRONMENT):
         raise ConfigurationError([Mistake(origin, _NO_TREE, _TREE)])
-    settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL" if warn else None, variables=variables)
-    if warn:
-        _warn_of_printed_variables(settings, envs, domain)
+    settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL")
+    _warn_of_printed_variables(settings, envs, domain)
     address = getattr(worker_config, "judge_api_url", None)
     settings = with_framework(
         settings, {"reward": address} if address else {}, framework=f"ROLL's domain {domain}", remedy=_NO_SERVER
@@ -126,47 +115,3 @@ def domain_of(cluster_name: str | None, rewards: Mapping[str, Any]) -> str:
     """The domain of a worker, from the name that ROLL gives its cluster (rlvr_pipeline.py)."""
     name = (cluster_name or "").removeprefix("reward-")
     return name if name in rewards or len(rewards) != 1 else next(iter(rewards))
-
-
-def processes_of(settings: Config, rewards: Mapping[str, Any], *, domain: str | None = None) -> int:
-    """The number of workers that share the limits of these settings.
-
-    These are the workers of every domain that has one of the same sources, and of every domain whose sources this
-    process cannot determine. `domain` is this process's domain, whose `system_envs` are in its environment.
-    """
-    own = _envs(rewards.get(domain)) if domain is not None else {}
-    workers = 0
-    for name, config in rewards.items():
-        if is_ours(config) and (name == domain or _may_share_with(settings, config, name, own)):
-            workers += int(getattr(config, "world_size", None) or 1)
-    return max(1, workers)
-
-
-def is_ours(config: Any) -> bool:
-    """Whether the workers of a domain are `QRewardWorker`s or of a subclass."""
-    from roll.utils.import_utils import safe_import_class
-
-    from .worker import QRewardWorker
-
-    path = getattr(config, "worker_cls", None)
-    found = safe_import_class(path) if isinstance(path, str) else path
-    # ROLL wraps workers as Ray actors in its driver only.
-    return isinstance(found, type) and issubclass(found, QRewardWorker)
-
-
-def _may_share_with(settings: Config, config: Any, domain: str, own: Mapping[str, str]) -> bool:
-    """Whether the workers of another domain may use a source of `settings`.
-
-    Their environment is assumed to be this process's, without this domain's `system_envs` (`own`) and with theirs.
-    """
-    theirs = {name: value for name, value in os.environ.items() if name not in own} | _envs(config)
-    try:
-        other = load_settings(config, domain=domain, warn=False, variables=theirs)  # its own workers warn
-    except ConfigurationError:
-        return True  # some variables may be set in its workers only, which report real mistakes
-    return may_share(settings, other, their_environment=theirs)
-
-
-def _envs(config: Any) -> dict[str, str]:
-    envs = getattr(config, "system_envs", None) or {}
-    return {str(name): str(value) for name, value in envs.items()}

@@ -16,14 +16,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from qreward_plugins import Config, ConfigurationError, Outcome, Sample, process_portal
+from qreward_plugins import Config, Outcome, Sample, process_portal
 from qreward_plugins.adapters import (
     Image,
     attach,
     fits_float32,
     is_image_part,
     load_layers,
-    may_share,
     number_of,
     without_colocated,
 )
@@ -107,30 +106,17 @@ class QRewardTrajectoryMixin:
         return _settings_of(self.env_config.get("qreward"), self.env_config.get("tag"))
 
     def _qreward_processes(self) -> int:
-        """The number of engines that share the limits: in each environment worker of training and validation, one for
-        each configuration that has a source in common with this one.
+        """The number of engines that share limits where no keeper counts for them: in each environment worker of
+        training and validation, one for each configuration.
         """
         pipeline = getattr(self, "pipeline_config", None)
         workers = [getattr(pipeline, name, None) for name in ("train_env_manager", "val_env_manager")]
         processes = max(1, sum(int(getattr(config, "world_size", None) or 0) for config in workers))
-        return processes * (1 + self._qreward_others)
-
-    @cached_property
-    def _qreward_others(self) -> int:
-        """The number of other environments' configurations that have a source in common with this one."""
-        mine = self._qreward_settings
-        others: list[Config] = []
-        for tag, node in (getattr(getattr(self, "pipeline_config", None), "custom_envs", None) or {}).items():
-            tree = node.get("qreward")
-            if tree is None or tag == self.env_config.get("tag"):
-                continue
-            try:
-                settings = _settings_of(tree, tag)
-            except ConfigurationError:
-                continue  # its own environments report the mistake and do not start
-            if settings not in (mine, *others) and may_share(mine, settings):
-                others.append(settings)
-        return len(others)
+        trees = [self.env_config.get("qreward")]
+        for node in (getattr(pipeline, "custom_envs", None) or {}).values():
+            if (tree := node.get("qreward")) is not None and tree not in trees:
+                trees.append(tree)
+        return processes * len(trees)
 
     def _weight(self) -> float:
         weight = self.env_config.get("qreward_weight")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,13 +19,14 @@ from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
+from roll.utils.import_utils import safe_import_class
 
 from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored
 from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
 
 from .rewards import DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
-from .settings import domain_of, load_settings, phases_problem, processes_of
+from .settings import domain_of, load_settings, phases_problem
 
 _log = logging.getLogger("roll_adapter")
 
@@ -62,7 +64,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             settings = without_colocated(settings, problem, remedy=_INSTEAD)
         self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
         try:
-            self.engine = RewardEngine(settings, processes=processes_of(settings, rewards, domain=self._domain))
+            self.engine = RewardEngine(settings, processes=processes_of(rewards))
         except ConfigurationError as error:
             raise ConfigurationError(error.mistakes, origin=f"rewards.{self._domain}") from None
         self._tokenizer = default_tokenizer_provider(pipeline_config.actor_train.model_args)
@@ -203,3 +205,16 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         _log.warning(
             "A sample of the domain %s has no reward; it trains on the mean of its group. %s", self._domain, remedy
         )
+
+
+def is_ours(config: Any) -> bool:
+    """Whether the workers of a domain are `QRewardWorker`s or of a subclass."""
+    path = getattr(config, "worker_cls", None)
+    found = safe_import_class(path) if isinstance(path, str) else path
+    # ROLL wraps workers as Ray actors in its driver only.
+    return isinstance(found, type) and issubclass(found, QRewardWorker)
+
+
+def processes_of(rewards: Mapping[str, Any]) -> int:
+    """The number of workers that share limits where no keeper counts for them: those of all domains that are ours."""
+    return max(1, sum(int(getattr(config, "world_size", None) or 1) for config in rewards.values() if is_ours(config)))

@@ -19,9 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .evaluation import eval_rollout
-    from .filters import drop_failed_and_flat_groups, drop_failed_groups
-    from .logs import log_eval, log_rollout
+    from .hooks import drop_failed_and_flat_groups, drop_failed_groups, eval_rollout, log_eval, log_rollout
     from .normalization import post_process
     from .scoring import reward, reward_group, reward_sample
     from .settings import close
@@ -31,11 +29,11 @@ _HOMES = {
     "DataSource": "start",
     "check": "start",
     "close": "settings",
-    "drop_failed_and_flat_groups": "filters",
-    "drop_failed_groups": "filters",
-    "eval_rollout": "evaluation",
-    "log_eval": "logs",
-    "log_rollout": "logs",
+    "drop_failed_and_flat_groups": "hooks",
+    "drop_failed_groups": "hooks",
+    "eval_rollout": "hooks",
+    "log_eval": "hooks",
+    "log_rollout": "hooks",
     "post_process": "normalization",
     "reward": "scoring",
     "reward_group": "scoring",

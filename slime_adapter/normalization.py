@@ -1,23 +1,32 @@
 """slime's reward normalisation over the scored samples only.
 
 Without a hook slime normalises in `_post_process_rewards` (slime/ray/rollout.py), where the reward of a failed sample
-counts: `remove_sample` zeroes only its loss mask, and later. Where nothing failed, this hook returns exactly slime's
-numbers. Elsewhere it takes mean and standard deviation over the scored samples.
+counts: `remove_sample` zeroes only its loss mask, and later. This hook computes the same numbers over the scored
+samples, in 64 bits, because sums and deviations of large rewards overflow in slime's 32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from qreward_plugins import group_means
 
-from .late import settle
-from .samples import FLOAT32_MAX, ROLLOUT_SAMPLE, finite, group_of, has_reward, mask, mask_but_one_token, value_of
+from .samples import (
+    FLOAT32_MAX,
+    ROLLOUT_SAMPLE,
+    finite,
+    group_of,
+    has_reward,
+    keeps_a_token,
+    mask,
+    mask_but_one_token,
+    value_of,
+)
+from .scoring import settle
 from .settings import end_rewards
-
-if TYPE_CHECKING:
-    import torch
 
 GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """The estimators whose rewards slime normalises within groups."""
@@ -33,11 +42,12 @@ def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any
     """slime's `--custom-reward-post-process-path`: the raw and the normalised rewards of a batch, in order.
 
     A sample without a finite reward, also if another function scored it, gets `remove_sample = True`, the mean of its
-    group's scored samples as raw reward, and a normalised reward of 0.0 if the estimator works on groups. All returned
-    numbers are finite. Judges on the trainer's GPUs sleep when it returns, because training comes next.
+    group's scored samples as raw reward, and a normalised reward of 0.0 if the estimator works on groups. REINFORCE++
+    needs one of its tokens in the loss, whose advantage is zero. All returned numbers are finite. Judges on the
+    trainer's GPUs sleep when it returns, because training comes next.
     """
     end_rewards()
-    settle(samples)
+    settle(args, samples)
     scored = [has_reward(args, sample) for sample in samples]
     for sample, has in zip(samples, scored, strict=True):
         if not has:
@@ -51,49 +61,49 @@ def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any
         [group_of(sample) for sample in samples],
     )
     raw = [value_of(args, sample) if has else mean for sample, has, mean in zip(samples, scored, means, strict=True)]
+    if keeps_a_token(args):
+        neutral = _mean_return(
+            args, samples, [reward if has else None for reward, has in zip(raw, scored, strict=True)]
+        )
+        return raw, [reward if has else neutral for reward, has in zip(raw, scored, strict=True)]
     estimator = getattr(args, "advantage_estimator", None)
     if estimator not in GROUP_ESTIMATORS or not getattr(args, "rewards_normalization", True):
         return raw, list(raw)
-    scale = estimator in SCALED_ESTIMATORS and getattr(args, "grpo_std_normalization", True)
-    return raw, _normalized(args, raw, scored, scale=scale)
-
-
-def _normalized(args: Any, raw: Sequence[float], scored: Sequence[bool], *, scale: bool) -> list[float]:
-    import torch
-
     size = getattr(args, "n_samples_per_prompt", 1)
     # If rollouts became several samples, slime treats the whole batch as one group, and so does this hook.
-    regular = len(raw) == size * getattr(args, "rollout_batch_size", 0)
-    shape = (-1, size if regular else len(raw))
-    present = torch.tensor(scored).reshape(shape)
-    if present.shape[1] < 2:
-        return [0.0] * len(raw)  # slime divides by the deviation, which is undefined for one sample
-    normalized = _by_group(torch.tensor(raw, dtype=torch.float).reshape(shape), present, scale=scale)
-    exact = torch.tensor(raw, dtype=torch.double).reshape(shape)
-    # Sums and deviations of large rewards overflow in float32, even where the normalized rewards would not.
-    large = exact.abs().amax(dim=-1) * 2 * present.shape[1] > FLOAT32_MAX
-    if large.any():
-        limited = _by_group(exact[large], present[large], scale=scale).clamp(-FLOAT32_MAX, FLOAT32_MAX)
-        normalized[large] = limited.float()
-    return normalized.flatten().tolist()
+    size = size if len(raw) == size * getattr(args, "rollout_batch_size", 0) else len(raw)
+    scale = estimator in SCALED_ESTIMATORS and getattr(args, "grpo_std_normalization", True)
+    return raw, _normalized(raw, scored, size=size, scale=scale)
 
 
-def _by_group(rewards: torch.Tensor, present: torch.Tensor, *, scale: bool) -> torch.Tensor:
-    centered = rewards - rewards.mean(dim=-1, keepdim=True)
-    normalized = centered / (centered.std(dim=-1, keepdim=True) + EPSILON) if scale else centered
-    for row in range(len(rewards)):
-        if not present[row].all():
-            normalized[row] = _over_scored(rewards[row], present[row], scale=scale)
-    return normalized
+def _normalized(raw: Sequence[float], scored: Sequence[bool], *, size: int, scale: bool) -> list[float]:
+    """Rewards minus the mean of their group's scored samples, divided by their deviation if `scale`. A failed sample
+    gets 0.0, and so does a group's only scored one.
+    """
+    rewards = np.array(raw, dtype=np.float64).reshape(-1, size)
+    present = np.array(scored, dtype=bool).reshape(-1, size)
+    count = present.sum(axis=1, keepdims=True)
+    mean = np.where(present, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)
+    centered = np.where(present & (count > 1), rewards - mean, 0.0)
+    if scale:
+        variance = np.square(centered).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1)
+        centered /= np.sqrt(variance) + EPSILON
+    return [float(number) for number in np.clip(centered, -FLOAT32_MAX, FLOAT32_MAX).ravel()]
 
 
-def _over_scored(rewards: torch.Tensor, present: torch.Tensor, *, scale: bool) -> torch.Tensor:
-    """Normalise one group over its scored samples. The others get 0.0, and so does a single scored sample."""
-    import torch
+def _mean_return(args: Any, samples: Sequence[ROLLOUT_SAMPLE], rewards: Sequence[Any]) -> float:
+    """The mean return of all tokens in the loss, without KL penalties, which are not known yet; 0.0 without any.
 
-    normalized = torch.zeros_like(rewards)
-    count = int(present.sum())
-    if count > 1:
-        centered = rewards[present] - rewards[present].mean()
-        normalized[present] = centered / (centered.std() + EPSILON) if scale else centered
-    return normalized
+    REINFORCE++ subtracts it from every return (slime/utils/ppo_utils.py: `get_reinforce_plus_plus_returns`, and the
+    whitening that slime requires with it). So a token with this return has an advantage of zero.
+    """
+    gamma, total, tokens = float(getattr(args, "gamma", 1.0)), 0.0, 0
+    for sample, reward in zip(samples, rewards, strict=True):
+        if reward is None or getattr(sample, "remove_sample", False):
+            continue
+        mask = getattr(sample, "loss_mask", None)
+        places = np.flatnonzero(np.ones(getattr(sample, "response_length", 0)) if mask is None else mask)
+        if len(places):
+            total += float(reward) * float(np.power(gamma, places[-1] - places).sum())
+            tokens += len(places)
+    return total / tokens if tokens else 0.0

@@ -84,14 +84,33 @@ def metadata_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
 
 def record_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
     """The record of a sample that this adapter has scored: its facts, whether its reward is a stand-in (`excluded`),
-    and what `late` needs to undo a failure. Empty for other samples.
+    and then also slime's `remove_sample` from before (`removed`). Empty for other samples.
     """
     record = metadata_of(sample).get(RECORD)
     return record if isinstance(record, Mapping) else {}
 
 
-def keep_record(sample: ROLLOUT_SAMPLE, record: Mapping[str, Any]) -> None:
-    """Put the record on the sample, in new metadata: samples of one rollout may share a metadata object."""
+def include(sample: ROLLOUT_SAMPLE, facts: Mapping[str, Any]) -> None:
+    """Record that a sample is scored, and undo an earlier `exclude`."""
+    before = record_of(sample)
+    if before.get("excluded"):
+        sample.remove_sample = before["removed"]
+    _keep(sample, {**facts, "excluded": False})
+
+
+def exclude(args: Any, sample: ROLLOUT_SAMPLE, facts: Mapping[str, Any]) -> None:
+    """Record that a sample has no reward, and keep it out of the loss. With REINFORCE++ only `post_process` can do the
+    latter, see `mask`.
+    """
+    before = record_of(sample)
+    removed = before["removed"] if before.get("excluded") else bool(getattr(sample, "remove_sample", False))
+    _keep(sample, {**facts, "excluded": True, "removed": removed})
+    if not keeps_a_token(args):
+        sample.remove_sample = True
+
+
+def _keep(sample: ROLLOUT_SAMPLE, record: Mapping[str, Any]) -> None:
+    # In new metadata: samples of one rollout may share a metadata object.
     sample.metadata = {**metadata_of(sample), RECORD: dict(record)}
 
 
@@ -111,9 +130,19 @@ def has_reward(args: Any, sample: ROLLOUT_SAMPLE) -> bool:
     return not record_of(sample).get("excluded") and finite(value_of(args, sample)) is not None
 
 
+def key_of(args: Any, sample: ROLLOUT_SAMPLE) -> str:
+    """The key of the reward that slime reads, "" for a number: `reward_key` in training (slime/utils/types.py,
+    `get_reward_value`), else `eval_reward_key or reward_key` (slime/rollout/sglang_rollout.py).
+    """
+    key = getattr(args, "reward_key", None)
+    if group_of(sample) is None:
+        key = getattr(args, "eval_reward_key", None) or key
+    return str(key or "")
+
+
 def value_of(args: Any, sample: ROLLOUT_SAMPLE) -> Any:
-    """The value that trains, as `Sample.get_reward_value` picks it (slime/utils/types.py); None if there is none."""
-    reward, key = getattr(sample, "reward", None), getattr(args, "reward_key", None)
+    """The value that slime reads from a sample's reward; None if there is none."""
+    reward, key = getattr(sample, "reward", None), key_of(args, sample)
     return reward.get(key) if key and isinstance(reward, Mapping) else reward
 
 
@@ -121,11 +150,16 @@ FLOAT32_MAX = 3.4028234663852886e38
 """Trainers compute in 32 bits, where larger numbers are infinite."""
 
 
-def mask(args: Any, sample: ROLLOUT_SAMPLE) -> None:
-    """Keep a sample out of the loss: slime zeroes the loss mask of a sample with `remove_sample`. But its REINFORCE++
-    ends the run at a sample without a token in the loss (slime/utils/ppo_utils.py), so there the last token stays.
+def keeps_a_token(args: Any) -> bool:
+    """Whether every sample needs a token in the loss. REINFORCE++ ends the run at a sample without one
+    (slime/utils/ppo_utils.py: `get_reinforce_plus_plus_returns`).
     """
-    if getattr(args, "advantage_estimator", None) == "reinforce_plus_plus":
+    return getattr(args, "advantage_estimator", None) == "reinforce_plus_plus"
+
+
+def mask(args: Any, sample: ROLLOUT_SAMPLE) -> None:
+    """Keep a sample out of the loss: slime zeroes the loss mask of a sample with `remove_sample`."""
+    if keeps_a_token(args):
         mask_but_one_token(sample)
     else:
         sample.remove_sample = True

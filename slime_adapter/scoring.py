@@ -8,7 +8,7 @@ the post-process hook, which leaves it out of the group's statistics.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -17,24 +17,24 @@ from weakref import ref
 from qreward_plugins import Cause, Failed, Outcome
 from qreward_plugins.adapters import number_of
 
-from .aborts import Aborts, aborted
-from .late import expect, fail, score, stand_in, write_late
-from .samples import ROLLOUT_SAMPLE, group_of, is_aborted, metadata_of, to_sample
+from .aborts import aborted, finished
+from .samples import ROLLOUT_SAMPLE, exclude, group_of, include, is_aborted, key_of, metadata_of, record_of, to_sample
 from .settings import Adapter, adapter_of
 
 Reward: TypeAlias = float | dict[str, Any]
 
 _ABORTED = Failed(Cause.INFRA, "aborted", "slime aborted the rollout before there was a verdict")
 
-_aborts = Aborts()
+_late: dict[int, tuple[ref[ROLLOUT_SAMPLE], Future[Any], int]] = {}
+"""By the ids of samples: what still scores them after an abort, and their places in it."""
 
 
 async def reward(args: Any, sample: ROLLOUT_SAMPLE | Sequence[ROLLOUT_SAMPLE], **_: Any) -> Any:
     """The reward of a sample, or the rewards of several in order: of a group with `--group-rm`, else of the samples
     that a custom generate function made of one rollout.
 
-    A reward is a float; with `--reward-key`, and in an evaluation with `--eval-reward-key`, a dict that has those keys
-    and `score`, `failed`, `cause` and every component. A failed sample gets the mean of its scored siblings,
+    A reward is a float; with `--reward-key`, in an evaluation with `--eval-reward-key`, a dict that has this key and
+    `score`, `failed`, `cause` and every component. A failed sample gets the mean of its scored siblings,
     `remove_sample = True` and `metadata["qreward"]["excluded"]`, unless `on_failure` says otherwise. Returns within the
     configuration's `engine.deadline_s`; cancelling the call cancels its attempts. Raises `ConfigurationError`, and
     `RewardMissing` with `on_failure: raise`.
@@ -64,20 +64,38 @@ def give_stand_ins(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> None:
         sample.reward = reward
 
 
+def settle(args: Any, samples: Iterable[ROLLOUT_SAMPLE]) -> None:
+    """Give samples that were aborted the verdicts that have come since; later ones no longer count.
+
+    With `--partial-rollout` slime keeps complete samples for a later rollout without asking again, so scoring goes on
+    after an abort. The hooks that read samples call this first.
+    """
+    for sample in samples:
+        _, work, place = _late.pop(id(sample), (None, None, 0))
+        if work is None or not work.done() or work.cancelled() or work.exception() is not None:
+            continue
+        outcome = _outcomes(work)[place]
+        if outcome.reward is not None:
+            facts = adapter_of(args).facts.of(outcome)
+            include(sample, facts)
+            sample.reward = _as_reward(args, sample, facts, outcome.reward)
+
+
 async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | None) -> list[Reward]:
     adapter = adapter_of(args)
     loop = asyncio.get_running_loop()
     began = loop.time()
+    for sample in samples:
+        _late.pop(id(sample), None)  # whoever asks again wants the newer verdict
     judged = [sample for sample in samples if not is_aborted(sample)]
     outcomes: Sequence[Outcome] = [_ABORTED] * len(judged)
     late: Future[Any] | None = None
-    # slime keeps the samples of a partial rollout for a later one without asking again, so late verdicts count.
     kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
     if judged and (kept or not over):
         await adapter.phases.begin()
         work = _submit(adapter, judged)
         try:
-            if not over and await _aborts.finished(args, work):
+            if not over and await finished(args, work):
                 outcomes = _outcomes(work)
             elif kept:
                 late = work
@@ -90,9 +108,14 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     for sample in samples:
         sample.non_generation_time = getattr(sample, "non_generation_time", 0.0) + (loop.time() - began)
     if late is not None:
-        expect(judged)
-        late.add_done_callback(partial(_arrived, args, adapter, judged, loop))
+        for place, sample in enumerate(judged):
+            forget = partial(_forget, id(sample))
+            _late[id(sample)] = (ref(sample, forget), late, place)
     return rewards
+
+
+def _forget(key: int, _: object) -> None:
+    _late.pop(key, None)
 
 
 def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE]) -> Future[Any]:
@@ -105,32 +128,6 @@ def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE]) -> Future[Any]:
 def _outcomes(work: Future[Any]) -> Sequence[Outcome]:
     result = work.result()
     return result if isinstance(result, list) else [cast(Outcome, result)]
-
-
-def _arrived(
-    args: Any,
-    adapter: Adapter,
-    samples: Sequence[ROLLOUT_SAMPLE],
-    loop: asyncio.AbstractEventLoop,
-    work: Future[Any],
-) -> None:
-    """Write late verdicts into their samples. Called in the engine's thread; it writes in slime's event loop, where
-    slime itself writes to the samples.
-    """
-    if work.cancelled() or work.exception() is not None:
-        return
-    writing = partial(_write_late, args, adapter, samples, _outcomes(work))
-    try:
-        loop.call_soon_threadsafe(writing)
-    except RuntimeError:  # the loop is closed, so slime no longer writes to the samples
-        writing()
-
-
-def _write_late(args: Any, adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE], outcomes: Sequence[Outcome]) -> None:
-    for sample, outcome in zip(samples, outcomes, strict=True):
-        if outcome.reward is not None:
-            facts = adapter.facts.of(outcome)
-            write_late(sample, _as_reward(args, sample, facts, outcome.reward), facts)
 
 
 def _write(
@@ -146,34 +143,35 @@ def _write(
     failed: list[tuple[int, dict[str, Any]]] = []
     for place, (sample, outcome) in enumerate(zip(samples, outcomes, strict=True)):
         facts = adapter.facts.of(outcome)
-        reward = None if outcome is _ABORTED else number_of(outcome, adapter.config.on_failure)
-        if reward is None:
+        number = None if outcome is _ABORTED else number_of(outcome, adapter.config.on_failure)
+        if number is None:
             failed.append((place, facts))
             if isinstance(outcome, Failed) and outcome is not _ABORTED:
                 adapter.last_failure = outcome.detail
             continue
-        score(sample, facts)
-        rewards[place] = _as_reward(args, sample, facts, reward)
+        include(sample, facts)
+        reward = rewards[place] = _as_reward(args, sample, facts, number)
+        trained = float(reward[key_of(args, sample)]) if isinstance(reward, dict) else reward
         known = None if group_of(sample) is None else size  # the samples of an evaluation's data source are not counted
-        adapter.means.add(_key_of(sample), _trained(args, rewards[place]), size=known)
+        adapter.means.add(_siblings_of(sample), trained, size=known)
     for place, facts in failed:
         sample = samples[place]
         adapter.warn_of_missing_hook(args)
-        fail(args, sample, facts)
+        exclude(args, sample, facts)
         follow = partial(_follow, args, ref(sample), facts)
         if group_of(sample) is None:
-            follow(adapter.means.mean(_key_of(sample)))
+            follow(adapter.means.mean(_siblings_of(sample)))
         else:
-            adapter.means.follow(_key_of(sample), follow, size=size)
+            adapter.means.follow(_siblings_of(sample), follow, size=size)
         rewards[place] = sample.reward
     return [rewards[place] for place in range(len(samples))]
 
 
 def _follow(args: Any, sample_ref: ref[ROLLOUT_SAMPLE], facts: Mapping[str, Any], mean: float) -> None:
-    """Give a failed sample the mean of its siblings."""
+    """Give a failed sample the mean of its siblings, unless it was scored since."""
     sample = sample_ref()
-    if sample is not None:
-        stand_in(sample, _as_reward(args, sample, facts, mean))
+    if sample is not None and record_of(sample).get("excluded"):
+        sample.reward = _as_reward(args, sample, facts, mean)
 
 
 class _Rewards(dict[str, Any]):
@@ -185,27 +183,18 @@ class _Rewards(dict[str, Any]):
 
 
 def _as_reward(args: Any, sample: ROLLOUT_SAMPLE, facts: Mapping[str, Any], number: float) -> Reward:
-    """A number in slime's form: a float, or a dict if rewards have a key. slime trains on a dict by `reward_key` only
-    (`Sample.get_reward_value`), so the key of an evaluation alone changes nothing in training.
-    """
-    keys = {getattr(args, name, None) for name in ("reward_key", "eval_reward_key")} - {None, ""}
-    trains = group_of(sample) is not None
-    if not keys or (trains and not getattr(args, "reward_key", None)):
+    """A number in slime's form: a float, or a dict if slime reads a key of it."""
+    key = key_of(args, sample)
+    if not key:
         return number
     components = {name.removeprefix("score/"): value for name, value in facts.items() if name.startswith("score/")}
     reward = _Rewards({**components, "score": number, "failed": facts["failed"], "cause": facts["cause"]})
-    for key in map(str, keys):
-        if reward.get(key) is None or facts["failed"]:
-            reward[key] = number
+    if reward.get(key) is None or facts["failed"]:
+        reward[key] = number
     return reward
 
 
-def _trained(args: Any, reward: Reward) -> float:
-    key = getattr(args, "reward_key", None)
-    return float(reward[key] if key else reward["score"]) if isinstance(reward, dict) else reward
-
-
-def _key_of(sample: ROLLOUT_SAMPLE) -> tuple[str, Any]:
-    """The key of the mean that a failed sample gets: its group, or its data source in an evaluation without groups."""
+def _siblings_of(sample: ROLLOUT_SAMPLE) -> tuple[str, Any]:
+    """Whose mean a failed sample gets: its group's, or its data source's in an evaluation, which has no groups."""
     group = group_of(sample)
     return ("eval", str(metadata_of(sample).get("data_source", ""))) if group is None else ("group", group)

@@ -48,17 +48,21 @@ class Adapter:
         self.means = RunningMeans()
         self._warned = False
 
+    @property
+    def imputes(self) -> bool:
+        """Whether failed samples get the mean of their group."""
+        return self.config.on_failure in ("auto", "neutral", "exclude")
+
     def warn_of_missing_hook(self, args: Any) -> None:
         """Warn once if the flag that keeps failed samples out of the groups' statistics is not set."""
-        if self._warned or self.config.on_failure not in ("auto", "neutral", "exclude"):
+        if self._warned or getattr(args, "custom_reward_post_process_path", None) is not None:
             return
         self._warned = True
-        if getattr(args, "custom_reward_post_process_path", None) is None:
-            _log.warning(
-                "A sample has no reward. It is masked and gets the mean of its group, but still counts in its group's "
-                "standard deviation. Add %s to prevent that.",
-                POST_PROCESS_FLAG,
-            )
+        _log.warning(
+            "A sample has no reward. It gets the mean of its group, but still counts in its group's standard "
+            "deviation. Add %s to prevent that.",
+            POST_PROCESS_FLAG,
+        )
 
 
 _lock = threading.Lock()
@@ -116,15 +120,13 @@ def _load(args: Any, inline: Any, url: str | None) -> Config:
 def _missing(args: Any) -> Mistake:
     """Why there is no configuration: slime makes whatever key the file has an attribute of `args`."""
     given = [name for name, value in getattr(args, "__dict__", {}).items() if isinstance(value, Mapping)]
-    if "sources" in given or "judges" in given:
-        problem = "the file of --custom-config-path has `sources` and `judges` at its top."
-        return Mistake("qreward", problem, "Indent them below one key, `qreward:`.")
     near = [name for name in given if did_you_mean(name, ["qreward"])]
     if near:
         return Mistake(near[0], "unknown key in the file of --custom-config-path.", "Did you mean `qreward`?")
-    if getattr(args, "custom_config_path", None):
-        problem = f"the file of --custom-config-path ({args.custom_config_path}) has no key `qreward`."
-        return Mistake("qreward", problem, "Write it with `qreward init --framework slime`.")
+    file = getattr(args, "custom_config_path", None)
+    if file or "sources" in given or "judges" in given:
+        problem = f"the file of --custom-config-path ({file}) has no key `qreward`."
+        return Mistake("qreward", problem, "Indent `sources` and `judges` below it.")
     return Mistake(
         "qreward",
         "there is no configuration.",
@@ -133,26 +135,19 @@ def _missing(args: Any) -> Mistake:
     )
 
 
-def _gives_other_components(judge: Any) -> bool:
-    """Whether verdicts of a judge may have components that its configuration does not name."""
-    kind = judge_kind_of(judge)
-    return kind.asks == VALUE or not kind.__module__.startswith("qreward_plugins.")
-
-
 def _check_reward_keys(args: Any, adapter: Adapter) -> None:
     """Raise `ConfigurationError` for a key that is probably a misspelt component. A key of one's own holds the whole
     score, so slime would train on that.
     """
-    judges = adapter.config.judges.values()
-    if not judges or any(map(_gives_other_components, judges)):
-        return
+    kinds = [judge_kind_of(judge) for judge in adapter.config.judges.values()]
+    if not kinds or any(kind.asks == VALUE or not kind.__module__.startswith("qreward_plugins.") for kind in kinds):
+        return  # verdicts may have components that the configuration does not name
     known = adapter.facts.components
-    flags: dict[Any, str] = {}
-    for name in ("reward_key", "eval_reward_key"):
-        flags.setdefault(getattr(args, name, None), f"--{name.replace('_', '-')}")
+    # slime takes the key of training for evaluations, too, unless they have their own.
+    keys = {getattr(args, f"{name}_key", None): f"--{name}-key" for name in ("eval_reward", "reward")}
     mistakes = [
-        Mistake(flag, f"no judge gives {key!r}.", f"{near}Keys: {', '.join(('score', *known))}.")
-        for key, flag in flags.items()
+        Mistake(flag.replace("_", "-"), f"no judge gives {key!r}.", f"{near}Keys: {', '.join(('score', *known))}.")
+        for key, flag in keys.items()
         if key and key not in ("score", *known) and (near := did_you_mean(key, known))
     ]
     if mistakes:

@@ -15,7 +15,8 @@ from typing import Any
 from qreward_plugins import ConfigurationError, Mistake
 from qreward_plugins.adapters import did_you_mean
 
-from .settings import adapter_of
+from .samples import keeps_a_token
+from .settings import POST_PROCESS_FLAG, adapter_of
 
 _HOOKS = (
     "custom_rm_path",
@@ -54,7 +55,11 @@ def check(args: Any) -> None:
     """
     mistakes = [*_unloadable(args), *contradictions(args)]
     try:
-        adapter_of(args)
+        if adapter_of(args).imputes and keeps_a_token(args) and not getattr(args, "custom_reward_post_process_path", 1):
+            problem = "REINFORCE++ trains a token of every sample, also of one without a reward."
+            mistakes.append(
+                Mistake("--advantage-estimator", problem, f"Add {POST_PROCESS_FLAG}, which makes it neutral.")
+            )
     except ConfigurationError as error:
         if not mistakes:
             raise
@@ -77,7 +82,11 @@ def _unloadable(args: Any) -> Iterator[Mistake]:
         # An import may raise anything.
         except Exception as error:
             problem = f"slime cannot load {path!r} ({type(error).__name__}: {error})."
-            yield Mistake(_flag(name), problem, _remedy(module, attribute, colon=":" in str(path)))
+            names = getattr(sys.modules.get(module), "__all__", ())
+            remedy = did_you_mean(attribute, names).strip() or "Its package must be installed where Ray runs the job."
+            if ":" in str(path):
+                remedy = "Write package.module.function, with dots."
+            yield Mistake(f"--{name.replace('_', '-')}", problem, remedy)
 
 
 def contradictions(args: Any) -> Iterator[Mistake]:
@@ -105,17 +114,3 @@ def _scored_elsewhere(args: Any) -> bool:
     rollout = str(getattr(args, "rollout_function_path", None) or "slime.")
     evaluations = (getattr(one, "custom_rm_path", None) for one in getattr(args, "eval_datasets", None) or ())
     return not rollout.startswith("slime.") or any(getattr(args, name, None) for name in _MAY_ASK) or any(evaluations)
-
-
-def _remedy(module: str, attribute: str, *, colon: bool) -> str:
-    if colon:
-        return "Write package.module.function, with dots."
-    names = getattr(sys.modules.get(module), "__all__", ())
-    return did_you_mean(attribute, names).strip() or "Its package must be installed where Ray runs the job."
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-__all__ = ["DataSource", "check", "contradictions"]

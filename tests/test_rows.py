@@ -26,8 +26,8 @@ FEATURES: dict[tuple[int, str], str] = {
     (3, "slime: rewards, filters, logs, aborts"): """
         slime_adapter/test_scoring.py::test_a_group_and_a_fan_out_get_a_list
         slime_adapter/test_scoring.py::test_an_evaluation_sample_gets_the_mean_of_its_data_set
-        slime_adapter/test_filters.py::test_a_group_with_a_failed_sample_is_dropped_under_its_reason
-        slime_adapter/test_logs.py::test_the_step_is_summed_up_in_slimes_own_dict
+        slime_adapter/test_hooks.py::test_a_group_with_too_few_rewards_is_dropped_under_its_reason
+        slime_adapter/test_hooks.py::test_the_step_is_summed_up_in_slimes_own_dict
         slime_adapter/test_aborts.py::test_pending_rewards_end_while_the_judge_still_thinks
         """,
     (4, "ROLL: worker, rollout loop, trajectories"): """

@@ -4,7 +4,6 @@
   the variable that may name the file. `with_framework` fills in addresses that only the framework has, and `adapted`
   keeps them on a reload. `without_colocated` refuses `colocated_sources`, where the phases of a training are not known.
   `judges_in_charge`, `parts_of`, `sources_of`, `judge_kind_of` and `source_kind_of` find what a configuration uses.
-  `may_share`: whether a provider may count requests of two configurations together.
   `did_you_mean` suggests a name for a misspelt one.
 - Rollouts: `messages_of` and `attach` make messages of prompts and images. `read_or_unreadable` and those like it read
   foreign values; what raises is an `Unreadable`, which fails its own sample only.
@@ -29,7 +28,6 @@ from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadabl
 from ..samples.images import Image, attach, is_image_part
 from ..samples.prompts import messages_of
 from ..secrets import Redactor, described_error, environment_secrets, secrets_in, with_secrets
-from ..sharing.channels import may_share
 from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of
 from ..system.ray_actors import get_or_start as shared_actor
@@ -62,7 +60,6 @@ __all__ = [
     "judges_in_charge",
     "load_layers",
     "mapping_or_unreadable",
-    "may_share",
     "mean_of",
     "messages_of",
     "name_or_unreadable",

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import random
-import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from ..errors import JournalError
-from ..journal.database import SCHEMA_VERSION, reading
+from ..journal.database import reading
 from ..journal.entries import COLUMNS
 
 LATEST = 200_000
@@ -70,8 +69,8 @@ class Row:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The rows of one judge in one step of one run. `run_id` is None for all rows of older schema versions. `score` is
-    their mean, None if all failed; `slowest` is who ended last.
+    """The rows of one judge in one step of one run. `score` is their mean, None if all failed; `slowest` is who ended
+    last.
     """
 
     run_id: str | None
@@ -108,20 +107,11 @@ def read_rows(path: str, step: int | None = None) -> list[Row]:
     if not os.path.isfile(path):
         raise JournalError(f"there is no journal at {path}; engine.journal.path names the one of a configuration")
     with reading(path) as connection:
-        _refuse_other(connection, path)
-        columns = {row[1] for row in connection.execute("PRAGMA table_info(outcomes)")}
         # SQLite keeps a value of any type in a column, and other programs may have written to this one.
-        wanted = ", ".join(f"CAST({name} AS {_KINDS[name]})" if name in columns else "NULL" for name in _FIELDS)
+        wanted = ", ".join(f"CAST({name} AS {_KINDS[name]})" for name in _FIELDS)
         where, values = ("WHERE step = ?", [step]) if step is not None else ("", [])
         select = f"SELECT {wanted} FROM outcomes {where} ORDER BY id DESC LIMIT {LATEST}"
         return [Row(*row) for row in connection.execute(select, values)][::-1]
-
-
-def _refuse_other(connection: sqlite3.Connection, path: str) -> None:
-    found = {row[1] for row in connection.execute("PRAGMA table_info(outcomes)")}
-    required = {name for name, kind in COLUMNS if "NOT NULL" in kind}
-    if not required <= found:
-        raise JournalError(f"{path} is no journal of qreward (schema version 1 to {SCHEMA_VERSION})")
 
 
 def steps_of(rows: Sequence[Row]) -> list[StepReport]:

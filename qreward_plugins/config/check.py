@@ -9,7 +9,7 @@ pydantic's errors are not passed on, because they hold the input, which may cont
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -283,9 +283,8 @@ def _path(error: ErrorDetails, tree: Any) -> Path:
     """
     path: Path = ()
     for n, key in enumerate(error["loc"]):
-        if isinstance(tree, dict) and key in tree:
-            path, tree = (*path, key), tree[key]
-        elif isinstance(tree, list) and isinstance(key, int) and key < len(tree):
+        keys: Container[Any] = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+        if key in keys:
             path, tree = (*path, key), tree[key]
         elif error["type"] == "missing" and n == len(error["loc"]) - 1:
             path = (*path, key)

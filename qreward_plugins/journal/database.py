@@ -7,7 +7,6 @@ does not damage the file. The application id protects databases of other program
 
 from __future__ import annotations
 
-import logging
 import os
 import sqlite3
 import threading
@@ -19,11 +18,9 @@ from typing import Final
 from urllib.parse import quote
 
 from ..errors import JournalError
-from .entries import ADDED_IN, COLUMNS
+from .entries import COLUMNS
 
-_log = logging.getLogger("qreward_plugins.journal")
-
-SCHEMA_VERSION: Final = max(ADDED_IN)
+SCHEMA_VERSION: Final = 5
 
 BUSY_TIMEOUT_S: Final = 5.0
 """Longest wait for another process that writes, in seconds."""
@@ -63,11 +60,13 @@ def open_database(path: str) -> sqlite3.Connection:
 def reading(path: str) -> Iterator[sqlite3.Connection]:
     """Open the journal at `path`, which must exist, for queries only; also while a run writes to it.
 
-    It is neither upgraded nor changed. SQLite's `mode=ro` is not used, because it leaves WAL files behind. Raises
+    It is not changed. SQLite's `mode=ro` is not used, because it leaves WAL files behind. Raises
     `JournalError`, also for a query in the block that fails.
     """
     try:
         with closing(_for_queries(path)) as connection:
+            if not _is_ours(connection, path):
+                raise JournalError(f"{path} is no journal of qreward")
             yield connection
     except sqlite3.Error as error:
         raise JournalError(explained(error, path)) from None
@@ -142,10 +141,8 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
     # The check comes before any change, because the file may belong to another program. It is one transaction, because
     # another process may be creating the journal now.
     connection.execute("BEGIN")
-    application, version, tables = _identity(connection)
+    _is_ours(connection, path)
     connection.execute("COMMIT")
-    if application != _APPLICATION_ID and (application or version or tables):
-        raise JournalError(f"{path} is a database of another program; choose another path for engine.journal")
     mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
     if mode != "wal":
         raise JournalError(
@@ -153,47 +150,30 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
         )
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("BEGIN IMMEDIATE")
-    application, version, _ = _identity(connection)
-    if not application:
+    if not _is_ours(connection, path):
         for statement in _CREATE:
             connection.execute(statement)
-    elif 0 < version < SCHEMA_VERSION:
-        _bring_up(connection, path, version)
-    elif version != SCHEMA_VERSION:
-        raise JournalError(
-            f"the journal {path} has schema version {version}, this package supports version {SCHEMA_VERSION}; "
-            "upgrade qreward-plugins, or choose another path"
-        )
     # Reads the last pages of the table, because damage there would make every write fail.
     connection.execute("SELECT max(id) FROM outcomes").fetchall()
     connection.execute("COMMIT")
 
 
-def _bring_up(connection: sqlite3.Connection, path: str, version: int) -> None:
-    """Add the columns that an older version lacks. A process with an older package that has the file open goes on,
-    because it names its columns; one that opens it later is refused.
-    """
-    kinds = dict(COLUMNS)
-    for newer in range(version + 1, SCHEMA_VERSION + 1):
-        for name in ADDED_IN[newer]:
-            connection.execute(f"ALTER TABLE outcomes ADD COLUMN {name} {kinds[name]}")
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    if version == 1:
-        _log.warning(
-            "the journal %s was upgraded from schema version 1 to %d: its verdicts are kept, but not used as answers, "
-            "because the keys of version 1 did not cover everything that is sent to a judge",
-            path,
-            SCHEMA_VERSION,
-        )
-
-
-def _identity(connection: sqlite3.Connection) -> tuple[int, int, int]:
-    """Return application id, schema version and number of tables; all 0 for a new file."""
-    return (
-        connection.execute("PRAGMA application_id").fetchone()[0],
-        connection.execute("PRAGMA user_version").fetchone()[0],
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0],
+def _is_ours(connection: sqlite3.Connection, path: str) -> bool:
+    """Whether the file is a journal of this schema version; False for a new file. Raises `JournalError` for others."""
+    application, version, tables = (
+        connection.execute(query).fetchone()[0]
+        for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
     )
+    if not (application or version or tables):
+        return False
+    if application != _APPLICATION_ID:
+        raise JournalError(f"{path} is no journal of qreward but a database of another program; name another file")
+    if version != SCHEMA_VERSION:
+        raise JournalError(
+            f"the journal {path} has schema version {version}, and this version of qreward-plugins uses version "
+            f"{SCHEMA_VERSION}; move the file away, or choose another path for engine.journal"
+        )
+    return True
 
 
 def explained(error: Exception, path: str) -> str:

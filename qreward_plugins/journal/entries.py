@@ -53,16 +53,12 @@ COLUMNS = (
     ("completion_tokens", "INTEGER NOT NULL"),
     ("latency_s", "REAL NOT NULL"),
     ("cost_usd", "REAL NOT NULL"),
-    # Added in schema version 2; NULL in older rows.
     ("raw_score", "REAL"),
     ("raw_components", "TEXT"),
     ("service_s", "REAL"),
-    # Added in schema version 3; NULL in older rows.
     ("weight_version", "TEXT"),
-    # Added in schema version 4; NULL in older rows.
     ("cached_tokens", "INTEGER"),
     ("thinking_tokens", "INTEGER"),
-    # Added in schema version 5; NULL in older rows.
     ("run_id", "TEXT"),
 )
 """Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` is the
@@ -71,14 +67,6 @@ time from the sample to its outcome, waiting included; `service_s` is the time o
 is the version of the weights that judged; "" for those of the configuration, and for sources without versions.
 `cached_tokens` are the part of `prompt_tokens` that the server read from its cache, `thinking_tokens` the part of
 `completion_tokens` that the model spent on thoughts; 0 if the server did not say. `run_id` is the training job."""
-
-ADDED_IN = {
-    2: ("raw_score", "raw_components", "service_s"),
-    3: ("weight_version",),
-    4: ("cached_tokens", "thinking_tokens"),
-    5: ("run_id",),
-}
-"""The columns that each schema version added."""
 
 VERDICT_COLUMNS = (
     "score",

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
-import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +29,6 @@ _log = logging.getLogger("qreward_plugins.journal")
 
 ROOM: Final = 4096
 """Number of unwritten entries above which `put` waits, while the file can be written."""
-
-READ_AGAIN_AFTER_S: Final = 5.0
-"""Seconds without look-ups after a failed read."""
 
 _SELECT: Final = (
     f"SELECT {', '.join(entries.VERDICT_COLUMNS)} FROM outcomes "
@@ -74,7 +69,6 @@ class Journal:
             self._reading.close()
             raise
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-journal-reader")
-        self._unreadable_until = -math.inf
         self._read_logged = False
         self._writer = Writer(self.path, writing, on_last=self._close_reading)
 
@@ -93,10 +87,6 @@ class Journal:
         unwritten = self._writer.verdict(keys)
         if unwritten is not None:
             return unwritten
-        if time.monotonic() < self._unreadable_until:
-            # Otherwise every look-up of a batch would wait for the same lock, one after another.
-            self.read_errors += 1
-            return None
         try:
             reading = self._reader.submit(self._read, keys)
         except RuntimeError:
@@ -178,8 +168,6 @@ class Journal:
             return entries.verdict(rows[0]) if rows else None
         except Exception as error:
             self.read_errors += 1
-            if isinstance(error, sqlite3.OperationalError):
-                self._unreadable_until = time.monotonic() + READ_AGAIN_AFTER_S
             if not self._read_logged:
                 self._read_logged = True
                 _log.error("%s; samples are judged again", explained(error, self.path))

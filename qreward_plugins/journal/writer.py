@@ -45,8 +45,6 @@ CLOSE_WITHIN_S: Final = 15.0
 _ROW_CHARS: Final = 500
 """Assumed size of a row without its texts, in characters."""
 
-_CACHED: Final = [name for name, _ in entries.COLUMNS].index("cached")
-
 _FAULTS_OF_A_ROW: Final = (
     sqlite3.ProgrammingError,
     sqlite3.InterfaceError,
@@ -233,7 +231,7 @@ class Writer:
         self._unwritten_verdicts = {}
 
     def _commit_kept(self) -> None:
-        """Try to write the kept entries. Those that cannot be written now stay kept, if they were paid for."""
+        """Try to write the kept entries. Those that cannot be written now stay kept."""
         why = None
         while self._kept and why is None:
             rows = self._kept[:COMMIT_MOST]
@@ -241,9 +239,6 @@ class Writer:
             if why is None:
                 del self._kept[: len(rows)]
                 self._let_go(rows)
-        if why is not None:
-            self._leave_out_cached(why)
-            why = why if self._kept else None
         with self._changed:
             recovered, self._failing = self._failing and why is None, why
             if why is None:
@@ -257,14 +252,6 @@ class Writer:
         elif recovered:
             self._logged.discard("write")
             _log.warning("the journal %s can be written again; all kept outcomes are recorded", self._path)
-
-    def _leave_out_cached(self, why: str) -> None:
-        """Drop the kept rows of answers that are used again: they are in the file already, so nothing is lost."""
-        cached = [row for row in self._kept if row[_CACHED]]
-        if cached:
-            self._kept = [row for row in self._kept if not row[_CACHED]]
-            self._let_go(cached)
-            self._say_once("cached", f"{why}; it gets no rows of answers that are used again until it can be written")
 
     def _commit_before_closing(self) -> None:
         """Retry for up to `CLOSE_WITHIN_S`, then count the remaining entries as lost."""

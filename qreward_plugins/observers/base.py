@@ -4,17 +4,13 @@ An observer is a callable that takes an event. The engine calls it in the thread
 events, and waits for it. So an observer must return at once, and do slow work in a thread of its own. Engines in
 several threads may call a shared observer at the same time.
 
-An observer never changes an outcome. It is cut off if it raises, or if it blocks the event loop for more than
-`BUDGET_S` seconds at once, or for more than the share `SHARE` of the time in the long run. Then it gets no more events,
-and one warning names it.
+An observer never changes an outcome. If it raises, it gets no more events, and one warning names it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
-import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
@@ -24,11 +20,6 @@ from ..secrets import described_error, one_line
 from .events import EngineClosed, Event, SourceStateChanged, capped
 
 _log = logging.getLogger("qreward_plugins.observers")
-
-BUDGET_S = 0.25
-"""Most seconds of the event loop that an observer may take at once: its budget when full."""
-SHARE = 0.05
-"""Seconds by which the budget of an observer refills in each second."""
 
 _NAME_CHARS = 120
 _MESSAGE_CHARS = 200
@@ -54,7 +45,7 @@ class Observers:
     """Sends events to the observers of an engine.
 
     `ours` are observers of this package: they are quick, do not raise, get outcomes unshortened, and name the events
-    that they read. `theirs` are the user's, with their names; their time is limited.
+    that they read. `theirs` are the user's, with their names.
     """
 
     def __init__(self, ours: Iterable[Reader] = (), theirs: Iterable[Named] = ()) -> None:
@@ -62,7 +53,7 @@ class Observers:
         for reader in ours:
             for kind, read in reader.reads().items():
                 self._readers.setdefault(kind, []).append(read)
-        self._theirs = [_Watched(name, observer) for name, observer in theirs]
+        self._theirs = list(theirs)
         self._states: dict[str, str] = {}
 
     @property
@@ -98,49 +89,29 @@ class Observers:
     def _send(self, event: Event) -> None:
         shortened = capped(event)
         for each in tuple(self._theirs):
-            problem = each.problem_with(shortened)
+            name, observer = each
+            problem = _problem_with(observer, shortened)
             if problem and each in self._theirs:
                 self._theirs.remove(each)
-                _log.warning("observer %s %s; it gets no more events, and scoring goes on", each.name, problem)
+                _log.warning("observer %s %s; it gets no more events, and scoring goes on", name, problem)
 
 
-class _Watched:
-    """An observer of the user, and what is left of its time budget."""
-
-    def __init__(self, name: str, observer: Observer) -> None:
-        self.name = name
-        self._observer = observer
-        self._left_s = BUDGET_S
-        self._ended_at = math.inf
-
-    def problem_with(self, event: Event) -> str:
-        """Send it an event; return why it must be cut off, else ""."""
-        clock = asyncio.get_running_loop().time
-        began_at = clock()
-        try:
-            returned = self._observer(event)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            # A CancelledError or SystemExit would end the scheduler's step as well.
-            problem = _described(error)
-            # The observer may keep the error, and its frames refer to the scheduler's jobs.
-            error.__traceback__ = None
-            return f"raised {problem}"
-        if returned is not None and inspect.iscoroutine(returned):
-            returned.close()
-            return "returned a coroutine: an observer is a plain function"
-        ended_at = clock()
-        # The clock of another event loop may start at another time.
-        self._left_s = min(BUDGET_S, self._left_s + SHARE * max(0.0, began_at - self._ended_at))
-        self._left_s -= ended_at - began_at
-        self._ended_at = ended_at
-        if self._left_s >= 0:
-            return ""
-        return (
-            f"blocked the event loop: its last call took {ended_at - began_at:.3g} s; allowed are {BUDGET_S:g} s at "
-            f"once and {SHARE:.0%} of the time in the long run"
-        )
+def _problem_with(observer: Observer, event: Event) -> str:
+    """Send an observer an event; return why it must be cut off, else ""."""
+    try:
+        returned = observer(event)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # A CancelledError or SystemExit would end the scheduler's step as well.
+        problem = _described(error)
+        # The observer may keep the error, and its frames refer to the scheduler's jobs.
+        error.__traceback__ = None
+        return f"raised {problem}"
+    if inspect.iscoroutine(returned):
+        returned.close()
+        return "returned a coroutine: an observer is a plain function"
+    return ""
 
 
 def with_names(observers: Iterable[Observer] | Observer) -> list[Named]:

@@ -7,9 +7,7 @@ have ten thousand bars.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
-from bisect import bisect_right
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +35,6 @@ _MEANINGS: dict[Colour, str] = {
     "cancelled": "cancelled, another was quicker",
 }
 _INK, _FAINT, _BAND = "#22303c", "#8a97a3", "#f1f4f7"
-_STRIP = 0.09
-"""Height of the strip below a band that shows how full the window is, as a part of the band."""
-_EVERY = 600
-"""Steps of that strip."""
 
 
 def check_picture(path: Path) -> None:
@@ -105,7 +99,6 @@ def _draw_band(axis: Axes, timeline: Timeline, name: str, bars: list[Bar], place
                 axis.axvspan(number * window_s, (number + 1) * window_s, color=_BAND, zorder=0, linewidth=0)
             if number:
                 axis.axvline(number * window_s, color=_FAINT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-        _draw_fill(axis, timeline, name, bars, deep)
     gap = 0.12 if deep <= 80 else 0.0
     for colour in COLOURS:
         boxes = [
@@ -117,33 +110,10 @@ def _draw_band(axis: Axes, timeline: Timeline, name: str, bars: list[Bar], place
             edges: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.35} if deep <= 80 else {"linewidths": 0}
             zorder = 2.0 if colour == "first" else 2.5
             axis.add_collection(PolyCollection(boxes, facecolors=_PALETTE[colour], zorder=zorder, **edges))
-    strip = _STRIP * deep if window_s is not None else 0.0
-    axis.set_ylim(-1.6 * strip, deep + 0.02 * deep)
+    axis.set_ylim(0, deep + 0.02 * deep)
     axis.set_yticks([deep], [f"{deep:,}"])
     vain = sum(bar.end != "answered" for bar in bars)
     _dress(axis, name, f"{len(bars):,} requests" + (f"\n{vain:,} in vain" if vain else ""))
-
-
-def _draw_fill(axis: Axes, timeline: Timeline, name: str, bars: list[Bar], deep: int) -> None:
-    """Draw the used share of the source's window, from white to red."""
-    window_s = timeline.windows_s[name]
-    starts = [bar.start_s for bar in bars]
-    moments = [timeline.makespan_s * (number + 0.5) / _EVERY for number in range(_EVERY)]
-    spans = [(bisect_right(starts, at - window_s), bisect_right(starts, at)) for at in moments]
-    spent = list(itertools.accumulate((bar.tokens for bar in bars), initial=0))
-    requests, tokens = timeline.requests_per_window.get(name, math.inf), timeline.tokens_per_window.get(name, math.inf)
-    fill = [max((last - first) / requests, (spent[last] - spent[first]) / tokens) for first, last in spans]
-    top = -0.4 * _STRIP * deep
-    axis.imshow(
-        [fill],
-        extent=(0.0, timeline.makespan_s, top - _STRIP * deep, top),
-        aspect="auto",
-        cmap="Reds",
-        vmin=0.0,
-        vmax=1.25,
-        interpolation="nearest",
-        zorder=2,
-    )
 
 
 def _draw_end(axis: Axes, timeline: Timeline, *, label: bool) -> None:
@@ -184,8 +154,6 @@ def _caption(figure: Figure, timeline: Timeline, title: str, subtitle: str) -> N
     figure.text(0.15, 1 - 0.62 / height_in, subtitle, fontsize=10, color=_FAINT)
     there = {bar.colour for bar in timeline.bars}
     keys = [Patch(color=_PALETTE[colour], label=_MEANINGS[colour]) for colour in COLOURS if colour in there]
-    if timeline.windows_s:
-        keys.append(Patch(color="#ef6548", label="how full the window is"))
     figure.legend(
         handles=keys, loc="lower left", bbox_to_anchor=(0.14, 0.0), ncols=len(keys), frameon=False, fontsize=9
     )

@@ -12,7 +12,7 @@ from ..config import Config, load_config, sources_of
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError
 from ..observers.waits import percentile
-from .advice import Advice, advice_of
+from .advice import Advice, advice_of, variations
 from .assumptions import Assumptions
 from .bottleneck import Bottleneck, Wait, bottleneck_of, waits_of
 from .lengths import Lengths
@@ -20,7 +20,6 @@ from .rehearsal import Rehearsal, Run
 from .runner import Runner
 from .setting import Setting, set_up
 from .timeline import Timeline
-from .variations import variations
 
 FEWEST_SEEDS = 2
 SAMPLES_A_CHANGE = 4096

@@ -2,8 +2,7 @@
 
 A plan needs the duration of an average request without waiting. So it uses `service_s`, the time of the answered
 attempt. `latency_s` starts at the submission of the sample, and includes waiting, retries and other attempts.
-Stragglers are left out of the mean, because the plan adds its own. Journals of schema version 1 have token counts but
-no service times.
+Stragglers are left out of the mean, because the plan adds its own.
 
 A plan neither creates nor changes a journal.
 """
@@ -31,7 +30,7 @@ _QUARTILES_SIGMAS = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
 
 _SELECT = (
-    "SELECT source, {service_s}, attempts, prompt_tokens, completion_tokens FROM outcomes "
+    "SELECT source, service_s, attempts, prompt_tokens, completion_tokens FROM outcomes "
     "WHERE outcome = 'scored' AND cached = 0 ORDER BY id DESC LIMIT ?"
 )
 
@@ -69,9 +68,7 @@ def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
         return {}
     found: dict[str, list[_Row]] = {name: [] for name in names}
     with reading(path) as connection:
-        columns = {row[1] for row in connection.execute("PRAGMA table_info(outcomes)")}
-        select = _SELECT.format(service_s="service_s" if "service_s" in columns else "NULL")
-        for source, *row in connection.execute(select, (LATEST,)):
+        for source, *row in connection.execute(_SELECT, (LATEST,)):
             if source in found:
                 found[source].append(_Row(*row))
     recorded = {name: _recorded(rows) for name, rows in found.items()}

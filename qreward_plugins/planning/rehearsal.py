@@ -251,8 +251,6 @@ class Rehearsal:
             samples=self.rollouts.count,
             seed=seed,
             windows_s={name: server.window_s for name, server in servers.items() if requests[name] or tokens[name]},
-            requests_per_window={name: float(limit) for name, limit in requests.items() if limit},
-            tokens_per_window={name: float(limit) for name, limit in tokens.items() if limit},
         )
 
 

@@ -37,9 +37,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of `makespan_s` seconds. `windows_s` has the window length of each source with limits; the limits per
-    window are in `requests_per_window` and `tokens_per_window`.
-    """
+    """One step of `makespan_s` seconds. `windows_s` has the window length of each source with limits."""
 
     sources: tuple[str, ...]
     bars: tuple[Bar, ...]
@@ -47,8 +45,6 @@ class Timeline:
     samples: int
     seed: int
     windows_s: Mapping[str, float]
-    requests_per_window: Mapping[str, float]
-    tokens_per_window: Mapping[str, float]
 
     def of(self, source: str) -> list[Bar]:
         """Return the bars of one source, sorted by start."""

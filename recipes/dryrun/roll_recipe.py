@@ -135,7 +135,7 @@ def _judged(rewards: dict[str, Any]) -> dict[str, Any]:
     """The domains whose workers are `QRewardWorker`s or of a subclass."""
     named = {domain: worker for domain, worker in rewards.items() if str(worker.worker_cls).startswith("roll_adapter")}
     try:
-        from roll_adapter.settings import is_ours
+        from roll_adapter.worker import is_ours
 
         return {domain: worker for domain, worker in rewards.items() if domain in named or is_ours(worker)}
     except ImportError:
@@ -151,7 +151,7 @@ def _settings_of(judged: dict[str, Any], rpc_timeout_s: float) -> tuple[dict[str
     lines: list[Line] = []
     for domain, worker in judged.items():
         try:
-            settings[domain] = load_settings(worker, domain=domain, rpc_timeout_s=rpc_timeout_s, warn=False)
+            settings[domain] = load_settings(worker, domain=domain, rpc_timeout_s=rpc_timeout_s)
         except ConfigurationError as error:
             file = _file_of(worker)
             remedy = f"then: qreward check {file}" if file else ""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import traceback
-import weakref
 
 import pytest
 
@@ -29,23 +27,6 @@ def test_a_function_that_cancels_itself_is_not_retried_unless_that_is_named():
 
     assert run(main()) == 1
     assert run(main(retry_on=BaseException)) == 4
-
-
-def test_a_predicate_is_asked_about_exceptions_only():
-    attempts = []
-
-    @accelerate(retries=3, interval_s=0, retry_on=lambda error: True)
-    async def interrupted():
-        attempts.append(1)
-        raise KeyboardInterrupt
-
-    async def main():
-        try:
-            await interrupted()
-        except KeyboardInterrupt:
-            return len(attempts)
-
-    assert run(main()) == 1
 
 
 def test_an_error_tells_that_the_predicate_raised():
@@ -94,45 +75,6 @@ def test_a_default_stands_in_for_an_engine_error_of_the_function_but_not_for_our
     run(main())
 
 
-def test_a_default_that_raises_keeps_the_error_of_the_call():
-    @accelerate(default=lambda error: 1 / 0)
-    async def fails():
-        raise ValueError("first")
-
-    async def main():
-        with pytest.raises(ZeroDivisionError) as raised:
-            await fails()
-        assert repr(raised.value.__context__) == "ValueError('first')"
-
-    run(main())
-
-
-def test_a_failed_call_frees_its_arguments_at_once_and_its_traceback_ends_in_the_function():
-    class Argument:
-        pass
-
-    @accelerate(retries=1, interval_s=0)
-    async def fails(argument):
-        raise ValueError
-
-    async def main():
-        argument = Argument()
-        freed = weakref.ref(argument)
-        with pytest.raises(ValueError) as raised:  # noqa: PT011
-            await fails(argument)
-        names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-        del raised, argument
-        await asyncio.sleep(0.1)
-        return freed() is None, names[-2:]
-
-    gc.collect()
-    gc.disable()
-    try:
-        assert run(main()) == (True, ["_value", "fails"])
-    finally:
-        gc.enable()
-
-
 def test_a_loop_that_is_closed_during_a_call_gets_no_further_step(caplog):
     @accelerate
     async def waits():
@@ -147,19 +89,6 @@ def test_a_loop_that_is_closed_during_a_call_gets_no_further_step(caplog):
     del call, task
     gc.collect()
     assert not [record for record in caplog.records if "bug" in record.getMessage()]
-
-
-def test_attributes_of_a_callable_object_do_not_hide_the_methods():
-    class Client:
-        def __init__(self):
-            self.stream, self.map, self.model = True, {}, "small"
-
-        async def __call__(self, x):
-            return x
-
-    function = accelerate(Client())
-    assert run(function.map([1, 2])) == [1, 2]
-    assert function.model == "small"
 
 
 def test_a_bound_method_has_its_own_signature_and_can_be_retuned():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 
 import pytest
 
@@ -14,22 +13,6 @@ from qreward_plugins.simulation import run
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def test_a_key_whose_calls_waited_long_is_not_forgotten_within_its_window():
-    starts = {}
-
-    @accelerate(rate="1/min", window="sliding", key=lambda key: key, idle_s=1)
-    async def grade(key):
-        starts.setdefault(key, []).append(now())
-
-    async def main():
-        await asyncio.gather(*(grade("a") for _ in range(10)))
-        await grade("b")
-        await grade("a")
-
-    run(main())
-    assert min(later - sooner for sooner, later in zip(starts["a"], starts["a"][1:], strict=False)) >= 60
 
 
 def test_a_key_is_not_forgotten_while_it_is_paused_or_its_circuit_is_open():
@@ -58,38 +41,6 @@ def test_a_key_is_not_forgotten_while_it_is_paused_or_its_circuit_is_open():
             await grade("failing")
 
     run(main())
-
-
-def test_keys_that_failed_are_forgotten_once_their_circuits_have_recovered(caplog):
-    caplog.set_level(logging.ERROR)
-
-    @accelerate(key=lambda key: key, idle_s=1, breaker=1, recovery_s=1)
-    async def grade(key):
-        raise ValueError
-
-    async def main():
-        for key in range(50):
-            with pytest.raises(ValueError):  # noqa: PT011
-                await grade(key)
-            await asyncio.sleep(2)
-        return grade.statistics().keys
-
-    assert run(main()) < 3
-
-
-def test_the_calls_of_all_keys_have_different_numbers():
-    numbers = []
-
-    @accelerate(key=lambda key: key, observers=[lambda event: numbers.append(getattr(event, "call", None))])
-    async def grade(key):
-        pass
-
-    async def main():
-        await grade("a")
-        await grade("b")
-
-    run(main())
-    assert sorted({number for number in numbers if number is not None}) == [0, 1]
 
 
 def test_a_call_never_sees_the_context_variables_of_another_caller():
@@ -128,42 +79,3 @@ def test_a_hedge_that_failed_is_replaced_as_long_as_attempts_are_left(options, s
 
     assert run(grade()) == 3
     assert began == starts
-
-
-def test_a_hedge_that_failed_is_not_replaced_beyond_the_retries():
-    began = []
-
-    @accelerate(hedge=1.0, retries=2, interval_s=0)
-    async def grade():
-        began.append(now())
-        if len(began) > 1:
-            raise ConnectionError
-        await asyncio.sleep(100)
-
-    run(grade())
-    assert len(began) == 1 + 2 + 1
-
-
-def test_map_wakes_once_whatever_its_length():
-    @accelerate(concurrency=8)
-    async def grade(x):
-        await asyncio.sleep(x % 5)
-        return x
-
-    async def main():
-        waits = 0
-        real = asyncio.wait
-
-        async def counted(*args, **kwargs):
-            nonlocal waits
-            waits += 1
-            return await real(*args, **kwargs)
-
-        asyncio.wait = counted
-        try:
-            assert await grade.map(range(200)) == list(range(200))
-        finally:
-            asyncio.wait = real
-        return waits
-
-    assert run(main()) < 5

@@ -10,7 +10,6 @@ import pytest
 
 from qreward_plugins import accelerate
 from qreward_plugins.acceleration import calls
-from qreward_plugins.acceleration.keyed_calls import shared_name
 from qreward_plugins.sharing import ray_keeper
 from qreward_plugins.simulation import run
 
@@ -99,15 +98,6 @@ class Colour(enum.Enum):
 class Account:
     name: str
     models: frozenset[str]
-
-
-def test_equal_keys_have_the_same_name_and_others_do_not():
-    assert shared_name(1) == shared_name(True) == shared_name(1.0)
-    assert shared_name(float("inf")) == "number inf"
-    different = [None, "None", 1, "1", 1.5, b"1", (1,), (1, 2), ("1", 2), (("1",), 2), frozenset({1}), Colour.RED]
-    assert len({shared_name(key) for key in different}) == len(different)
-    models = [f"model {number}" for number in range(20)]
-    assert shared_name(Account("a", frozenset(models))) == shared_name(Account("a", frozenset(reversed(models))))
 
 
 def test_a_function_is_one_worker_in_all_its_event_loops(process):

@@ -163,18 +163,6 @@ def test_pickling_by_name_by_value_and_of_bound_methods(functions):
     assert again._options.retries == 2
 
 
-def test_a_forked_child_has_calls_of_its_own(functions):
-    assert functions.Grader(1).grade(1) == 2
-    assert asyncio.run(functions.double(1)) == 2
-    pid = os.fork()
-    if pid == 0:
-        try:
-            fine = functions.Grader(1).grade(2) == 3 and asyncio.run(functions.double(2)) == 4
-        finally:
-            os._exit(0 if fine else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
 def test_the_interpreter_ends_quietly_without_closing():
     program = """
 import asyncio

@@ -9,7 +9,6 @@ import pytest
 from qreward_plugins import ConfigurationError, accelerate
 from qreward_plugins.acceleration import Options
 from qreward_plugins.acceleration.options import OF_THE_FUNCTION, RETUNABLE, GivenOptions
-from qreward_plugins.config import EngineConfig
 
 
 async def grade(x):
@@ -119,11 +118,6 @@ def test_type_checkers_know_all_options():
     assert names == set(GivenOptions.__annotations__)
     assert names >= OF_THE_FUNCTION
     assert RETUNABLE <= OF_THE_FUNCTION
-
-
-@pytest.mark.parametrize("word", ["high", "normal", "low"])
-def test_a_priority_has_the_same_number_as_in_a_configuration(word):
-    assert Options(priority=word).number == EngineConfig(priority={"train": word}).priority.train
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.cli.journal import show_journal
-from qreward_plugins.cli.journal_reports import read_rows, slowest, sources_of, steps_of
+from qreward_plugins.cli.journal_reports import read_rows, steps_of
 from qreward_plugins.journal import Journal
 from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.samples.spent import Spent
@@ -123,24 +123,6 @@ def test_looking_changes_nothing_and_works_while_a_run_writes(run_cli, journal):
     finally:
         writer.close()
     assert sorted(path.name for path in journal.parent.iterdir()) == before
-
-
-def test_journals_of_version_1_have_no_service_times(journal):
-    with sqlite3.connect(journal) as connection:
-        for column in ("raw_score", "raw_components", "service_s", "weight_version", "run_id"):
-            connection.execute(f"ALTER TABLE outcomes DROP COLUMN {column}")
-    connection.close()
-    rows = read_rows(str(journal))
-    assert len(rows) == 15
-    assert {row.waited_s for row in rows} == {None}
-    assert [(one.source, one.rows, one.median_s) for one in sources_of(rows)] == [("a", 15, None)]
-    assert [(one.label, one.rows, one.failed) for one in steps_of(rows)] == [
-        ("0 val", 2, 0),
-        ("1", 4, 0),
-        ("2", 4, 0),
-        ("3", 5, 1),
-    ]
-    assert slowest(rows, 1)[0].latency_s == max(row.latency_s for row in rows)
 
 
 def changed(journal, statement, *values):

@@ -333,14 +333,6 @@ def test_a_source_of_somebody_else_is_taken_to_send_everything() -> None:
     assert key(SAMPLE, rules) is None
 
 
-def test_a_request_that_cannot_be_written_has_no_key() -> None:
-    def refuse(request: Any) -> object:
-        raise PermanentError("no")
-
-    source: Any = SimpleNamespace(name="a", model="m", question=refuse)
-    assert question_keys(ASKED["llm"].judges[0].call(SAMPLE), {"a": source}) == {}
-
-
 def test_what_a_loader_binds_to_a_function_is_in_its_key() -> None:
     node = tree(FUNCTION).sources["a"]
 

@@ -72,19 +72,6 @@ def test_a_job_of_ray_is_a_run_and_the_first_job_of_another_cluster_is_another(m
     assert len(set(found)) == 3
 
 
-def test_older_versions_of_ray_have_their_session_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = SimpleNamespace(worker=SimpleNamespace(node=SimpleNamespace(session_name="a")), get_job_id=lambda: "01")
-    with job(monkeypatch, older):
-        found = current_run()
-    with job(monkeypatch, worker("a", "01")):
-        assert current_run() == found
-
-
-def test_a_client_of_a_remote_cluster_is_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    with job(monkeypatch, SimpleNamespace(get_job_id=lambda: "01")):
-        assert current_run() != current_run()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 def test_workers_of_one_launcher_are_a_run_until_it_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(launched())) == 2

@@ -11,7 +11,6 @@ import pytest
 from qreward_plugins import (
     AttemptEnded,
     AttemptStarted,
-    BatchEnded,
     CallEnded,
     EngineClosed,
     LateVerdict,
@@ -24,7 +23,6 @@ from qreward_plugins import (
 )
 from qreward_plugins.errors import PermanentError, Throttled
 from qreward_plugins.observers import events
-from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.simulation import run
 
 from ..kit import make_sample
@@ -174,28 +172,6 @@ def test_closing_is_the_last_event_and_comes_once(make_engine, recorder):
     assert len(recorder.of(AttemptEnded)) == len(recorder.of(SampleEnded)) == 1
 
 
-def test_an_engine_that_was_never_used_tells_that_it_closed(make_engine, recorder):
-    async def main():
-        await make_engine([recorder]).aclose()
-
-    run(main())
-    assert recorder.kinds == ["EngineClosed"]
-
-
-def test_the_same_seed_tells_the_same_events(make_engine):
-    def play():
-        told, rng = [], random.Random(3)
-        engine = make_engine(
-            [told.append],
-            a=lambda number, request, now: TransientError("reset") if rng.random() < 0.2 else rng.random(),
-            b=lambda number, request, now: rng.random(),
-        )
-        scored(engine, [make_sample(number) for number in range(50)])
-        return told
-
-    assert play() == play()
-
-
 def test_texts_of_others_are_cut(make_engine, recorder):
     engine = make_engine([recorder], a=lambda number, request, now: PermanentError("x" * 50_000))
     long = make_sample(id="i" * 5_000, data_source="d" * 5_000)
@@ -207,23 +183,3 @@ def test_texts_of_others_are_cut(make_engine, recorder):
     (ended,) = recorder.of(SampleEnded)
     assert len(ended.outcome.detail) == events.DETAIL_CHARS
     assert (len(ended.sample_id), len(ended.data_source)) == (events.NAME_CHARS, events.NAME_CHARS)
-
-
-def test_a_verdict_is_told_without_what_the_function_returned():
-    made_up = {f"{number}" + "c" * 500: 1.0 for number in range(5_000)}
-    failed = Failed(Cause.POLICY, "empty", "d" * 5_000)
-    verdict = Verdict(1.0, made_up, "r" * 50_000, failure=failed, basis="floor", returned={"response": "private"})
-    event = events.SampleEnded(0.0, "", "", Scored(verdict))
-    told = events.capped(event).outcome.verdict
-    assert (len(told.rationale), len(told.components)) == (events.RATIONALE_CHARS, events.MOST_COMPONENTS)
-    assert max(map(len, told.components)) <= events.NAME_CHARS
-    assert told.returned is None
-    assert len(told.failure.detail) == events.DETAIL_CHARS
-    small = events.SampleEnded(0.0, "", "", Scored(Verdict(1.0, {"a": 1.0}, "short")))
-    assert events.capped(small) is small
-
-
-def test_one_batch_is_one_report(make_engine, recorder):
-    scored(make_engine([recorder]), [make_sample(number) for number in range(20)])
-    (ended,) = recorder.of(BatchEnded)
-    assert (ended.report.samples, ended.report.scored) == (20, 20)

@@ -90,23 +90,11 @@ def problems(tree):
     return {mistake.path: str(mistake) for mistake in caught.value.mistakes}
 
 
-def test_a_factory_is_called_and_what_it_returns_is_told(tree, module):
-    assert told_of({**tree, "observers": ["watchers:make", "watchers:Kept"]}) == ["EngineClosed", "EngineClosed"]
-
-
-def test_one_factory_needs_no_list(tree, module):
-    assert told_of({**tree, "observers": "watchers:make"}) == ["EngineClosed"]
-
-
-def test_a_package_may_register_one(tree, package):
-    assert told_of({**tree, "observers": ["board"]}) == ["EngineClosed"]
-
-
-def test_a_factory_may_stand_in_a_file(tree, tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(MODULE)
-    load_config({**tree, "observers": [f"{path}:make"]})
-    RewardEngine({**tree, "observers": [f"{path}:make"]})
+def test_a_factory_is_called_and_what_it_returns_is_told(tree, package, tmp_path):
+    (tmp_path / "own.py").write_text(MODULE.replace("told = []", "from watchers import told"))
+    named = ["watchers:make", "watchers:Kept", "board", f"{tmp_path / 'own.py'}:make"]
+    assert told_of({**tree, "observers": named}) == ["EngineClosed"] * 4
+    assert told_of({**tree, "observers": "watchers:make"}) == ["EngineClosed"] * 5, "one needs no list"
 
 
 def test_every_mistake_is_told_with_its_place(tree, module):

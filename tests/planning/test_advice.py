@@ -24,32 +24,6 @@ def test_requests_that_are_spent_are_what_to_ask_for(tree, exact_plan):
     assert not any(" on b" in change or "concurrency" in change or "idle" in change for change in changes(found))
 
 
-def test_places_that_are_taken_are_what_to_ask_for(tree, exact_plan):
-    config = tree(a={"requests_per_minute": 6000, "concurrency": 8})
-    found = exact_plan(config, 96, latency_s={"a": 3.0}, advise=True)
-    by_change = {advice.change: advice for advice in found.advice}
-    assert set(by_change) == {"+8 concurrency on a", "another source like a"}
-    assert by_change["+8 concurrency on a"].step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)
-
-
-def test_places_of_replicas_are_raised_by_more_replicas(tree, exact_plan):
-    config = tree(own={"concurrency": 8})
-    config["sources"]["own"]["base_url"] = ["http://one.test/v1", "http://two.test/v1"]
-    found = exact_plan(config, 96, latency_s={"own": 3.0}, advise=True)
-    by_change = {advice.change: advice for advice in found.advice}
-    assert set(by_change) == {"2 -> 4 replicas of own", "another source like own"}
-    best = by_change["2 -> 4 replicas of own"]
-    assert best.step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)
-
-
-def test_a_rate_that_replicas_share_is_not_raised_by_more_of_them(tree, exact_plan):
-    config = tree(own={"requests_per_minute": 60, "concurrency": 64})
-    config["sources"]["own"]["base_url"] = ["http://one.test/v1", "http://two.test/v1"]
-    found = exact_plan(config, 150, advise=True)
-    assert "+60 rpm on own" in changes(found)
-    assert not any("replicas" in change for change in changes(found))
-
-
 def test_workers_are_the_places_of_a_function(tree, exact_plan):
     config = {
         "sources": {"f": {"kind": "function", "function": "math:isclose", "workers": 4}},
@@ -58,33 +32,6 @@ def test_workers_are_the_places_of_a_function(tree, exact_plan):
     found = exact_plan(config, 64, advise=True)
     assert changes(found) == ["8 workers for f"]
     assert found.bottleneck.describes == "the places of f (its workers)"
-
-
-def test_a_source_that_only_costs_is_better_dropped(tree, exact_plan):
-    """Either source could do all of it at once."""
-    prices = {"dear": {"per_request": 0.01}, "cheap": {"per_request": 0.001}}
-    found = exact_plan(tree(prices, cheap={"concurrency": 64}, dear={"concurrency": 64}), 40, advise=True)
-    by_change = {advice.change: advice for advice in found.advice}
-    dropped = by_change["without dear"]
-    assert (dropped.kind, dropped.cost_usd) == ("drop", pytest.approx(0.04))
-    assert dropped.saved_s == pytest.approx(0, abs=0.02)
-    assert dropped.saved_usd == pytest.approx(found.cost_usd.p50 - 0.04)
-    assert "without cheap" not in by_change
-
-
-def test_a_source_that_is_needed_is_not_dropped_to_save_money(tree, exact_plan):
-    prices = {"dear": {"per_request": 0.01}, "cheap": {"per_request": 0.001}}
-    found = exact_plan(tree(prices, cheap={"concurrency": 8}, dear={"concurrency": 8}), 64, advise=True)
-    assert found.advice
-    assert "without dear" not in changes(found)
-
-
-def test_of_equal_sources_all_are_to_be_raised(tree, exact_plan):
-    config = tree(**{name: {"concurrency": 2} for name in "abcdefgh"})
-    found = exact_plan(config, 160, advise=True)
-    best = found.advice[0]
-    assert best.change == "twice the concurrency on a, b, c, d, e, f, g and h"
-    assert best.step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)
 
 
 def test_what_saves_only_money_is_told_after_what_saves_time(tree, exact_plan):
@@ -96,13 +43,6 @@ def test_what_saves_only_money_is_told_after_what_saves_time(tree, exact_plan):
     assert shorter.saved_s == pytest.approx(0, abs=0.1)
     assert shorter.saved_usd > 0.3 * shorter.now_usd
     assert [advice.saved_s for advice in found.advice] == sorted((a.saved_s for a in found.advice), reverse=True)
-
-
-def test_settings_that_slow_a_step_down_are_told(tree, exact_plan):
-    config = tree(a={"concurrency": 8}, b={"concurrency": 8})
-    config["engine"] = {"scheduling": {"hedge": False}}
-    found = exact_plan(config, 64, assumed={"straggler_share": 0.05}, advise=True, seeds=2)
-    assert "engine.scheduling.hedge: true" in changes(found)
 
 
 def test_a_step_that_is_one_request_long_needs_no_advice(tree, exact_plan):

@@ -12,7 +12,6 @@ from qreward_plugins.config import load_config
 from qreward_plugins.planning import Assumptions, RequestTime, parse_latency
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.testing import JudgeServer, Latency
 
 TIME = RequestTime(0.02, 0.001)
 QUESTION = [{"role": "user", "content": "?"}]
@@ -86,11 +85,6 @@ def test_a_request_counts_once_against_requests_per_minute(exact_plan):
     assert found.step_s.p50 < 61
 
 
-def test_half_of_a_plain_latency_is_assumed_to_be_shared(exact_plan):
-    found = exact_plan(tree({"max_size": 32}, concurrency=1), 320, latency_s={"rm": 1.0})
-    assert found.step_s.p50 == pytest.approx(10 * (0.5 + 32 * 0.5), rel=0.1)
-
-
 def test_the_advice_says_what_batches_would_save(exact_plan):
     found = exact_plan(tree(), 512, latency_s={"rm": TIME}, advise=True)
     by_change = {advice.change: advice for advice in found.advice}
@@ -112,17 +106,6 @@ def test_batches_are_advised_only_where_they_are_known_to_help(exact_plan, confi
     assert not any("batch" in advice.change for advice in found.advice)
 
 
-def test_batches_are_not_advised_to_a_protocol_that_takes_one_prompt(exact_plan):
-    source = {"kind": "reward_model", "base_url": "http://planned.invalid", "model": "rm", "protocol": "vllm_rerank"}
-    config = {
-        "sources": {"rm": source | {"limits": {"concurrency": 2}}},
-        "judges": {"j": {"kind": "reward_model"}},
-    }
-    found = exact_plan(config, 64, latency_s={"rm": TIME}, advise=True)
-    assert found.advice
-    assert not any("batch" in advice.change for advice in found.advice)
-
-
 def test_the_time_of_a_request_is_read():
     config = load_config(tree())
     assert parse_latency("rm=0.02+0.001", config) == {"rm": TIME}
@@ -134,32 +117,3 @@ def test_the_time_of_a_request_is_read():
     for bad in (RequestTime(-1, 2), RequestTime(0, 0), RequestTime(float("nan"), 1)):
         with pytest.raises(InputError, match=r"from 0\.001 to 3600"):
             Assumptions(latency_s={"rm": bad})
-
-
-def test_a_plan_of_batches_is_that_of_a_step_at_a_real_server(exact_plan):
-    """Requests of 8 at 2 places, 0.1 s each plus 0.01 s for each text. In real time the step takes what is planned and
-    what this machine adds, which is not bounded here. So the requests are compared, and the least time.
-    """
-    time = RequestTime(0.1, 0.01)
-    with JudgeServer(lambda call: len(call.response) / 10, latency=Latency(time.fixed_s, each_s=time.call_s)) as server:
-        source = {
-            "kind": "reward_model",
-            "base_url": server.root_url,
-            "model": "judge",
-            "protocol": "vllm_score",
-            "batch": {"max_size": 8},
-            "limits": {"concurrency": 2},
-        }
-        config = {"sources": {"rm": source}, "judges": {"j": {"kind": "reward_model"}}}
-        with RewardEngine(config).portal() as portal:
-            portal.score_all([Sample(QUESTION, "warm" * n) for n in range(1, 9)])
-            warm = server.report().requests
-            outcomes = portal.score_all([Sample(QUESTION, "x" * (n % 90 + 1)) for n in range(128)])
-            measured = portal.last_batch().makespan_s
-        report = server.report()
-    assert all(outcome.reward is not None for outcome in outcomes)
-    found = exact_plan(config, 128, latency_s={"rm": time})
-    assert found.step_s.p50 == pytest.approx(128 / 8 / 2 * 0.18, rel=0.1)
-    assert found.sources[0].requests == report.requests - warm == 16
-    assert found.sources[0].peak_in_flight == report.peak_concurrency == 2
-    assert measured > 0.99 * found.step_s.p50

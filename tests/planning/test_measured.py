@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
-import sqlite3
-from contextlib import closing
-from statistics import fmean
 
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.journal import Journal, entries
+from qreward_plugins.journal import Journal
 from qreward_plugins.planning import Plan, plan
-from qreward_plugins.planning.length_effect import LENGTH_SHARE, length_share, relative_work
+from qreward_plugins.planning.length_effect import LENGTH_SHARE, length_share
 from qreward_plugins.planning.recorded import read_recorded
 from qreward_plugins.simulation import Luck, Server, SimulatedServer, run
 
@@ -102,24 +97,6 @@ def test_so_is_one_of_sources_that_take_no_longer_for_long_rollouts(tmp_path, tr
     assert found.bottleneck.resource == bottleneck
 
 
-def test_the_share_of_the_length_is_taken_from_the_journal():
-    rng = random.Random(0)
-    for true in (0.0, 0.3, 0.9):
-        # Two sources, of which the slow one gets the short requests.
-        rows = {
-            name: [
-                (x, base_s * (1 - true + true * x) * rng.lognormvariate(0, 0.3))
-                for x in (rng.uniform(low, high) for _ in range(400))
-            ]
-            for name, base_s, low, high in (("slow", 6.0, 0.1, 0.9), ("fast", 1.0, 0.7, 1.9))
-        }
-        share = length_share(rows)
-        assert share == pytest.approx(true, abs=0.08)
-        for name, base_s in (("slow", 6.0), ("fast", 1.0)):
-            seconds = fmean(seconds for _, seconds in rows[name])
-            assert seconds / relative_work(rows[name], share) == pytest.approx(base_s * 1.046, rel=0.08)
-
-
 def test_rollouts_of_one_length_and_few_verdicts_leave_the_assumption():
     assert length_share({}) is None
     assert length_share({"a": [(1.0, 2.0), (1.0, 3.0)] * 20}) is None
@@ -136,24 +113,3 @@ def test_noise_is_taken_from_the_journal(tmp_path, tree):
     assert found.deviation == pytest.approx(0.5, abs=0.05)
     notes = " ".join(planned(config, path, 16).notes)
     assert f"spread with a sigma of {found.deviation:.2g};" in notes
-
-
-def test_latencies_of_an_older_journal_are_not_taken_for_service_times(tmp_path, tree):
-    config, path = tree(a={"concurrency": 8}), tmp_path / "verdicts.sqlite"
-    outcomes, _ = measured(config, CASES["places"][1], 100)
-    recorded(path, outcomes)
-    with closing(sqlite3.connect(path)) as connection:
-        for name in itertools.chain(*entries.ADDED_IN.values()):
-            connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
-        connection.execute("PRAGMA user_version = 1")
-    old = read_recorded(str(path), ["a"])["a"]
-    assert (old.verdicts, old.latency_s) == (0, None)
-    assert old.completion_tokens > 0
-    (use,) = planned(config, path, 16).sources
-    assert (use.latency_from, use.latency_s) == ("assumed", 3.0)
-
-
-def test_there_is_one_figure_for_the_step_as_it_is(tree):
-    found = plan(tree(a={"concurrency": 8}, b={"concurrency": 4}), samples=24, seeds=2)
-    assert found.advice
-    assert {advice.now_s for advice in found.advice} == {found.step_s.p50}

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.config import load_config
-from qreward_plugins.planning.setting import _own_tokens
-
 
 @pytest.fixture
 def summed(tree):
@@ -40,26 +37,3 @@ def test_parts_that_ask_the_same_source_are_neither_retries_nor_hedges(summed, e
     found = exact_plan(summed(a={"concurrency": 200}), 50)
     assert len(found.timeline.bars) == 150
     assert {bar.kind for bar in found.timeline.bars} == {"first"}
-
-
-def test_chance_does_not_strike_all_parts_at_once(summed, exact_plan):
-    found = exact_plan(summed(a={"concurrency": 200}), 50, assumed={"spread": 0.5})
-    lengths = [round(bar.end_s - bar.start_s, 6) for bar in found.timeline.of("a")]
-    assert len(set(lengths)) > 60
-
-
-def test_what_could_be_changed_is_tried(summed, exact_plan):
-    config = summed()
-    config["sources"]["b"] = {**config["sources"]["a"], "limits": {"concurrency": 2}}
-    config["judges"]["quality"]["sources"] = ["a", "b"]
-    found = exact_plan(config, 40, latency_s={"a": 2.0, "b": 2.0, "rm": 0.1}, advise=True)
-    assert found.advice
-    assert min(advice.step_s for advice in found.advice) < found.step_s.p50
-
-
-def test_the_words_of_the_parts_are_counted_in_the_mean(summed):
-    config = load_config({**summed(), "routes": {"q": "quality", "s": "style", "r": "rules", "*": "total"}})
-    quality, style, rules, total = (_own_tokens(config, name) for name in "qsr*")
-    assert rules == 0
-    assert style > quality > 0
-    assert total == pytest.approx((quality + style) / 2, abs=1)

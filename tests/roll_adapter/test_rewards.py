@@ -103,24 +103,6 @@ def test_sums_are_per_sample_where_roll_copies_them(answer_of, words) -> None:
     assert batch.meta_info["metrics"]["qreward/failed_sum"] == 4
 
 
-def test_a_class_made_of_the_worker_is_as_good(train, words) -> None:
-    from roll_adapter import QRewardWorker
-
-    class Mine(QRewardWorker):
-        pass
-
-    step = train(words("2", "break", "6", "4"), reward={"worker_cls": Mine}).step()
-    assert step.trained_tokens == [2, 0, 2, 2] * 2
-
-
-def test_no_reward_of_any_kind_is_not_finite(answer_of, words, judge) -> None:
-    for respond in (words("nan"), words("break"), words("nonsense"), words("")):
-        tree = {"engine": {"max_attempts": 1, "seed": 1, "deadline_s": 1.0}, "on_failure": "exclude"}
-        for result in answer_of(respond, tree=tree, generate_opt_level=0):
-            assert result.batch["response_level_rewards"].isfinite().all()
-            assert result.batch["scores"].isfinite().all()
-
-
 def test_a_response_that_is_still_decoded_when_roll_offloads_is_cancelled_too(train, words, monkeypatch) -> None:
     """Else it would be asked while the judge sleeps, and judged for nobody in the next phase."""
     from roll_adapter import QRewardWorker

@@ -10,7 +10,7 @@ import torch
 
 from qreward_plugins import Sample
 from qreward_plugins.samples.check import Rejected, read_sample
-from qreward_plugins.testing import JudgeServer, RollDataProto
+from qreward_plugins.testing import RollDataProto
 from qreward_plugins.testing.roll.rollout_loop import response_batch
 from qreward_plugins.testing.tokenizer import WordTokenizer
 from roll_adapter.rollouts import is_streamed, prompt_of, to_samples
@@ -87,14 +87,6 @@ def test_columns_become_what_they_are() -> None:
     assert type(sample.extras["difficulty"]) is int
 
 
-def test_without_columns_a_sample_still_has_a_name() -> None:
-    first, second = to_samples(batch(("a", "b"), ("c", "d")), TOKENIZER)
-    assert (first.id, second.id) == ("0", "1")
-    assert (first.data_source, first.ground_truth, first.step, first.group_id) == ("", None, None, "")
-    (sample,) = to_samples(batch(("a", "b"), columns={"domain": ["math"], "tag": [None], "id": [12]}), TOKENIZER)
-    assert (sample.data_source, sample.id, sample.group_id) == ("math", "12", "12")
-
-
 def test_the_prompt_of_a_row_in_both_paths() -> None:
     data = batch(("a", "b"), ("a", "c"), columns={"id": ["x", "x"], "rollout_id": ["1", "2"]})
     assert is_streamed(data)
@@ -103,34 +95,6 @@ def test_the_prompt_of_a_row_in_both_paths() -> None:
     data.batch["origin_prompt_id"] = torch.tensor([4, 5])
     assert not is_streamed(data)
     assert [prompt_of(data, row) for row in (0, 1)] == ["4", "5"]
-
-
-def test_an_empty_response_is_empty() -> None:
-    (sample,) = to_samples(batch(("a", "")), TOKENIZER)
-    assert sample.response == ""
-
-
-def test_the_judge_sees_prompt_response_and_reference(train, make_tree) -> None:
-    calls: list[Any] = []
-
-    def score(call: Any) -> float:
-        calls.append(call)
-        return 5.0
-
-    rows = [
-        {"messages": json.dumps([{"role": "user", "content": f"How much is {n}?"}]), "ground_truth": f"it is {n}"}
-        for n in range(3)
-    ]
-    with JudgeServer(score) as server:
-        tree = make_tree()
-        tree["sources"]["judge"]["base_url"] = server.base_url
-        trainer = train(lambda draft, rng: f"say {draft.ground_truth}", tree=tree, rows=rows)
-        assert trainer.step().raw_rewards == [0.5] * 8
-    assert len(calls) == 8
-    for call in calls:
-        number = call.blocks["reference"].split()[-1]
-        assert call.blocks["response"].strip() == f"say it is {number}"
-        assert f"How much is {number}?" in call.prompt
 
 
 def test_a_row_whose_columns_are_broken_is_its_own_failure() -> None:

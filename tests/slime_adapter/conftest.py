@@ -54,7 +54,7 @@ def judge():
         if "break" in response:
             raise RuntimeError("the test asked for it")
         total, _, tone = response.partition("/")
-        return {"score": float(total), "components": {"tone": float(tone)}} if tone else float(total)
+        return {"score": float(total), "components": {"tone": float(tone)}} if tone else float(total.split()[0])
 
     with JudgeServer(score) as server:
         yield server

@@ -9,7 +9,6 @@ import pytest
 
 import slime_adapter
 from qreward_plugins.samples.check import Rejected, read_sample
-from qreward_plugins.samples.images import Image
 from slime_adapter.samples import to_sample
 
 CHATML = (
@@ -40,41 +39,6 @@ def test_the_step_is_the_rollout_that_slime_counts(make_group, monkeypatch):
         assert to_sample(sample).step == number
 
 
-def test_plain_text_is_one_user_message(make_group):
-    assert to_sample(make_group("42", prompt="17 + 25?")[0]).messages == [{"role": "user", "content": "17 + 25?"}]
-
-
-def test_content_in_parts_becomes_text_unless_it_has_images(make_group):
-    parts = [{"type": "video", "video": "x.mp4"}, {"type": "text", "text": "What is it?"}]
-    (sample,) = make_group("42", prompt=[{"role": "user", "content": parts}])
-    assert to_sample(sample).messages == [{"role": "user", "content": "[video]\nWhat is it?"}]
-    parts[0] = {"type": "image", "image": "x.png"}
-    assert to_sample(sample).messages == [{"role": "user", "content": parts}]
-
-
-def test_images_go_to_their_places_and_later_ones_to_the_response(make_group):
-    Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    pictures = [Pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
-    text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is it?<|im_end|>\n<|im_start|>assistant\n"
-    listed = [
-        {"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "What is it?"}]}
-    ]
-    for prompt in (text, listed):
-        (sample,) = make_group("42", prompt=prompt)
-        sample.multimodal_inputs = {"images": pictures, "videos": None}
-        told = read_sample(to_sample(sample))
-        assert told.messages[0]["content"] == [
-            {"type": "image", "image": pictures[0]},
-            {"type": "text", "text": "What is it?"},
-        ]
-        assert told.response_images == [Image.of(pictures[1])]
-    for inputs in (None, {"images": None}, {"images": [], "videos": None}, "odd"):
-        sample.multimodal_inputs = inputs
-        assert to_sample(sample).response_images == []
-    sample.multimodal_inputs = {"images": ["http://h/x.png"] * 2}
-    assert isinstance(read_sample(to_sample(sample)), Rejected)
-
-
 def test_every_field_finds_its_place(make_group):
     (sample,) = make_group("It is 42.", group=7)
     sample.metadata = {"source_name": "add", "difficulty": 3, "qreward": {"excluded": True}}
@@ -82,6 +46,9 @@ def test_every_field_finds_its_place(make_group):
     assert (told.response, told.ground_truth, told.data_source) == ("It is 42.", "42", "add")
     assert (told.group_id, told.split, told.id) == ("7", "train", "0")
     assert told.extras == {"source_name": "add", "difficulty": 3}
+    assert to_sample(make_group("42", group=None)[0]).split == "val"
+    bare = to_sample(object())
+    assert (bare.response, bare.messages) == ("", [{"role": "user", "content": ""}])
 
 
 @pytest.mark.parametrize(
@@ -95,15 +62,6 @@ def test_every_field_finds_its_place(make_group):
 )
 def test_the_data_source_is_found_wherever_data_sets_keep_it(make_group, metadata, expected):
     assert to_sample(make_group("42", metadata=metadata)[0]).data_source == expected
-
-
-def test_evaluation_is_the_split_without_groups(make_group):
-    assert to_sample(make_group("42", group=None)[0]).split == "val"
-
-
-def test_bare_objects_will_do():
-    told = to_sample(object())
-    assert (told.response, told.messages) == ("", [{"role": "user", "content": ""}])
 
 
 @pytest.mark.parametrize("name", slime_adapter.__all__)

@@ -106,6 +106,14 @@ def test_a_run_in_which_others_may_ask_qreward_is_not_refused(mistakes, argument
     assert mistakes(custom_rm_path=None, rm_type="math", **arguments) == []
 
 
+def test_reinforce_plus_plus_needs_the_hook_that_makes_failed_samples_neutral(mistakes):
+    flags = {"advantage_estimator": "reinforce_plus_plus", "custom_reward_post_process_path": None}
+    ((key, text),) = mistakes(**flags)
+    assert key == "--advantage-estimator"
+    assert "--custom-reward-post-process-path slime_adapter.post_process" in text
+    assert mistakes(tree={"on_failure": "raise"}, **flags) == []
+
+
 def test_saved_rollouts_are_neither_scored_nor_evaluated(mistakes):
     evaluation = {"group_rm": True, "eval_interval": 20, "eval_function_path": SLIMES_OWN}
     assert mistakes(**evaluation) != []
@@ -145,7 +153,7 @@ def test_a_misspelt_criterion_is_no_key_of_ones_own(mistakes):
 @pytest.mark.parametrize(
     ("attributes", "told"),
     [
-        ({"sources": {}, "judges": {}}, "Indent them below one key, `qreward:`"),
+        ({"sources": {}, "judges": {}}, "has no key `qreward`. Indent `sources` and `judges` below it"),
         ({"qrewards": {"judges": {}}}, "qrewards: unknown key in the file of --custom-config-path. Did you mean"),
         ({"custom_config_path": "/my.yaml"}, "/my.yaml) has no key `qreward`"),
         ({}, "Give slime `--custom-config-path FILE`"),
@@ -158,16 +166,6 @@ def test_a_configuration_in_the_wrong_place_is_found_there(make_args, attributes
     with pytest.raises(ConfigurationError) as raised:
         slime_adapter.check(args)
     assert told in str(raised.value)
-
-
-def test_a_file_that_the_environment_names_and_that_is_not_there_says_who_named_it(make_args, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QREWARD_CONFIG", "judges.yaml")
-    args = make_args(custom_rm_path="slime_adapter.reward")
-    del args.qreward
-    with pytest.raises(ConfigurationError, match=r"judges\.yaml, which QREWARD_CONFIG names") as raised:
-        slime_adapter.check(args)
-    assert f"Looked for {tmp_path}/judges.yaml" in str(raised.value)
 
 
 def test_a_key_in_the_tree_that_slime_prints_is_warned_of(make_args, judge, caplog):

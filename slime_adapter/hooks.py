@@ -1,22 +1,70 @@
-"""slime's log hooks: metrics of how rewards were scored, and what they cost.
+"""slime's hooks beside the reward function: filters of groups, logs, and the evaluation of runs with `--group-rm`.
 
-A hook that returns False leaves logging to slime, which also logs the hook's entries in its dict of extra metrics. In
-evaluation and in fully-async rollouts there is no such dict. Then the hook logs by itself, on the axes of slime's
+slime resamples until its batch is full, without limit (slime/rollout/sglang_rollout.py). While a judge is down, a
+filter that drops failed groups would do so for ever. So the core's `GroupGate` ends such a run, with an error that says
+what the judge answered.
+
+A log hook that returns False leaves logging to slime, which also logs the hook's entries in its dict of extra metrics.
+In evaluation and in fully-async rollouts there is no such dict. Then the hook logs by itself, on the axes of slime's
 trackers (`rollout/`, `eval/`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from qreward_plugins.adapters import summary
 
-from .late import settle
-from .samples import ROLLOUT_SAMPLE, has_reward, record_of
-from .scoring import give_stand_ins
+from .samples import ROLLOUT_SAMPLE, flat, has_reward, record_of
+from .scoring import give_stand_ins, settle
 from .settings import adapter_of, end_rewards
+
+REASON = "qreward_failed"
+"""The name under which slime counts the dropped groups: `rollout/dynamic_filter/drop_qreward_failed`."""
+
+
+@dataclass
+class FilterOutput:
+    """Stands for slime's `DynamicFilterOutput` if slime is not installed."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+def drop_failed_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -> Any:
+    """slime's `--dynamic-sampling-filter-path`: keep a group if at least `groups.min_scored` of its samples have a
+    reward.
+
+    Returns slime's `DynamicFilterOutput`. Raises `JudgeUnavailable` after `groups.give_up_after` dropped groups in
+    a row.
+    """
+    group = list(flat(samples))
+    settle(args, group)
+    causes = [str(record_of(sample).get("cause") or "no reward") for sample in group if not has_reward(args, sample)]
+    adapter = adapter_of(args)
+    kept = adapter.gate.admit(len(group), causes, detail=adapter.last_failure if causes else "")
+    try:
+        output: Any = import_module("slime.rollout.filter_hub.base_types").DynamicFilterOutput
+    except ModuleNotFoundError:
+        output = FilterOutput
+    return output(keep=kept, reason=None if kept else REASON)
+
+
+def drop_failed_and_flat_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **kwargs: Any) -> Any:
+    """`drop_failed_groups`, then slime's own filter, which drops groups whose scored samples have equal rewards (as in
+    DAPO; slime/rollout/filter_hub/dynamic_sampling_filters.py). slime accepts the path of one filter only.
+    """
+    output = drop_failed_groups(args, samples, **kwargs)
+    if not output.keep:
+        return output
+    flatness = import_module("slime.rollout.filter_hub.dynamic_sampling_filters")
+    scored = [sample for sample in flat(samples) if has_reward(args, sample)]
+    return flatness.check_reward_nonzero_std(args, scored, **kwargs)
 
 
 def log_rollout(
@@ -34,18 +82,13 @@ def log_rollout(
     unscored = [sample for sample in samples if getattr(sample, "reward", None) is None]
     if unscored and any(record_of(sample) for sample in samples):
         give_stand_ins(args, unscored)
-    settle(samples)  # so that no verdict arrives between these metrics and the training
+    settle(args, samples)  # so that no verdict arrives between these metrics and the training
     numbers = _summary(samples)
     report = adapter_of(args).portal.last_batch()
     if numbers and report is not None:
         numbers.update(report.metrics())
-    _log(
-        args,
-        rollout_id,
-        {f"rollout/qreward/{name}": value for name, value in numbers.items()},
-        rollout_extra_metrics,
-        "rollout/step",
-    )
+    metrics = {f"rollout/qreward/{name}": value for name, value in numbers.items()}
+    _log(args, rollout_id, metrics, rollout_extra_metrics, "rollout/step")
     args.logged_rollout_id = rollout_id  # slime's contract tests look for it
     end_rewards()
     return False
@@ -72,6 +115,16 @@ def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: di
     _log(args, rollout_id, metrics, extra_metrics, "eval/step")
     args.logged_eval_rollout_id = rollout_id  # slime's contract tests look for it
     return False
+
+
+def eval_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = True) -> Any:
+    """slime's `--eval-function-path` for runs with `--group-rm`, which slime's own evaluation refuses, because it
+    has no groups. It is that evaluation, sample by sample. Returns slime's `RolloutFnEvalOutput`.
+    """
+    single = copy.copy(args)
+    single.group_rm = False
+    rollout = import_module("slime.rollout.sglang_rollout")
+    return rollout.generate_rollout(single, rollout_id, data_source, evaluation=evaluation)
 
 
 def _summary(samples: Iterable[ROLLOUT_SAMPLE]) -> dict[str, float]:
@@ -110,6 +163,3 @@ def _module(name: str) -> Any:
         return import_module(f"slime.observability.{name}")
     except ModuleNotFoundError:
         return import_module(f"slime.utils.{name}")
-
-
-__all__ = ["log_eval", "log_rollout"]

@@ -1,14 +1,62 @@
-"""The facts of outcomes: the same keys for every sample, and what they tell together."""
+"""What statistics tell: a batch's report, the facts of outcomes, and how long short and long requests waited."""
 
 from __future__ import annotations
 
 import pytest
 
 from qreward_plugins import Cause, Failed, Scored, Spent, Usage, Verdict
+from qreward_plugins.observers.batch_report import BatchReport, Part
 from qreward_plugins.observers.facts import Facts, summary
+from qreward_plugins.observers.waits import KEPT, WaitBySize, Waits
 
 SCORED = Scored(Verdict(0.5, {"tone": 0.25}, judge="j", source="a", spent=Spent(2, Usage(10, 5), 1.5, 0.01)))
 FAILED = Failed(Cause.INFRA, "deadline", judge="j", spent=Spent(3, latency_s=4.0))
+
+
+def report(*parts, samples=512, failed=0):
+    parts = tuple(Part(*part) for part in parts)
+    makespan_s = sum(part.seconds for part in parts)
+    return BatchReport(samples, samples - failed, failed, samples, 0, makespan_s, parts)
+
+
+PARTS = (
+    ("queue", "a", 2.0),
+    ("service", "a", 1.0),
+    ("quota", "b", 9.1),
+    ("straggler", "b", 4.0),
+    ("retry", "b", 0.6),
+    ("retry", "b", 0.5),
+)
+
+
+def test_one_line_says_who_is_to_blame_for_what():
+    assert report(*PARTS).describe() == (
+        "512 samples in 17.2 s; waited 14.2 s on b: 9.1 quota, 4.0 straggler, 1.1 retry; "
+        "3.0 s on a: 2.0 queue, 1.0 service"
+    )
+
+
+def test_metrics_name_source_and_part():
+    assert report(("arrival", "", 3.0), *PARTS).metrics() == pytest.approx(
+        {
+            "blame_s/none/arrival": 3.0,
+            "blame_s/a/queue": 2.0,
+            "blame_s/a/service": 1.0,
+            "blame_s/b/quota": 9.1,
+            "blame_s/b/straggler": 4.0,
+            "blame_s/b/retry": 1.1,
+        }
+    )
+
+
+def test_trifles_and_what_is_nobodys_fault_are_left_out():
+    assert report(("arrival", "", 3.0), ("service", "a", 1.0), failed=2).describe() == (
+        "512 samples in 4.0 s, 2 failed; waited 3.0 s: 3.0 arrival; 1.0 s on a: 1.0 service"
+    )
+    assert report(("queue", "a", 0.01), ("service", "b", 0.04)).describe() == "512 samples in 0.1 s"
+    assert report(("queue", "a", 0.01), ("service", "a", 2.0)).describe() == (
+        "512 samples in 2.0 s; waited 2.0 s on a: 2.0 service"
+    )
 
 
 def test_every_outcome_has_the_same_keys():
@@ -75,5 +123,28 @@ def test_a_summary_counts_all_and_averages_what_was_scored():
     assert numbers["attempts_mean"] == pytest.approx(1.25)
 
 
-def test_nothing_has_no_summary():
-    assert summary([]) == {}
+def test_the_shortest_and_the_longest_third_are_told_apart():
+    waits = Waits()
+    for size in (9, 1, 5, 2, 8, 6):
+        waits.add(size, 10.0 * size)
+    assert waits.by_size() == WaitBySize(15.0, 20.0, 85.0, 90.0)
+    assert waits.by_size().describe() == (
+        "the shortest third waited 15.0 s for a source (p95 20.0), the longest 85.0 s (p95 90.0)"
+    )
+
+
+@pytest.mark.parametrize("sizes", [[], [1, 2], [5] * 30, [5] * 29 + [9]])
+def test_too_few_or_all_alike_say_nothing(sizes):
+    waits = Waits()
+    for size in sizes:
+        waits.add(size, 1.0)
+    assert waits.by_size() is None
+
+
+def test_memory_is_bounded_and_the_whole_run_counts():
+    waits = Waits()
+    for number in range(100_000):
+        waits.add(number % 7, float(number >= 50_000))
+    assert len(waits._kept) <= KEPT
+    told = waits.by_size()
+    assert (told.short_mean_s, told.long_mean_s) == pytest.approx((0.5, 0.5), abs=0.05)

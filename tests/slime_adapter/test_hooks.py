@@ -1,0 +1,195 @@
+"""slime's hooks: filters of groups, logs of a step and of an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import slime_adapter
+from qreward_plugins import JudgeUnavailable
+from qreward_plugins.testing import FakeSlimeTrainer, JudgeServer, slime_stand_in
+
+
+@pytest.fixture
+def groups(make_group):
+    """A group with a reward for each 1, and a failed sample for each 0."""
+
+    def make(*scored):
+        group = make_group(*["text"] * len(scored))
+        for sample, is_scored in zip(group, scored, strict=True):
+            sample.reward = 0.5
+            sample.metadata = {"qreward": {"excluded": not is_scored, "cause": "" if is_scored else "infra/deadline"}}
+        return group
+
+    return make
+
+
+@pytest.fixture
+def scored(make_args, make_group):
+    """Samples with rewards, scored by the real adapter; "break" fails."""
+
+    def make(*responses, group=0, **arguments):
+        args, samples = make_args(**arguments), make_group(*responses, group=group)
+        for sample, reward in zip(samples, asyncio.run(slime_adapter.reward(args, samples)), strict=True):
+            sample.reward = reward
+        return args, samples
+
+    return make
+
+
+@pytest.fixture(params=["observability", "utils"])
+def tracker(request, monkeypatch):
+    """slime's log function, where v0.3.1 has it and where it went since."""
+    logged = []
+    package = ModuleType("slime")
+    package.__path__ = []
+    home = ModuleType(f"slime.{request.param}")
+    home.__path__ = []
+    logging_utils, metric_utils = (ModuleType(f"{home.__name__}.{name}") for name in ("logging_utils", "metric_utils"))
+    logging_utils.log = lambda args, metrics, step_key: logged.append((metrics, step_key))
+    metric_utils.compute_rollout_step = lambda args, rollout_id: 10 * rollout_id
+    for module in (package, home, logging_utils, metric_utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return logged
+
+
+@pytest.mark.parametrize(
+    ("min_scored", "group", "keep"),
+    [
+        ("all", (1, 1, 0, 1), False),
+        ("all", (1, 1, 1, 1), True),
+        (3, (1, 1, 0, 1), True),
+        (3, (1, 0, 0, 1), False),
+        (3, (1, 1), True),
+    ],
+)
+def test_a_group_with_too_few_rewards_is_dropped_under_its_reason(make_args, groups, min_scored, group, keep):
+    output = slime_adapter.drop_failed_groups(make_args(tree={"groups": {"min_scored": min_scored}}), groups(*group))
+    expected = (keep, None if keep else "qreward_failed", False)
+    assert (output.keep, output.reason, output.keep_when_insufficient) == expected
+
+
+def test_a_group_of_rollouts_that_became_several_samples_is_flattened(make_args, groups):
+    args = make_args(tree={"groups": {"min_scored": 4}})
+    assert not slime_adapter.drop_failed_groups(args, [groups(1, 1), groups(1, 0)]).keep
+    assert slime_adapter.drop_failed_groups(args, [groups(1, 1), groups(1, 1)]).keep
+
+
+def test_the_reward_of_another_function_counts_if_it_is_a_number(make_args, make_group):
+    group = make_group("a", "b")
+    group[0].reward, group[1].reward = 1.0, None
+    assert not slime_adapter.drop_failed_groups(make_args(), group).keep
+    group[1].reward = 0.0
+    assert slime_adapter.drop_failed_groups(make_args(), group).keep
+
+
+def test_a_judge_that_is_down_ends_in_one_error_with_what_became_of_its_calls(make_args, groups):
+    args = make_args(tree={"groups": {"give_up_after": 2}})
+    for _ in range(3):  # a group that is kept starts the count anew
+        assert not slime_adapter.drop_failed_groups(args, groups(1, 0)).keep
+        assert slime_adapter.drop_failed_groups(args, groups(1, 1)).keep
+    assert not slime_adapter.drop_failed_groups(args, groups(0, 0)).keep
+    with pytest.raises(JudgeUnavailable, match=r"2 groups in a row .*infra/deadline 4 times"):
+        slime_adapter.drop_failed_groups(args, groups(0, 0))
+    with slime_stand_in(), JudgeServer() as judge:
+        tree = {
+            "sources": {"judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
+            "judges": {"quality": {"kind": "llm"}},
+            "engine": {"max_attempts": 1, "deadline_s": 2.0},
+            "groups": {"give_up_after": 2},
+        }
+        judge.stop()
+        flags = {
+            "custom_rm_path": "slime_adapter.reward",
+            "dynamic_sampling_filter_path": "slime_adapter.drop_failed_groups",
+        }
+        prompts = [{"prompt": "What is 2 + 2?", "label": "4"}] * 4
+        with (
+            FakeSlimeTrainer(**flags, qreward=tree, prompts=prompts) as trainer,
+            pytest.raises(JudgeUnavailable, match=r"The last failure: .*could not connect"),
+        ):
+            trainer.rollout()
+
+
+def test_slimes_filter_of_flat_groups_sees_the_scored_samples(make_args, groups, monkeypatch):
+    seen = []
+    module = ModuleType("slime.rollout.filter_hub.dynamic_sampling_filters")
+    module.check_reward_nonzero_std = lambda args, samples: seen.append(samples) or SimpleNamespace(keep="slime's word")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    args = make_args(tree={"groups": {"min_scored": 2}})
+    assert not slime_adapter.drop_failed_and_flat_groups(args, groups(1, 0)).keep
+    assert seen == []
+    group = groups(1, 0, 1)
+    assert slime_adapter.drop_failed_and_flat_groups(args, group).keep == "slime's word"
+    assert seen == [[group[0], group[2]]]
+
+
+def test_the_step_is_summed_up_in_slimes_own_dict(scored):
+    args, samples = scored("2", "4", "break", "6")
+    metrics = {"rollout/other": 1}
+    assert slime_adapter.log_rollout(3, args, samples, metrics, 0.5) is False
+    told = {name.removeprefix("rollout/qreward/"): value for name, value in metrics.items() if "qreward" in name}
+    assert metrics["rollout/other"] == 1
+    assert (told["samples"], told["failed"], told["failed_rate"]) == (4.0, 1.0, 0.25)
+    assert (told["failed/infra"], told["failed/verdict"], told["failed/policy"]) == (1.0, 0.0, 0.0)
+    assert told["attempts_mean"] == 1.0
+    assert told["source_share/judge"] == 1.0
+    assert 0 < told["latency_s/p50"] <= told["latency_s/p95"] <= told["latency_s/p99"] <= told["latency_s/max"]
+    assert told["tokens"] > 0
+    assert sum(value for name, value in told.items() if name.startswith("blame_s/")) > 0
+
+
+def test_a_sample_that_slime_never_asked_for_gets_a_stand_in_before_slime_reads_it(scored, make_group):
+    args, samples = scored("2", "4", reward_key="score")
+    (aborted,) = make_group("unfinished")
+    metrics = {}
+    slime_adapter.log_rollout(3, args, [*samples, aborted], metrics, 0.5)
+    assert aborted.reward["score"] == pytest.approx(0.3)
+    assert aborted.remove_sample
+    assert metrics["rollout/qreward/failed"] == 1.0
+
+
+def test_where_slime_has_no_dict_the_hooks_log_by_themselves(scored, tracker):
+    args, samples = scored("2", "break")
+    assert slime_adapter.log_rollout(3, args, samples, None, 0.5) is False
+    ((metrics, step_key),) = tracker
+    assert (step_key, metrics["rollout/step"], metrics["rollout/qreward/failed_rate"]) == ("rollout/step", 30, 0.5)
+    slime_adapter.log_eval(2, args, {"a": {"samples": samples}}, None)
+    metrics, step_key = tracker[1]
+    assert (step_key, metrics["eval/step"], metrics["eval/a/qreward/failed_rate"]) == ("eval/step", 20, 0.5)
+
+
+@pytest.mark.parametrize("keys", [{}, {"reward_key": "score"}, {"eval_reward_key": "score"}])
+def test_failed_samples_are_left_out_of_an_evaluation_and_counted(scored, keys):
+    args, samples = scored("2", "break", "4", group=None, **keys)
+    data, metrics = {"held-out": {"rewards": [0.2, 0.3, 0.4], "truncated": [0, 1, 0], "samples": samples}}, {}
+    assert slime_adapter.log_eval(2, args, data, metrics) is False
+    assert data["held-out"] == {"rewards": [0.2, 0.4], "truncated": [0, 0], "samples": samples[::2]}
+    assert metrics["eval/held-out/qreward/failed_rate"] == pytest.approx(1 / 3)
+
+
+def test_pass_rates_need_whole_groups(scored):
+    args, samples = scored("2", "4", "break", "6", group=None, log_passrate=True, n_samples_per_eval_prompt=2)
+    data = {"a": {"rewards": [0.2, 0.4, 0.4, 0.6], "truncated": [False] * 4, "samples": samples}}
+    slime_adapter.log_eval(2, args, data, {})
+    assert data["a"]["rewards"] == [0.2, 0.4]
+
+
+def test_a_data_set_without_any_reward_is_not_averaged(scored):
+    args, samples = scored("break", "break", group=None)
+    data, metrics = {"a": {"rewards": [0.0, 0.0], "truncated": [False] * 2, "samples": samples}}, {}
+    slime_adapter.log_eval(2, args, data, metrics)
+    assert data == {}
+    assert metrics["eval/a/qreward/failed_rate"] == 1.0
+
+
+def test_samples_of_another_reward_function_are_left_alone(make_args, make_group):
+    samples = make_group("a", "b", group=None)
+    data = {"a": {"rewards": [0.1, 0.2], "truncated": [False] * 2, "samples": samples}, "b": {"rewards": [1.0]}}
+    before, metrics = dict(data), {}
+    assert slime_adapter.log_eval(2, make_args(), data, metrics) is False
+    assert slime_adapter.log_rollout(2, make_args(), samples, metrics, 1.0) is False
+    assert (data, metrics) == (before, {})

@@ -12,7 +12,6 @@ import hashlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from ..config import Config
@@ -78,29 +77,12 @@ def open_channel(
     return None
 
 
-def may_share(
-    mine: Config,
-    other: Config,
-    *,
-    environment: Mapping[str, str] | None = None,
-    their_environment: Mapping[str, str] | None = None,
-) -> bool:
-    """Return whether a provider may count requests of both configurations together.
-
-    True if a source of `mine` and a source of `other` share an address and have the same model, headers and API key. A
-    key whose environment variable is not set matches any key. `environment` and `their_environment` are the variables
-    of the processes that use `mine` and `other`; the default is this process's environment.
-    """
-    ours, theirs = _providers(mine, environment), _providers(other, their_environment)
-    return any(one.overlaps(another) for one in ours.values() for another in theirs.values())
-
-
 def source_keys(config: Config) -> dict[str, str]:
     """Return a key of 24 hexadecimal digits for each source name of `config`.
 
     Keys are equal in all processes whose requests the provider counts together. They are hashes and reveal no secret.
     """
-    providers = _providers(config, None)
+    providers = _providers(config)
     often = Counter(providers.values())
     return {
         name: _digest(provider.parts if often[provider] == 1 else (*provider.parts, name))
@@ -110,12 +92,11 @@ def source_keys(config: Config) -> dict[str, str]:
 
 def source_addresses(config: Config) -> dict[str, frozenset[str]]:
     """Return the addresses of each source of `config`. Those of a foreign kind may hold secrets: do not show them."""
-    return {name: frozenset(one.addresses) for name, one in _providers(config, None).items()}
+    return {name: frozenset(one.addresses) for name, one in _providers(config).items()}
 
 
-def _providers(config: Config, environment: Mapping[str, str] | None) -> dict[str, Provider]:
-    variables = os.environ if environment is None else environment
-    return {name: provider_of(name, node, variables) for name, node in config.sources.items()}
+def _providers(config: Config) -> dict[str, Provider]:
+    return {name: provider_of(name, node, os.environ) for name, node in config.sources.items()}
 
 
 def _digest(parts: tuple[str, ...]) -> str:

@@ -30,15 +30,6 @@ class Provider:
         """All fields as texts, for hashing."""
         return (self.kind, joined(self.addresses), self.model, self.credentials or "", joined(self.settings))
 
-    def overlaps(self, other: Provider) -> bool:
-        """Whether the provider may count the requests of both sources together. An unknown key matches every key."""
-        unknown = self.credentials is None or other.credentials is None
-        return (
-            (self.kind, self.model, self.settings) == (other.kind, other.model, other.settings)
-            and not set(self.addresses).isdisjoint(other.addresses)
-            and (unknown or self.credentials == other.credentials)
-        )
-
 
 def provider_of(config: Any, environment: Mapping[str, str], key_header: tuple[str, str]) -> Provider:
     """Return the `Provider` of an HTTP source.

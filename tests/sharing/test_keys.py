@@ -7,7 +7,7 @@ import re
 import pytest
 
 from qreward_plugins.config import load_config
-from qreward_plugins.sharing.channels import may_share, source_keys
+from qreward_plugins.sharing.channels import source_keys
 
 BASE = {"kind": "openai", "base_url": "http://judge.example/v1", "model": "judge", "api_key": "one-secret"}
 
@@ -97,20 +97,6 @@ def test_a_file_of_functions_is_known_by_its_whole_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one = {"kind": "function", "function": f"{tmp_path}/judges.py:grade"}
     assert keys(a=one)["a"] == keys(a={**one, "function": "./judges.py:grade"})["a"]
-
-
-def config(**fields):
-    tree = {"sources": {"a": {**BASE, **fields}}, "judges": {"quality": {"kind": "llm"}}}
-    return load_config({**tree, "sources": {"a": {k: v for k, v in tree["sources"]["a"].items() if v is not None}}})
-
-
-def test_configurations_may_share_what_they_name_in_other_words():
-    by_name = config(api_key=None, api_key_env="THE_KEY")
-    theirs = {"THE_KEY": "one-secret"}
-    assert may_share(config(), by_name, their_environment=theirs)
-    assert may_share(by_name, config(), environment=theirs)
-    assert not may_share(config(), by_name, their_environment={"THE_KEY": "another"})
-    assert not may_share(config(), config(api_key=None))
 
 
 def test_functions_are_known_by_what_they_call():

@@ -58,9 +58,9 @@ class Mistake:
     line: int | None = None
 
     def __str__(self) -> str:
-        line = "" if self.line is None else f"line {self.line}: "
-        path = f"{self.path}: " if self.path else "" if line else "(top level): "
-        return f"{line}{path}{self.problem}" + (f" {self.remedy}" if self.remedy else "")
+        line = "" if self.line is None else f"line {self.line}"
+        place = (self.path + (line and f" ({line})")) if self.path else line or "(top level)"
+        return f"{place}: {self.problem}" + (f" {self.remedy}" if self.remedy else "")
 
 
 class ConfigurationError(QRewardError):

@@ -147,7 +147,7 @@ def test_one_mistake_of_the_configuration_is_one_line(refused, write_rows, write
     write_rows([GOOD])
     write_config({"a": "http://127.0.0.1:9/v1"}, source={"limits": {"concurency": 3}})
     message = refused()
-    assert "config.yaml: sources.a.limits.concurency: " in message
+    assert "config.yaml: sources.a.limits.concurency (line 7): " in message
     assert "concurrency" in message
     write_config({"a": "http://127.0.0.1:9/v1"}, judge={"instructions": "{{ nonsense }}"})
     assert "config.yaml: judges.quality.instructions: " in refused()

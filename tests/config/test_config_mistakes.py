@@ -262,7 +262,7 @@ def test_all_mistakes_of_a_file_come_at_once_each_with_its_line(below: str, tmp_
     error = caught(path)
     assert [(mistake.line, mistake.path) for mistake in error.mistakes] == wanted
     assert len(wanted) > 60
-    assert f"line {wanted[2][0]}: sources.s0.modle: unknown key. Did you mean `model`?" in str(error)
+    assert f"sources.s0.modle (line {wanted[2][0]}): unknown key. Did you mean `model`?" in str(error)
 
 
 def test_what_an_engine_finds_when_it_opens_has_its_line_too(tmp_path: Path) -> None:

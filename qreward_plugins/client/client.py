@@ -9,6 +9,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ from ..samples import Outcome, Sample
 from ..secrets import one_line
 from .connection import Again, Connection
 from .rows import FACTS_PATH, LINES, ServerFacts, outcome_of_row, unreadable, was_closed, written_sample
+
+_log = logging.getLogger("qreward_plugins.client")
 
 RETRY_FOR_S = 60.0
 SAMPLES_A_REQUEST = 4096
@@ -71,7 +74,7 @@ class RewardClient:
         self._connection = Connection(url, token=token, retry_for_s=retry_for_s, fingerprint=fingerprint)
         self._waiting: list[_Row] = []
         self._flushing: asyncio.TimerHandle | None = None
-        self._requests: dict[asyncio.Task[None], None] = {}
+        self._requests: dict[asyncio.Task[None], Sequence[_Row]] = {}
 
     @property
     def url(self) -> str:
@@ -143,11 +146,12 @@ class RewardClient:
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
-        for task in self._requests:
+        requests, waiting, self._waiting = dict(self._requests), self._waiting, []
+        for task in requests:
             task.cancel()
-        await asyncio.gather(*self._requests, return_exceptions=True)
-        waiting, self._waiting = self._waiting, []
-        fail(waiting, RewardServerError("the client was closed", reason="closed"))
+        await asyncio.gather(*requests, return_exceptions=True)
+        for rows in (waiting, *requests.values()):
+            fail(rows, RewardServerError("the client was closed", reason="closed"))
         await self._connection.aclose()
 
     async def __aenter__(self) -> RewardClient:
@@ -158,9 +162,9 @@ class RewardClient:
 
     def _ask(self, rows: Sequence[_Row]) -> None:
         """Send rows in a request of their own."""
-        task = asyncio.get_running_loop().create_task(_Request(self._connection, rows, self._ask).run())
-        self._requests[task] = None
-        task.add_done_callback(self._requests.pop)
+        request = _Request(self._connection, rows, self._ask)
+        self._requests[request.task] = rows
+        request.task.add_done_callback(self._requests.pop)
 
     def _flush(self) -> None:
         self._flushing = None
@@ -188,15 +192,13 @@ class _Request:
         self._submitted_at = min(row.submitted_at for row in rows)
         self._why: RewardServerError | None = None
         """Why the last try failed; None while the server works on the rows."""
+        self.task = asyncio.get_running_loop().create_task(self._run())
+        """Gives each row its outcome or its error, unless it is cancelled."""
+        for row in rows:
+            row.future.add_done_callback(self._look)
 
-    async def run(self) -> None:
-        """Give each row its outcome or its error. Cancelling ends the request, and its rows fail."""
-        error = RewardServerError("the client was closed", reason="closed")
-        task = asyncio.current_task()
-        assert task is not None, "it runs in a task"
-        look = partial(self._look, task)
-        for row in self._rows.values():
-            row.future.add_done_callback(look)
+    async def _run(self) -> None:
+        error = RewardServerError(f"{self._connection.name}: unexpected error; see the log", reason="bug")
         try:
             with anyio.CancelScope(deadline=self._due_at):
                 await self._connection.retried(self._once, self._failed)
@@ -205,17 +207,20 @@ class _Request:
             error = self._why or RewardServerError(message, reason="deadline")
         except RewardServerError as refused:
             error = refused
-        finally:
-            fail(self._rows.values(), error)
+        except asyncio.CancelledError:
+            return
+        except Exception:
+            _log.exception("a request to a reward server failed with an unexpected error")
+        fail(self._rows.values(), error)
 
     def _failed(self, error: RewardServerError) -> None:
         self._why = error
 
-    def _look(self, task: asyncio.Task[None], future: asyncio.Future[Outcome]) -> None:
+    def _look(self, future: asyncio.Future[Outcome]) -> None:
         """End the request if nobody wants its rows any more."""
         if future.cancelled() and self._rows and not self._wanted():
             self._rows.clear()
-            task.cancel()
+            self.task.cancel()
 
     def _wanted(self) -> bool:
         return not all(row.future.done() for row in self._rows.values())

@@ -7,6 +7,7 @@ samples go to the server that was named, and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -28,6 +29,7 @@ SILENT_AFTER_S = 45.0
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 _LONGEST_RETRY_S = 60.0
+_LARGE_BODY_BYTES = 2**20
 _MOST_ERROR_BYTES = 2**16
 _DETAIL_CHARS = 500
 _TRY_AGAIN = (429, 502, 503, 504)
@@ -76,8 +78,10 @@ class Connection:
             )
         timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_WITHIN_S, sock_read=SILENT_AFTER_S)
         method, url = "GET" if body is None else "POST", self.url + path
+        # aiohttp warns of large bodies that are bytes.
+        data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY_BYTES else body
         return self._session.request(
-            method, url, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
+            method, url, data=data, headers=self._headers, timeout=timeout, allow_redirects=False
         )
 
     async def check(self, reply: aiohttp.ClientResponse) -> None:

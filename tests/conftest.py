@@ -27,7 +27,6 @@ LONGEST_FIRST = (
     "conformance/slime/test_agreement.py",
     "sharing/test_ray.py",
     "sharing/test_machine.py",
-    "sharing/test_over_server.py",
     "replicas/test_ray_pool.py",
     "groups/test_barrier_on_ray.py",
     "simulation/test_soak_mutations.py",

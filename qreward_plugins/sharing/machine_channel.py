@@ -124,12 +124,12 @@ class MachineChannel:
     async def end_keeper(self) -> None:
         """Kill a keeper that does not answer."""
         connection, self._connection = self._connection, None
-        pid = await self._pid() if connection is None else connection.pid if connection.is_open else 0
+        # A connection to a stopped process opens, and does not end before the process does.
+        if connection is not None and connection.is_open and connection.pid:
+            with suppress(OSError):
+                os.kill(connection.pid, signal.SIGKILL)
         if connection is not None:
             await connection.aclose()
-        if pid:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
 
     async def describe(self) -> str:
         """Return who keeps the limits. Starts no keeper. Raises `KeeperSilent`."""
@@ -207,15 +207,6 @@ class MachineChannel:
             if isinstance(error, (FileNotFoundError, ConnectionError)):
                 return None
             raise
-
-    async def _pid(self) -> int:
-        """Return the process of a keeper to which there is no connection; 0 if there is none."""
-        with suppress(OSError):
-            stream = await self._open()
-            if stream is not None:
-                with stream:
-                    return peer_pid(stream)
-        return 0
 
 
 def _start(directory: str) -> None:

@@ -142,22 +142,6 @@ def test_a_removed_source_drains_and_its_waiting_samples_go_elsewhere():
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
 
 
-def test_a_removed_source_is_done_with_when_the_engine_closes_before_its_last_attempt_has_ended():
-    stage = Stage(a=20.0)
-
-    async def main(engine):
-        scoring = batch(engine, 1)
-        await asyncio.sleep(1.5)
-        await engine.reload(tree("b", engine=NO_HEDGE))
-        assert [upstream.name for upstream in engine._wiring.upstreams.draining] == ["a"]
-        await engine.aclose()
-        assert not engine._wiring.upstreams.draining
-        return await scoring
-
-    (outcome,) = stage.play(tree("a", engine=NO_HEDGE), main)
-    assert outcome.reason == "closed"
-
-
 def test_without_any_source_left_samples_fail_at_once_with_the_cause():
     stage = Stage(a=5.0)
 
@@ -288,20 +272,6 @@ def test_mistakes_are_raised_and_nothing_changes(wrong):
     assert all(isinstance(outcome, Scored) for outcome in stage.play(tree("a"), main))
 
 
-def test_settings_of_the_engine_change():
-    stage = Stage()
-
-    async def main(engine):
-        await engine.score(sample())
-        await engine.reload(
-            tree("a", engine={"deadline_s": 0.5, "max_attempts": 2, "scheduling": {"strategy": "round_robin"}})
-        )
-        return await engine.score(sample())
-
-    outcome = stage.play(tree("a"), main)
-    assert (outcome.reason, outcome.latency_s) == ("deadline", 0.5)
-
-
 def test_a_reload_before_the_first_sample_and_between_two_loops():
     stage = Stage()
     engine = RewardEngine(tree("a"), sources=stage.sources)
@@ -323,16 +293,6 @@ def test_a_reload_before_the_first_sample_and_between_two_loops():
             await engine.reload(tree("a"))
 
     run(end())
-
-
-def test_without_a_file_there_is_nothing_to_read_again():
-    stage = Stage()
-
-    async def main(engine):
-        with pytest.raises(ConfigurationError, match="not made from a file"):
-            await engine.reload()
-
-    stage.play(tree("a"), main)
 
 
 def test_a_rotated_key_keeps_the_window_of_its_source():

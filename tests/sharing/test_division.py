@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from qreward_plugins.sharing.division import TURN_S, Division, WaitingLine
@@ -45,25 +43,6 @@ def test_a_worker_is_charged_the_larger_of_share_and_spent(pool):
     assert pool.free(50.0) == 98.0
 
 
-def test_a_silent_worker_is_a_ghost_for_a_window(pool):
-    report(pool, "a", 0.0, share=40.0, spent=[(1.0, 10.0)])
-    pool.drop("a", 11.0, silent=True)
-    assert pool.free(11.0) == 60.0
-    assert pool.free(11.0 + WINDOW_S - 0.01) == 60.0
-    assert pool.free(11.0 + WINDOW_S) == 100.0
-
-
-def test_who_leaves_leaves_behind_what_he_spent_until_it_leaves_the_window(pool):
-    # Two parts that leave at the same moment count twice, and go both.
-    report(pool, "a", 0.0, share=40.0, spent=[(10.0, 1.0), (10.0, 2.0), (20.0, 4.0), (math.inf, 8.0)])
-    pool.drop("a", 5.0, silent=False)
-    report(pool, "b", 5.0, share=1.0)
-    assert pool.free(5.0) == 100.0 - 1.0 - 15.0
-    assert pool.free(10.0) == 100.0 - 1.0 - 12.0
-    assert pool.free(20.0) == 100.0 - 1.0 - 8.0
-    assert pool.free(5.0 + WINDOW_S) == 99.0
-
-
 def test_the_unknown_is_the_whole_limit_less_what_workers_turn_out_to_hold(pool):
     pool.hold(90.0)
     assert pool.free(0.0) == 0.0
@@ -75,15 +54,6 @@ def test_the_unknown_is_the_whole_limit_less_what_workers_turn_out_to_hold(pool)
     assert pool.free(10.0) == 15.0
     assert pool.free(89.9) == 15.0
     assert pool.free(90.0) == 65.0
-
-
-def test_no_worker_lessens_the_unknown_twice(pool):
-    pool.hold(90.0)
-    report(pool, "a", 0.0, share=30.0)
-    pool.drop("a", 11.0, silent=True)
-    report(pool, "a", 12.0, share=0.0, spent=[(50.0, 30.0)])
-    assert pool.free(12.0) == 0.0
-    assert pool.free(62.0) == 30.0
 
 
 def test_of_limits_that_differ_the_lowest_rate_counts_until_it_is_gone(pool):
@@ -107,16 +77,6 @@ def test_everybody_gets_what_he_wants_or_equal_parts(pool):
     assert sorted(pool.raise_shares(0.0, line())) == ["a", "b", "c"]
     assert shares(pool, "a", "b", "c") == [10.0, 45.0, 45.0]
     assert pool.free(0.0) == 0.0
-
-
-def test_what_is_left_over_is_shared_evenly_even_if_nobody_wants_it(pool):
-    report(pool, "a", 0.0, more=10.0)
-    report(pool, "b", 0.0)
-    pool.raise_to_fair("a", 0.0)
-    pool.raise_to_fair("b", 0.0)
-    report(pool, "a", 0.5, share=pool.share("a"))
-    report(pool, "b", 0.5, share=pool.share("b"))
-    assert pool.target("a", 2.0) == pool.target("b", 2.0) == 50.0
 
 
 def test_who_waits_longest_is_first_and_nobody_overtakes_a_large_request(pool):
@@ -148,15 +108,6 @@ def test_what_is_scarcer_than_one_for_each_goes_round():
     report(pool, "a", 0.3, share=1.0, spent=[(60.0, 1.0)], more=5.0, limit=1.0)
     told = pool.recalls(TURN_S, line("b", "c", "a"))
     assert {worker: grant.target for worker, grant in told.items()} == {"a": 0.0}
-
-
-def test_the_first_in_line_gets_more_than_is_fair_if_its_request_needs_it(pool):
-    for worker in "abcd":
-        report(pool, worker, 0.0, share=20.0, more=20.0, unit=10.0)
-    report(pool, "large", 0.0, more=90.0, unit=90.0)
-    told = pool.recalls(5.0, line("large"))
-    assert sum(grant.share - grant.target for grant in told.values()) >= 70.0
-    assert len(told) == 4
 
 
 def test_who_holds_too_much_of_a_limit_that_was_lowered_is_asked_for_it(pool):

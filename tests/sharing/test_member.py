@@ -131,14 +131,6 @@ def test_a_dead_keeper_gives_nothing_away(worker):
     assert worker.member.valid_until == NOW + 15.0 + TTL_S
 
 
-def test_what_has_ended_does_not_come_back_because_the_keeper_is_dead(worker):
-    worker.given(requests=20.0)
-    worker.now += TTL_S
-    worker.member.keeper_died(worker.now)
-    assert worker.member.valid_until == NOW + TTL_S
-    assert worker.member.expire(worker.now)
-
-
 # What is given up
 
 
@@ -159,33 +151,6 @@ def test_what_is_more_than_fair_is_kept_until_it_is_asked_for_or_spent(worker):
     assert max(left_s for left_s, _ in part.spent) == pytest.approx(WINDOW_S)
 
 
-@pytest.mark.parametrize("told", [{"scarce": True}, {"recall": True, "target": 8.0}])
-def test_who_wants_nothing_keeps_nothing_that_others_wait_for(worker, told):
-    worker.given(requests=20.0, **told)
-    worker.send(3)
-    part = worker.parts(Demand())["requests"]
-    assert (part.share, spent(part)) == (0.0, 3.0)
-    assert worker.quota.wait_s(0.0, worker.now) > 0
-
-
-def test_a_recall_is_heeded_once(worker):
-    worker.given(requests=20.0, target=8.0, recall=True)
-    worker.report(Demand(1))
-    worker.answer(requests=20.0, target=8.0)
-    assert worker.parts()["requests"].share == 20.0
-
-
-def test_the_keeper_hears_at_once_when_requests_that_were_given_up_have_ended():
-    worker = Worker(concurrency=10).given(concurrency=2.0, target=0.0, recall=True)
-    first, _ = worker.send(2)
-    worker.report()
-    assert not worker.report_due(0)
-    first.release(worker.now)
-    assert worker.report_due(0)
-    worker.report()
-    assert not worker.report_due(0)
-
-
 # Buckets
 
 
@@ -202,18 +167,6 @@ def test_a_part_of_a_bucket_is_owed_until_it_is_full_again():
     assert left_s == pytest.approx(2 * 6 / 4 + NETWORK_JITTER_S, abs=0.2)
     worker.now += left_s
     assert worker.parts()["burst"].spent == ()
-
-
-def test_what_is_owed_of_a_bucket_adds_up_to_what_was_held_when_it_is_lowered_step_by_step():
-    worker = Worker(requests_per_minute=60, window="bucket", burst=6).given(burst=6.0)
-    worker.send(6)
-    worker.report()
-    worker.answer(burst=6.0, target=4.0, recall=True)
-    worker.report()
-    worker.answer(burst=4.0, target=1.0, recall=True)
-    part = worker.parts()["burst"]
-    assert spent(part) == 6.0
-    assert len(part.spent) == 2
 
 
 # What is said

@@ -90,29 +90,6 @@ def test_a_report_is_replaced_at_once_when_work_waits_that_the_keeper_does_not_k
     run(main())
 
 
-def test_whoever_needs_no_more_says_so_at_once():
-    """At the end of a batch the last samples of one wait for what another does not need any more."""
-
-    async def main():
-        office, source = Office(), a_source(requests_per_window=20)
-        async with an_engine(office, source, limits(20)) as one, an_engine(office, source, limits(20)) as other:
-            scoring = [asyncio.ensure_future(engine.score_all(samples(100))) for engine in (one, other)]
-            await until(5.0)  # the window is spent, and nothing happens before it is over
-            asked = len(office.sent_by(one))
-            await comes(lambda: len(office.sent_by(one)) > asked)
-            await asyncio.sleep(REPORT_EVERY_S)
-            asked += 1
-            await stop(scoring[0])
-            await asyncio.sleep(SOON_S)
-            news = office.sent_by(one)[asked:]
-            assert news  # and another, when the keeper has asked for what it does not need
-            (said,) = news[0][1].sources.values()
-            assert said.parts["requests"].more == 0
-            await stop(scoring[1])
-
-    run(main())
-
-
 # A keeper that is gone
 
 
@@ -132,48 +109,6 @@ def test_while_the_keeper_is_certainly_gone_its_shares_are_kept_and_nothing_more
             assert in_any_window(sent) == share
             assert len(sent) >= 9 * share
             await stop(scoring)
-
-    run(main())
-
-
-def test_deaths_that_are_heard_of_late_prolong_nothing():
-    """Only who looked a keeper up, and found that one dead as well, knows that there was none in between."""
-
-    async def main():
-        office, source = Office(), a_source()
-        async with an_engine(office, source, limits(20)) as engine:
-            await engine.score_all(samples(1))
-            await until(15.0)
-            scoring = asyncio.ensure_future(engine.score_all(samples(200, 10)))
-            for moment in range(150, 600):
-                office.mode = "lost" if len(office.reports) % 2 else "unavailable"
-                await until(moment / 10)
-            assert max(source.arrivals) < 15.0 + 2 * TTL_S
-            assert engine.upstreams["a"].quota.share["requests"] == 0
-            await stop(scoring)
-
-    run(main())
-
-
-def test_a_new_keeper_starts_with_nothing_to_give_and_the_limit_holds(caplog):
-    async def main():
-        office, source = Office(), a_source(requests_per_window=20)
-        async with an_engine(office, source, limits(20)) as one, an_engine(office, source, limits(20)) as other:
-            scoring = asyncio.gather(one.score_all(samples(100)), other.score_all(samples(100, 100)))
-            await until(4.0)
-            boot = one._wiring.membership.member.boot
-            office.mode = "lost"
-            office.replace()
-            await until(6.0)
-            office.mode = "well"
-            outcomes = [outcome for batch in await scoring for outcome in batch]
-            assert all(isinstance(outcome, Scored) for outcome in outcomes)
-            boots = {engine._wiring.membership.member.boot for engine in (one, other)}
-            assert len(boots) == 1
-            assert boot not in boots
-        assert source.violations == []
-        # A window of a whole limit at a time is 100 s; each keeps half of it, so nothing is lost while nobody moves.
-        assert asyncio.get_running_loop().time() < 100 + 2 * WINDOW_S
 
     run(main())
 
@@ -244,24 +179,6 @@ def test_where_concurrency_is_shared_what_is_in_flight_is_called_back_too():
             assert (source.in_flight, source.cancelled, engine.statistics().waiting) == (0, 3, 3)
             office.mode = "well"
             assert all(isinstance(outcome, Scored) for outcome in await asyncio.gather(*scoring))
-
-    run(main())
-
-
-def test_a_process_that_did_not_run_for_a_while_calls_everything_back_before_it_reports():
-    async def main():
-        office, source = Office(), a_source(behaviour=lambda number, request, now: 60.0, concurrency=4)
-        async with an_engine(office, source, limits(concurrency=4)) as engine:
-            scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
-            await until(HOLD_S)
-            asked, office.stall_s = len(office.reports), 3 * TTL_S
-            await comes(lambda: len(office.reports) > asked)
-            office.stall_s = 0.0
-            _, report = office.reports[asked]
-            (said,) = report.sources.values()
-            assert said.parts["concurrency"].share == 0
-            assert source.cancelled == 1
-            assert isinstance(await scoring, Scored)
 
     run(main())
 

@@ -10,7 +10,8 @@ weights at its begin, at its end, and those of the cached prefix; more than one 
 delay=S         seconds that a reply takes
 slow=S/REGEX    seconds that a reply takes to a question with this text
 fault=FILE      a word in this file is done at the next load, and the file is removed: `fail`, `die`, `hang`,
-                `unsaid` (it does not take the version), `stuck` (the cache is not reset); or at the next pause: `no-pause`; or at the next sleep: `no-sleep` (it hangs)
+                `unsaid` (it does not take the version), `stuck` (the cache is not reset); or at the next pause:
+                `no-pause`; or at the next sleep: `no-sleep` (it hangs)
 notes=FILE      what it was told, one line each
 questions       notes also its start and each question
 

@@ -16,6 +16,8 @@ from ..system.ray_actors import ray_is_up
 from .pool_actor import PoolActor
 from .server_kinds import PoolSpec
 
+_END_WITHIN_S = 10.0
+
 
 class PoolOwner(Protocol):
     """The owner of a pool. `where` names it, for people; `lost` are the errors of a call whose owner has ended."""
@@ -72,7 +74,7 @@ class ProcessOwner:
                 return
             del self._all[self._key]
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        self._thread.join()
+        self._thread.join(_END_WITHIN_S)
 
     async def _end(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}  # calls that are about to end

@@ -24,6 +24,14 @@ def test_requests_that_are_spent_are_what_to_ask_for(tree, exact_plan):
     assert not any(" on b" in change or "concurrency" in change or "idle" in change for change in changes(found))
 
 
+def test_places_that_are_taken_are_what_to_ask_for(tree, exact_plan):
+    config = tree(a={"requests_per_minute": 6000, "concurrency": 8})
+    found = exact_plan(config, 96, latency_s={"a": 3.0}, advise=True)
+    by_change = {advice.change: advice for advice in found.advice}
+    assert set(by_change) == {"+8 concurrency on a", "another source like a"}
+    assert by_change["+8 concurrency on a"].step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)
+
+
 def test_workers_are_the_places_of_a_function(tree, exact_plan):
     config = {
         "sources": {"f": {"kind": "function", "function": "math:isclose", "workers": 4}},

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -20,12 +21,35 @@ from ..files import read_rollouts
 from ..judges.calibration import Calibration, Identity
 from ..judges.router import kind_of
 from ..samples import Failed, Sample
-from .figures import number_of
+from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
+from .engines import load_own, open_engine
 from .progress import ProgressDisplay
-from .running import OK, REWARDS_MISSING, load_own, open_engine, say
 
 _BARS = 15
 _BAR_CHARS = 40
+
+
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl or .parquet.")],
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Judge to measure. Default: every one whose transform has zscore."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write. Default: that of zscore.")
+    ] = None,
+) -> int:
+    """Measure the scores of a reward model on rows like those of the training.
+
+    Asks the sources of each judge of kind reward_model whose transform begins with zscore: FILE, and writes FILE: mean,
+    standard deviation and quantiles of the scores before the transform, and the identity of the model and of what was
+    sent. Rows are as for `score`. Draws a histogram.
+
+    Exit codes: 0 every row has a score; 2 the input or the configuration has mistakes, or all scores are equal; 3 some
+    rows have no score.
+    """
+    return run(calibrate(config, rollouts, OUT, ERRORS, judge=judge, file=out))
 
 
 @dataclass(frozen=True)
@@ -88,8 +112,7 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path, ou
     async with open_engine(_alone(config, target), path) as engine:
         identity = _identity(engine, target.judge)
         say(errors, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
-        rate_per_s = sum(upstream.calls_per_s for upstream in engine.upstreams.values())
-        async with ProgressDisplay(errors, chosen, engine.statistics, rate_per_s=rate_per_s):
+        async with ProgressDisplay(errors, chosen, engine):
             async for _, outcome in engine.score_stream(_samples_of(config, target.judge, samples)):
                 if isinstance(outcome, Failed):
                     failed[outcome.label] += 1

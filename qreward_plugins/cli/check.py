@@ -1,36 +1,108 @@
-"""`qreward check`: validates a configuration, and asks every source."""
+"""`qreward check`: validates a configuration, and asks every source, or compares it with another; lists the kinds."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import Config, configured_name, load_config, read_yaml
+from ..config import Config, EndpointConfig, configured_name, load_config, read_yaml
+from ..config.framework import is_framework_url
+from ..config.registry import rooms
+from ..engine.difference import difference
 from ..errors import ConfigurationError, InputError, KeeperSilent
 from ..files import read_rollouts
 from ..journal import check_place
-from ..judges import kind_of
+from ..judges import JudgeRouter, kind_of
 from ..samples import Sample
 from ..secrets import Redactor
 from ..sharing import open_channel
 from ..sources import TEXT
-from .figures import number_of, seconds
-from .offline import without_servers
+from ..sources.replica_pools import pool_spec
+from ..sources.replica_set_config import ReplicaSetConfig
+from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds
+from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_for_clients, samples_for, untried_judges
-from .running import OK, SOURCE_SILENT, open_engine, say
 from .servers import start_servers
 from .training_lines import Framework, framework_of, say_how_to_train
 
+_NOWHERE = "http://127.0.0.1:9"
+_EFFECTS = {
+    "at once": "changes at once",
+    "new samples": "from the next sample on",
+    "drains": "what is under way ends there first",
+    "restart": "needs a restart",
+}
 _RATIONALE_CHARS = 100
 _PROBLEM_CHARS = 400
 _excerpt = Redactor().of
+
+
+def _list_kinds(wanted: bool) -> None:
+    if wanted:
+        raise typer.Exit(list_kinds(OUT))
+
+
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(
+            "--rollouts",
+            "-r",
+            metavar="FILE",
+            help="Score the first rows of this .jsonl or .parquet file that go to each judge, instead of a built-in "
+            "sample (What is 17 plus 25?).",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Most seconds to wait for the answer of a source.", min=0.1)
+    ] = 30.0,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Validate only: send nothing, and need no server and no key.")
+    ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OLD",
+            help="Ask nothing; show what a reload would change if the configuration OLD runs (-: standard input).",
+        ),
+    ] = None,
+    kinds: Annotated[
+        bool,
+        typer.Option(
+            "--kinds",
+            help="List the kinds of sources and judges that a configuration may name, and exit.",
+            is_eager=True,
+            callback=_list_kinds,
+        ),
+    ] = False,
+) -> int:
+    """Validate a configuration, then send live requests to every source of every judge.
+
+    Shows the latency, the limits that the source announces, and the verdict. A language model also grades three pairs
+    of a right answer and nonsense (six short requests), to test whether it can tell them apart. Nothing is written to a
+    journal. If all is well, it ends with the line to train with.
+
+    With --against, show for each change whether a reload applies it at once, after what is under way has ended, or not
+    at all, as in: git show HEAD:judges.yaml | qreward check judges.yaml --against -
+
+    Exit codes: 0 all is well; 1 a source gave no valid verdict or cannot judge, a kind cannot be used, or a reload
+    would be refused; 2 the configuration has mistakes.
+    """
+    if against is not None:
+        return show_difference(against, config, OUT)
+    return run(check_config(config, rollouts, OUT, ERRORS, timeout_s=timeout, offline=offline))
 
 
 async def check_config(
@@ -99,10 +171,7 @@ async def _check(path: Path, rollouts: Path | None, out: Console, errors: Consol
         return OK
     if config.engine.journal is not None:
         check_place(config.engine.journal.path)
-    # A check must not create, open or fill the journal of a run, and shares no limits with one.
-    engine_alone = config.engine.model_copy(update={"journal": None, "shared": "off"})
-    bare = config.model_copy(update={"engine": engine_alone})
-    async with open_engine(bare, path) as engine:
+    async with open_engine(_alone(config), path) as engine:
         samples: dict[str, Sample] = {}
         if rollouts is not None:
             samples = samples_for(engine, _samples_of(rollouts))
@@ -148,7 +217,7 @@ async def _check(path: Path, rollouts: Path | None, out: Console, errors: Consol
     for result in unable:
         say(out, _unable(result, own=_has_own_instructions(config, result.judge)))
     surely = any(not _has_own_instructions(config, result.judge) for result in unable)
-    return SOURCE_SILENT if failed or surely or keeper_silent else OK
+    return CHECK_FAILED if failed or surely or keeper_silent else OK
 
 
 def _counts(config: Config) -> str:
@@ -252,3 +321,88 @@ def _unable(result: Probe, *, own: bool) -> Text:
     )
     problem = _excerpt(result.trial.problem, _PROBLEM_CHARS)
     return Text.assemble((f"judge {result.judge}: ", "yellow" if own else "red"), shown, problem, remedy)
+
+
+def without_servers(config: Config) -> tuple[Config, list[str]]:
+    """Return a configuration that can be opened without servers, keys and a training framework, and one line for each
+    thing that is missing here and that a run needs.
+
+    Placeholders replace keys that are not set, addresses from a framework, dialects that a server would state, and Ray.
+    Raises `ConfigurationError` for servers that could not be placed on any cluster.
+    """
+    notes: list[str] = []
+    sources: dict[str, Any] = {}
+    for name, source in config.sources.items():
+        if not isinstance(source, EndpointConfig):
+            continue
+        changes: dict[str, Any] = {}
+        if isinstance(source.api_key_env, str) and not os.environ.get(source.api_key_env, "").strip():
+            changes |= {"api_key_env": None, "api_key": SecretStr("none")}
+            notes.append(
+                f"{name}: {source.api_key_env} is not set; set it where you train: export {source.api_key_env}=..."
+            )
+        if any(map(is_framework_url, source.urls)):
+            changes[source.URL_KEY] = tuple(_NOWHERE if is_framework_url(url) else url for url in source.urls)
+            notes.append(f"{name}: its address comes from the training framework")
+        if isinstance(source, ReplicaSetConfig) and source.placement == "ray":
+            pool_spec(name, source)  # what Ray could not place is a mistake with any cluster
+            changes |= {"placement": "local", "platform": "cpu", "devices": None}
+            notes.append(f"{name}: its servers run on a Ray cluster, which was not joined")
+        if getattr(source, "dialect", None) == "auto":
+            changes["dialect"] = "openai"
+            notes.append(f"{name}: its dialect was not asked for")
+        sources[name] = source.model_copy(update=changes)
+    return _alone(config).model_copy(update={"sources": {**config.sources, **sources}}), notes
+
+
+def _alone(config: Config) -> Config:
+    """A check must not create, open or fill the journal of a run, and shares no limits with one."""
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"journal": None, "shared": "off"})})
+
+
+def show_difference(before: Path, after: Path, out: Console) -> int:
+    """Print what differs between two files, and return 1 if it cannot be reloaded.
+
+    Raises `ConfigurationError` for mistakes in either.
+    """
+    found = difference(_loaded(before), _loaded(after))
+    if not found:
+        say(out, "no change")
+        return OK
+    table = Table("what", "before", "after", "effect")
+    for change in found.changes:
+        # Instructions and names may look like markup.
+        table.add_row(*map(Text, (change.path, change.before or "-", change.after or "-", _EFFECTS[change.effect])))
+    out.print(table)
+    if found.refused:
+        names = ", ".join(change.path for change in found.refused)
+        say(out, f"a reload would be refused as a whole: {names} needs a restart")
+        return CHECK_FAILED
+    say(out, "a reload would apply this as a whole")
+    return OK
+
+
+def _loaded(path: Path) -> Config:
+    name = "standard input" if str(path) == "-" else str(path)
+    config = load_config("/dev/stdin" if str(path) == "-" else path, origin=name)
+    try:
+        JudgeRouter(config, key=secrets.token_bytes(16))
+    except ConfigurationError as error:
+        raise ConfigurationError(error.mistakes, origin=name) from None
+    return config
+
+
+def list_kinds(out: Console) -> int:
+    """Print every registered kind with the package that it comes from. Return 1 if one cannot be used."""
+    found = {room: kinds.described() for room, kinds in rooms.items()}
+    for room, described in found.items():
+        table = Table(title=room, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table.add_column("kind", no_wrap=True)
+        table.add_column("package")
+        table.add_column("what it is", ratio=1)
+        for one in described:
+            text = Text(one.problem, style="red") if one.problem else Text(one.description)
+            table.add_row(Text(one.name), Text(f"{one.package} {one.version}".strip()), text)
+        out.print(table)
+    say(out, "A class that is not registered: kind: package.module:Class")
+    return CHECK_FAILED if any(one.problem for described in found.values() for one in described) else OK

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
 from ..secrets import one_line
-from .figures import number_of, print_whole, seconds, short
+from .console import OK, OUT, number_of, print_whole, say, seconds, short
 from .journal_reports import LATEST, Row, SourceReport, StepReport, drawn, read_rows, slowest, sources_of, steps_of
-from .running import OK, say
 
 _WIDEST_NAME = 16
 _WIDEST_CHARS = 20_000
 _LEFT = ("run", "step", "judge", "source", "what it said")
+
+
+def command(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Journal: the file that engine.journal.path names.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only this training step, the slowest first.")] = None,
+    last: Annotated[int, typer.Option(metavar="N", min=1, help="How many of the latest steps are shown.")] = 10,
+    verdicts: Annotated[int, typer.Option(metavar="N", min=0, help="How many verdicts are shown.")] = 8,
+) -> int:
+    """Show what a journal recorded, also while a run writes it.
+
+    For each step: how many outcomes and failures, the mean score, and the slowest sample, how long it waited and on
+    which source. For each source: answers, retries, time, tokens and cost. Then some verdicts, with the words of the
+    judge.
+
+    Exit codes: 0 shown; 2 there is no such journal, or nothing in it.
+    """
+    return show_journal(path, OUT, step=step, steps=last, verdicts=verdicts)
 
 
 def show_journal(path: Path, out: Console, *, step: int | None, steps: int, verdicts: int) -> int:

@@ -7,12 +7,13 @@ them. The output of an earlier run is not read, because it may belong to another
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -23,9 +24,37 @@ from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rol
 from ..observers import EngineStatistics
 from ..samples import Outcome, Sample
 from ..sources import kind_of
-from .figures import number_of
+from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
+from .engines import open_engine
 from .progress import ProgressDisplay, source_table
-from .running import OK, REWARDS_MISSING, open_engine, say
+
+
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl or .parquet.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FILE", help="File for the rows and their outcomes, .jsonl or .parquet."),
+    ],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace FILE if it exists, and a column qreward of the input.")
+    ] = False,
+) -> int:
+    """Score a file of rollouts: the same rows in the same order, with a column `qreward`.
+
+    A row needs the column `response` (or solution_str, completion) and `messages` or `prompt`. `ground_truth` (or
+    reward_model.ground_truth) is the reference, `data_source` chooses the judge, `step` and `group_id` name the step
+    and the group, and the judge gets the rest as extras.
+
+    Every verdict is stored in the journal of the configuration, or in FILE.journal, and is not paid for again. After a
+    kill, the same command continues the run; with --overwrite, rows without a reward are tried again. Functions are
+    called again, unless their source has a `version`. Delete the journal to judge all rows again.
+
+    Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
+    reward; 130 stopped with Ctrl-C.
+    """
+    # Read before the event loop runs: a file system that hangs can then be left with Ctrl-C.
+    return run(score_rollouts(prepare(rollouts, config, out, ERRORS, overwrite=overwrite), OUT, ERRORS))
 
 
 @dataclass(frozen=True)
@@ -98,13 +127,10 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
 
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally, errors: Console) -> None:
     rows = _Rows(plan.rollouts)
-    rate_per_s = sum(upstream.calls_per_s for upstream in engine.upstreams.values()) / _requests_a_row(plan.config)
-    if plan.config.engine.server is not None:
-        rate_per_s = math.inf
     with open_writer(plan.out, source=plan.rollouts) as writer:
         tally.begun = True
         say(errors, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
-        async with ProgressDisplay(errors, plan.total, engine.statistics, rate_per_s=rate_per_s):
+        async with ProgressDisplay(errors, plan.total, engine, requests_a_row=_requests_a_row(plan.config)):
             async for sample, outcome in engine.score_stream(rows):
                 writer.write(rows.take(sample).row, outcome)
                 tally.count(outcome)

@@ -6,12 +6,31 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from ..config import load_config
-from .running import OK, say
+from .console import ERRORS, OK, OUT, run, say
 from .servers import ServerSource, opened_servers, said_of, topology_table
+
+
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    source: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Source to start; repeatable. Default: every one of kind replicas."),
+    ] = None,
+) -> int:
+    """Start the servers of the sources of kind replicas, print their addresses, and supervise them.
+
+    Trainings on this machine with the same source use these servers, and leave them running when they end. Ctrl-C or
+    SIGTERM stops the servers that nobody else uses.
+
+    Exit codes: 0 stopped; 2 the configuration has mistakes, or a server did not start.
+    """
+    return run(serve_judge(config, tuple(source or ()), OUT, ERRORS))
 
 
 async def serve_judge(path: Path, names: Sequence[str], out: Console, errors: Console) -> int:

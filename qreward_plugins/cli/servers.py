@@ -19,7 +19,8 @@ from ..replicas import PoolSpec, ReplicaState
 from ..sources import kind_of, open_source
 from ..sources.findable import findable
 from ..sources.replica_set_config import ReplicaSetConfig
-from .running import ended_by_a_signal, join_ray, say
+from .console import say
+from .engines import ended_by_a_signal, join_ray
 
 
 class ServerSource(Protocol):

@@ -379,6 +379,7 @@ def _listed(models: tuple[str, ...]) -> str:
 
 def _quoted(value: Any) -> str:
     # JSON is YAML; a text in quotes is never read as a number, and OmegaConf reads ${...} as an interpolation.
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
     return json.dumps(value.replace("${", "\\${") if isinstance(value, str) else value, ensure_ascii=False)
 
 

@@ -487,7 +487,7 @@ def test_a_reward_server_that_is_waited_for_is_named_at_once(check, tmp_path):
     "protocol", ["vllm_classify", "vllm_score", "sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf"]
 )
 def test_the_trial_server_serves_a_reward_model_that_can_judge(check, tmp_path, protocol):
-    """The first check of a newcomer, with `qreward judge-server`, ends well whatever is asked."""
+    """The first check of a newcomer, with `qreward fake-judge`, ends well whatever is asked."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     (tmp_path / "chat.jinja").write_text(template)
     with JudgeServer(models=["rm"]) as server:

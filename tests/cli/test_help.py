@@ -13,13 +13,13 @@ import qreward_plugins
 def test_help_names_the_commands(run_cli):
     result = run_cli("--help")
     assert result.exit_code == 0
-    for command in ("check", "score", "calibrate", "plan", "judge-server", "journal", "kinds"):
+    for command in ("check", "score", "calibrate", "plan", "fake-judge", "journal", "kinds"):
         line = next(line for line in result.stdout.splitlines() if line.strip().startswith(command))
         assert line.endswith(".")
         assert "..." not in line
 
 
-@pytest.mark.parametrize("command", ["check", "score", "calibrate", "plan", "judge-server", "journal", "kinds"])
+@pytest.mark.parametrize("command", ["check", "score", "calibrate", "plan", "fake-judge", "journal", "kinds"])
 def test_help_of_a_command_fits_a_terminal(run_cli, command):
     result = run_cli(command, "--help")
     assert result.exit_code == 0
@@ -28,7 +28,7 @@ def test_help_of_a_command_fits_a_terminal(run_cli, command):
 
 
 def test_no_command_shows_the_help(run_cli):
-    assert "judge-server" in run_cli().output
+    assert "fake-judge" in run_cli().output
 
 
 @pytest.mark.parametrize("arguments", [["scoer"], ["score"], ["score", "in.jsonl"], ["check", "c.yaml", "--jounal"]])

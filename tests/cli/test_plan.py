@@ -23,7 +23,7 @@ def config(write_config):
 
 def test_a_plan_is_printed(run_cli, config):
     exact = ["--latency", "1", "--tokens", "100", "--spread", "0", "--errors", "0", "--stragglers", "0", "--seeds", "1"]
-    result = run_cli("plan", "--config", config, "--samples", 45, *exact)
+    result = run_cli("plan", config, "--samples", 45, *exact)
     assert (result.exit_code, result.stderr) == (0, "")
     text = " ".join(result.stdout.split())
     assert f"{config}: a step of 45 samples (judged: 45 by quality)" in text.replace("\n", "")
@@ -39,7 +39,7 @@ def test_a_plan_is_printed(run_cli, config):
 
 
 def test_advice_is_ranked_and_matters(run_cli, config):
-    result = run_cli("plan", "-c", config, "-n", 45, "--seeds", 1)
+    result = run_cli("plan", config, "-n", 45, "--seeds", 1)
     lines = result.stdout.splitlines()
     advice = lines[lines.index("what would help most") + 1 : lines.index("assumed") - 1]
     saved = [float(line.rsplit("->")[0].split()[-1]) - float(line.rsplit("->")[1].split()[0]) for line in advice]
@@ -50,7 +50,7 @@ def test_advice_is_ranked_and_matters(run_cli, config):
 
 def test_what_is_late_is_said(run_cli, write_config):
     path = write_config({"a": "http://x.invalid"}, source={"limits": LIMITS}, engine={"deadline_s": 30})
-    result = run_cli("plan", "-c", path, "-n", 60, "--seeds", 1)
+    result = run_cli("plan", path, "-n", 60, "--seeds", 1)
     assert "of the samples get no reward: engine.deadline_s is 30" in " ".join(result.stdout.split())
 
 
@@ -61,7 +61,7 @@ def test_what_is_read_is_not_overwritten(tmp_path, run_cli):
     rollouts.write_text('{"prompt": "q", "response": "a"}\n')
     before = config.read_text(), rollouts.read_text()
     for written in (config, rollouts, tmp_path / "." / config.name):
-        result = run_cli("plan", "-c", config, "-n", 3, "--tokens", f"file:{rollouts}", "--json", written)
+        result = run_cli("plan", config, "-n", 3, "--tokens", f"file:{rollouts}", "--json", written)
         assert result.exit_code == 2
         assert "this file is an input; name another output file" in result.stderr
     assert before == (config.read_text(), rollouts.read_text())
@@ -69,7 +69,7 @@ def test_what_is_read_is_not_overwritten(tmp_path, run_cli):
 
 def test_the_plan_and_its_timeline_are_written(run_cli, config, tmp_path):
     plot, as_json = tmp_path / "plan.png", tmp_path / "plan.json"
-    result = run_cli("plan", "-c", config, "-n", 20, "--seeds", 2, "--plot", plot, "--json", as_json)
+    result = run_cli("plan", config, "-n", 20, "--seeds", 2, "--plot", plot, "--json", as_json)
     assert result.exit_code == 0
     assert f"the timeline is in {plot}" in result.stderr
     assert plot.read_bytes()[:4] == b"\x89PNG"
@@ -82,7 +82,7 @@ def test_the_plan_and_its_timeline_are_written(run_cli, config, tmp_path):
 
 def test_real_rollouts(run_cli, config, write_rows, row):
     rows = write_rows([row(number) for number in range(5)])
-    result = run_cli("plan", "-c", config, "-n", 10, "--seeds", 1, "--tokens", f"file:{rows}")
+    result = run_cli("plan", config, "-n", 10, "--seeds", 1, "--tokens", f"file:{rows}")
     assert result.exit_code == 0
     assert f"the rollouts of {rows}" in result.stdout
 
@@ -99,7 +99,7 @@ def test_real_rollouts(run_cli, config, write_rows, row):
     ],
 )
 def test_mistakes_are_one_message(run_cli, config, options, message):
-    result = run_cli("plan", "-c", config, "-n", 4, *options)
+    result = run_cli("plan", config, "-n", 4, *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
@@ -109,18 +109,18 @@ def test_mistakes_are_one_message(run_cli, config, options, message):
 def test_a_folder_that_cannot_be_written_is_a_mistake_before_the_step_is_played(run_cli, config, monkeypatch, option):
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
-    result = run_cli("plan", "-c", config, "-n", 4, option, "plan.svg")
+    result = run_cli("plan", config, "-n", 4, option, "plan.svg")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "plan.svg: the directory '.' cannot be written; name a file elsewhere" in result.stderr
 
 
 def test_a_mistake_in_the_configuration_is_told_as_ever(run_cli, write_config):
     path = write_config({"a": "http://x.invalid"}, source={"limits": {"requests_per_minutes": 30}})
-    result = run_cli("plan", "-c", path, "-n", 4)
+    result = run_cli("plan", path, "-n", 4)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {path}: sources.a.limits.requests_per_minutes")
     path = write_config({"a": "http://x.invalid"}, judge={"instructions": "{{ nonsense }}"})
-    result = run_cli("plan", "-c", path, "-n", 4)
+    result = run_cli("plan", path, "-n", 4)
     assert result.stderr.startswith(f"error: {path}: judges.quality.instructions")
 
 
@@ -129,14 +129,14 @@ def test_without_matplotlib_nothing_is_simulated_first(run_cli, config, monkeypa
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else real(name, *more)
     )
-    result = run_cli("plan", "-c", config, "-n", 4, "--plot", "plan.png")
+    result = run_cli("plan", config, "-n", 4, "--plot", "plan.png")
     assert (result.exit_code, result.stdout) == (2, "")
     assert 'pip install "qreward-plugins[plot]"' in result.stderr
 
 
 def test_ctrl_c_ends_it(start_cli, config, tmp_path):
     """With rehearsals under way in processes of their own."""
-    process = start_cli("plan", "-c", config, "-n", 3000, "--seeds", 50, "--json", tmp_path / "plan.json")
+    process = start_cli("plan", config, "-n", 3000, "--seeds", 50, "--json", tmp_path / "plan.json")
     threads = Path(f"/proc/{process.pid}/task")
     if not (threads / str(process.pid) / "children").exists():
         pytest.skip("needs /proc, which lists the children of a process")

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from qreward_plugins import EngineStatistics, SourceStatistics
-from qreward_plugins.cli.figures import clock, seconds, short
+from qreward_plugins.cli.console import clock, seconds, short
 from qreward_plugins.cli.progress import ProgressDisplay, source_table
 from qreward_plugins.simulation import run
 from qreward_plugins.testing import JudgeServer
@@ -148,7 +148,7 @@ def test_a_live_run_in_a_terminal(start_cli, write_config, write_rows, row, tmp_
             rows = write_rows([row(n) for n in range(8)])
             environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "NO_COLOR": ""}
             process = start_cli(
-                "score", rows, "-c", config, "-o", tmp_path / "out.jsonl",
+                "score", config, rows, "-o", tmp_path / "out.jsonl",
                 stdin=theirs, stdout=theirs, stderr=theirs, text=False, env=environment,
             )  # fmt: skip
             os.close(theirs)

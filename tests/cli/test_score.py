@@ -23,7 +23,7 @@ def score(run_cli, tmp_path):
 
     def run(rows="in.jsonl", config="config.yaml", out="out.jsonl", overwrite=True):
         options = ["--overwrite"] if overwrite else []
-        return run_cli("score", tmp_path / rows, "--config", tmp_path / config, "--out", tmp_path / out, *options)
+        return run_cli("score", tmp_path / config, tmp_path / rows, "--out", tmp_path / out, *options)
 
     return run
 

@@ -42,7 +42,7 @@ def test_files_name_paths_or_hold_data_urls(server, run_cli, write_config, write
     tree = yaml.safe_load(config.read_text())
     tree["sources"]["a"]["vision"] = True
     config.write_text(yaml.safe_dump(tree))
-    result = run_cli("score", file, "-c", config, "-o", tmp_path / "out.jsonl")
+    result = run_cli("score", config, file, "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 3, result.output
     written = read_rows(tmp_path / "out.jsonl")
     assert [row["qreward"]["outcome"] for row in written] == ["scored"] * 3 + ["failed"] * 4 + ["scored"]
@@ -59,12 +59,12 @@ def test_files_name_paths_or_hold_data_urls(server, run_cli, write_config, write
 def test_a_judge_that_sees_no_images_is_not_bothered_by_them(server, run_cli, write_config, write_rows, tmp_path):
     rows = [{"prompt": "What?", "images": ["../../x.png", "http://h/a.png"], "response": "5"}]
     config = write_config({"a": server})
-    result = run_cli("score", write_rows(rows), "-c", config, "-o", tmp_path / "out.jsonl")
+    result = run_cli("score", config, write_rows(rows), "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 0, result.output
 
 
 def test_a_column_of_images_is_a_list(server, run_cli, write_config, write_rows, tmp_path):
     file = write_rows([{"prompt": "What?", "images": "a.png", "response": "5"}])
-    result = run_cli("score", file, "-c", write_config({"a": server}), "-o", tmp_path / "out.jsonl")
+    result = run_cli("score", write_config({"a": server}), file, "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 2
     assert "images must be a list of images, not a text" in result.output

@@ -17,7 +17,7 @@ def refused(server, run_cli, write_config, tmp_path):
 
     def run(rows="in.jsonl", config="config.yaml", out="out.jsonl"):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        result = run_cli("score", tmp_path / rows, "-c", tmp_path / config, "-o", tmp_path / out)
+        result = run_cli("score", tmp_path / config, tmp_path / rows, "-o", tmp_path / out)
         assert result.exit_code == 2, result.output
         assert result.stdout == ""
         assert result.stderr.startswith("error: ")
@@ -71,7 +71,7 @@ def test_a_bad_row_is_named_by_its_line(line, refused, write_rows):
 def test_a_deep_row_is_scored_or_refused_but_never_lost(server, run_cli, write_config, write_rows, tmp_path, depth):
     """How deep Python can read and write differs between its versions."""
     line = '{"prompt": "q", "response": "r", "x": ' + "[" * depth + "]" * depth + "}\n"
-    result = run_cli("score", write_rows([line]), "-c", write_config({"a": server}), "-o", tmp_path / "out.jsonl")
+    result = run_cli("score", write_config({"a": server}), write_rows([line]), "-o", tmp_path / "out.jsonl")
     if result.exit_code == 0:
         assert "[" * depth + "]" * depth in (tmp_path / "out.jsonl").read_text()
     else:
@@ -86,7 +86,7 @@ def test_bytes_that_are_no_utf8_are_named(refused, tmp_path):
 
 def test_a_byte_order_mark_is_no_mistake(server, run_cli, write_config, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
-    result = run_cli("score", tmp_path / "in.jsonl", "-c", write_config({"a": server}), "-o", tmp_path / "out.jsonl")
+    result = run_cli("score", write_config({"a": server}), tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 0
 
 
@@ -155,7 +155,7 @@ def test_one_mistake_of_the_configuration_is_one_line(refused, write_rows, write
 
 def test_all_mistakes_of_the_configuration_are_told_at_once(run_cli, write_rows, write_config, tmp_path):
     config = write_config({"a": "ftp://x"}, judge={"score_range": [1, 0]}, routes={"*": "qality"})
-    result = run_cli("score", write_rows([GOOD]), "-c", config, "-o", tmp_path / "out.jsonl")
+    result = run_cli("score", config, write_rows([GOOD]), "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: 3 mistakes in ")
     for path in ("sources.a.base_url", "judges.quality.score_range", "routes"):
@@ -179,7 +179,7 @@ def test_a_file_that_changes_under_the_run_is_told(server, run_cli, write_config
         return total
 
     monkeypatch.setattr(score, "check_rollouts", check_and_spoil)
-    result = run_cli("score", path, "-c", write_config({"a": server}), "-o", tmp_path / "out.jsonl")
+    result = run_cli("score", write_config({"a": server}), path, "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 2
     assert "in.jsonl, line 2: not valid JSON" in result.stderr
     assert not (tmp_path / "out.jsonl").exists()

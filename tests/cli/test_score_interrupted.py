@@ -42,7 +42,7 @@ def held_run(start_cli, write_config, write_rows, row, tmp_path):
 
     with JudgeServer(scorer) as server:
         config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
-        arguments = ("score", write_rows([row(n) for n in range(ROWS)]), "-c", config, "-o", tmp_path / "out.jsonl")
+        arguments = ("score", config, write_rows([row(n) for n in range(ROWS)]), "-o", tmp_path / "out.jsonl")
         process = start_cli(*arguments)
         server.wait_for(lambda report: len(calls) > ANSWERED and report.in_flight == AT_ONCE, timeout_s=30)
         yield process, server, arguments
@@ -95,7 +95,7 @@ def test_ctrl_c_while_the_file_is_read_ends_quietly(run_cli, server, write_confi
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "check_rollouts", interrupted)
-    result = run_cli("score", write_rows([]), "-c", write_config({"a": server}), "-o", tmp_path / "out.jsonl")
+    result = run_cli("score", write_config({"a": server}), write_rows([]), "-o", tmp_path / "out.jsonl")
     assert (result.exit_code, result.output) == (130, "")
 
 

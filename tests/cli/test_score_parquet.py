@@ -46,7 +46,7 @@ def score(run_cli, server, write_config, tmp_path):
     write_config({"a": server})
 
     def run(rows="in.parquet", out="out.parquet"):
-        return run_cli("score", tmp_path / rows, "-c", tmp_path / "config.yaml", "-o", tmp_path / out, "--overwrite")
+        return run_cli("score", tmp_path / "config.yaml", tmp_path / rows, "-o", tmp_path / out, "--overwrite")
 
     return run
 

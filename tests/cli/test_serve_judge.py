@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qreward_plugins.cli.running import join_ray
+from qreward_plugins.cli.engines import join_ray
 from qreward_plugins.config import load_config
 
 STAND_IN = Path(__file__).parents[1] / "replicas" / "stand_in.py"
@@ -82,19 +82,18 @@ def on_ray(config):
     return path
 
 
-COMMANDS = [("serve-judge",), ("check",), ("score",), ("pool", "status"), ("serve",)]
+COMMANDS = ["serve-judge", "check", "score", "serve"]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids="-".join)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_without_a_ray_cluster_a_command_says_what_to_start(run_cli, on_ray, write_rows, row, monkeypatch, command):
     """A user of a shell cannot call `ray.init()`."""
     pytest.importorskip("ray")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", address := f"127.0.0.1:{unused.getsockname()[1]}")
-        scored = ("--config", on_ray, "--out", on_ray.parent / "out.jsonl")
-        words = (write_rows([row(1)]), *scored) if command == ("score",) else (on_ray,)
-        result = run_cli(*command, *words)
+        scored = (write_rows([row(1)]), "--out", on_ray.parent / "out.jsonl") if command == "score" else ()
+        result = run_cli(command, on_ray, *scored)
     assert result.exit_code == 2
     remedy = "start one with `ray start --head`, or set RAY_ADDRESS to the address of one"
     said = f"source 'own' has `placement: ray`, and no Ray cluster answers at RAY_ADDRESS={address}: {remedy}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,8 +14,6 @@ from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError, Mistake
 from ..system.ray_actors import join_cluster
 from .console import ERRORS, say
-
-_JOINED_AT_ONCE_S = 10.0
 
 
 def load_own(path: Path) -> Config:
@@ -56,22 +55,13 @@ def join_ray(config: Config, path: Path, names: Collection[str] = ()) -> None:
     name = next(placed, None)
     if name is None:
         return
-    failed: list[ConnectionError] = []
-
-    def join() -> None:
-        try:
-            join_cluster()
-        except ConnectionError as error:
-            failed.append(error)
-
-    joining = threading.Thread(target=join, name="qreward-ray", daemon=True)
-    joining.start()
-    joining.join(_JOINED_AT_ONCE_S)
-    if joining.is_alive():
-        say(ERRORS, f"waiting for the Ray cluster of source {name!r} (RAY_ADDRESS, or that of this machine) ...")
-        joining.join()
-    if failed:
-        raise InputError(f"{path}: source {name!r} has `placement: ray`, and {failed[0]}") from None
+    say(ERRORS, f"joining the Ray cluster of source {name!r} (RAY_ADDRESS, or that of this machine) ...")
+    try:
+        # In the main thread Ray would take the handling of SIGTERM.
+        with ThreadPoolExecutor(1, "qreward-ray") as thread:
+            thread.submit(join_cluster).result()
+    except ConnectionError as error:
+        raise InputError(f"{path}: source {name!r} has `placement: ray`, and {error}") from None
 
 
 @contextmanager

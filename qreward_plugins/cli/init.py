@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..config import Config, load_config
 from ..config.source_models import ModelName, ServiceURL
-from ..errors import ConfigurationError, InputError, QRewardError
+from ..errors import ConfigurationError, InputError
 from ..judges.prompt import DEFAULT_INSTRUCTIONS
 from ..sources.endpoint_settings import can_be_sent
 from ..sources.function_arguments import arguments_taken
@@ -55,18 +55,9 @@ _KEY = re.compile(
     r"|AKIA[A-Z0-9]{12,})"
 )
 _PROTOCOLS = {"sglang": "sglang_classify", "tei": "tei_predict"}
-"""The protocol of a reward model behind each server that has one of its own."""
-_RENDERED_HERE = ("sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf")
-"""Protocols that need the chat template of the model."""
-_ENDPOINT = ("url", "model", "api_key_env", "requests_per_minute", "tokens_per_minute", "concurrency")
-_UNUSED = {
-    "judge": ("function", "protocol", "chat_template"),
-    "reward-model": ("function", "instructions"),
-    "function": ("instructions", "protocol", "chat_template", *_ENDPOINT),
-    "mixture": ("protocol", "chat_template"),
-}
-"""The flags without an effect, for each choice of what scores."""
+"""The protocols of the servers of reward models that need the chat template of the model."""
 _LOCAL_CONCURRENCY = 64
+_MOST_PLAIN_CHARS = 15
 _MOST_LISTED = 8
 _CORRECT_AT = 0.6
 
@@ -101,9 +92,6 @@ def command(
     api_key_env: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Environment variable that holds the API key. Default: chosen by the host."),
-    ] = None,
-    protocol: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What a reward model's server speaks. Default: as it answers.")
     ] = None,
     chat_template: Annotated[
         str | None,
@@ -142,7 +130,6 @@ def command(
         "function": function,
         "instructions": instructions,
         "api_key_env": api_key_env,
-        "protocol": protocol,
         "chat_template": chat_template,
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
@@ -171,6 +158,7 @@ class _Answers:
 
     def __init__(self, given: Mapping[str, Any], *, asks: bool, offline: bool) -> None:
         self.values = {name: value for name, value in given.items() if value is not None}
+        self._flags = tuple(self.values)
         self._asks = asks
         self.offline = offline
 
@@ -178,31 +166,18 @@ class _Answers:
         """Collect the answers, and return the path of the file. Raises `InputError`."""
         values = self.values
         here = installed()
-        framework = self._ask(
-            "framework",
-            f"Framework ({', '.join(get_args(Framework))})",
-            _one_of(Framework),
-            default=here[0] if here else "verl",
-        )
+        framework = self._ask("framework", "Framework", _one_of(Framework), default=here[0] if here else "verl")
         path = file or Path("qreward.yaml" if framework == "slime" else "judges.yaml")
-        if (
-            os.path.lexists(path)
-            and not overwrite
-            and not (self._asks and typer.confirm(f"{path} exists; replace it?"))
-        ):
+        kept = os.path.lexists(path) and not overwrite
+        if kept and not (self._asks and typer.confirm(f"{path} exists; replace it?")):
             raise InputError(f"{path} exists; add --overwrite, or name another file")
         check_writable(path)
         if "function" in values:
             values.setdefault("score", "mixture" if "url" in values else "function")
-        score = self._ask("score", f"What scores ({', '.join(get_args(Score))})", _one_of(Score), default="judge")
-        for name in _UNUSED[score]:
-            if name in values:
-                raise InputError(f"{_flag(name)} has no effect with --score {score}; leave it out")
+        score = self._ask("score", "What scores", _one_of(Score), default="judge")
         if score in ("function", "mixture"):
-            found = load(
-                PathLoader(self._ask("function", "Function (module:name, or file.py:name)", _path)), key="function"
-            )
-            values["arguments"] = arguments_taken(found)
+            function = self._ask("function", "Function (module:name, or file.py:name)", _path)
+            values["arguments"] = arguments_taken(load(PathLoader(function), key="function"))
         if score != "function":
             self._endpoint(score)
         # ROLL's val_correct counts scores of exactly 1, so without a threshold the scores of a model read as 0.
@@ -210,44 +185,40 @@ class _Answers:
         return path
 
     def text(self) -> str:
-        """Return the text of the file. Raises `InputError` if it holds something that looks like an API key."""
+        """Return the text of the file. Raises `InputError` for a flag without an effect, and for an API key."""
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
         environment.filters["yaml"] = _quoted
         template = environment.from_string(Path(__file__).with_name("init.yaml.jinja").read_text(encoding="utf-8"))
-        text = template.render(self.values, default_instructions=DEFAULT_INSTRUCTIONS)
+
+        def rendered(values: Mapping[str, Any]) -> str:
+            return template.render(values, default_instructions=DEFAULT_INSTRUCTIONS)
+
+        text = rendered(self.values)
+        for name in self._flags:
+            if text == rendered({**self.values, name: None}) and name not in ("framework", "score"):
+                raise InputError(f"{_flag(name)} has no effect with --score {self.values['score']}; leave it out")
         if _KEY.search(text):
             raise InputError("an answer holds something that looks like an API key; no key is written to the file")
-        if self.values["framework"] == "slime":
-            text = "qreward:\n" + textwrap.indent(text, "  ")
-        return text
+        return "qreward:\n" + textwrap.indent(text, "  ") if self.values["framework"] == "slime" else text
 
     def _ask(self, name: str, question: str, check: Callable[[str], str], *, default: str | None = None) -> str:
         """Return the value of a flag, what is typed at the terminal, or the default. A typed answer is asked again
         until it can be used.
         """
-
-        def checked(answer: str) -> str:
-            try:
-                return check(answer)
-            except (ValueError, QRewardError) as error:
-                raise typer.BadParameter(str(error)) from None
-
-        given = self.values.get(name)
-        if given is None and self._asks:
-            self.values[name] = typer.prompt(question, default=default, value_proc=checked)
-        elif given is None and default is None:
+        given = self.values.get(name, None if self._asks else default)
+        if given is None and not self._asks:
             raise InputError(f"{_flag(name)} is missing")
-        else:
-            try:
-                self.values[name] = checked(str(default if given is None else given))
-            except typer.BadParameter as error:
-                raise InputError(f"{_flag(name)}: {error}") from None
-        return str(self.values[name])
+        try:
+            answer = typer.prompt(question, default=default, value_proc=check) if given is None else check(str(given))
+        except typer.BadParameter as error:
+            raise InputError(f"{_flag(name)}: {error}") from None
+        self.values[name] = answer
+        return str(answer)
 
     def _endpoint(self, score: str) -> None:
         """Ask the endpoint what it serves. A key is used and not kept."""
-        values = self.values
-        default = "http://localhost:8000" if score == "reward-model" else "http://localhost:8000/v1"
+        values, of_rewards = self.values, score == "reward-model"
+        default = "http://localhost:8000" if of_rewards else "http://localhost:8000/v1"
         url = self._ask("url", "URL", _url, default=default)
         variable, found = self._variable(url), Discovered(url, answers=False, problem="not asked")
         key = os.environ.get(variable, "").strip()
@@ -256,58 +227,47 @@ class _Answers:
         elif not self.offline and not url.startswith("framework://"):
             say(OUT, f"asking {url} for its models ...")
             found = asyncio.run(discover(url, key))
-            said = (
-                f"it serves {_listed(found.models)}" if found.models else f"it does not list models ({found.problem})"
-            )
-            say(
-                OUT,
-                said
-                if found.answers
-                else f"it does not answer yet ({found.problem}), so the file is checked without it",
-            )
+            silent = f"it does not answer yet ({found.problem}), so the file is checked without it"
+            say(OUT, f"it serves {_listed(found)}" if found.answers else silent)
         self.offline = self.offline or not found.answers
-        if "model" not in values and not self._asks and len(found.models) != 1:
-            why = _listed(found.models) if found.models else found.problem
-            raise InputError(f"--model is missing, and cannot be taken from the endpoint: {why}")
         if "model" not in values and len(found.models) == 1:
             values["model"] = found.models[0]
+        elif "model" not in values and not self._asks:
+            raise InputError(f"--model is missing, and cannot be taken from the endpoint: {_listed(found)}")
         model = self._ask("model", "Model", _valid(ModelName), default=found.models[0] if found.models else None)
         if found.dialect == "gemini":
             model = values["model"] = model.removeprefix("models/")  # Gemini's lists and examples have this prefix
         if found.models and model not in found.models:
-            say(OUT, f"it does not list the model {model}; it lists {_listed(found.models)}")
-        if score == "reward-model":
-            values["url"] = url.removesuffix("/v1")  # their protocols add the whole path
-            values.setdefault("protocol", _PROTOCOLS.get(found.server))
-            if values["protocol"] in _RENDERED_HERE:
-                self._ask("chat_template", "Folder of the model, for its chat template", _folder)
-        else:
-            values["url"], values["dialect"] = found.url, found.dialect
-            surveyed = None
-            if not self.offline:
-                say(OUT, f"asking {model} for a word ...")
-                surveyed = asyncio.run(survey(found.url, model, key))
-            if surveyed is not None:
-                values["dialect"] = surveyed.dialect
-                for what in ("requests", "tokens"):
-                    if limit := surveyed.announced.get(f"{what}_per_window"):
-                        say(OUT, f"it announces {limit:,.0f} {what} in a window, usually a minute")
-                        values.setdefault(f"{what}_per_minute", limit)
-        if values.get("dialect") == "openai":
-            del values["dialect"]
+            say(OUT, f"it does not list the model {model}; it lists {_listed(found)}")
         if _is_local(url):
             values.setdefault("concurrency", _LOCAL_CONCURRENCY)
+        if of_rewards:
+            values["url"] = url.removesuffix("/v1")  # their protocols add the whole path
+            if protocol := _PROTOCOLS.get(found.server):
+                values["protocol"] = protocol
+                self._ask("chat_template", "Folder of the model, for its chat template", _folder)
+            return
+        dialect, announced = found.dialect, {}
+        if not self.offline:
+            say(OUT, f"asking {model} for a word ...")
+            if (surveyed := asyncio.run(survey(found.url, model, key))) is not None:
+                dialect, announced = surveyed.dialect, dict(surveyed.announced)
+        values |= {"url": found.url, "dialect": None if dialect == "openai" else dialect}
+        for what in ("requests", "tokens"):
+            if limit := announced.get(f"{what}_per_window"):
+                say(OUT, f"it announces {limit:,.0f} {what} in a window, usually a minute")
+                values.setdefault(f"{what}_per_minute", limit)
 
     def _variable(self, url: str) -> str:
         """Return the name of the variable of the API key; "" for none. An answer that may be a key is refused."""
-        host = urlsplit(url).hostname or ""
-        usual = _VARIABLES.get(host, "" if _is_local(url) else _OTHER_VARIABLE)
+        usual = _VARIABLES.get(urlsplit(url).hostname or "", "" if _is_local(url) else _OTHER_VARIABLE)
         variable = str(self.values.get("api_key_env", usual))
         if not variable:
             return ""
-        plain = variable in os.environ or ((len(variable) <= 15 or "_" in variable) and not _KEY.search(variable))
-        if not (plain and variable.isascii() and variable.isidentifier() and variable == variable.upper()):
-            raise InputError("--api-key-env: write the name of one environment variable, in capitals, and no key")
+        # A variable that is set is known; a long word without _ may be a key.
+        named = variable in os.environ or "_" in variable or len(variable) <= _MOST_PLAIN_CHARS
+        if not (named and re.fullmatch("[A-Z][A-Z0-9_]*", variable)):
+            raise InputError("--api-key-env: write the name of an environment variable, in capitals, and no key")
         if not can_be_sent(os.environ.get(variable, "").strip()):
             raise InputError("--api-key-env: the key holds characters that a header cannot carry")
         self.values["api_key_env"] = variable
@@ -319,11 +279,9 @@ def _flag(name: str) -> str:
 
 
 def _one_of(choices: Any) -> Callable[[str], str]:
-    names = get_args(choices)
-
     def check(answer: str) -> str:
-        if answer.lower() not in names:
-            raise ValueError(f"answer with one of: {', '.join(names)}")
+        if answer.lower() not in get_args(choices):
+            raise typer.BadParameter(f"answer with one of: {', '.join(get_args(choices))}")
         return answer.lower()
 
     return check
@@ -335,14 +293,14 @@ def _valid(form: Any) -> Callable[[str], str]:
             return str(TypeAdapter(form).validate_python(answer.strip()))
         except ValidationError as error:
             problem = error.errors(include_input=False, include_url=False, include_context=False)[0]["msg"]
-        raise ValueError(problem.removeprefix("Value error, "))
+        raise typer.BadParameter(problem.removeprefix("Value error, "))
 
     return check
 
 
 def _url(answer: str) -> str:
     if _KEY.search(answer):
-        raise ValueError("that holds something that looks like an API key")
+        raise typer.BadParameter("that holds something that looks like an API key")
     return _valid(ServiceURL)(_PATHS.sub("", answer.strip()).rstrip("/,"))
 
 
@@ -353,14 +311,16 @@ def _path(answer: str) -> str:
     try:
         arguments_taken(load(PathLoader(path), key="function"))
     except ConfigurationError as error:
-        raise ValueError(error.mistakes[0].problem) from None
+        raise typer.BadParameter(error.mistakes[0].problem) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     return path
 
 
 def _folder(answer: str) -> str:
     path = Path(answer).expanduser().absolute()
     if not path.exists():
-        raise ValueError("there is no such folder or file")
+        raise typer.BadParameter("there is no such folder or file")
     return str(path)
 
 
@@ -373,8 +333,9 @@ def _is_local(url: str) -> bool:
         return url.startswith("framework://") or "." not in host or host.endswith((".local", ".internal"))
 
 
-def _listed(models: tuple[str, ...]) -> str:
-    return ", ".join(models[:_MOST_LISTED]) + (", ..." if len(models) > _MOST_LISTED else "")
+def _listed(found: Discovered) -> str:
+    models = ", ".join(found.models[:_MOST_LISTED]) + (", ..." if len(found.models) > _MOST_LISTED else "")
+    return models or f"no list of models ({found.problem})"
 
 
 def _quoted(value: Any) -> str:

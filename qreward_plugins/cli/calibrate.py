@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -49,7 +48,7 @@ def command(
     Exit codes: 0 every row has a score; 2 the input or the configuration has mistakes, or all scores are equal; 3 some
     rows have no score.
     """
-    return run(calibrate(config, rollouts, OUT, ERRORS, judge=judge, file=out))
+    return run(calibrate(config, rollouts, judge=judge, file=out))
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,7 @@ class Target:
     out: Path
 
 
-async def calibrate(
-    path: Path, samples: Path, out: Console, errors: Console, *, judge: str | None = None, file: Path | None = None
-) -> int:
+async def calibrate(path: Path, samples: Path, *, judge: str | None = None, file: Path | None = None) -> int:
     """Ask the sources for the scores of the samples, write the files, and draw histograms.
 
     Measures the judges whose `transform` begins with `zscore`, or `judge` alone; `file` replaces the path of its
@@ -72,7 +69,7 @@ async def calibrate(
     config = load_own(path)
     code = OK
     for target in _targets(config, judge, file):
-        code = max(code, await _measure(config, path, target, samples, out, errors))
+        code = max(code, await _measure(config, path, target, samples))
     return code
 
 
@@ -101,7 +98,7 @@ def _targets(config: Config, judge: str | None, file: Path | None) -> list[Targe
     return found
 
 
-async def _measure(config: Config, path: Path, target: Target, samples: Path, out: Console, errors: Console) -> int:
+async def _measure(config: Config, path: Path, target: Target, samples: Path) -> int:
     Calibration.check_place(target.out)
     chosen = sum(1 for _ in _samples_of(config, target.judge, samples))
     if not chosen:
@@ -111,8 +108,8 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path, ou
     examples: dict[str, str] = {}
     async with open_engine(_alone(config, target), path) as engine:
         identity = _identity(engine, target.judge)
-        say(errors, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
-        async with ProgressDisplay(errors, chosen, engine):
+        say(ERRORS, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
+        async with ProgressDisplay(ERRORS, chosen, engine):
             async for _, outcome in engine.score_stream(_samples_of(config, target.judge, samples)):
                 if isinstance(outcome, Failed):
                     failed[outcome.label] += 1
@@ -120,12 +117,12 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path, ou
                 else:
                     scores.append(outcome.reward)
     for reason, count in failed.most_common():
-        say(errors, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
+        say(ERRORS, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
     measured = Calibration.measured(scores, identity)
     # The numbers are shown even if the file cannot be written: the scores may have cost money.
-    _print(measured, scores, target, out)
+    _print(measured, scores, target)
     measured.write(target.out)
-    say(out, f"written to {target.out}")
+    say(OUT, f"written to {target.out}")
     return REWARDS_MISSING if failed else OK
 
 
@@ -157,13 +154,13 @@ def _identity(engine: RewardEngine, judge: str) -> Identity:
     return identity
 
 
-def _print(measured: Calibration, scores: Sequence[float], target: Target, out: Console) -> None:
-    say(out, Text(f"judge {target.judge}, model {measured.identity.model}", "bold"))
-    bar = "█" if out.encoding.startswith("utf") else "#"
-    out.print(Padding(_histogram(scores, bar), (0, 0, 0, 2)))
+def _print(measured: Calibration, scores: Sequence[float], target: Target) -> None:
+    say(OUT, Text(f"judge {target.judge}, model {measured.identity.model}", "bold"))
+    bar = "█" if OUT.encoding.startswith("utf") else "#"
+    OUT.print(Padding(_histogram(scores, bar), (0, 0, 0, 2)))
     median = measured.quantiles[0.5]
     say(
-        out,
+        OUT,
         f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}, median {median:.4g}",
     )
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -84,10 +83,10 @@ def command(
         )
     except ValueError as error:
         raise InputError(str(error)) from None
-    return run(_serve(server, model, OUT))
+    return run(_serve(server, model))
 
 
-async def _serve(server: JudgeServer, model: str, out: Console) -> int:
+async def _serve(server: JudgeServer, model: str) -> int:
     """Serve until cancelled, then print a report of all requests. Raises `InputError` if the address is in use."""
     try:
         server.start()
@@ -95,13 +94,13 @@ async def _serve(server: JudgeServer, model: str, out: Console) -> int:
         raise InputError(str(error)) from None
     with suppress(asyncio.CancelledError):
         # A space follows each URL, or the next character would be copied with it.
-        say(out, f"fake judge at {server.base_url} (model {model}) and {server.score_url} ; stop it with Ctrl-C")
+        say(OUT, f"fake judge at {server.base_url} (model {model}) and {server.score_url} ; stop it with Ctrl-C")
         await asyncio.get_running_loop().create_future()
     server.stop()
     table = Table.grid(padding=(0, 2))
     for name, value in _facts(server.report()):
         table.add_row(name, Text(value))
-    out.print(table)
+    OUT.print(table)
     return OK
 
 

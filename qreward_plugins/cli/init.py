@@ -145,7 +145,7 @@ def command(
     asyncio.run(_check_opens(load_config(yaml.safe_load(text), origin=str(path)), path))
     _write(path, text)
     say(OUT, f"wrote {path}")
-    return run(check_config(path, None, OUT, ERRORS, offline=answers.offline, framework=answers.values["framework"]))
+    return run(check_config(path, offline=answers.offline, framework=answers.values["framework"]))
 
 
 def has_terminal() -> bool:

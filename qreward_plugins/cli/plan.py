@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -158,7 +157,7 @@ async def _plan(
             stopped.set()
             await asyncio.gather(working, return_exceptions=True)
             raise
-    _print(found, path, OUT)
+    _print(found, path)
     if json_file is not None:
         _write_json(found, json_file)
         say(ERRORS, f"the plan is in {json_file}")
@@ -173,10 +172,10 @@ class _Stopped(Exception):
     """The command was cancelled."""
 
 
-def _print(found: Plan, path: Path, out: Console) -> None:
+def _print(found: Plan, path: Path) -> None:
     judged = " and ".join(f"{count:,.0f} by {judge}" for judge, count in found.judged.items())
     say(
-        out,
+        OUT,
         Text.assemble((f"{path}: a step of {number_of(found.samples, 'sample')}", "bold"), f" (judged: {judged})\n"),
     )
     facts = Table.grid(padding=(0, 2))
@@ -190,14 +189,14 @@ def _print(found: Plan, path: Path, out: Console) -> None:
     facts.add_row("waits for", _waits(found))
     for problem in _problems(found):
         facts.add_row(Text("but", "red"), Text(problem, "red"))
-    out.print(Padding(facts, (0, 0, 0, 2)))
-    out.print()
-    print_whole(out, _source_table(found))
-    out.print()
-    _print_advice(found, out)
-    say(out, Text("\nassumed", "bold"))
+    OUT.print(Padding(facts, (0, 0, 0, 2)))
+    OUT.print()
+    print_whole(OUT, _source_table(found))
+    OUT.print()
+    _print_advice(found)
+    say(OUT, Text("\nassumed", "bold"))
     for note in found.notes:
-        say(out, Text(f"  {note}", "dim"))
+        say(OUT, Text(f"  {note}", "dim"))
 
 
 def _costs(found: Plan) -> Text:
@@ -273,11 +272,11 @@ def _places(use: SourceUse) -> str:
     return f"{use.peak_in_flight:,}" + ("" if use.concurrency is None else f" of {use.concurrency:,}")
 
 
-def _print_advice(found: Plan, out: Console) -> None:
+def _print_advice(found: Plan) -> None:
     if not found.advice:
-        say(out, Text("no change that was tried would help much: the longest requests determine the step", "bold"))
+        say(OUT, Text("no change that was tried would help much: the longest requests determine the step", "bold"))
         return
-    say(out, Text("what would help most", "bold"))
+    say(OUT, Text("what would help most", "bold"))
     table = Table.grid(padding=(0, 2))
     table.add_column()
     for _ in range(3):
@@ -289,7 +288,7 @@ def _print_advice(found: Plan, out: Console) -> None:
             _saved(advice),
             _price(advice),
         )
-    out.print(Padding(table, (0, 0, 0, 2)))
+    OUT.print(Padding(table, (0, 0, 0, 2)))
 
 
 def _saved(advice: Advice) -> Text:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ..config.framework import without_colocated
 from ..engine import RewardEngine
@@ -61,7 +60,8 @@ def command(
         raise InputError(f"--token-env {token_env}: this environment variable is not set; set it to a long random text")
     return run(
         _serve(
-            *(config, OUT, drain),
+            config,
+            drain,
             host=host,
             port=port,
             token=token,
@@ -71,7 +71,7 @@ def command(
     )
 
 
-async def _serve(path: Path, out: Console, drain_s: float, **options: Any) -> int:
+async def _serve(path: Path, drain_s: float, **options: Any) -> int:
     """Serve until cancelled, with `options` of the `RewardServer`. Return `REWARDS_MISSING` if samples were left
     without an outcome after `drain_s` seconds. Raises `ConfigurationError`, and `InputError` for an address that cannot
     be used.
@@ -83,33 +83,33 @@ async def _serve(path: Path, out: Console, drain_s: float, **options: Any) -> in
     engine = open_engine(config, path)
     try:
         server = RewardServer(engine, **options)
-        async with server, _reloaded_on_sighup(engine, out):
+        async with server, _reloaded_on_sighup(engine):
             with suppress(asyncio.CancelledError):
-                say(out, f"reward server at {server.url}; forms: {server.url}/openapi.json; stop it with Ctrl-C")
+                say(OUT, f"reward server at {server.url}; forms: {server.url}/openapi.json; stop it with Ctrl-C")
                 await asyncio.get_running_loop().create_future()
-            say(out, f"no new samples; those under way have {drain_s:g} s (Ctrl-C again ends at once)")
+            say(OUT, f"no new samples; those under way have {drain_s:g} s (Ctrl-C again ends at once)")
             left = await server.drain(drain_s)
             await engine.aclose()
     finally:
         await engine.aclose()
     counts = engine.statistics()
-    say(out, f"{counts.scored:,} samples have a reward, {counts.failed_total:,} have none")
+    say(OUT, f"{counts.scored:,} samples have a reward, {counts.failed_total:,} have none")
     return REWARDS_MISSING if left else OK
 
 
 @asynccontextmanager
-async def _reloaded_on_sighup(engine: RewardEngine, out: Console) -> AsyncIterator[None]:
+async def _reloaded_on_sighup(engine: RewardEngine) -> AsyncIterator[None]:
     """Reload the file of the configuration on each SIGHUP."""
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
 
     async def reload() -> None:
         try:
-            say(out, f"reloaded: {await engine.reload()}")
+            say(OUT, f"reloaded: {await engine.reload()}")
         except QRewardError as error:
             found = error.mistakes if isinstance(error, ConfigurationError) else [error]
             problem = one_line(" ".join(map(str, found)), _LINE_CHARS)
-            say(out, f"not reloaded, and nothing has changed: {problem}")
+            say(OUT, f"not reloaded, and nothing has changed: {problem}")
 
     def begin() -> None:
         task = loop.create_task(reload())

@@ -22,7 +22,7 @@ MOST = 12
 MOST_DROPPED = 3
 _SHORTER = 0.5
 
-_LIMITS = {"requests_per_minute": "rpm", "tokens_per_minute": "tpm", "concurrency": "concurrency"}
+_LIMITS = {"requests_per_minute": "requests/min", "tokens_per_minute": "tokens/min", "concurrency": "concurrency"}
 _RESOURCES = ("requests", "tokens", "places")
 
 ChangeKind = Literal["raise", "add", "drop", "shorten", "settings"]

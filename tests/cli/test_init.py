@@ -430,7 +430,7 @@ def test_ctrl_c_ends_it_and_nothing_is_written(answer, monkeypatch):
         raise AssertionError("the signal was lost")
 
     monkeypatch.setattr("builtins.input", interrupted)
-    
+
     result = answer()
     assert result.exit_code == 130
     assert "stopped; nothing was written" in result.stderr

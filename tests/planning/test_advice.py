@@ -18,7 +18,7 @@ def test_requests_that_are_spent_are_what_to_ask_for(tree, exact_plan):
     assert found.step_s.p50 == pytest.approx(121, abs=2)
     assert found.bottleneck.resource == "requests"
     best = found.advice[0]
-    assert best.change in ("+60 rpm on a", "another source like a")
+    assert best.change in ("+60 requests/min on a", "another source like a")
     assert best.step_s == pytest.approx(61, abs=2)
     assert best.saved_s == best.now_s - best.step_s
     assert not any(" on b" in change or "concurrency" in change or "idle" in change for change in changes(found))
@@ -46,7 +46,7 @@ def test_a_rate_that_replicas_share_is_not_raised_by_more_of_them(tree, exact_pl
     config = tree(own={"requests_per_minute": 60, "concurrency": 64})
     config["sources"]["own"]["base_url"] = ["http://one.test/v1", "http://two.test/v1"]
     found = exact_plan(config, 150, advise=True)
-    assert "+60 rpm on own" in changes(found)
+    assert "+60 requests/min on own" in changes(found)
     assert not any("replicas" in change for change in changes(found))
 
 

@@ -40,6 +40,7 @@ from .training_lines import Framework, installed
 Score = Literal["judge", "reward-model", "function", "mixture"]
 
 _INTERRUPTED = 130
+_QUESTIONS = {"framework": "trains", "score": "scores a response"}
 _TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL", "none": "files and Python"}
 _VARIABLES = {
     "api.openai.com": "OPENAI_API_KEY",
@@ -166,7 +167,7 @@ class _Answers:
         """Collect the answers, and return the path of the file. Raises `InputError`."""
         values = self.values
         here = installed()
-        framework = self._ask("framework", "Framework", _one_of(Framework), default=here[0] if here else "verl")
+        framework = self._choose("framework", Framework, default=here[0] if here else "verl")
         path = file or Path("qreward.yaml" if framework == "slime" else "judges.yaml")
         kept = os.path.lexists(path) and not overwrite
         if kept and not (self._asks and typer.confirm(f"{path} exists; replace it?")):
@@ -174,7 +175,7 @@ class _Answers:
         check_writable(path)
         if "function" in values:
             values.setdefault("score", "mixture" if "url" in values else "function")
-        score = self._ask("score", "What scores", _one_of(Score), default="judge")
+        score = self._choose("score", Score, default="judge")
         if score in ("function", "mixture"):
             function = self._ask("function", "Function (module:name, or file.py:name)", _path)
             values["arguments"] = arguments_taken(load(PathLoader(function), key="function"))
@@ -214,6 +215,16 @@ class _Answers:
             raise InputError(f"{_flag(name)}: {error}") from None
         self.values[name] = answer
         return str(answer)
+
+    def _choose(self, name: str, form: Any, *, default: str) -> str:
+        choices = get_args(form)
+
+        def check(answer: str) -> str:
+            if answer.lower() not in choices:
+                raise typer.BadParameter(f"answer with one of: {', '.join(choices)}")
+            return answer.lower()
+
+        return self._ask(name, f"What {_QUESTIONS[name]} ({', '.join(choices)})", check, default=default)
 
     def _endpoint(self, score: str) -> None:
         """Ask the endpoint what it serves. A key is used and not kept."""
@@ -276,15 +287,6 @@ class _Answers:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _one_of(choices: Any) -> Callable[[str], str]:
-    def check(answer: str) -> str:
-        if answer.lower() not in get_args(choices):
-            raise typer.BadParameter(f"answer with one of: {', '.join(get_args(choices))}")
-        return answer.lower()
-
-    return check
 
 
 def _valid(form: Any) -> Callable[[str], str]:

@@ -208,7 +208,9 @@ def test_a_key_is_used_and_its_variable_is_named(init, monkeypatch):
     assert 'api_key_env: "OPENAI_API_KEY"' in written("b.yaml")
     assert "OPENAI_API_KEY is not set here, so the endpoint is not asked" in other.stdout
     monkeypatch.setenv("JUDGE_API_KEY", "schlüssel")
-    assert "holds characters that a header cannot carry" in init("c.yaml", *GIVEN, "--api-key-env", "JUDGE_API_KEY").stderr
+    assert (
+        "holds characters that a header cannot carry" in init("c.yaml", *GIVEN, "--api-key-env", "JUDGE_API_KEY").stderr
+    )
 
 
 def test_a_model_of_gemini_may_have_the_prefix_of_its_list(init):

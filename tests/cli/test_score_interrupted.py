@@ -10,7 +10,6 @@ import signal
 import sqlite3
 import weakref
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -99,7 +98,7 @@ def test_ctrl_c_while_the_file_is_read_ends_quietly(run_cli, server, write_confi
     assert (result.exit_code, result.output) == (130, "")
 
 
-def test_a_file_is_never_in_memory_as_a_whole(server, write_config, tmp_path, monkeypatch):
+def test_a_file_is_never_in_memory_as_a_whole(run_cli, server, write_config, tmp_path, monkeypatch):
     class Row(dict):
         pass
 
@@ -118,9 +117,7 @@ def test_a_file_is_never_in_memory_as_a_whole(server, write_config, tmp_path, mo
     monkeypatch.setattr(command, "check_rollouts", lambda *_, **__: 300)
     monkeypatch.setattr(command, "read_rollouts", rollouts)
     config = write_config({"a": server}, source={"limits": {"concurrency": 2}})
-    console = Console(file=io.StringIO())
-    plan = command.prepare(tmp_path / "in.jsonl", config, tmp_path / "out.jsonl", console)
-    assert asyncio.run(command.score_rollouts(plan, console, console)) == 0
+    assert run_cli("score", config, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl").exit_code == 0
     gc.collect()
     # The engine's window is four times the concurrency; one row is being read and one being written.
     assert most <= 4 * 2 + 2
@@ -138,14 +135,16 @@ def with_lock(server, write_config, write_rows, row, tmp_path, monkeypatch):
     monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
     monkeypatch.setattr("qreward_plugins.journal.writer.CLOSE_WITHIN_S", 0.05)
     errors = Console(file=io.StringIO(), width=500)
+    monkeypatch.setattr(command, "ERRORS", errors)
+    monkeypatch.setattr(command, "OUT", errors)
     config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
     rows = write_rows([row(n) for n in range(ROWS)])
-    plan = command.prepare(rows, config, tmp_path / "out.jsonl", errors)
+    plan = command.prepare(rows, config, tmp_path / "out.jsonl")
     Journal(plan.journal).close()
 
     async def score(then):
         server.hold()
-        scoring = asyncio.ensure_future(command.score_rollouts(plan, errors, errors))
+        scoring = asyncio.ensure_future(command.score_rollouts(plan))
         await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == AT_ONCE, timeout_s=30)
         lock.execute("BEGIN IMMEDIATE")
         server.release()
@@ -179,13 +178,6 @@ def test_a_run_whose_verdicts_are_not_in_the_journal_ends_with_its_rows_and_an_e
     with pytest.raises(JournalError, match=f"{ROWS} outcomes were not recorded"):
         asyncio.run(score(lambda scoring: None))
     assert len(read_rows(plan.out)) == ROWS
-
-
-def test_a_lock_that_ends_with_the_run_costs_nothing(with_lock, verdicts_in, monkeypatch):
-    plan, _, lock, score = with_lock
-    monkeypatch.setattr("qreward_plugins.journal.writer.CLOSE_WITHIN_S", 60.0)
-    assert asyncio.run(score(lambda scoring: lock.execute("ROLLBACK"))) == 0
-    assert verdicts_in(Path(plan.journal)) == ROWS
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

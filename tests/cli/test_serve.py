@@ -27,7 +27,7 @@ def post(url: str, body: object, **headers: str):
 def started(start_cli, *arguments, **options):
     process = start_cli("serve", *arguments, "--port", 0, **options)
     line = process.stdout.readline()
-    assert line.startswith("reward server at http://127.0.0.1:"), line + process.stderr.read()
+    assert line.startswith("reward server at http://127.0.0.1:"), process.end()
     return process, line.split()[3].rstrip(";")
 
 
@@ -166,5 +166,20 @@ def test_the_file_is_watched_before_the_first_sample(start_cli, server, write_co
     write_config({"judge": server}, source=limits[1], engine={"reload": True})
     line = process.stderr.readline()
     assert line == f"{path} was reloaded: sources.judge.limits.requests_per_minute: 600 -> 1200\n"
+    code, _, errors = process.end(signal.SIGTERM)
+    assert (code, errors) == (0, "")
+
+
+def test_sighup_reloads_the_file(start_cli, server, write_config):
+    config = write_config({"judge": server})
+    process, _ = started(start_cli, config)
+    write_config({"judge": server}, engine={"deadline_s": 77})
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline().startswith("reloaded: engine.deadline_s: ")
+    config.write_text("sources: [")
+    process.send_signal(signal.SIGHUP)
+    line = process.stdout.readline()
+    assert "not reloaded, and nothing has changed: " in line
+    assert "\\n" not in line
     code, _, errors = process.end(signal.SIGTERM)
     assert (code, errors) == (0, "")

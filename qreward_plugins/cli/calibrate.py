@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ..config import Config, judge_for, own_sources, parts_of
@@ -23,9 +21,6 @@ from ..samples import Failed, Sample
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
 from .engines import load_own, open_engine
 from .progress import ProgressDisplay
-
-_BARS = 15
-_BAR_CHARS = 40
 
 
 def command(
@@ -43,7 +38,7 @@ def command(
 
     Asks the sources of each judge of kind reward_model whose transform begins with zscore: FILE, and writes FILE: mean,
     standard deviation and quantiles of the scores before the transform, and the identity of the model and of what was
-    sent. Rows are as for `score`. Draws a histogram.
+    sent. Rows are as for `score`.
 
     Exit codes: 0 every row has a score; 2 the input or the configuration has mistakes, or all scores are equal; 3 some
     rows have no score.
@@ -61,7 +56,7 @@ class Target:
 
 
 async def calibrate(path: Path, samples: Path, *, judge: str | None = None, file: Path | None = None) -> int:
-    """Ask the sources for the scores of the samples, write the files, and draw histograms.
+    """Ask the sources for the scores of the samples, and write the files.
 
     Measures the judges whose `transform` begins with `zscore`, or `judge` alone; `file` replaces the path of its
     `zscore`. Returns 0, or 3 if some samples have no score. Raises `ConfigurationError` and `InputError`.
@@ -120,7 +115,9 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path) ->
         say(ERRORS, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
     measured = Calibration.measured(scores, identity)
     # The numbers are shown even if the file cannot be written: the scores may have cost money.
-    _print(measured, scores, target)
+    say(OUT, Text(f"judge {target.judge}, model {measured.identity.model}", "bold"))
+    say(OUT, f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}")
+    say(OUT, ", ".join(f"{100 * at:g}%: {score:.4g}" for at, score in measured.quantiles.items()))
     measured.write(target.out)
     say(OUT, f"written to {target.out}")
     return REWARDS_MISSING if failed else OK
@@ -152,30 +149,3 @@ def _identity(engine: RewardEngine, judge: str) -> Identity:
                 "give each a judge of its own"
             )
     return identity
-
-
-def _print(measured: Calibration, scores: Sequence[float], target: Target) -> None:
-    say(OUT, Text(f"judge {target.judge}, model {measured.identity.model}", "bold"))
-    bar = "█" if OUT.encoding.startswith("utf") else "#"
-    OUT.print(Padding(_histogram(scores, bar), (0, 0, 0, 2)))
-    median = measured.quantiles[0.5]
-    say(
-        OUT,
-        f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}, median {median:.4g}",
-    )
-
-
-def _histogram(scores: Sequence[float], bar: str) -> Table:
-    """Draw how many scores lie in each of 15 intervals of equal length."""
-    low, high = min(scores), max(scores)
-    width = (high - low) / _BARS
-    counts = Counter(min(int((score - low) / width), _BARS - 1) for score in scores)
-    most = max(counts.values())
-    table = Table.grid(padding=(0, 1))
-    table.add_column(justify="right")
-    for number in range(_BARS):
-        drawn = bar * max(round(_BAR_CHARS * counts[number] / most), min(counts[number], 1))
-        table.add_row(
-            f"{low + number * width:.3g}", Text(drawn, "cyan"), f"{counts[number]:,}" if counts[number] else ""
-        )
-    return table

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..observers import EngineStatistics, SourceStatistics
+from ..observers import EngineStatistics
 from ..scheduling import Upstream
 from .console import clock, say, seconds, short
 
@@ -25,10 +25,9 @@ _FIRST_LINE_S = 10.0
 _LINE_S = 60.0
 _LONGEST_S = 1e7
 
-_LIVE_COLUMNS = ("state", "sent", "in flight", "429s", "errors", "p50", "p95", "tokens")
-_FINAL_COLUMNS = ("state", "sent", "429s", "errors", "invalid", "p50", "p95", "tokens", "USD")
+_COLUMNS = ("state", "sent", "in flight", "429s", "errors", "p50", "p95", "tokens", "USD")
 _WIDTH = 66
-"""Width of either table without the names of the sources, in characters."""
+"""Width of the table without the names of the sources, in characters."""
 _SHORTEST_NAME = 14
 _STYLES = {"up": "green", "paused": "yellow", "held": "yellow", "down": "yellow", "degraded": "red", "unusable": "red"}
 
@@ -96,12 +95,8 @@ class ProgressDisplay:
         statistics = self._engine.statistics()
         head = Table.grid(padding=(0, 1))
         head.add_row(ProgressBar(total=self._total, completed=_done(statistics), width=24), self._head(statistics))
-        table = _table(_LIVE_COLUMNS, self._console.width)
-        for source in statistics.sources.values():
-            cells = _cells(source) | {"errors": short(source.transient + source.permanent + source.invalid)}
-            table.add_row(source.name, *(cells[name] for name in _LIVE_COLUMNS))
         # The short line last: what the terminal echoes of a Ctrl-C must not begin another line, which nobody wipes.
-        return Group(table, head)
+        return Group(source_table(statistics, self._console.width), head)
 
     def _head(self, statistics: EngineStatistics) -> str:
         done = _done(statistics)
@@ -147,36 +142,22 @@ class ProgressDisplay:
 
 
 def source_table(statistics: EngineStatistics, width: int) -> Table:
-    """Return the table of the sources after a run, for a console of `width` columns."""
-    table = _table(_FINAL_COLUMNS, width)
-    for source in statistics.sources.values():
-        cells = _cells(source)
-        table.add_row(source.name, *(cells[name] for name in _FINAL_COLUMNS))
-    return table
-
-
-def _cells(source: SourceStatistics) -> dict[str, str | Text]:
-    """The cells of a source, by the names of their columns."""
-    return {
-        "state": Text(source.state, _STYLES.get(source.state, "")),
-        "sent": short(source.requests),
-        "in flight": short(source.in_flight),
-        "429s": short(source.throttled),
-        "errors": short(source.transient + source.permanent),
-        "invalid": short(source.invalid),
-        "p50": seconds(source.latency_p50_s),
-        "p95": seconds(source.latency_p95_s),
-        "tokens": short(source.prompt_tokens + source.completion_tokens),
-        "USD": f"{source.cost_usd:.4f}" if source.cost_usd else "-",
-    }
-
-
-def _table(columns: tuple[str, ...], width: int) -> Table:
+    """Return the table of the sources, for a console of `width` columns. Errors include invalid replies."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("source", no_wrap=True, max_width=max(_SHORTEST_NAME, width - _WIDTH))
-    table.add_column(columns[0], no_wrap=True, min_width=7)
-    for name in columns[1:]:
-        table.add_column(name, no_wrap=True, justify="right", min_width=5)
+    table.add_column(_COLUMNS[0], no_wrap=True, min_width=7)
+    for name in _COLUMNS[1:]:
+        table.add_column(name, no_wrap=True, justify="right", min_width=4)
+    for source in statistics.sources.values():
+        errors = source.transient + source.permanent + source.invalid
+        table.add_row(
+            source.name,
+            Text(source.state, _STYLES.get(source.state, "")),
+            *map(short, (source.requests, source.in_flight, source.throttled, errors)),
+            *map(seconds, (source.latency_p50_s, source.latency_p95_s)),
+            short(source.prompt_tokens + source.completion_tokens),
+            f"{source.cost_usd:.4f}" if source.cost_usd else "-",
+        )
     return table
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import statistics
 import threading
 from collections.abc import Iterator
@@ -248,12 +247,3 @@ def test_a_file_that_cannot_be_written_in_the_end_costs_no_scores(calibrate, tmp
 
 def refuse_calibrations(write_text, refuse):
     return lambda path, *rest, **named: (refuse if FILE in path.name else write_text)(path, *rest, **named)
-
-
-def test_a_folder_that_cannot_be_written_is_told_before_a_model_is_asked(calibrate, monkeypatch):
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
-    result = calibrate()
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"{FILE}: the directory '.' cannot be written; name a file elsewhere" in result.stderr
-    assert "asking for the scores" not in result.stderr

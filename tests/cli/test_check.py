@@ -306,24 +306,6 @@ def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, wr
     assert result.stderr.startswith("asking the reward server at http://127.0.0.1:9, for 0.01 s at most")
 
 
-@pytest.mark.parametrize(
-    "protocol", ["vllm_classify", "vllm_score", "sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf"]
-)
-def test_the_fake_judge_serves_a_reward_model_that_can_judge(check, tmp_path, protocol):
-    """The first check of a newcomer, with `qreward fake-judge`, ends well whatever is asked."""
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    (tmp_path / "chat.jinja").write_text(template)
-    with JudgeServer(models=["rm"]) as server:
-        source = {"kind": "reward_model", "base_url": server.root_url, "model": "rm", "protocol": protocol}
-        if not protocol.startswith("vllm"):
-            source["chat_template"] = str(tmp_path / "chat.jinja")
-        tree = {"sources": {"rm": source}, "judges": {"quality": {"kind": "reward_model"}}}
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-        result = check()
-        assert server.report().requests == TRIED
-    assert result.exit_code == 0, result.output
-
-
 @pytest.fixture
 def against(check, write_config, monkeypatch):
     """Compare a configuration with another one."""

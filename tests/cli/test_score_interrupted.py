@@ -89,15 +89,6 @@ def test_a_stopped_run_says_how_to_go_on(held_run, run_cli, read_rows, verdicts_
     assert server.report().requests == ROWS + AT_ONCE
 
 
-def test_ctrl_c_while_the_file_is_read_ends_quietly(run_cli, server, write_config, write_rows, tmp_path, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "check_rollouts", interrupted)
-    result = run_cli("score", write_config({"a": server}), write_rows([]), "-o", tmp_path / "out.jsonl")
-    assert (result.exit_code, result.output) == (130, "")
-
-
 def test_a_file_is_never_in_memory_as_a_whole(run_cli, server, write_config, tmp_path, monkeypatch):
     class Row(dict):
         pass
@@ -125,59 +116,40 @@ def test_a_file_is_never_in_memory_as_a_whole(run_cli, server, write_config, tmp
     assert server.report().requests == 300
 
 
-@pytest.fixture
-def with_lock(server, write_config, write_rows, row, tmp_path, monkeypatch):
-    """Scores in this process, with the journal held by another from the first requests on.
-
-    Yields the plan, the console of its errors, the connection that holds the lock, and a coroutine function that takes
-    what is to happen next and returns the exit code.
-    """
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_run_whose_verdicts_are_not_in_the_journal_says_so(
+    stops, server, write_config, write_rows, read_rows, row, tmp_path, monkeypatch
+):
+    """Another process holds the journal from the first requests on."""
     monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
     monkeypatch.setattr("qreward_plugins.journal.writer.CLOSE_WITHIN_S", 0.05)
-    errors = Console(file=io.StringIO(), width=500)
-    monkeypatch.setattr(command, "ERRORS", errors)
-    monkeypatch.setattr(command, "OUT", errors)
+    monkeypatch.setattr(command, "ERRORS", errors := Console(file=io.StringIO(), width=500))
     config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
-    rows = write_rows([row(n) for n in range(ROWS)])
-    plan = command.prepare(rows, config, tmp_path / "out.jsonl")
+    plan = command.prepare(write_rows([row(n) for n in range(ROWS)]), config, tmp_path / "out.jsonl")
     Journal(plan.journal).close()
 
-    async def score(then):
+    async def score():
         server.hold()
         scoring = asyncio.ensure_future(command.score_rollouts(plan))
         await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == AT_ONCE, timeout_s=30)
         lock.execute("BEGIN IMMEDIATE")
         server.release()
         await asyncio.to_thread(server.wait_for, lambda report: report.answered >= ANSWERED, timeout_s=30)
-        then(scoring)
-        return await scoring
+        if stops:
+            server.hold()
+            scoring.cancel()
+        await scoring
 
     with closing(sqlite3.connect(plan.journal, isolation_level=None)) as lock:
-        yield plan, errors, lock, score
-
-
-def test_a_stopped_run_says_what_is_not_in_the_journal(with_lock, server):
-    _, errors, _, score = with_lock
-
-    def stop(scoring):
-        server.hold()
-        scoring.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(score(stop))
-    said = errors.file.getvalue()
-    assert "verdicts so far: not all, in " in said
-    assert re.search(
-        r"to go on; \d+ outcomes were not recorded: another process has locked .* pays for their verdicts again\.", said
-    )
-    assert "no verdict is paid for twice" not in said
-
-
-def test_a_run_whose_verdicts_are_not_in_the_journal_ends_with_its_rows_and_an_error(with_lock, read_rows):
-    plan, _, _, score = with_lock
-    with pytest.raises(JournalError, match=f"{ROWS} outcomes were not recorded"):
-        asyncio.run(score(lambda scoring: None))
-    assert len(read_rows(plan.out)) == ROWS
+        with pytest.raises(asyncio.CancelledError if stops else JournalError) as caught:
+            asyncio.run(score())
+        said = errors.file.getvalue() if stops else str(caught.value)
+    assert re.search(r"\d+ outcomes were not recorded: another process has locked the journal", said)
+    if stops:
+        assert "verdicts so far: not all, in " in said
+        assert "no verdict is paid for twice" not in said
+    else:
+        assert len(read_rows(plan.out)) == ROWS
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import sys
-from contextlib import suppress
 from decimal import Decimal
 
 import pyarrow as pa
@@ -12,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from qreward_plugins import Cause, Failed, Scored, Verdict
-from qreward_plugins.files import check_rollouts, open_writer, partial_path, read_rollouts
+from qreward_plugins.files import check_rollouts, open_writer, read_rollouts
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())]))
 
@@ -72,25 +71,6 @@ def test_columns_and_types_are_kept(score, server, tmp_path):
     assert parquet.read_table(tmp_path / "again.parquet").column_names == [*table.column_names, "qreward"]
 
 
-def test_columns_of_pandas_and_numpy(score, tmp_path):
-    np, pd = pytest.importorskip("numpy"), pytest.importorskip("pandas")
-    frame = pd.DataFrame(
-        {
-            "prompt": [np.array([{"role": "user", "content": "1?"}], dtype=object)] * 3,
-            "response": ["It is 1."] * 3,
-            "reward_model": [{"ground_truth": "1", "style": "rule"}] * 3,
-            "vector": [np.arange(4, dtype=np.int32)] * 3,
-            "scalar": np.array([1.5, np.nan, 2.5], dtype=np.float32),
-        },
-        index=pd.Index([10, 20, 30], name="row"),
-    )
-    frame.to_parquet(tmp_path / "in.parquet")
-    assert score().exit_code == 0
-    scored = pd.read_parquet(tmp_path / "out.parquet")
-    assert [outcome["reward"] for outcome in scored.pop("qreward")] == [1.0] * 3
-    pd.testing.assert_frame_equal(scored, frame)
-
-
 def test_parquet_to_jsonl_and_a_row_that_is_the_same_sample_in_both(score, server, read_rows, tmp_path):
     """So that a file that was scored as JSONL costs nothing as parquet."""
     assert score(rich_table(3), out="out.jsonl").exit_code == 0
@@ -119,14 +99,6 @@ def test_parquet_to_jsonl_and_a_row_that_is_the_same_sample_in_both(score, serve
     assert server.report().requests == 3
 
 
-def test_failures_stay_in_their_rows(score, tmp_path):
-    responses = [f"It is {n}." + (" BAD" if n == 2 else "") for n in range(5)]
-    assert score(rich_table(5).set_column(1, "response", pa.array(responses))).exit_code == 3
-    outcomes = parquet.read_table(tmp_path / "out.parquet")["qreward"].to_pylist()
-    assert [outcome["reward"] for outcome in outcomes] == [1.0, 1.0, None, 1.0, 1.0]
-    assert (outcomes[2]["cause"], outcomes[2]["judge"]) == ("verdict", "quality")
-
-
 def test_row_groups_and_odd_texts(tmp_path):
     """More rows than fit a row group, over a source with groups of another size."""
     source, out = tmp_path / "in.parquet", tmp_path / "out.parquet"
@@ -143,17 +115,6 @@ def test_row_groups_and_odd_texts(tmp_path):
     assert scored["qreward"][1024].as_py()["detail"] == "half a pair ?"
     assert scored["qreward"][0].as_py()["components"] == '{"a?":1.0}'
     assert parquet.read_metadata(out).num_row_groups < 10
-
-
-def test_what_was_written_before_an_error_is_readable(tmp_path):
-    source, out = tmp_path / "in.parquet", tmp_path / "out.parquet"
-    parquet.write_table(rich_table(2000), source)
-    with suppress(ZeroDivisionError), open_writer(out, source=source) as writer:
-        for _, rollout in zip(range(1500), read_rollouts(source), strict=False):
-            writer.write(rollout.row, Scored(Verdict(1.0)))
-        raise ZeroDivisionError
-    assert not out.exists()
-    assert parquet.read_table(partial_path(out)).num_rows == 1500
 
 
 def test_what_cannot_be_scored_is_one_message(score, monkeypatch):

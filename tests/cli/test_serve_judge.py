@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from qreward_plugins.cli.engines import join_ray
-from qreward_plugins.config import load_config
-
 STAND_IN = Path(__file__).parents[1] / "replicas" / "stand_in.py"
 CONFIG = """
 sources:
@@ -134,19 +131,6 @@ def test_the_cluster_of_this_machine_is_joined_or_the_reason_told(run_cli, on_ra
     assert joining.startswith("joining the Ray cluster of source 'own' (RAY_ADDRESS, or that of this machine)")
     assert line.startswith(f"error: {on_ray}: source 'own' has `placement: ray`, and {said}")
     assert "either" not in line
-
-
-def test_a_cluster_is_joined_before_the_engine_is_opened(on_ray, monkeypatch):
-    """Not in the main thread, where Ray takes the handling of SIGTERM."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("qreward_plugins.system.ray_actors.find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "ray", ray := FakeRay())
-    config = load_config(on_ray)
-    join_ray(config, on_ray, ["another"])
-    assert ray.joined == []
-    join_ray(config, on_ray)
-    join_ray(config, on_ray)
-    assert ray.joined == [("auto", False)]
 
 
 def test_an_offline_check_needs_no_cluster(run_cli, on_ray):

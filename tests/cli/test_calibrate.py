@@ -6,11 +6,9 @@ import errno
 import json
 import statistics
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,16 +19,13 @@ from qreward_plugins.errors import ConfigurationError
 FILE = "rm.calibration.json"
 
 
-class _RewardModel(BaseHTTPRequestHandler):
+class RewardModel(BaseHTTPRequestHandler):
     """vLLM's /classify of a model with two labels. It refuses a response that says "long"."""
 
-    constant = False
-
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         response = body["messages"][-1]["content"]
-        logit = 7.0 if self.constant else float(len(response))
-        status, said = 200, {"data": [{"probs": [logit, -2 * logit]}]}
+        status, said = 200, {"data": [{"probs": [float(len(response)), -2.0 * len(response)]}]}
         if "long" in response:
             status, said = 400, {"error": {"message": "maximum context length is 10 tokens", "code": 400}}
         encoded = json.dumps(said).encode()
@@ -41,15 +36,13 @@ class _RewardModel(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(encoded)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
 
 @pytest.fixture
-def url(request: Any) -> Iterator[str]:
-    constant = getattr(request, "param", False)
-    handler = type("Handler", (_RewardModel,), {"constant": constant})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+def url():
+    with ThreadingHTTPServer(("127.0.0.1", 0), RewardModel) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -58,7 +51,7 @@ def url(request: Any) -> Iterator[str]:
 
 
 @pytest.fixture
-def config(url: str, tmp_path: Path, monkeypatch: Any) -> dict[str, Any]:
+def config(url, tmp_path, monkeypatch):
     """A configuration whose judge takes the z-score of the first label, and whose file is not there yet."""
     monkeypatch.chdir(tmp_path)
     return {
@@ -75,8 +68,8 @@ def config(url: str, tmp_path: Path, monkeypatch: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def calibrate(run_cli: Any, config: Any, tmp_path: Path) -> Any:
-    def run(responses: Any = range(1, 41), *options: Any) -> Any:
+def calibrate(run_cli, config, tmp_path):
+    def run(responses=range(1, 41), *options):
         rows = [{"response": "x" * one} if isinstance(one, int) else one for one in responses]
         (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": "?", **row}) + "\n" for row in rows))
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -110,24 +103,18 @@ def test_the_judge_gives_z_scores(calibrate, config):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("room", "name", "change", "said"),
     [
-        (lambda config: config["sources"]["rm"].update(model="n"), "with the model 'm', and this one is 'n'"),
-        (
-            lambda config: config["judges"]["quality"].update(label=1),
-            "label 0, activation raw, reduce None; now label 1",
-        ),
-        (
-            lambda config: config["sources"]["rm"].update(protocol="vllm_pooling"),
-            "another protocol, chat template or other parameters",
-        ),
-        (lambda config: config["sources"]["rm"].update(parameters={"truncate_prompt_tokens": 9}), "other parameters"),
+        ("sources", "rm", {"model": "n"}, "with the model 'm', and this one is 'n'"),
+        ("judges", "quality", {"label": 1}, "label 0, activation raw, reduce None; now label 1"),
+        ("sources", "rm", {"protocol": "vllm_pooling"}, "another protocol, chat template or other parameters"),
+        ("sources", "rm", {"parameters": {"truncate_prompt_tokens": 9}}, "other parameters"),
     ],
 )
-def test_another_model_is_refused(calibrate, config, change, said):
+def test_another_model_is_refused(calibrate, config, room, name, change, said):
     calibrate()
     RewardEngine(config)
-    change(config)
+    config[room][name].update(change)
     with pytest.raises(ConfigurationError) as caught:
         RewardEngine(config)
     (mistake,) = caught.value.mistakes
@@ -233,17 +220,16 @@ def test_two_models_need_two_judges_and_without_zscore_there_is_nothing_to_measu
 
 
 def test_a_file_that_cannot_be_written_in_the_end_costs_no_scores(calibrate, tmp_path, monkeypatch):
-    def refuse(path, *_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
+    write_text = Path.write_text
 
-    monkeypatch.setattr(Path, "write_text", refuse_calibrations(Path.write_text, refuse))
-    monkeypatch.setattr(Path, "unlink", refuse)
+    def refuse(path, *rest, **named):
+        if FILE in path.name:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return write_text(path, *rest, **named)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
     result = calibrate()
     assert result.exit_code == 2
     assert f"error: {FILE}: cannot be written (Read-only file system)" in result.stderr
     assert "40 scores, mean 20.5, standard deviation 11.54" in result.stdout
     assert "written to" not in result.stdout
-
-
-def refuse_calibrations(write_text, refuse):
-    return lambda path, *rest, **named: (refuse if FILE in path.name else write_text)(path, *rest, **named)

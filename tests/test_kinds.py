@@ -472,7 +472,7 @@ def test_a_bug_in_a_foreign_judge_costs_its_own_samples(twice):
 def test_a_foreign_judge_that_cannot_be_rehearsed_cannot_be_planned(twice, tmp_path):
     path = tmp_path / "judges.json"
     path.write_text(json.dumps(judged()))
-    result = CliRunner().invoke(app, ["plan", "--config", str(path), "--samples", "8"])
+    result = CliRunner().invoke(app, ["plan", str(path), "--samples", "8"])
     assert result.exit_code == 2
     assert "judge 'j' cannot be planned: its kind 'twice' defines no `rehearsed`" in " ".join(result.output.split())
     with pytest.raises(InputError, match="TwiceJudge defines no `rehearsed`"):

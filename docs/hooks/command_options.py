@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from qreward_plugins.cli.app import app
 
-_MARK = re.compile(r"<!-- options: ([a-z -]+) -->")
+_MARK = re.compile(r"<!-- options: ([a-z-]+) -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -22,10 +22,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def options_of(name: str) -> str:
-    """The arguments and options of a command as a table. `name` is that of a group and its command: `pool status`."""
-    command: Any = get_command(app)
-    for word in name.split():
-        command = command.commands[word]
+    """The arguments and options of a command as a table."""
+    command = get_command(app).commands[name]  # type: ignore[attr-defined]
     types = get_type_hints(inspect.unwrap(command.callback))
     lines = ["| argument or option | default | meaning |", "|---|---|---|"]
     for parameter in command.params:

@@ -1,26 +1,86 @@
-"""Lists the commands. Their options are in the modules `*_commands`, and what they do is in a module for each command.
+"""Lists the commands. Each is a module of its own name: its options at the top, what it does below.
 
-Exit codes: 0 success; 1 a source gave no valid verdict (`check`), a kind cannot be used (`kinds`), or a change needs a
-restart (`reload`); 2 the input or the configuration has mistakes; 3 some samples have no reward (`score`); 130 and 143
-stopped by SIGINT (Ctrl-C) and SIGTERM. An error that the user can fix is one message without a traceback.
+A module is imported when its command is called, so that `qreward --help` takes a third of a second.
+
+Exit codes: 0 success; 1 a source gave no valid verdict, a kind cannot be used, or a change needs a restart (`check`); 2
+the input or the configuration has mistakes; 3 some samples have no reward; 130 and 143 stopped by SIGINT (Ctrl-C) and
+SIGTERM. An error that the user can fix is one message without a traceback.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from .configuration_commands import check_command, init_command, kinds_command, reload_command
-from .running import until_written, with_streams
-from .scoring_commands import calibrate_command, journal_command, plan_command, score_command
-from .serving_commands import judge_server_command, serve_command, serve_judge_command
+from .console import BAD_INPUT, ERRORS, one_message, say, until_written, with_streams
+
+COMMANDS: Mapping[str, str] = {
+    "init": "Write a configuration from a few questions, or flags.",
+    "check": "Validate a configuration, ask every source, and try the judges.",
+    "score": "Score a file of rollouts; resumable.",
+    "calibrate": "Measure the scores of a reward model, for zscore.",
+    "plan": "Simulate a step: its time, cost and bottleneck.",
+    "serve": "Serve rewards over HTTP, to any number of processes.",
+    "serve-judge": "Start the servers of the sources of kind replicas, and nothing else.",
+    "journal": "Show what the judges said, and which sample a step waited for.",
+    "fake-judge": "Serve a judge for trials, with limits and faults.",
+}
+"""The commands, with a line about each. `serve-judge` is the function `command` of the module `serve_judge`."""
+
+
+class _Loaded(Mapping[str, Any]):
+    """The commands by name. A command is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        return _command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+@functools.cache
+def _command(name: str) -> Any:
+    function = import_module(f".{name.replace('-', '_')}", __package__).command
+
+    @functools.wraps(function)
+    def ended(**options: Any) -> None:
+        with one_message(ERRORS):
+            code = function(**options)
+        raise typer.Exit(code)
+
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command(name)(ended)
+    return get_command(alone)
+
+
+class _Group(TyperGroup):
+    """A group whose help imports no command."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = _Loaded()  # type: ignore[assignment]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
 
 app = typer.Typer(
     name="qreward",
-    help="Rewards for RL post-training, scored over rate-limited judges.",
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,28 +105,16 @@ def options(
     """Rewards for RL post-training, scored over rate-limited judges."""
 
 
-for _name, _command, _short_help in (
-    ("init", init_command, "Write a configuration: five questions, or flags."),
-    ("check", check_command, "Validate a configuration, ask every source, and try the judges."),
-    ("score", score_command, "Score a file of rollouts; resumable."),
-    ("calibrate", calibrate_command, "Measure the scores of a reward model, for zscore."),
-    ("plan", plan_command, "Simulate a step: its time, cost and bottleneck."),
-    ("serve", serve_command, "Serve rewards over HTTP, to any number of processes."),
-    ("serve-judge", serve_judge_command, "Start the servers of the sources of kind replicas, and nothing else."),
-    ("reload", reload_command, "Show what a reload of the configuration would change."),
-    ("journal", journal_command, "Show what the judges said, and which sample a step waited for."),
-    ("kinds", kinds_command, "List the kinds of sources and judges, ours and others'."),
-    ("judge-server", judge_server_command, "Serve a judge that behaves like a provider."),
-):
-    app.command(_name, short_help=_short_help)(_command)
-
-
 def main() -> None:
     """Run the command line.
 
     Modules in the working directory can be imported, as with `python -m`, but installed packages come first.
     """
-    sys.path.append(os.getcwd())
     with_streams()
     with until_written():
+        try:
+            sys.path.append(os.getcwd())
+        except FileNotFoundError:
+            say(ERRORS, "error: the working directory was deleted; change to another one")
+            sys.exit(BAD_INPUT)
         app(prog_name="qreward")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
+import typer
 from rich.text import Text
 
 from ..config import Config, judge_for, own_sources, parts_of
@@ -20,12 +18,32 @@ from ..files import read_rollouts
 from ..judges.calibration import Calibration, Identity
 from ..judges.router import kind_of
 from ..samples import Failed, Sample
-from .figures import number_of
+from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
+from .engines import load_own, open_engine
 from .progress import ProgressDisplay
-from .running import OK, REWARDS_MISSING, load_own, open_engine, say
 
-_BARS = 15
-_BAR_CHARS = 40
+
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl or .parquet.")],
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Judge to measure. Default: every one whose transform has zscore."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write. Default: that of zscore.")
+    ] = None,
+) -> int:
+    """Measure the scores of a reward model on rows like those of the training.
+
+    Asks the sources of each judge of kind reward_model whose transform begins with zscore: FILE, and writes FILE: mean,
+    standard deviation and quantiles of the scores before the transform, and the identity of the model and of what was
+    sent. Rows are as for `score`.
+
+    Exit codes: 0 every row has a score; 2 the input or the configuration has mistakes, or all scores are equal; 3 some
+    rows have no score.
+    """
+    return run(calibrate(config, rollouts, judge=judge, file=out))
 
 
 @dataclass(frozen=True)
@@ -37,10 +55,8 @@ class Target:
     out: Path
 
 
-async def calibrate(
-    path: Path, samples: Path, out: Console, errors: Console, *, judge: str | None = None, file: Path | None = None
-) -> int:
-    """Ask the sources for the scores of the samples, write the files, and draw histograms.
+async def calibrate(path: Path, samples: Path, *, judge: str | None = None, file: Path | None = None) -> int:
+    """Ask the sources for the scores of the samples, and write the files.
 
     Measures the judges whose `transform` begins with `zscore`, or `judge` alone; `file` replaces the path of its
     `zscore`. Returns 0, or 3 if some samples have no score. Raises `ConfigurationError` and `InputError`.
@@ -48,7 +64,7 @@ async def calibrate(
     config = load_own(path)
     code = OK
     for target in _targets(config, judge, file):
-        code = max(code, await _measure(config, path, target, samples, out, errors))
+        code = max(code, await _measure(config, path, target, samples))
     return code
 
 
@@ -77,7 +93,7 @@ def _targets(config: Config, judge: str | None, file: Path | None) -> list[Targe
     return found
 
 
-async def _measure(config: Config, path: Path, target: Target, samples: Path, out: Console, errors: Console) -> int:
+async def _measure(config: Config, path: Path, target: Target, samples: Path) -> int:
     Calibration.check_place(target.out)
     chosen = sum(1 for _ in _samples_of(config, target.judge, samples))
     if not chosen:
@@ -87,9 +103,8 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path, ou
     examples: dict[str, str] = {}
     async with open_engine(_alone(config, target), path) as engine:
         identity = _identity(engine, target.judge)
-        say(errors, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
-        rate_per_s = sum(upstream.calls_per_s for upstream in engine.upstreams.values())
-        async with ProgressDisplay(errors, chosen, engine.statistics, rate_per_s=rate_per_s):
+        say(ERRORS, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
+        async with ProgressDisplay(ERRORS, chosen, engine):
             async for _, outcome in engine.score_stream(_samples_of(config, target.judge, samples)):
                 if isinstance(outcome, Failed):
                     failed[outcome.label] += 1
@@ -97,12 +112,14 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path, ou
                 else:
                     scores.append(outcome.reward)
     for reason, count in failed.most_common():
-        say(errors, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
+        say(ERRORS, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
     measured = Calibration.measured(scores, identity)
     # The numbers are shown even if the file cannot be written: the scores may have cost money.
-    _print(measured, scores, target, out)
+    say(OUT, Text(f"judge {target.judge}, model {measured.identity.model}", "bold"))
+    say(OUT, f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}")
+    say(OUT, ", ".join(f"{100 * at:g}%: {score:.4g}" for at, score in measured.quantiles.items()))
     measured.write(target.out)
-    say(out, f"written to {target.out}")
+    say(OUT, f"written to {target.out}")
     return REWARDS_MISSING if failed else OK
 
 
@@ -132,30 +149,3 @@ def _identity(engine: RewardEngine, judge: str) -> Identity:
                 "give each a judge of its own"
             )
     return identity
-
-
-def _print(measured: Calibration, scores: Sequence[float], target: Target, out: Console) -> None:
-    say(out, Text(f"judge {target.judge}, model {measured.identity.model}", "bold"))
-    bar = "█" if out.encoding.startswith("utf") else "#"
-    out.print(Padding(_histogram(scores, bar), (0, 0, 0, 2)))
-    median = measured.quantiles[0.5]
-    say(
-        out,
-        f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}, median {median:.4g}",
-    )
-
-
-def _histogram(scores: Sequence[float], bar: str) -> Table:
-    """Draw how many scores lie in each of 15 intervals of equal length."""
-    low, high = min(scores), max(scores)
-    width = (high - low) / _BARS
-    counts = Counter(min(int((score - low) / width), _BARS - 1) for score in scores)
-    most = max(counts.values())
-    table = Table.grid(padding=(0, 1))
-    table.add_column(justify="right")
-    for number in range(_BARS):
-        drawn = bar * max(round(_BAR_CHARS * counts[number] / most), min(counts[number], 1))
-        table.add_row(
-            f"{low + number * width:.3g}", Text(drawn, "cyan"), f"{counts[number]:,}" if counts[number] else ""
-        )
-    return table

@@ -1,43 +1,126 @@
-"""`qreward check`: validates a configuration, and asks every source."""
+"""`qreward check`: validates a configuration, and asks every source, or compares it with another; lists the kinds."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console
+import typer
+from pydantic import SecretStr
 from rich.table import Table
 from rich.text import Text
 
-from ..config import Config, configured_name, load_config, read_yaml
+from ..config import Config, EndpointConfig, configured_name, load_config, read_yaml
+from ..config.framework import is_framework_url
+from ..config.registry import rooms
+from ..engine.difference import difference
+from ..engine.trial import Trial
 from ..errors import ConfigurationError, InputError, KeeperSilent
 from ..files import read_rollouts
 from ..journal import check_place
-from ..judges import kind_of
+from ..judges import JudgeRouter, kind_of
 from ..samples import Sample
 from ..secrets import Redactor
 from ..sharing.channels import channel_of
 from ..sources import TEXT
-from .figures import number_of, seconds
-from .offline import without_servers
+from ..sources.replica_pools import pool_spec
+from ..sources.replica_set_config import ReplicaSetConfig
+from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds
+from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_for_clients, samples_for, untried_judges
-from .running import OK, SOURCE_SILENT, open_engine, say
 from .servers import start_servers
 from .training_lines import Framework, framework_of, say_how_to_train
 
+_NOWHERE = "http://127.0.0.1:9"
+_EFFECTS = {
+    "at once": "changes at once",
+    "new samples": "from the next sample on",
+    "drains": "what is under way ends there first",
+    "restart": "needs a restart",
+}
 _RATIONALE_CHARS = 100
 _PROBLEM_CHARS = 400
 _excerpt = Redactor().of
 
 
+def _list_kinds(wanted: bool) -> None:
+    """Print every registered kind with the package that it comes from. Exits with 1 if one cannot be used."""
+    if not wanted:
+        return
+    found = {room: kinds.described() for room, kinds in rooms.items()}
+    for room, described in found.items():
+        table = Table(title=room, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table.add_column("kind", no_wrap=True)
+        table.add_column("package")
+        table.add_column("what it is", ratio=1)
+        for one in described:
+            text = Text(one.problem, style="red") if one.problem else Text(one.description)
+            table.add_row(Text(one.name), Text(f"{one.package} {one.version}".strip()), text)
+        OUT.print(table)
+    say(OUT, "A class that is not registered: kind: package.module:Class")
+    raise typer.Exit(CHECK_FAILED if any(one.problem for described in found.values() for one in described) else OK)
+
+
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(
+            "--rollouts",
+            "-r",
+            metavar="FILE",
+            help="Score the first rows of this .jsonl or .parquet file that go to each judge, instead of a built-in "
+            "sample (What is 17 plus 25?).",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Most seconds to wait for the answer of a source.", min=0.1)
+    ] = 30.0,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Validate only: send nothing, and need no server and no key.")
+    ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OLD",
+            help="Ask nothing; show what a reload would change if the configuration OLD runs (-: standard input).",
+        ),
+    ] = None,
+    kinds: Annotated[
+        bool,
+        typer.Option(
+            "--kinds",
+            help="List the kinds of sources and judges that a configuration may name, and exit.",
+            is_eager=True,
+            callback=_list_kinds,
+        ),
+    ] = False,
+) -> int:
+    """Validate a configuration, then send live requests to every source of every judge.
+
+    Shows the latency, the limits that the source announces, and the verdict. A language model also grades three pairs
+    of a right answer and nonsense (six short requests), to test whether it can tell them apart. Nothing is written to a
+    journal. If all is well, it ends with the line to train with.
+
+    With --against, show for each change whether a reload applies it at once, after what is under way has ended, or not
+    at all, as in: git show HEAD:judges.yaml | qreward check judges.yaml --against -
+
+    Exit codes: 0 all is well; 1 a source gave no valid verdict or cannot judge, a kind cannot be used, or a reload
+    would be refused; 2 the configuration has mistakes.
+    """
+    if against is not None:
+        return show_difference(against, config)
+    return run(check_config(config, rollouts, timeout_s=timeout, offline=offline))
+
+
 async def check_config(
     path: Path,
-    rollouts: Path | None,
-    out: Console,
-    errors: Console,
+    rollouts: Path | None = None,
     *,
     timeout_s: float = 30.0,
     offline: bool = False,
@@ -45,111 +128,103 @@ async def check_config(
 ) -> int:
     """Validate the file, probe every source, and print a table; then what to add to a training of `framework`.
 
-    `offline`: nothing is sent. `framework` None: the one that can be told, or all of them. If the check fails, the last
-    lines are its problems.
+    `offline`: nothing is sent. `framework` None: the one that can be told, or all of them. A source has `timeout_s`
+    seconds for an answer, or its own time limit if that is shorter. If the check fails, the last lines are its
+    problems. Returns 0 if every source gave a valid verdict and every LLM judge with the default instructions could
+    tell right answers from nonsense, otherwise 1.
+
+    Raises `ConfigurationError`, `InputError` if the rollouts are empty or cannot be read, and `JournalError` if a run
+    could not open its journal.
     """
-    code = await (_check_offline(path, out) if offline else _check(path, rollouts, out, errors, timeout_s))
-    if code == OK and _trains(load_config(path)):
+    config = load_config(path)
+    if config.engine.journal is not None:
+        check_place(config.engine.journal.path)
+    if config.engine.server is not None:
+        code = await _check_server(config, path, offline)
+    elif offline:
+        code = await _check_offline(config, path)
+    else:
+        code = await _check(config, path, rollouts, timeout_s)
+    if code == OK and (config.judges or config.engine.server is not None):  # a file for clients trains nothing
         wrapped = list(read_yaml(str(path), origin=str(path))) == ["qreward"]
-        say_how_to_train(out, path, framework or framework_of(path, wrapped=wrapped), wrapped=wrapped)
+        say_how_to_train(OUT, path, framework or framework_of(path, wrapped=wrapped), wrapped=wrapped)
     return code
 
 
-def _trains(config: Config) -> bool:
-    """Whether a trainer can use the file: one for clients has no judges."""
-    return bool(config.judges) or config.engine.server is not None
-
-
-async def _check_offline(path: Path, out: Console) -> int:
-    """Validate the file, and open its judges and functions. Returns 0. Raises `ConfigurationError`."""
-    config = load_config(path)
-    if config.engine.server is not None:
-        say(out, f"{path}: valid; the reward server was not asked")
+async def _check_server(config: Config, path: Path, offline: bool) -> int:
+    server = config.engine.server
+    assert server is not None
+    if offline:
+        say(OUT, f"{path}: valid; the reward server was not asked")
         return OK
-    if config.engine.journal is not None:
-        check_place(config.engine.journal.path)
+    say(ERRORS, f"asking the reward server at {server.url}, for {server.start_s:g} s at most")
+    async with open_engine(config, path) as engine:
+        shown = ", ".join(engine.facts().components) or "none"
+        say(OUT, f"{path}: valid; the reward server at {server.url} answers; components: {shown}")
+        say(OUT, "Its sources and judges: run `qreward check` with the file of the server.")
+    return OK
+
+
+async def _check_offline(config: Config, path: Path) -> int:
+    """Open the judges and functions."""
     try:
         bare, notes = without_servers(config)
     except ConfigurationError as error:
         raise ConfigurationError(error.mistakes, origin=str(path)) from None
     async with open_engine(bare, path):
-        say(out, f"{path}: valid, with {_counts(config)}; nothing was asked")
+        say(OUT, f"{path}: valid, with {_counts(config)}; nothing was asked")
     for note in notes:
-        say(out, note)
-    say(out, f"Ask its sources: qreward check {shlex.quote(str(path))}")
+        say(OUT, note)
+    say(OUT, f"Ask its sources: qreward check {shlex.quote(str(path))}")
     return OK
 
 
-async def _check(path: Path, rollouts: Path | None, out: Console, errors: Console, timeout_s: float) -> int:
-    """Validate the file, probe every source, and print a table.
-
-    Returns 0 if every source gave a valid verdict and every LLM judge with the default instructions could tell right
-    answers from nonsense, otherwise 1. A source has `timeout_s` seconds for an answer, or its own time limit if that is
-    shorter. Raises `ConfigurationError`, `InputError` if the rollouts are empty or cannot be read, and `JournalError`
-    if a run could not open its journal.
-    """
-    config = load_config(path)
-    if config.engine.server is not None:
-        server = config.engine.server
-        say(errors, f"asking the reward server at {server.url}, for {server.start_s:g} s at most")
-        async with open_engine(config, path) as engine:
-            shown = ", ".join(engine.facts().components) or "none"
-            say(out, f"{path}: valid; the reward server at {config.engine.server.url} answers; components: {shown}")
-            say(out, "Its sources and judges: run `qreward check` with the file of the server.")
-        return OK
-    if config.engine.journal is not None:
-        check_place(config.engine.journal.path)
-    # A check must not create, open or fill the journal of a run. Its requests count against the run's limits.
-    shared = "auto" if config.engine.shared == "ray" else config.engine.shared
-    engine_alone = config.engine.model_copy(update={"journal": None, "shared": shared})
-    bare = config.model_copy(update={"engine": engine_alone})
-    async with open_engine(bare, path) as engine:
-        samples: dict[str, Sample] = {}
-        if rollouts is not None:
-            samples = samples_for(engine, _samples_of(rollouts))
+async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: float) -> int:
+    """Probe every source, and print a table and the problems."""
+    async with open_engine(_alone(config), path) as engine:
+        samples = {} if rollouts is None else samples_for(engine, _samples_of(rollouts))
         for upstream in engine.upstreams.values():
             upstream.timeout_s = min(upstream.timeout_s, timeout_s)
-        say(out, f"{path}: valid, with {_counts(config)}")
-        for line in _summaries(config):
-            say(out, line)
-        keeper_silent = await _tell_keeper(config, path, out)
-        await start_servers(engine, out, errors)
+        say(OUT, f"{path}: valid, with {_counts(config)}")
+        for name, judge in config.judges.items():
+            if summary := kind_of(judge).summary(judge):
+                say(OUT, f"{name}: {summary}")
+        keeper_silent = await _tell_keeper(config, path)
+        await start_servers(engine, OUT, ERRORS)
         if config.routes and "*" not in config.routes:
-            say(out, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
+            say(OUT, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
         for name in engine.judges if rollouts is not None else ():
             if name not in samples:
-                say(out, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
+                say(OUT, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
         for name, source in config.sources.items():
             if getattr(source, "dialect", "") == "auto":
                 dialect: Any = getattr(engine.upstreams[name].source, "dialect", None)
-                say(out, f"{name}: dialect {dialect.name}, as its server answered")
-        with errors.status("asking every source ..."):
-            asked = await asyncio.gather(probe(engine, samples), probe_for_clients(engine))
-            results = [result for part in asked for result in part]
-        idle, untried = idle_sources(engine), untried_judges(engine)
+                say(OUT, f"{name}: dialect {dialect.name}, as its server answered")
+        with ERRORS.status("asking every source ..."):
+            judged, of_clients = await asyncio.gather(probe(engine, samples), probe_for_clients(engine))
+        for name in idle_sources(engine):
+            say(OUT, f"{name}: not asked, because neither a judge nor `models` uses it")
+        for name in untried_judges(engine):
+            say(OUT, f"{name}: not tried, because a check cannot make the calls of its kind")
         models = {name for name, judge in engine.judges.items() if judge.asks == TEXT}
+    results = [*judged, *of_clients]
     if results:
-        out.print(_table(results))
+        OUT.print(_table(results))
+    passed = not keeper_silent
     for result in results:
         if result.verdict is not None and result.verdict.rationale:
-            say(out, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
-    for name in untried:
-        say(out, f"{name}: not tried, because a check cannot make the calls of its kind")
-    for name in idle:
-        say(out, f"{name}: not asked, because neither a judge nor `models` uses it")
-    failed = [result for result in results if result.problem]
-    for result in failed:
-        say(out, _problem(result, built_in=result.judge not in samples, capable=result.judge in models))
-    unable = [
-        result
-        for result in results
+            say(OUT, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
+    for result in results:
+        if result.problem:
+            say(OUT, _problem(result, built_in=result.judge not in samples, capable=result.judge in models))
+            passed = False
+    for result in results:
         # Invalid verdicts in the trial repeat what was said of the sample.
-        if result.trial is not None and result.trial.problem and not (result.problem and len(result.trial.flaws) > 1)
-    ]
-    for result in unable:
-        say(out, _unable(result, own=_has_own_instructions(config, result.judge)))
-    surely = any(not _has_own_instructions(config, result.judge) for result in unable)
-    return SOURCE_SILENT if failed or surely or keeper_silent else OK
+        if result.trial is not None and result.trial.problem and not (result.problem and len(result.trial.flaws) > 1):
+            own = getattr(config.judges[result.judge], "instructions", None) is not None
+            say(OUT, _unable(result, result.trial, own=own))
+            passed = passed and own
+    return OK if passed else CHECK_FAILED
 
 
 def _counts(config: Config) -> str:
@@ -157,7 +232,7 @@ def _counts(config: Config) -> str:
     return ", ".join(number_of(len(part), noun) for part, noun in counts)
 
 
-async def _tell_keeper(config: Config, path: Path, out: Console) -> bool:
+async def _tell_keeper(config: Config, path: Path) -> bool:
     """Tell who keeps the limits that processes share without Ray. Return True if the keeper does not answer."""
     if config.engine.shared != "machine":
         return False
@@ -167,17 +242,13 @@ async def _tell_keeper(config: Config, path: Path, out: Console) -> bool:
         raise ConfigurationError(error.mistakes, origin=str(path)) from None
     assert channel is not None
     try:
-        say(out, f"limits: {await channel.describe()}")
+        say(OUT, f"limits: {await channel.describe()}")
     except KeeperSilent as error:
-        say(out, Text.assemble(("limits: ", "red"), str(error)))
+        say(OUT, Text.assemble(("limits: ", "red"), str(error)))
         return True
     finally:
         await channel.aclose()
     return False
-
-
-def _has_own_instructions(config: Config, judge: str) -> bool:
-    return getattr(config.judges[judge], "instructions", None) is not None
 
 
 def _samples_of(rollouts: Path) -> Iterator[Sample]:
@@ -189,29 +260,21 @@ def _samples_of(rollouts: Path) -> Iterator[Sample]:
         raise InputError(f"{rollouts}: has no rows")
 
 
-def _summaries(config: Config) -> list[str]:
-    """Describe the judges that do not ask sources themselves, such as sums."""
-    shown = {name: kind_of(judge).summary(judge) for name, judge in config.judges.items()}
-    return [f"{name}: {summary}" for name, summary in shown.items() if summary]
-
-
 def _table(results: list[Probe]) -> Table:
     table = Table("source", "judge", "latency", "verdict", "announces", box=None, padding=(0, 1), pad_edge=False)
     for result in results:
+        if result.verdict is not None:
+            given = Text(f"{result.verdict.score:.3g}", "green")
+        else:
+            given = Text("none", "red") if result.judge or result.problem else Text("answers", "green")
         table.add_row(
             Text.assemble(result.source, ("\n  " + _excerpt(result.model, 60), "dim")),
             Text(result.judge or "(clients)"),
             seconds(result.latency_s),
-            _given(result),
+            given,
             _announced(result.announced),
         )
     return table
-
-
-def _given(result: Probe) -> Text:
-    if not result.judge and not result.problem:
-        return Text("answers", "green")
-    return Text("none", "red") if result.verdict is None else Text(f"{result.verdict.score:.3g}", "green")
 
 
 def _announced(limits: Mapping[str, float]) -> str:
@@ -232,24 +295,90 @@ def _problem(result: Probe, *, built_in: bool, capable: bool) -> Text:
     if not result.asked and built_in:
         remedy = "; the built-in sample does not fit this judge, so use one of yours with --rollouts"
     elif capable and result.trial is not None and len(result.trial.flaws) > 1:
-        remedy = (
-            f"; {len(result.trial.flaws)} of {2 * len(result.trial.pairs)} test answers got no valid verdict, either"
-        )
-        remedy += "; use a more capable model"
+        of = f"{len(result.trial.flaws)} of {2 * len(result.trial.pairs)}"
+        remedy = f"; {of} test answers got no valid verdict, either; use a more capable model"
     # Errors of sources begin with the name of the source.
     name = f"source {result.source!r}"
     problem = result.problem if result.problem.startswith(name) else f"{name}: {result.problem}"
-    whose = f"judge {result.judge}: " if result.judge else "models: "
-    return Text.assemble((whose, "red"), problem, remedy)
+    return Text.assemble((f"judge {result.judge}: " if result.judge else "models: ", "red"), problem, remedy)
 
 
-def _unable(result: Probe, *, own: bool) -> Text:
-    assert result.trial is not None, "only a judge that was tried is found unable"
-    shown = f"source {result.source!r} may be unable to judge: " if own else f"source {result.source!r} cannot judge: "
-    remedy = (
-        "; if its instructions do not ask for right answers, check its verdicts on rows of yours (--rollouts)"
-        if own
-        else "; use a more capable model"
-    )
-    problem = _excerpt(result.trial.problem, _PROBLEM_CHARS)
-    return Text.assemble((f"judge {result.judge}: ", "yellow" if own else "red"), shown, problem, remedy)
+def _unable(result: Probe, trial: Trial, *, own: bool) -> Text:
+    """Describe why a judge seems unable. With instructions of its `own` it may have been asked for something else."""
+    able, remedy = "cannot", "; use a more capable model"
+    if own:
+        able = "may be unable to"
+        remedy = "; if its instructions do not ask for right answers, check its verdicts on rows of yours (--rollouts)"
+    problem = _excerpt(trial.problem, _PROBLEM_CHARS)
+    head = (f"judge {result.judge}: ", "yellow" if own else "red")
+    return Text.assemble(head, f"source {result.source!r} {able} judge: {problem}{remedy}")
+
+
+def without_servers(config: Config) -> tuple[Config, list[str]]:
+    """Return a configuration that can be opened without servers, keys and a training framework, and one line for each
+    thing that is missing here and that a run needs.
+
+    Placeholders replace keys that are not set, addresses from a framework, dialects that a server would state, and Ray.
+    Raises `ConfigurationError` for servers that could not be placed on any cluster.
+    """
+    notes: list[str] = []
+    sources: dict[str, Any] = {}
+    for name, source in config.sources.items():
+        if not isinstance(source, EndpointConfig):
+            continue
+        changes: dict[str, Any] = {}
+        if isinstance(source.api_key_env, str) and not os.environ.get(source.api_key_env, "").strip():
+            changes |= {"api_key_env": None, "api_key": SecretStr("none")}
+            notes.append(
+                f"{name}: {source.api_key_env} is not set; set it where you train: export {source.api_key_env}=..."
+            )
+        if any(map(is_framework_url, source.urls)):
+            changes[source.URL_KEY] = tuple(_NOWHERE if is_framework_url(url) else url for url in source.urls)
+            notes.append(f"{name}: its address comes from the training framework")
+        if isinstance(source, ReplicaSetConfig) and source.placement == "ray":
+            pool_spec(name, source)  # what Ray could not place is a mistake with any cluster
+            changes |= {"placement": "local", "platform": "cpu", "devices": None}
+            notes.append(f"{name}: its servers run on a Ray cluster, which was not joined")
+        if getattr(source, "dialect", None) == "auto":
+            changes["dialect"] = "openai"
+            notes.append(f"{name}: its dialect was not asked for")
+        sources[name] = source.model_copy(update=changes)
+    return _alone(config).model_copy(update={"sources": {**config.sources, **sources}}), notes
+
+
+def _alone(config: Config) -> Config:
+    """A check must not create, open or fill the journal of a run. Its requests count against the run's limits."""
+    shared = "auto" if config.engine.shared == "ray" else config.engine.shared  # no job of Ray runs here
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"journal": None, "shared": shared})})
+
+
+def show_difference(before: Path, after: Path) -> int:
+    """Print what differs between two files, and return 1 if it cannot be reloaded.
+
+    Raises `ConfigurationError` for mistakes in either.
+    """
+    found = difference(_loaded(before), _loaded(after))
+    if not found:
+        say(OUT, "no change")
+        return OK
+    table = Table("what", "before", "after", "effect")
+    for change in found.changes:
+        # Instructions and names may look like markup.
+        table.add_row(*map(Text, (change.path, change.before or "-", change.after or "-", _EFFECTS[change.effect])))
+    OUT.print(table)
+    if found.refused:
+        names = ", ".join(change.path for change in found.refused)
+        say(OUT, f"a reload would be refused as a whole: {names} needs a restart")
+        return CHECK_FAILED
+    say(OUT, "a reload would apply this as a whole")
+    return OK
+
+
+def _loaded(path: Path) -> Config:
+    name = "standard input" if str(path) == "-" else str(path)
+    config = load_config("/dev/stdin" if str(path) == "-" else path, origin=name)
+    try:
+        JudgeRouter(config, key=secrets.token_bytes(16))
+    except ConfigurationError as error:
+        raise ConfigurationError(error.mistakes, origin=name) from None
+    return config

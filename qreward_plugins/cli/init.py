@@ -1,75 +1,152 @@
-"""`qreward init`: asks five questions, writes a commented configuration, checks it, and prints the line to train with.
+"""`qreward init`: asks a few questions, fills the template `init.yaml.jinja`, and checks the file.
 
-Every question has a flag. The file is written in one step or not at all, and never holds a key.
+Every question has a flag. The models of the configuration validate the answers. The file is written in one step or not
+at all, and never holds a key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
+import jinja2
+import typer
 import yaml  # type: ignore[import-untyped]
-from rich.console import Console
+from pydantic import TypeAdapter, ValidationError
 
 from ..config import Config, load_config
-from ..errors import InputError
+from ..config.source_models import ModelName, ServiceURL
+from ..errors import ConfigurationError, InputError
+from ..judges.prompt import DEFAULT_INSTRUCTIONS
 from ..sources.endpoint_settings import can_be_sent
-from . import init_parsing as parsing
-from .api_keys import is_local_url, is_variable, usual_variable, variable_for_key
-from .check import check_config
+from ..sources.function_arguments import arguments_taken
+from ..system.functions import PathLoader, load
+from ..system.output_files import check_writable
+from .check import check_config, without_servers
+from .console import ERRORS, OUT, run, say
 from .discovery import Discovered, discover, survey
-from .init_answers import SCORES, Answers, Endpoint, Function, RateLimits, Score
-from .offline import without_servers
-from .questions import Questions
-from .running import open_engine, run, say
+from .engines import open_engine
 from .training_lines import Framework, installed
 
-T = TypeVar("T")
+Score = Literal["judge", "reward-model", "function", "mixture"]
 
-_DEFAULT_URL = {"reward-model": "http://localhost:8000"}
-_FRAMEWORKS = {"verl": "", "slime": "", "roll": "ROLL", "none": "files, Python, or a trainer of your own"}
-_PROTOCOLS = {"vllm": "", "sglang": "sglang_classify", "tei": "tei_predict"}
-"""The protocol of a reward model behind each server; "" for the default one."""
-_RENDERED_HERE = ("sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf")
-"""Protocols that need the chat template of the model."""
-_OF_ENDPOINTS = ("url", "model", "api_key_env", "rpm", "tpm", "concurrency")
-_FLAGS: Mapping[str, tuple[str, ...]] = {
-    "judge": ("rubric", *_OF_ENDPOINTS),
-    "reward-model": ("protocol", "chat_template", *_OF_ENDPOINTS),
-    "function": ("function",),
-    "mixture": ("rubric", "function", *_OF_ENDPOINTS),
+_INTERRUPTED = 130
+_QUESTIONS = {"framework": "trains", "score": "scores a response"}
+_TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL", "none": "files and Python"}
+_VARIABLES = {
+    "api.openai.com": "OPENAI_API_KEY",
+    "api.anthropic.com": "ANTHROPIC_API_KEY",
+    "generativelanguage.googleapis.com": "GEMINI_API_KEY",
+    "openrouter.ai": "OPENROUTER_API_KEY",
 }
-"""The flags that have an effect, for each choice of what scores."""
-_LOCAL_CONCURRENCY = "64"
+_OTHER_VARIABLE = "JUDGE_API_KEY"
+_PATHS = re.compile(r"/(chat/completions|completions|messages|responses|models|classify|pooling|score)/?$")
+"""Ends of URLs that are copied from examples; a base URL does not have them."""
+_KEY = re.compile(
+    r"(?<![A-Za-z0-9])(?:(?:sk|xai|pplx|rk)-[A-Za-z0-9_-]{12,}|(?:gsk|hf|ghp|r8)_[A-Za-z0-9]{12,}|AIza[A-Za-z0-9_-]{12,}"
+    r"|AKIA[A-Z0-9]{12,})"
+)
+_PROTOCOLS = {"sglang": "sglang_classify", "tei": "tei_predict"}
+"""The protocols of the servers of reward models that need the chat template of the model."""
+_LOCAL_CONCURRENCY = 64
+_MOST_PLAIN_CHARS = 15
 _MOST_LISTED = 8
+_CORRECT_AT = 0.6
 
 
-@dataclass(frozen=True)
-class InitOptions:
-    """The flags; None for a question that has no answer yet."""
+def command(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="File to write. Default: judges.yaml; for slime, qreward.yaml."),
+    ] = None,
+    framework: Annotated[
+        Framework | None,
+        typer.Option(help="Framework that trains; none: files and Python. Default: the installed one, or verl."),
+    ] = None,
+    score: Annotated[
+        Score | None,
+        typer.Option(
+            help="What scores: a language model, a reward model, a Python function, or the sum of a function and a "
+            "language model. Default: judge; with --function: function, or mixture if there is a --url.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Base URL of the endpoint. Default: http://localhost:8000/v1.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model. Default: the only one that the endpoint lists.")] = None,
+    function: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:NAME", help="Reward function; file.py:name works too. It is imported."),
+    ] = None,
+    instructions: Annotated[
+        str | None, typer.Option(help="What the judge looks at. Default: correctness and helpfulness.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable that holds the API key. Default: chosen by the host."),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Folder of the reward model, for servers that render no conversation."),
+    ] = None,
+    requests_per_minute: Annotated[
+        float | None, typer.Option(help="Limit of requests per minute. Default: announced, or learned.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        float | None, typer.Option(help="Limit of tokens per minute. Default: announced, or learned.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Limit of requests in flight. Default: 64 at a local address, otherwise learned.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; take defaults.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Send nothing; validate the file only.")] = False,
+) -> int:
+    """Write a configuration with comments, check it, and print the line to train with.
 
-    framework: str | None = None
-    score: str | None = None
-    url: str | None = None
-    model: str | None = None
-    api_key_env: str | None = None
-    protocol: str | None = None
-    chat_template: str | None = None
-    rubric: str | None = None
-    function: str | None = None
-    rpm: float | None = None
-    tpm: float | None = None
-    concurrency: int | None = None
-    out: str | None = None
-    yes: bool = False
-    overwrite: bool = False
-    offline: bool = False
+    At a terminal it asks at most five questions: the framework, what scores a response, and its function, its URL and
+    its model. A flag answers its question. The endpoint is asked for its models, its dialect and its limits; if it does
+    not answer yet, the file is validated without it.
+
+    A key is never written: the file names the environment variable that holds it. An existing file is replaced only
+    after a question, or with --overwrite.
+
+    Exit codes: 0 written, and every source gave a valid verdict or was not asked; 1 written, and a source gave none; 2
+    an answer is wrong or missing, and nothing was written; 130 stopped with Ctrl-C.
+    """
+    given = {
+        "framework": framework,
+        "score": score,
+        "url": url,
+        "model": model,
+        "function": function,
+        "instructions": instructions,
+        "api_key_env": api_key_env,
+        "chat_template": chat_template,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrency": concurrency,
+    }
+    try:
+        answers = _Answers(given, asks=has_terminal() and not yes, offline=offline)
+        path = answers.collect(file, overwrite=overwrite)
+    except typer.Abort:
+        say(ERRORS, "\nstopped; nothing was written")
+        return _INTERRUPTED
+    text = answers.text()
+    asyncio.run(_check_opens(load_config(yaml.safe_load(text), origin=str(path)), path))
+    _write(path, text)
+    say(OUT, f"wrote {path}")
+    return run(check_config(path, offline=answers.offline, framework=answers.values["framework"]))
 
 
 def has_terminal() -> bool:
@@ -77,251 +154,196 @@ def has_terminal() -> bool:
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
-def init(options: InitOptions, out: Console, errors: Console) -> int:
-    """Collect the answers, write the file, and check it. Returns the exit code of the check.
+class _Answers:
+    """What the template gets: from flags, from the terminal if it `asks`, from the endpoint, and from defaults."""
 
-    Raises `InputError` and `ConfigurationError`. Nothing is written then, unless the final check raised.
-    """
-    questions = Questions(out) if has_terminal() and not options.yes else None
-    collecting = _Collecting(options, questions, out)
-    if questions is None and not options.yes:
-        collecting.require_flags()
-    answers, path, overwrite = collecting.answers()
-    text = answers.text()
-    asyncio.run(_check_opens(load_config(yaml.safe_load(text), origin=str(path)), path))
-    _write(path, text, overwrite=overwrite)
-    say(out, f"\nwrote {path}\n" if questions else f"wrote {path}")
-    return run(check_config(path, None, out, errors, offline=collecting.offline, framework=answers.framework))
+    def __init__(self, given: Mapping[str, Any], *, asks: bool, offline: bool) -> None:
+        self.values = {name: value for name, value in given.items() if value is not None}
+        self._flags = tuple(self.values)
+        self._asks = asks
+        self.offline = offline
 
-
-class _Collecting:
-    """Collects the answers from flags, from the terminal, and from defaults."""
-
-    def __init__(self, options: InitOptions, questions: Questions | None, out: Console) -> None:
-        self._options = options
-        self._questions = questions
-        self._out = out
-        self.offline = options.offline
-
-    def require_flags(self) -> None:
-        """Raise `InputError` with all missing flags. Call it where there is no terminal."""
-        given, score = self._options, self._implied_score() or "judge"
-        missing = [] if given.framework else ["--framework"]
-        if score != "function":
-            missing += [f"--{name}" for name in ("url", "model") if getattr(given, name) is None]
-        if score in ("function", "mixture") and given.function is None:
-            missing.append("--function")
-        if missing:
-            raise InputError(
-                f"there is no terminal to ask questions at; add {', '.join(missing)}, or --yes for the defaults "
-                "(qreward init --help)"
-            )
-
-    def answers(self) -> tuple[Answers, Path, bool]:
-        """Return the answers, the file, and whether it may be overwritten."""
-        self._heading("1. Which framework trains?")
+    def collect(self, file: Path | None, *, overwrite: bool) -> Path:
+        """Collect the answers, and return the path of the file. Raises `InputError`."""
+        values = self.values
         here = installed()
-        default = here[0] if here else "verl"
-        framework = cast(Framework, self._choice("framework", _FRAMEWORKS, default))
-        name = "qreward.yaml" if framework == "slime" else "judges.yaml"
-        # A flag or default that cannot be used is refused here, before anything is sent.
-        file = self._path(name) if self._questions is None or self._options.out is not None else None
-        self._heading("2. What scores a response?")
-        score = cast(Score, self._implied_score() or self._choice("score", SCORES, "judge"))
-        self._check_flags(score)
-        rubric = function = None
-        if score in ("judge", "mixture"):
-            label = "what counts, in a line, or @FILE"
-            rubric = self._answer("rubric", label, parsing.rubric, default="default")
+        framework = self._choose("framework", Framework, default=here[0] if here else "verl")
+        path = file or Path("qreward.yaml" if framework == "slime" else "judges.yaml")
+        kept = os.path.lexists(path) and not overwrite
+        if kept and not (self._asks and typer.confirm(f"{path} exists; replace it?")):
+            raise InputError(f"{path} exists; add --overwrite, or name another file")
+        check_writable(path)
+        if "function" in values:
+            values.setdefault("score", "mixture" if "url" in values else "function")
+        score = self._choose("score", Score, default="judge")
         if score in ("function", "mixture"):
-            function = self._function()
-        endpoint, limits = None, RateLimits()
+            function = self._ask("function", "Function (module:name, or file.py:name)", _path)
+            values["arguments"] = arguments_taken(load(PathLoader(function), key="function"))
         if score != "function":
-            self._heading("3. Where is it served?")
-            endpoint, limits = self._endpoint(score)
-        self._heading("5. Which file shall be written?" if endpoint else "3. Which file shall be written?")
-        path, overwrite = file or self._path(name)
-        return Answers(framework, score, endpoint, limits, rubric or "", function), path, overwrite
+            self._endpoint(score)
+        # ROLL's val_correct counts scores of exactly 1, so without a threshold the scores of a model read as 0.
+        values |= {"title": _TITLES[framework], "correct_at": _CORRECT_AT if framework == "roll" else None}
+        return path
 
-    def _implied_score(self) -> str | None:
-        given = self._options
-        if given.score is not None or self._questions is not None or given.function is None:
-            return given.score
-        return "mixture" if given.url is not None else "function"
+    def text(self) -> str:
+        """Return the text of the file. Raises `InputError` for a flag without an effect, and for an API key."""
+        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+        environment.filters["yaml"] = _quoted
+        template = environment.from_string(Path(__file__).with_name("init.yaml.jinja").read_text(encoding="utf-8"))
 
-    def _check_flags(self, score: Score) -> None:
-        """Refuse flags that have no effect or cannot be read, before anything is sent. Raises `InputError`."""
-        parsers: Mapping[str, Callable[[str], object]] = {
-            "url": parsing.url,
-            "model": parsing.model,
-            "protocol": parsing.protocol,
-            "chat_template": parsing.chat_template,
-            "rpm": parsing.rate,
-            "tpm": parsing.rate,
-            "concurrency": parsing.places,
-        }
-        given = [flag for flags in _FLAGS.values() for flag in flags if getattr(self._options, flag) is not None]
-        for flag in dict.fromkeys(given):
-            if flag not in _FLAGS[score]:
-                users = " or ".join(f"--score {name}" for name, flags in _FLAGS.items() if flag in flags)
-                raise InputError(f"{_option(flag)} has no effect with --score {score}; leave it out, or use {users}")
-            if flag in parsers:
-                self._parsed(flag, parsers[flag], getattr(self._options, flag))
+        def rendered(values: Mapping[str, Any]) -> str:
+            return template.render(values, default_instructions=DEFAULT_INSTRUCTIONS)
 
-    def _parsed(self, flag: str, parse: Callable[[str], T], given: object) -> T:
-        try:
-            return parse(str(given))
-        except ValueError as error:
-            raise InputError(f"{_option(flag)}: {error}") from None
+        text = rendered(self.values)
+        for name in self._flags:
+            if text == rendered({**self.values, name: None}) and name not in ("framework", "score"):
+                raise InputError(f"{_flag(name)} has no effect with --score {self.values['score']}; leave it out")
+        if _KEY.search(text):
+            raise InputError("an answer holds something that looks like an API key; no key is written to the file")
+        return "qreward:\n" + textwrap.indent(text, "  ") if self.values["framework"] == "slime" else text
 
-    def _heading(self, text: str) -> None:
-        if self._questions is not None:
-            self._questions.heading(text)
-
-    def _note(self, text: str) -> None:
-        if self._questions is not None:
-            self._questions.note(text)
-        else:
-            say(self._out, text)
-
-    def _choice(self, flag: str, choices: Mapping[str, str], default: str) -> str:
-        given: str | None = getattr(self._options, flag)
-        if given is not None:
-            return given
-        return self._questions.choose(flag, choices, default=default) if self._questions else default
-
-    def _answer(self, flag: str, label: str, parse: Callable[[str], T], *, default: str | None) -> T:
-        """Return the answer of a flag, of the terminal, or the default. Raises `InputError` for a flag that cannot be
-        read, and for a missing one without a default where there is no terminal.
+    def _ask(self, name: str, question: str, check: Callable[[str], str], *, default: str | None = None) -> str:
+        """Return the value of a flag, what is typed at the terminal, or the default. A typed answer is asked again
+        until it can be used.
         """
-        given = getattr(self._options, flag)
-        if given is None and self._questions is not None:
-            return self._questions.ask(label, parse, default=default)
-        if given is None and default is None:
-            raise InputError(f"{_option(flag)} is missing: {label}")
-        return self._parsed(flag, parse, default if given is None else given)
+        given = self.values.get(name, None if self._asks else default)
+        if given is None and not self._asks:
+            raise InputError(f"{_flag(name)} is missing")
+        try:
+            answer = typer.prompt(question, default=default, value_proc=check) if given is None else check(str(given))
+        except typer.BadParameter as error:
+            raise InputError(f"{_flag(name)}: {error}") from None
+        self.values[name] = answer
+        return str(answer)
 
-    def _function(self) -> Function:
-        found = self._answer("function", "module:function, or file.py:function", parsing.function, default=None)
-        if found.arguments == "sample":
-            self._note("it is called with one Sample")
-        return found
+    def _choose(self, name: str, form: Any, *, default: str) -> str:
+        choices = get_args(form)
 
-    def _endpoint(self, score: Score) -> tuple[Endpoint, RateLimits]:
-        default = _DEFAULT_URL.get(score, "http://localhost:8000/v1")
-        url = self._answer("url", "base URL", parsing.url, default=default)
-        variable, key = self._key(url)
-        found = Discovered(url, answers=False, problem="not asked")
-        if not self.offline and not url.startswith("framework://"):
-            self._note(f"asking {url} for its models ...")
+        def check(answer: str) -> str:
+            if answer.lower() not in choices:
+                raise typer.BadParameter(f"answer with one of: {', '.join(choices)}")
+            return answer.lower()
+
+        return self._ask(name, f"What {_QUESTIONS[name]} ({', '.join(choices)})", check, default=default)
+
+    def _endpoint(self, score: str) -> None:
+        """Ask the endpoint what it serves. A key is used and not kept."""
+        values, of_rewards = self.values, score == "reward-model"
+        default = "http://localhost:8000" if of_rewards else "http://localhost:8000/v1"
+        url = self._ask("url", "URL", _url, default=default)
+        variable, found = self._variable(url), Discovered(url, answers=False, problem="not asked")
+        key = os.environ.get(variable, "").strip()
+        if variable and not key:
+            say(OUT, f"{variable} is not set here, so the endpoint is not asked; set it where you train")
+        elif not self.offline and not url.startswith("framework://"):
+            say(OUT, f"asking {url} for its models ...")
             found = asyncio.run(discover(url, key))
-            if found.answers:
-                models = f"{len(found.models)} models" if len(found.models) != 1 else f"1 model ({found.models[0]})"
-                self._note(f"it answers, with {models}" if found.models else f"it answers: {found.problem}")
-            else:
-                self._note(f"it does not answer yet ({found.problem}), so the file is checked without it")
-        self.offline = self.offline or not found.answers or bool(variable and not key)
-        model = self._model(found)
-        if score == "reward-model":
-            protocol, template = self._protocol(found)
-            # The protocols of reward models add their whole path.
-            endpoint = Endpoint(url.removesuffix("/v1"), model, variable, "", protocol, template)
-            return endpoint, self._limits(url, {})
-        dialect, announced = "" if found.dialect == "openai" else found.dialect, {}
-        if not self.offline:
-            self._note(f"asking {model} for a word ...")
-            surveyed = asyncio.run(survey(found.url, model, key))
-            if surveyed is not None:
-                dialect, announced = surveyed.dialect, dict(surveyed.announced)
-        if found.url != url:
-            self._note(f"its API is at {found.url}")
-        dialect = "" if dialect == "openai" else dialect
-        return Endpoint(found.url, model, variable, dialect), self._limits(url, announced)
-
-    def _key(self, url: str) -> tuple[str, str]:
-        """Return the variable of the API key ("" for none), and the key, if it is known here."""
-
-        def parse(answer: str) -> str:
-            if answer.strip() and len(answer.split()) != 1:
-                raise ValueError("write the name of one variable; neither a name nor a key has spaces")
-            if not can_be_sent(os.environ.get(answer, "").strip() if is_variable(answer) else answer):
-                raise ValueError("the key holds characters that a header cannot carry")
-            return answer
-
-        default = usual_variable(url) or "none"
-        if self._options.api_key_env is None and url.startswith("framework://"):
-            return "", ""
-        answer = self._answer("api_key_env", "environment variable with its API key", parse, default=default)
-        if answer in ("none", ""):
-            return "", ""
-        if is_variable(answer):
-            key = os.environ.get(answer, "").strip()
-            if not key:
-                self._note(f"{answer} is not set here, so the endpoint is not asked; set it where you train")
-            return answer, key
-        variable = variable_for_key(url)
-        # The check below needs it; child processes of this command get it as if it had been exported.
-        os.environ[variable] = answer
-        self._note(
-            f"that looks like a key, and a key is never written to the file: the file names {variable}. "
-            f"This command uses the key; before you train: export {variable}=..."
-        )
-        return variable, answer
-
-    def _model(self, found: Discovered) -> str:
-        if self._options.model is None and self._questions is not None:
-            return self._questions.pick("model", found.models, parsing.model)
-        default = found.models[0] if len(found.models) == 1 else None
-        if self._options.model is None and default is None:
-            why = f"it has {len(found.models)} models" if found.models else found.problem or "it names no model"
-            raise InputError(f"--model is missing, and cannot be taken from the endpoint: {why}")
-        model = self._answer("model", "model", parsing.model, default=default)
+            silent = f"it does not answer yet ({found.problem}), so the file is checked without it"
+            say(OUT, f"it serves {_listed(found)}" if found.answers else silent)
+        self.offline = self.offline or not found.answers
+        if "model" not in values and len(found.models) == 1:
+            values["model"] = found.models[0]
+        elif "model" not in values and not self._asks:
+            raise InputError(f"--model is missing, and cannot be taken from the endpoint: {_listed(found)}")
+        model = self._ask("model", "Model", _valid(ModelName), default=found.models[0] if found.models else None)
         if found.dialect == "gemini":
-            model = model.removeprefix("models/")  # Gemini's lists and examples write it with this prefix
+            model = values["model"] = model.removeprefix("models/")  # Gemini's lists and examples have this prefix
         if found.models and model not in found.models:
-            listed = ", ".join(found.models[:_MOST_LISTED]) + (", ..." if len(found.models) > _MOST_LISTED else "")
-            self._note(f"it does not list the model {model}; it lists {listed}")
-        return model
+            say(OUT, f"it does not list the model {model}; it lists {_listed(found)}")
+        if _is_local(url):
+            values.setdefault("concurrency", _LOCAL_CONCURRENCY)
+        if of_rewards:
+            values["url"] = url.removesuffix("/v1")  # their protocols add the whole path
+            if protocol := _PROTOCOLS.get(found.server):
+                values["protocol"] = protocol
+                self._ask("chat_template", "Folder of the model, for its chat template", _folder)
+            return
+        dialect, announced = found.dialect, {}
+        if not self.offline:
+            say(OUT, f"asking {model} for a word ...")
+            if (surveyed := asyncio.run(survey(found.url, model, key))) is not None:
+                dialect, announced = surveyed.dialect, dict(surveyed.announced)
+        values |= {"url": found.url, "dialect": None if dialect == "openai" else dialect}
+        for what in ("requests", "tokens"):
+            if limit := announced.get(f"{what}_per_window"):
+                say(OUT, f"it announces {limit:,.0f} {what} in a window, usually a minute")
+                values.setdefault(f"{what}_per_minute", limit)
 
-    def _protocol(self, found: Discovered) -> tuple[str, str]:
-        protocol = self._options.protocol
-        if protocol is None:
-            protocol = _PROTOCOLS.get(found.server, "")
-            if protocol:
-                self._note(f"it is served by {found.server}: protocol {protocol}")
-        template = ""
-        if protocol in _RENDERED_HERE or self._options.chat_template is not None:
-            label = "folder of the model (for its chat template)"
-            template = self._answer("chat_template", label, parsing.chat_template, default=None)
-        return "" if protocol == "vllm_classify" else protocol, template
-
-    def _limits(self, url: str, announced: dict[str, float]) -> RateLimits:
-        self._heading("4. What are its limits?")
-        stated = {what: announced.get(f"{what}_per_window") for what in ("requests", "tokens")}
-        announces = [f"{limit:,.0f} {what}" for what, limit in stated.items() if limit]
-        if announces:
-            self._note(f"it announces {' and '.join(announces)} in a window, usually a minute")
-        defaults = {what: f"{limit:.0f}" if limit else parsing.LEARNED for what, limit in stated.items()}
-        places = _LOCAL_CONCURRENCY if is_local_url(url) else parsing.LEARNED
-        return RateLimits(
-            self._answer("rpm", "requests per minute", parsing.rate, default=defaults["requests"]),
-            self._answer("tpm", "tokens per minute", parsing.rate, default=defaults["tokens"]),
-            self._answer("concurrency", "requests at once", parsing.places, default=places),
-        )
-
-    def _path(self, default: str) -> tuple[Path, bool]:
-        while True:
-            path = self._answer("out", "file", parsing.out, default=default)
-            if not os.path.lexists(path):
-                return path, False
-            if self._options.overwrite or (self._questions and self._questions.confirm(f"{path} exists; replace it?")):
-                return path, True
-            if self._questions is None or self._options.out is not None:
-                raise InputError(f"{path} exists; add --overwrite, or another --out")
+    def _variable(self, url: str) -> str:
+        """Return the name of the variable of the API key; "" for none. An answer that may be a key is refused."""
+        usual = _VARIABLES.get(urlsplit(url).hostname or "", "" if _is_local(url) else _OTHER_VARIABLE)
+        variable = str(self.values.get("api_key_env", usual))
+        if not variable:
+            return ""
+        # A variable that is set is known; a long word without _ may be a key.
+        named = variable in os.environ or "_" in variable or len(variable) <= _MOST_PLAIN_CHARS
+        if not (named and re.fullmatch("[A-Z][A-Z0-9_]*", variable)):
+            raise InputError("--api-key-env: write the name of an environment variable, in capitals, and no key")
+        if not can_be_sent(os.environ.get(variable, "").strip()):
+            raise InputError("--api-key-env: the key holds characters that a header cannot carry")
+        self.values["api_key_env"] = variable
+        return variable
 
 
-def _option(flag: str) -> str:
-    return f"--{flag.replace('_', '-')}"
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _valid(form: Any) -> Callable[[str], str]:
+    def check(answer: str) -> str:
+        try:
+            return str(TypeAdapter(form).validate_python(answer.strip()))
+        except ValidationError as error:
+            problem = error.errors(include_input=False, include_url=False, include_context=False)[0]["msg"]
+        raise typer.BadParameter(problem.removeprefix("Value error, "))
+
+    return check
+
+
+def _url(answer: str) -> str:
+    if _KEY.search(answer):
+        raise typer.BadParameter("that holds something that looks like an API key")
+    return _valid(ServiceURL)(_PATHS.sub("", answer.strip()).rstrip("/,"))
+
+
+def _path(answer: str) -> str:
+    """The path of a function that can be loaded. A file's path becomes absolute, for other processes."""
+    where, _, name = answer.rpartition(":")
+    path = f"{Path(where).expanduser().absolute()}:{name}" if where.endswith(".py") else answer
+    try:
+        arguments_taken(load(PathLoader(path), key="function"))
+    except ConfigurationError as error:
+        raise typer.BadParameter(error.mistakes[0].problem) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return path
+
+
+def _folder(answer: str) -> str:
+    path = Path(answer).expanduser().absolute()
+    if not path.exists():
+        raise typer.BadParameter("there is no such folder or file")
+    return str(path)
+
+
+def _is_local(url: str) -> bool:
+    """Whether a URL leads to a private network, or to a server that the trainer starts."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return not ip_address(host).is_global
+    except ValueError:
+        return url.startswith("framework://") or "." not in host or host.endswith((".local", ".internal"))
+
+
+def _listed(found: Discovered) -> str:
+    models = ", ".join(found.models[:_MOST_LISTED]) + (", ..." if len(found.models) > _MOST_LISTED else "")
+    return models or f"no list of models ({found.problem})"
+
+
+def _quoted(value: Any) -> str:
+    # JSON is YAML; a text in quotes is never read as a number, and OmegaConf reads ${...} as an interpolation.
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    return json.dumps(value.replace("${", "\\${") if isinstance(value, str) else value, ensure_ascii=False)
 
 
 async def _check_opens(config: Config, path: Path) -> None:
@@ -330,24 +352,15 @@ async def _check_opens(config: Config, path: Path) -> None:
         pass
 
 
-def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write the file in one step or not at all. Raises `InputError` if it cannot be written, or exists by now."""
-    target = Path(os.path.realpath(path)) if overwrite else path
+def _write(path: Path, text: str) -> None:
+    """Write the file in one step or not at all. Raises `InputError` if it cannot be written."""
+    target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         try:
             partial.write_text(text, encoding="utf-8")
-            if overwrite:
-                os.replace(partial, target)
-            else:
-                os.link(partial, target)
+            os.replace(partial, target)
         finally:
-            with suppress(FileNotFoundError):
-                partial.unlink()
-    except FileExistsError:
-        raise InputError(f"{path} exists by now; it was not changed") from None
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror})") from None
-
-
-__all__ = ["InitOptions", "has_terminal", "init"]

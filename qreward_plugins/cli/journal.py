@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
 from ..secrets import one_line
-from .figures import number_of, print_whole, seconds, short
+from .console import OK, OUT, number_of, print_whole, say, seconds, short
 from .journal_reports import LATEST, Row, SourceReport, StepReport, drawn, read_rows, slowest, sources_of, steps_of
-from .running import OK, say
 
 _WIDEST_NAME = 16
 _WIDEST_CHARS = 20_000
 _LEFT = ("run", "step", "judge", "source", "what it said")
 
 
-def show_journal(path: Path, out: Console, *, step: int | None, steps: int, verdicts: int) -> int:
-    """Print the latest steps, the sources, and some verdicts; with `step` only its rows, the slowest first.
+def command(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Journal: the file that engine.journal.path names.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only this training step, the slowest first.")] = None,
+    last: Annotated[int, typer.Option(metavar="N", min=1, help="How many of the latest steps are shown.")] = 10,
+    verdicts: Annotated[int, typer.Option(metavar="N", min=0, help="How many verdicts are shown.")] = 8,
+) -> int:
+    """Show what a journal recorded, also while a run writes it.
 
-    Raises `JournalError`, and `InputError` for a journal or a step without rows.
+    For each step: how many outcomes and failures, the mean score, and the slowest sample, how long it waited and on
+    which source. For each source: answers, retries, time, tokens and cost. Then some verdicts, with the words of the
+    judge.
+
+    Exit codes: 0 shown; 2 there is no such journal, or nothing in it.
     """
     rows = read_rows(str(path), step)
     if not rows:
@@ -33,40 +42,31 @@ def show_journal(path: Path, out: Console, *, step: int | None, steps: int, verd
     failed = sum(row.failed for row in rows)
     runs = len({row.run_id for row in rows})
     of_runs = f" of {runs} runs" if runs > 1 else ""
-    say(out, f"{path}: {latest}{number_of(len(rows), 'outcome')}{of_runs}, {failed:,} of them failed\n")
-    shown = found[-steps:]
+    say(OUT, f"{path}: {latest}{number_of(len(rows), 'outcome')}{of_runs}, {failed:,} of them failed\n")
+    shown = found[-last:]
     which = f", the last {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
-    print_whole(out, _steps(shown, f"steps, and the slowest sample of each{which}", by_run=runs > 1))
-    out.print()
-    print_whole(out, _sources(sources_of(rows)))
+    print_whole(OUT, _steps(shown, f"steps, and the slowest sample of each{which}", by_run=runs > 1))
+    OUT.print()
+    print_whole(OUT, _sources(sources_of(rows)))
     if verdicts:
         title = "drawn from all" if step is None else "the slowest of the step first"
         picked = drawn(rows, verdicts) if step is None else slowest(rows, verdicts)
-        out.print()
-        print_whole(out, _verdicts(picked, f"verdicts, {title}"), widest=80)
-    say(out, "\nwaited: in the queue, for a limit, or in tries that failed; the rest is the time of the answer itself")
+        OUT.print()
+        print_whole(OUT, _verdicts(picked, f"verdicts, {title}"), widest=80)
+    say(OUT, "\nwaited: in the queue, for a limit, or in tries that failed; the rest is the time of the answer itself")
     return OK
 
 
 def _steps(found: Sequence[StepReport], title: str, *, by_run: bool) -> Table:
-    run = ("run",) if by_run else ()
-    table = _table(
-        title, *run, "step", "judge", "n", "failed", "score", "median", "slowest", "waited", "tries", "source"
-    )
+    columns = ("step", "judge", "n", "failed", "score", "median", "slowest", "waited", "tries", "source")
+    table = _table(title, *(("run",) if by_run else ()), *columns)
     for one in found:
         last = one.slowest
         table.add_row(
-            *([_name(one.run_id or "-")] if by_run else []),
-            _name(one.label),
-            _name(one.judge),
-            str(one.rows),
-            _failed(one.failed),
-            _score(one.score),
-            seconds(one.median_s),
-            seconds(last.latency_s),
-            seconds(last.waited_s),
-            str(last.attempts),
-            _name(last.source),
+            *([_name(one.run_id)] if by_run else []),
+            *(_name(one.label), _name(one.judge), str(one.rows), _failed(one.failed), _score(one.score)),
+            *(seconds(one.median_s), seconds(last.latency_s), seconds(last.waited_s)),
+            *(str(last.attempts), _name(last.source)),
         )
     return table
 
@@ -74,15 +74,10 @@ def _steps(found: Sequence[StepReport], title: str, *, by_run: bool) -> Table:
 def _sources(found: Iterable[SourceReport]) -> Table:
     table = _table("sources", "source", "n", "from journal", "retries", "median", "slowest", "tokens", "USD")
     for one in found:
+        counts = map(str, (one.rows, one.cached, one.retries))
+        cost = f"{one.cost_usd:.4f}" if one.cost_usd else "-"
         table.add_row(
-            _name(one.source),
-            str(one.rows),
-            str(one.cached),
-            str(one.retries),
-            seconds(one.median_s),
-            seconds(one.slowest_s),
-            short(one.tokens),
-            f"{one.cost_usd:.4f}" if one.cost_usd else "-",
+            _name(one.source), *counts, seconds(one.median_s), seconds(one.slowest_s), short(one.tokens), cost
         )
     return table
 
@@ -93,15 +88,8 @@ def _verdicts(rows: Sequence[Row], title: str) -> Table:
     for row in rows:
         words = (row.detail if row.failed else None) or row.rationale or "-"
         said = Text(_escaped(words), style="red" if row.failed else "")
-        table.add_row(
-            _name(row.label),
-            _name(row.judge),
-            _name(row.source),
-            _score(row.score),
-            seconds(row.latency_s),
-            str(row.attempts),
-            said,
-        )
+        names = map(_name, (row.label, row.judge, row.source))
+        table.add_row(*names, _score(row.score), seconds(row.latency_s), str(row.attempts), said)
     return table
 
 

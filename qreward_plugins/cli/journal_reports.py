@@ -8,29 +8,22 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean, median
 
 from ..errors import JournalError
 from ..journal.database import reading
-from ..journal.entries import COLUMNS
 
 LATEST = 200_000
 """Only this many rows are read, the latest ones."""
 _SEED = 0
 
-_FIELDS = (
-    *("step", "split", "judge", "source", "score", "outcome", "detail", "rationale", "attempts", "latency_s"),
-    *("service_s", "prompt_tokens", "completion_tokens", "cost_usd", "cached", "sample_id", "key", "process_id"),
-    "run_id",
-)
-_KINDS = {name: kind.removesuffix(" NOT NULL") for name, kind in COLUMNS}
-
 
 @dataclass(frozen=True)
 class Row:
-    """The outcome of one judge for one sample."""
+    """The outcome of one judge for one sample. Its fields are columns of the journal."""
 
+    run_id: str
     step: int | None
     split: str | None
     judge: str
@@ -46,10 +39,6 @@ class Row:
     completion_tokens: int
     cost_usd: float
     cached: int
-    sample_id: str | None
-    key: str | None
-    process_id: int
-    run_id: str | None
 
     @property
     def failed(self) -> bool:
@@ -70,10 +59,10 @@ class Row:
 @dataclass(frozen=True)
 class StepReport:
     """The rows of one judge in one step of one run. `score` is their mean, None if all failed; `slowest` is who ended
-    last.
+    last. A resumed run repeats the step in which the earlier one ended, and each has its own report of it.
     """
 
-    run_id: str | None
+    run_id: str
     label: str
     judge: str
     rows: int
@@ -107,55 +96,33 @@ def read_rows(path: str, step: int | None = None) -> list[Row]:
     if not os.path.isfile(path):
         raise JournalError(f"there is no journal at {path}; engine.journal.path names the one of a configuration")
     with reading(path) as connection:
-        # SQLite keeps a value of any type in a column, and other programs may have written to this one.
-        wanted = ", ".join(f"CAST({name} AS {_KINDS[name]})" for name in _FIELDS)
+        names = ", ".join(field.name for field in fields(Row))
         where, values = ("WHERE step = ?", [step]) if step is not None else ("", [])
-        select = f"SELECT {wanted} FROM outcomes {where} ORDER BY id DESC LIMIT {LATEST}"
+        select = f"SELECT {names} FROM outcomes {where} ORDER BY id DESC LIMIT {LATEST}"
         return [Row(*row) for row in connection.execute(select, values)][::-1]
 
 
 def steps_of(rows: Sequence[Row]) -> list[StepReport]:
-    """Sum up rows by run, step and judge, in the order in which they began.
-
-    A resumed run repeats the step in which the earlier one ended. Each of them has its own report of it.
-    """
-    groups: dict[tuple[str | None, str, str], list[Row]] = {}
+    """Sum up rows by run, step and judge, in the order in which they began."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.run_id, row.label, row.judge), []).append(row)
-    return [
-        _step(run_id, label, judge, _once(found) if run_id is None else found)
-        for (run_id, label, judge), found in groups.items()
-    ]
-
-
-def _once(rows: Sequence[Row]) -> list[Row]:
-    """Leave out the rows of samples that another process has judged, too, in the same step. For rows without a run.
-
-    Frameworks may give a sample another id after a resume; its question, the key, stays the same. Within a process,
-    equal answers of siblings are samples of their own: so the rows of the process with most of them are kept.
-    """
-    repeated = {row.key for row in rows if row.cached and row.key is not None}
-    counts: dict[str, dict[int, int]] = {}
-    for row in rows:
-        if row.key is not None and row.key in repeated:
-            by_process = counts.setdefault(row.key, {})
-            by_process[row.process_id] = by_process.get(row.process_id, 0) + 1
-    kept = {key: max(by_process, key=by_process.__getitem__) for key, by_process in counts.items()}
-    return [row for row in rows if row.key not in kept or kept[row.key] == row.process_id]
-
-
-def _step(run_id: str | None, label: str, judge: str, rows: Sequence[Row]) -> StepReport:
-    scores = [row.score for row in rows if not row.failed and row.score is not None]
-    return StepReport(
-        run_id=run_id,
-        label=label,
-        judge=judge,
-        rows=len(rows),
-        failed=sum(row.failed for row in rows),
-        score=fmean(scores) if scores else None,
-        median_s=median(row.latency_s for row in rows),
-        slowest=max(rows, key=lambda row: row.latency_s),
-    )
+    reports = []
+    for (run_id, label, judge), found in groups.items():
+        scores = [row.score for row in found if not row.failed and row.score is not None]
+        reports.append(
+            StepReport(
+                run_id=run_id,
+                label=label,
+                judge=judge,
+                rows=len(found),
+                failed=len([row for row in found if row.failed]),
+                score=fmean(scores) if scores else None,
+                median_s=median(row.latency_s for row in found),
+                slowest=max(found, key=lambda row: row.latency_s),
+            )
+        )
+    return reports
 
 
 def sources_of(rows: Sequence[Row]) -> Iterator[SourceReport]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,8 +30,8 @@ from ..planning import (
 from ..planning.picture import check_picture
 from ..sources.function import processors
 from ..system.output_files import check_writable
-from .figures import number_of, print_whole, seconds, short
-from .running import OK, load_own, say
+from .console import ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, short
+from .engines import load_own
 
 _MOST_ADVICE = 6
 _MOST_PROCESSES = 8
@@ -46,61 +47,102 @@ _WAITS = {
 }
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of the command, not yet parsed."""
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    samples: Annotated[int, typer.Option("--samples", "-n", help="Samples in a step.", min=1, max=1_000_000)],
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIST",
+            help="Lengths of rollouts in tokens: 800, lognormal:800:0.6 (mean, sigma), or file:rollouts.jsonl. "
+            "Default: the journal's, or lognormal:800:0.6.",
+        ),
+    ] = None,
+    latency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds of an average request, without waiting: 3, or a=2,b=0.5, or a=0.02+0.001 (for a request, "
+            "plus for each call in it). Default: the journal's, or 3 for a model, 0.5 for a scoring service and 0.1 "
+            "for a function.",
+        ),
+    ] = None,
+    data_source: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=SHARE]",
+            help='Data source of the samples, which selects the judge; repeatable. Default: one of the route "*".',
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=0, max=1_000_000)] = 200,
+    verdict_tokens: Annotated[
+        float | None,
+        typer.Option(help="Tokens of a verdict. Default: the journal's, or 120.", min=0, max=100_000),
+    ] = None,
+    spread: Annotated[
+        float | None,
+        typer.Option(help="Sigma of the noise on latencies. Default: the journal's, or 0.3.", min=0, max=3),
+    ] = None,
+    stragglers: Annotated[
+        float, typer.Option(help="Share of requests that take ten times as long.", min=0, max=1)
+    ] = 0.01,
+    errors: Annotated[float, typer.Option(help="Share of requests that fail.", min=0, max=0.9)] = 0.01,
+    seeds: Annotated[int, typer.Option(help="Steps to simulate.", min=1, max=1000)] = 5,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the timeline of a step (.png, .svg, .pdf).")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON.")] = None,
+) -> int:
+    """Simulate a training step: its duration, its cost, what it waits for, and what would help most.
 
-    config: Path
-    samples: int
-    tokens: str | None
-    latency: str | None
-    data_sources: tuple[str, ...]
-    prompt_tokens: int
-    verdict_tokens: float | None
-    spread: float | None
-    stragglers: float
-    errors: float
-    seeds: int
-    plot: Path | None
-    json_file: Path | None
+    The real scheduler runs in virtual time over simulated servers with the limits of the configuration. Nothing is
+    sent, and nothing is written to a journal. If there is a journal, latencies are taken from its verdicts.
 
-
-async def plan_step(options: PlanOptions, out: Console, errors: Console) -> int:
-    """Rehearse the step, print the plan, and write the requested files. Returns 0.
-
-    Cancelling ends the rehearsals. Raises `ConfigurationError`, `InputError` and `JournalError`.
+    Exit codes: 0 success; 2 the input or the configuration has mistakes.
     """
-    if options.plot is not None:
-        check_picture(options.plot)
-    if options.json_file is not None:
-        check_writable(options.json_file)
-    for written in (options.json_file, options.plot):
-        _check_is_no_input(written, options)
-    found = await _rehearsed(options, errors)
-    _print(found, options.config, out)
-    if options.json_file is not None:
-        _write_json(found, options.json_file)
-        say(errors, f"the plan is in {options.json_file}")
-    if options.plot is not None:
-        title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
-        draw_timeline(found.timeline, options.plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
-        say(errors, f"the timeline is in {options.plot}")
-    return OK
+    if plot is not None:
+        check_picture(plot)
+    if json_file is not None:
+        check_writable(json_file)
+    kind, _, lengths = (tokens or "").partition(":")
+    for read in (config, Path(lengths) if kind == "file" else config):
+        for written in (json_file, plot):
+            if written is not None and written.exists() and read.exists() and written.samefile(read):
+                raise InputError(f"{written}: this file is an input; name another output file")
+
+    def rehearsed(progress: Callable[[int, int], None]) -> Plan:
+        # Read first, because the other options are checked with it.
+        loaded = load_own(config)
+        return plan(
+            loaded,
+            origin=str(config),
+            samples=samples,
+            lengths=None if tokens is None else parse_lengths(tokens, most=samples),
+            assumptions=Assumptions(
+                latency_s={} if latency is None else parse_latency(latency, loaded),
+                spread=spread,
+                straggler_share=stragglers,
+                error_share=errors,
+                prompt_tokens=prompt_tokens,
+                verdict_tokens=verdict_tokens,
+            ),
+            data_sources=[parse_data_source(text) for text in data_source or ()],
+            seeds=seeds,
+            # More processes save little time.
+            processes=min(processors(), _MOST_PROCESSES),
+            progress=progress,
+        )
+
+    return run(_plan(rehearsed, config, plot, json_file))
 
 
-def _check_is_no_input(written: Path | None, options: PlanOptions) -> None:
-    """Raise `InputError` if an output file is also an input file."""
-    kind, _, rollouts = (options.tokens or "").partition(":")
-    for read in (options.config, Path(rollouts) if kind == "file" else None):
-        if written is not None and read is not None and written.exists() and read.exists() and written.samefile(read):
-            raise InputError(f"{written}: this file is an input; name another output file")
-
-
-async def _rehearsed(options: PlanOptions, errors: Console) -> Plan:
-    """Make the plan in a thread, so that the event loop can handle signals."""
+async def _plan(
+    rehearsed: Callable[[Callable[[int, int], None]], Plan], path: Path, plot: Path | None, json_file: Path | None
+) -> int:
+    """Rehearse the step in a thread, so that the event loop can handle signals; then print and write the plan."""
     stopped = threading.Event()
     columns = TextColumn("rehearsing"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with Progress(*columns, console=ERRORS, transient=True, disable=not ERRORS.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
         def progress(done: int, total: int) -> None:
@@ -108,46 +150,32 @@ async def _rehearsed(options: PlanOptions, errors: Console) -> Plan:
                 raise _Stopped
             bar.update(task, completed=done, total=total)
 
-        def work() -> Plan:
-            # Read first, because the other options are checked with it.
-            config = load_own(options.config)
-            return plan(
-                config,
-                origin=str(options.config),
-                samples=options.samples,
-                lengths=None if options.tokens is None else parse_lengths(options.tokens, most=options.samples),
-                assumptions=Assumptions(
-                    latency_s={} if options.latency is None else parse_latency(options.latency, config),
-                    spread=options.spread,
-                    straggler_share=options.stragglers,
-                    error_share=options.errors,
-                    prompt_tokens=options.prompt_tokens,
-                    verdict_tokens=options.verdict_tokens,
-                ),
-                data_sources=[parse_data_source(text) for text in options.data_sources],
-                seeds=options.seeds,
-                # More processes save little time.
-                processes=min(processors(), _MOST_PROCESSES),
-                progress=progress,
-            )
-
-        working = asyncio.ensure_future(asyncio.to_thread(work))
+        working = asyncio.ensure_future(asyncio.to_thread(rehearsed, progress))
         try:
-            return await asyncio.shield(working)
+            found = await asyncio.shield(working)
         except asyncio.CancelledError:
             stopped.set()
             await asyncio.gather(working, return_exceptions=True)
             raise
+    _print(found, path)
+    if json_file is not None:
+        _write_json(found, json_file)
+        say(ERRORS, f"the plan is in {json_file}")
+    if plot is not None:
+        title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
+        draw_timeline(found.timeline, plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
+        say(ERRORS, f"the timeline is in {plot}")
+    return OK
 
 
 class _Stopped(Exception):
     """The command was cancelled."""
 
 
-def _print(found: Plan, path: Path, out: Console) -> None:
+def _print(found: Plan, path: Path) -> None:
     judged = " and ".join(f"{count:,.0f} by {judge}" for judge, count in found.judged.items())
     say(
-        out,
+        OUT,
         Text.assemble((f"{path}: a step of {number_of(found.samples, 'sample')}", "bold"), f" (judged: {judged})\n"),
     )
     facts = Table.grid(padding=(0, 2))
@@ -161,14 +189,14 @@ def _print(found: Plan, path: Path, out: Console) -> None:
     facts.add_row("waits for", _waits(found))
     for problem in _problems(found):
         facts.add_row(Text("but", "red"), Text(problem, "red"))
-    out.print(Padding(facts, (0, 0, 0, 2)))
-    out.print()
-    print_whole(out, _source_table(found))
-    out.print()
-    _print_advice(found, out)
-    say(out, Text("\nassumed", "bold"))
+    OUT.print(Padding(facts, (0, 0, 0, 2)))
+    OUT.print()
+    print_whole(OUT, _source_table(found))
+    OUT.print()
+    _print_advice(found)
+    say(OUT, Text("\nassumed", "bold"))
     for note in found.notes:
-        say(out, Text(f"  {note}", "dim"))
+        say(OUT, Text(f"  {note}", "dim"))
 
 
 def _costs(found: Plan) -> Text:
@@ -217,7 +245,7 @@ def _source_table(found: Plan) -> Table:
     table.add_column("source", no_wrap=True, max_width=24)
     batches = any(use.calls_per_request > 1 for use in found.sources)
     batch_column = ("calls each",) if batches else ()
-    for name in ("latency", "requests", *batch_column, "rpm used", "tpm used", "in flight", "busy", "USD"):
+    for name in ("latency", "requests", *batch_column, "of requests/min", "of tokens/min", "in flight", "busy", "USD"):
         table.add_column(name, no_wrap=True, justify="right")
     for use in found.sources:
         table.add_row(
@@ -244,11 +272,11 @@ def _places(use: SourceUse) -> str:
     return f"{use.peak_in_flight:,}" + ("" if use.concurrency is None else f" of {use.concurrency:,}")
 
 
-def _print_advice(found: Plan, out: Console) -> None:
+def _print_advice(found: Plan) -> None:
     if not found.advice:
-        say(out, Text("no change that was tried would help much: the longest requests determine the step", "bold"))
+        say(OUT, Text("no change that was tried would help much: the longest requests determine the step", "bold"))
         return
-    say(out, Text("what would help most", "bold"))
+    say(OUT, Text("what would help most", "bold"))
     table = Table.grid(padding=(0, 2))
     table.add_column()
     for _ in range(3):
@@ -260,7 +288,7 @@ def _print_advice(found: Plan, out: Console) -> None:
             _saved(advice),
             _price(advice),
         )
-    out.print(Padding(table, (0, 0, 0, 2)))
+    OUT.print(Padding(table, (0, 0, 0, 2)))
 
 
 def _saved(advice: Advice) -> Text:

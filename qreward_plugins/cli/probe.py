@@ -132,10 +132,6 @@ class _Turn:
 
 
 async def _ask(judge: Leaf, upstream: Upstream, sample: Sample, turn: _Turn) -> Probe:
-    loop = asyncio.get_running_loop()
-    reply: Reply | None = None
-    latency_s: float | None = None
-    verdict, problem, trial = None, "", None
     try:
         request = judge.request(sample, attempt=0)
     except InputError as error:
@@ -145,51 +141,46 @@ async def _ask(judge: Leaf, upstream: Upstream, sample: Sample, turn: _Turn) -> 
             # Otherwise each further judge would wait for the whole time limit, too.
             problem = f"not asked, because it did not answer the judge {turn.silent_to!r}"
             return Probe(judge.name, upstream.name, upstream.source.model, problem=problem)
-        started_at = loop.time()
+        found, reply = await _asked(upstream, request, judge.name)
+        if reply is None:
+            if found.problem == _silent(upstream):
+                turn.silent_to = judge.name
+            return found
+        verdict, problem = None, ""
         try:
-            reply = await _reply(upstream, request)
-            latency_s = loop.time() - started_at
             verdict = judge.verdict(request, reply)
-        except TimeoutError:
-            problem, turn.silent_to = f"no answer within {upstream.timeout_s:g} s", judge.name
         except (SourceError, InvalidReply) as error:
             problem = str(error)
-        if reply is not None and judge.asks in (TEXT, LOGITS):
-            trial = await _trial(judge, upstream, sample)
-    return Probe(
-        judge.name,
-        upstream.name,
-        model=(reply.model if reply else "") or upstream.source.model,
-        latency_s=latency_s,
-        announced=reply.announced if reply else {},
-        verdict=verdict,
-        problem=problem,
-        trial=trial,
-    )
+        trial = await _trial(judge, upstream, sample) if judge.asks in (TEXT, LOGITS) else None
+        return replace(found, verdict=verdict, problem=problem, trial=trial)
 
 
 async def _ask_as_client(upstream: Upstream) -> Probe:
-    loop = asyncio.get_running_loop()
     bound = CLIENT_TOKENS
     request = Request(
         Sample([], ""), tuple(SAMPLE.messages), {"max_tokens": bound}, max_completion_tokens=bound, judge="check"
     )
-    reply: Reply | None = None
-    problem, started_at = "", loop.time()
+    return (await _asked(upstream, request, ""))[0]
+
+
+async def _asked(upstream: Upstream, request: Request, judge: str) -> tuple[Probe, Reply | None]:
+    """Send a request. Return what is known without a verdict, and the reply if there is one."""
+    loop = asyncio.get_running_loop()
+    started_at = loop.time()
     try:
         reply = await _reply(upstream, request)
     except TimeoutError:
-        problem = f"no answer within {upstream.timeout_s:g} s"
+        problem = _silent(upstream)
     except (SourceError, InvalidReply) as error:
         problem = str(error)
-    return Probe(
-        "",
-        upstream.name,
-        model=(reply.model if reply else "") or upstream.source.model,
-        latency_s=None if reply is None else loop.time() - started_at,
-        announced=reply.announced if reply else {},
-        problem=problem,
-    )
+    else:
+        model = reply.model or upstream.source.model
+        return Probe(judge, upstream.name, model, loop.time() - started_at, reply.announced), reply
+    return Probe(judge, upstream.name, upstream.source.model, problem=problem), None
+
+
+def _silent(upstream: Upstream) -> str:
+    return f"no answer within {upstream.timeout_s:g} s"
 
 
 async def _trial(judge: Leaf, upstream: Upstream, like: Sample) -> Trial | None:

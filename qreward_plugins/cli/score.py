@@ -7,13 +7,13 @@ them. The output of an earlier run is not read, because it may belong to another
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 from rich.text import Text
 
 from ..config import Config, JournalConfig, judges_in_charge, load_config, parts_of
@@ -23,9 +23,37 @@ from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rol
 from ..observers import EngineStatistics
 from ..samples import Outcome, Sample
 from ..sources import kind_of
-from .figures import number_of
+from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
+from .engines import open_engine
 from .progress import ProgressDisplay, source_table
-from .running import OK, REWARDS_MISSING, open_engine, say
+
+
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl or .parquet.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FILE", help="File for the rows and their outcomes, .jsonl or .parquet."),
+    ],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace FILE if it exists, and a column qreward of the input.")
+    ] = False,
+) -> int:
+    """Score a file of rollouts: the same rows in the same order, with a column `qreward`.
+
+    A row needs the column `response` (or solution_str, completion) and `messages` or `prompt`. `ground_truth` (or
+    reward_model.ground_truth) is the reference, `data_source` chooses the judge, `step` and `group_id` name the step
+    and the group, and the judge gets the rest as extras.
+
+    Every verdict is stored in the journal of the configuration, or in FILE.journal, and is not paid for again. After a
+    kill, the same command continues the run; with --overwrite, rows without a reward are tried again. Functions are
+    called again, unless their source has a `version`. Delete the journal to judge all rows again.
+
+    Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
+    reward; 130 stopped with Ctrl-C.
+    """
+    # Read before the event loop runs: a file system that hangs can then be left with Ctrl-C.
+    return run(score_rollouts(prepare(rollouts, config, out, overwrite=overwrite)))
 
 
 @dataclass(frozen=True)
@@ -48,14 +76,14 @@ class Plan:
         return engine.journal.path
 
 
-def prepare(rollouts: Path, config_path: Path, out: Path, errors: Console, *, overwrite: bool = False) -> Plan:
+def prepare(rollouts: Path, config_path: Path, out: Path, *, overwrite: bool = False) -> Plan:
     """Read and check everything that a run needs.
 
     Without `overwrite`, OUT must not exist, and the input must not have a column `qreward`. Raises `ConfigurationError`
     and `InputError`.
     """
     config = load_config(config_path)
-    with errors.status(Text(f"reading {rollouts} ...")):
+    with ERRORS.status(Text(f"reading {rollouts} ...")):
         total = check_rollouts(rollouts, out=out, overwrite=overwrite)
     if config.engine.server is not None:
         return Plan(rollouts, out, total, config, config_path)
@@ -64,7 +92,7 @@ def prepare(rollouts: Path, config_path: Path, out: Path, errors: Console, *, ov
     return Plan(rollouts, out, total, config.model_copy(update={"engine": engine}), config_path)
 
 
-async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
+async def score_rollouts(plan: Plan) -> int:
     """Score the rollouts of a plan. Returns 0 if every sample has a reward, otherwise 3.
 
     If it is cancelled, the rows so far are in the partial file and all verdicts in the journal, and it prints how to
@@ -73,38 +101,35 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
     tally = _Tally()
     engine = open_engine(plan.config, plan.config_path)
     try:
-        await _score(engine, plan, tally, errors)
+        await _score(engine, plan, tally)
     except BaseException:
-        statistics = engine.statistics()
         # The journal knows which verdicts it has recorded only after it is closed.
-        unrecorded = await _close(engine)
+        statistics, unrecorded = engine.statistics(), await _close(engine)
         if tally.begun:
-            say(errors, _how_to_go_on(plan, tally, statistics, unrecorded))
+            say(ERRORS, _how_to_go_on(plan, tally, statistics, unrecorded))
         raise
-    statistics = engine.statistics()
-    unrecorded = await _close(engine)
+    statistics, unrecorded = engine.statistics(), await _close(engine)
     if statistics.sources:
-        out.print(source_table(statistics, out.width))
+        OUT.print(source_table(statistics, OUT.width))
     for source in statistics.sources.values():
         if source.learned:
-            say(out, f"{source.name}: {source.learned}")
-    say(out, _summary(plan, tally, statistics))
+            say(OUT, f"{source.name}: {source.learned}")
+    say(OUT, _summary(plan, tally, statistics))
     for line in tally.failures():
-        say(errors, line)
+        say(ERRORS, line)
     if unrecorded is not None:
         raise unrecorded
     return REWARDS_MISSING if tally.rewarded < tally.done else OK
 
 
-async def _score(engine: RewardEngine, plan: Plan, tally: _Tally, errors: Console) -> None:
+async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
     rows = _Rows(plan.rollouts)
-    rate_per_s = sum(upstream.calls_per_s for upstream in engine.upstreams.values()) / _requests_a_row(plan.config)
-    if plan.config.engine.server is not None:
-        rate_per_s = math.inf
+    # A sum takes a request for each of its parts.
+    fewest = min((len(parts_of(plan.config, name)) for name in judges_in_charge(plan.config)), default=1)
     with open_writer(plan.out, source=plan.rollouts) as writer:
         tally.begun = True
-        say(errors, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
-        async with ProgressDisplay(errors, plan.total, engine.statistics, rate_per_s=rate_per_s):
+        say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
+        async with ProgressDisplay(ERRORS, plan.total, engine, requests_a_row=fewest):
             async for sample, outcome in engine.score_stream(rows):
                 writer.write(rows.take(sample).row, outcome)
                 tally.count(outcome)
@@ -117,11 +142,6 @@ async def _close(engine: RewardEngine) -> JournalError | None:
     except JournalError as error:
         return error
     return None
-
-
-def _requests_a_row(config: Config) -> int:
-    """Return the fewest requests of a row; a sum takes one for each of its parts."""
-    return min((len(parts_of(config, name)) for name in judges_in_charge(config)), default=1)
 
 
 class _Rows:

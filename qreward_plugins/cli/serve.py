@@ -7,82 +7,109 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from rich.console import Console
+import typer
 
 from ..config.framework import without_colocated
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError, QRewardError
 from ..secrets import one_line
 from ..server.server import RewardServer
-from .running import OK, REWARDS_MISSING, load_own, open_engine, say
+from .console import OK, OUT, REWARDS_MISSING, run, say
+from .engines import load_own, open_engine
 
 _LINE_CHARS = 1_000
 _NO_PHASES = "a reward server does not know when the trainings that ask it train, so its servers would never sleep."
 _INSTEAD = "Give the training this file instead of the server's address, or give the judge devices of its own."
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """The options of the command. `drain_s` is in seconds, `max_body_mb` in MiB."""
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need --token-env.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)] = 8080,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the token that callers send as a bearer token."),
+    ] = None,
+    drain: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Most seconds for samples under way when the server is stopped.", min=0),
+    ] = 60.0,
+    max_body_mb: Annotated[int, typer.Option(help="Largest body of a request, in MiB.", min=1, max=4096)] = 64,
+    max_samples: Annotated[
+        int, typer.Option(help="Most samples under way; more are refused with 429.", min=1, max=10_000_000)
+    ] = 100_000,
+) -> int:
+    """Serve rewards over HTTP: one queue and one set of limits for every process that asks.
 
-    host: str
-    port: int
-    token_env: str | None
-    drain_s: float
-    max_body_mb: int
-    max_samples: int
+    POST /score takes the rows that `qreward score` reads, one or many. POST /slime, /openrlhf and /get_reward take what
+    these programs send already. GET /healthz, /readyz, /metrics (Prometheus).
 
+    A missing reward is an HTTP error with its cause, never a number. Ctrl-C or SIGTERM stops it: new samples are
+    refused, and those under way end first.
 
-async def serve(path: Path, options: ServeOptions, out: Console) -> int:
-    """Serve until cancelled. Return `REWARDS_MISSING` if samples were left without an outcome at the end.
-
-    Raises `ConfigurationError`, and `InputError` for an unset token or an address that cannot be used.
+    Exit codes: 0 stopped, and every sample had its outcome; 2 the input or the configuration has mistakes; 3 stopped
+    before some samples had theirs.
     """
-    token = _token(options.token_env)
+    token = os.environ.get(token_env) if token_env else None
+    if token_env and not token:
+        raise InputError(f"--token-env {token_env}: this environment variable is not set; set it to a long random text")
+    return run(
+        _serve(
+            config,
+            drain,
+            host=host,
+            port=port,
+            token=token,
+            max_body_bytes=max_body_mb * 2**20,
+            max_samples=max_samples,
+        )
+    )
+
+
+async def _serve(path: Path, drain_s: float, **options: Any) -> int:
+    """Serve until cancelled, with `options` of the `RewardServer`. Return `REWARDS_MISSING` if samples were left
+    without an outcome after `drain_s` seconds. Raises `ConfigurationError`, and `InputError` for an address that cannot
+    be used.
+    """
     try:
         config = without_colocated(load_own(path), _NO_PHASES, remedy=_INSTEAD)
     except ConfigurationError as error:
         raise ConfigurationError(error.mistakes, origin=str(path)) from None
     engine = open_engine(config, path)
     try:
-        server = RewardServer(
-            engine,
-            host=options.host,
-            port=options.port,
-            token=token,
-            max_body_bytes=options.max_body_mb * 2**20,
-            max_samples=options.max_samples,
-        )
-        async with server, _reloaded_on_sighup(engine, out):
+        server = RewardServer(engine, **options)
+        async with server, _reloaded_on_sighup(engine):
             with suppress(asyncio.CancelledError):
-                say(out, f"reward server at {server.url}; stop it with Ctrl-C")
+                say(OUT, f"reward server at {server.url}; stop it with Ctrl-C")
                 await asyncio.get_running_loop().create_future()
-            say(out, f"no new samples; those under way have {options.drain_s:g} s (Ctrl-C again ends at once)")
-            left = await server.drain(options.drain_s)
+            say(OUT, f"no new samples; those under way have {drain_s:g} s (Ctrl-C again ends at once)")
+            left = await server.drain(drain_s)
             await engine.aclose()
     finally:
         await engine.aclose()
     counts = engine.statistics()
-    say(out, f"{counts.scored:,} samples have a reward, {counts.failed_total:,} have none")
+    say(OUT, f"{counts.scored:,} samples have a reward, {counts.failed_total:,} have none")
     return REWARDS_MISSING if left else OK
 
 
 @asynccontextmanager
-async def _reloaded_on_sighup(engine: RewardEngine, out: Console) -> AsyncIterator[None]:
+async def _reloaded_on_sighup(engine: RewardEngine) -> AsyncIterator[None]:
     """Reload the file of the configuration on each SIGHUP."""
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
 
     async def reload() -> None:
         try:
-            say(out, f"reloaded: {await engine.reload()}")
+            say(OUT, f"reloaded: {await engine.reload()}")
         except QRewardError as error:
             found = error.mistakes if isinstance(error, ConfigurationError) else [error]
             problem = one_line(" ".join(map(str, found)), _LINE_CHARS)
-            say(out, f"not reloaded, and nothing has changed: {problem}")
+            say(OUT, f"not reloaded, and nothing has changed: {problem}")
 
     def begin() -> None:
         task = loop.create_task(reload())
@@ -94,12 +121,3 @@ async def _reloaded_on_sighup(engine: RewardEngine, out: Console) -> AsyncIterat
         yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
-
-
-def _token(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    token = os.environ.get(variable)
-    if not token:
-        raise InputError(f"--token-env {variable}: this environment variable is not set; set it to a long random text")
-    return token

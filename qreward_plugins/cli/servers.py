@@ -16,7 +16,8 @@ from ..engine import RewardEngine
 from ..errors import InputError
 from ..replicas import PoolSpec, ReplicaState
 from ..sources import kind_of, open_source
-from .running import ended_by_a_signal, join_ray, say
+from .console import say
+from .engines import ended_by_a_signal, join_ray
 
 
 class ServerSource(Protocol):

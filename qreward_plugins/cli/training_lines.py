@@ -12,7 +12,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from .running import say
+from .console import say
 
 Framework = Literal["verl", "slime", "roll", "none"]
 """`none`: no framework; rollouts are scored from files or Python."""
@@ -85,7 +85,7 @@ def training_line(framework: Framework, path: Path, *, wrapped: bool = False) ->
         return f"{first}--custom-rm-path slime_adapter.reward\n{place}{_SLIME_HOOKS}"
     if framework == "roll":
         return _ROLL.format(file=file if _PLAIN.fullmatch(file) else "'" + file.replace("'", "''") + "'")
-    return f"qreward score rollouts.jsonl --config {shlex.quote(file)} --out scored.jsonl"
+    return f"qreward score {shlex.quote(file)} rollouts.jsonl --out scored.jsonl"
 
 
 _SLIME_HOOKS = """\

@@ -29,7 +29,7 @@ class JudgeConfig(Node):
     """The keys of every judge."""
 
     kind: str
-    """The kind of judge: a name that `qreward kinds` lists, or `package.module:Class`."""
+    """The kind of judge: a name that `qreward check --kinds` lists, or `package.module:Class`."""
 
     priority: Priority | None = None
     """Priority of the samples that go to this judge, if their route sets none: `high`, `normal`, `low`, or a whole

@@ -50,7 +50,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class Described(Registration):
-    """A registered kind, for `qreward kinds`. `problem` is the reason why it cannot be used; "" if it can."""
+    """A registered kind, for `qreward check --kinds`. `problem` is the reason why it cannot be used; "" if it can."""
 
     description: str = ""
     """The first sentence of its docstring."""

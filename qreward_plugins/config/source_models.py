@@ -241,7 +241,7 @@ class SourceConfig(Node):
     """The keys of every source."""
 
     kind: str
-    """The kind of source: a name that `qreward kinds` lists, or `package.module:Class`."""
+    """The kind of source: a name that `qreward check --kinds` lists, or `package.module:Class`."""
 
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()

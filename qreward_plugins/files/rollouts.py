@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +41,14 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
     - reference: `ground_truth` or `reward_model.ground_truth`
     - route to the judge: `data_source`
     - name of the sample: `id`; default: its line or row
+    - training step: `step`, if it is a whole number; group: `group_id`, if it is a text or a number. Both stay in the
+      extras, too
 
     All other columns become extras. A key of `extra_info` takes precedence over a column of the same name, because
     judges see that key in training.
     """
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise InputError(f"{path}: is no file (a pipe, for example), and rows are read twice; write them to a file")
     rows = read_parquet(path) if format_of(path) == "parquet" else read_jsonl(path)
     for name, row in rows:
         where = f"{path}, {name}"
@@ -100,6 +105,7 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
     extras = {key: value for key, value in row.items() if key not in used}
     if isinstance(extras.get("extra_info"), Mapping):
         extras.update(extras.pop("extra_info"))
+    step, group = row.get("step"), row.get("group_id")
     return Sample(
         messages=messages,
         response=response,
@@ -107,6 +113,8 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
         data_source=data_source or "",
         extras=extras,
         id=str(row["id"]) if row.get("id") is not None else name,
+        step=step if type(step) is int and 0 <= step < 2**63 else None,
+        group_id=str(group) if isinstance(group, (str, int)) and not isinstance(group, bool) else None,
         response_images=(*rest, *beside["response_images"]),
     )
 

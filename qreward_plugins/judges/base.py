@@ -62,7 +62,7 @@ class Judge(ABC):
     """Turns a sample into a verdict: the base class of every kind of judge.
 
     A kind defines `judge`, usually a nested class `Config` with the keys of its configuration, and `asks` if it asks
-    sources. `qreward kinds` shows the first sentence of its docstring. `name` is its name in the configuration.
+    sources. `qreward check --kinds` shows the first sentence of its docstring. `name` is its name in the configuration.
     """
 
     REQUIRED: ClassVar[tuple[str, ...]] = ()

@@ -25,8 +25,8 @@ MOST = 12
 _SHORTER = 0.5
 
 _LIMITS: Mapping[str, tuple[Resource, str]] = {
-    "requests_per_minute": ("requests", "rpm"),
-    "tokens_per_minute": ("tokens", "tpm"),
+    "requests_per_minute": ("requests", "requests/min"),
+    "tokens_per_minute": ("tokens", "tokens/min"),
     "concurrency": ("places", "concurrency"),
 }
 

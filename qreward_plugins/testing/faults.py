@@ -143,7 +143,7 @@ def fault_kind(name: str) -> FaultKind:
     if name in _KINDS:
         return _KINDS[name]
     near = difflib.get_close_matches(str(name), _KINDS, n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else "`qreward judge-server --list-faults` shows all"
+    hint = f"did you mean {', '.join(near)}?" if near else "`qreward fake-judge --list-faults` shows all"
     raise ValueError(f"unknown fault {name!r}; {hint}")
 
 

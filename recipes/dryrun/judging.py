@@ -322,4 +322,4 @@ def _plan(config: Config, step: Step, times: Times) -> Line:
             return Line("plan", "FAIL", text, remedy)
         return text
 
-    return check("plan", planned, "qreward plan --config FILE --samples N")
+    return check("plan", planned, "qreward plan FILE --samples N")

@@ -1,12 +1,19 @@
-"""`qreward score` over JSONL: all rows in order, exit codes, reasons, and what a second run pays."""
+"""`qreward score`: all rows in order, exit codes and reasons, what a second run pays, and input that is refused."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import os
 import sqlite3
+import sys
+from contextlib import suppress
 
 import pytest
+import yaml
 
+from qreward_plugins.files import open_writer, read_rollouts
 from qreward_plugins.testing import JudgeServer
 
 KEYS = {
@@ -15,28 +22,42 @@ KEYS = {
     "weight_version",
     "attempts", "prompt_tokens", "completion_tokens", "latency_s", "cost_usd", "cached", "cut",
 }  # fmt: skip
+GOOD = {"prompt": "q", "response": "r"}
 
 
 @pytest.fixture
-def score(run_cli, tmp_path):
-    """Run `qreward score` on in.jsonl with config.yaml, to out.jsonl."""
+def score(run_cli, server, write_config, write_rows, tmp_path):
+    """Run `qreward score` on rows, or on in.jsonl as it is, with one judge over `server`, to out.jsonl."""
+    write_config({"a": server})
 
-    def run(rows="in.jsonl", config="config.yaml", out="out.jsonl", overwrite=True):
+    def run(rows=None, *, config="config.yaml", source="in.jsonl", out="out.jsonl", overwrite=True):
+        if rows is not None:
+            write_rows(rows)
         options = ["--overwrite"] if overwrite else []
-        return run_cli("score", tmp_path / rows, "--config", tmp_path / config, "--out", tmp_path / out, *options)
+        return run_cli("score", tmp_path / config, tmp_path / source, "--out", tmp_path / out, *options)
 
     return run
 
 
-def test_rows_come_out_in_order_with_their_outcome(server, score, write_config, write_rows, read_rows, row, tmp_path):
+@pytest.fixture
+def scored(read_rows, tmp_path):
+    """The outcomes of a file."""
+    return lambda name="out.jsonl": [line["qreward"] for line in read_rows(tmp_path / name)]
+
+
+def function_config(tmp_path, write_config, body, **source):
+    (tmp_path / "functions.py").write_text(body)
+    source = {"kind": "function", "function": f"{tmp_path}/functions.py:f", "mode": "thread", **source}
+    write_config(sources={"f": source}, judges={"f": {"kind": "function"}})
+
+
+def test_rows_come_out_in_order_with_their_outcome(server, score, read_rows, row, tmp_path):
     rows = [row(n, response=f"It is {n + n % 2:03}.", extra={"nested": [n, None]}) for n in range(60)]
-    write_rows(rows)
-    write_config({"a": server})
-    result = score()
+    result = score(rows)
     assert result.exit_code == 0, result.output
-    scored = read_rows(tmp_path / "out.jsonl")
-    outcomes = [line.pop("qreward") for line in scored]
-    assert scored == rows
+    lines = read_rows(tmp_path / "out.jsonl")
+    outcomes = [line.pop("qreward") for line in lines]
+    assert lines == rows
     assert [outcome["reward"] for outcome in outcomes] == [float(n % 2) for n in range(60)]
     assert all(set(outcome) == KEYS for outcome in outcomes)
     first = outcomes[0]
@@ -47,24 +68,16 @@ def test_rows_come_out_in_order_with_their_outcome(server, score, write_config, 
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
-def test_failed_rows_keep_their_place_and_only_they_are_tried_again(
-    server, score, write_config, write_rows, read_rows, row, tmp_path
-):
-    write_rows([row(n, response=f"It is {n + 1:03}." + (" BAD" if n in (3, 17) else "")) for n in range(20)])
-    write_config({"a": server})
-    result = score()
+def test_failed_rows_keep_their_place_and_only_they_are_tried_again(server, score, scored, row):
+    result = score([row(n, response=f"It is {n + 1:03}." + (" BAD" if n in (3, 17) else "")) for n in range(20)])
     assert result.exit_code == 3
     assert "18 of 20 rows have a reward" in result.stdout
     assert "2 without a reward (verdict/invalid): " in result.stderr
-    scored = read_rows(tmp_path / "out.jsonl")
-    assert [line["number"] for line in scored] == list(range(20))
-    assert [n for n, line in enumerate(scored) if line["qreward"]["reward"] is None] == [3, 17]
-    failed = scored[3]["qreward"]
+    assert [n for n, outcome in enumerate(scored()) if outcome["reward"] is None] == [3, 17]
+    failed = scored()[3]
     assert (failed["outcome"], failed["cause"], failed["reason"]) == ("failed", "verdict", "invalid")
     assert failed["detail"]
     assert set(failed) == KEYS
-    assert server.report().requests == 20
-
     assert score().exit_code == 3
     assert server.report().requests == 22
 
@@ -75,86 +88,60 @@ def test_failed_rows_keep_their_place_and_only_they_are_tried_again(
         assert mended.report().requests == 2
     assert result.exit_code == 0
     assert "20 of 20 rows have a reward (18 of them from the journal)" in result.stdout
-    scored = read_rows(tmp_path / "out.jsonl")
-    assert [line["qreward"]["reward"] for line in scored] == [0.25 if n in (3, 17) else 1.0 for n in range(20)]
-    assert [line["qreward"]["cached"] for line in scored] == [n not in (3, 17) for n in range(20)]
+    assert [one["reward"] for one in scored()] == [0.25 if n in (3, 17) else 1.0 for n in range(20)]
+    assert [one["cached"] for one in scored()] == [n not in (3, 17) for n in range(20)]
 
 
-def test_a_floor_is_a_reward(server, score, write_config, write_rows, read_rows, row, tmp_path):
-    write_rows([row(0), row(1, response="  ")])
-    write_config({"a": server}, judge={"reward_range": [-1, 1]})
-    result = score()
-    assert result.exit_code == 0
-    assert "1 scored at the floor (policy/empty): the response is empty" in result.stderr
-    outcome = read_rows(tmp_path / "out.jsonl")[1]["qreward"]
-    assert (outcome["reward"], outcome["cause"]) == (-1.0, "policy")
-
-
-def test_every_reason_is_told_with_its_number(server, score, write_config, write_rows, row):
-    sources = ["math/x", "code/x", "code/y", "math/x"]
-    write_rows([row(n, data_source=name, response="BAD" if n == 3 else "001") for n, name in enumerate(sources)])
-    write_config({"a": server}, routes={"math/*": "quality"})
-    result = score()
+def test_every_reason_is_told_with_its_number_and_a_floor_is_a_reward(score, scored, row, server, write_config):
+    write_config({"a": server}, judge={"reward_range": [-1, 1]}, routes={"math/*": "quality"})
+    sources, responses = ["math/x", "code/x", "code/y", "math/x", "math/x"], ["001", "001", "001", "BAD", "  "]
+    rows = [
+        row(n, data_source=one, response=said) for n, (one, said) in enumerate(zip(sources, responses, strict=True))
+    ]
+    result = score(rows)
     assert result.exit_code == 3
-    reasons = [line for line in result.stderr.splitlines() if "without a reward" in line]
-    assert [line.partition(":")[0] for line in reasons] == [
+    told = [line for line in result.stderr.splitlines() if "without a reward" in line or "floor" in line]
+    assert [line.partition(":")[0] for line in told] == [
         "2 without a reward (infra/no_route)",
         "1 without a reward (verdict/invalid)",
+        "1 scored at the floor (policy/empty)",
     ]
-    assert "'code/x'" in reasons[0]
+    assert "'code/x'" in told[0]
+    assert (scored()[4]["reward"], scored()[4]["cause"]) == (-1.0, "policy")
 
 
-def test_the_journal_of_the_configuration_is_used_and_read(
-    server, score, write_config, write_rows, verdicts_in, row, tmp_path
-):
+def test_the_journal_of_the_configuration_is_used_and_read(server, score, write_config, verdicts_in, row, tmp_path):
     journal = tmp_path / "verdicts.sqlite"
-    write_rows([row(n) for n in range(5)])
     write_config({"a": server}, engine={"journal": {"path": str(journal), "reuse": False}})
-    assert score().exit_code == 0
+    assert score([row(n) for n in range(5)]).exit_code == 0
     assert (verdicts_in(journal), (tmp_path / "out.jsonl.journal").exists()) == (5, False)
     assert score(out="another.jsonl").exit_code == 0
     assert server.report().requests == 5
-
-
-def test_a_journal_that_is_none_is_one_message(server, score, write_config, write_rows, row, tmp_path):
-    write_rows([row(0)])
     write_config({"a": server}, engine={"journal": {"path": str(tmp_path / "in.jsonl")}})
     result = score()
-    assert result.exit_code == 2
+    assert (result.exit_code, server.report().requests) == (2, 5)
     assert "is not a journal" in result.stderr
-    assert server.report().requests == 0
-    assert json.loads((tmp_path / "in.jsonl").read_text()) == row(0)
 
 
-def test_two_configurations_on_one_out_do_not_mix_and_share_what_was_paid_for(
-    server, score, write_config, write_rows, read_rows, row, tmp_path
-):
-    write_rows([row(n) for n in range(4)])
-    write_config({"a": server}, name="one.yaml")
-    write_config({"a": server}, name="ten.yaml", judge={"reward_range": [0, 10]})
-    for config, reward, paid in (("one.yaml", 1.0, 4), ("ten.yaml", 10.0, 4), ("one.yaml", 1.0, 4)):
-        assert score(config=config).exit_code == 0
-        assert [line["qreward"]["reward"] for line in read_rows(tmp_path / "out.jsonl")] == [reward] * 4
-        assert server.report().requests == paid
+def test_an_output_can_be_scored_again(score, read_rows, row, tmp_path):
+    score([row(n) for n in range(3)])
+    assert score(source="out.jsonl", out="again.jsonl").exit_code == 0
+    assert [list(line) for line in read_rows(tmp_path / "again.jsonl")] == [[*row(0), "qreward"]] * 3
 
 
-def test_an_output_can_be_scored_again(server, score, write_config, write_rows, read_rows, row, tmp_path):
-    write_rows([row(n) for n in range(3)])
-    write_config({"a": server})
-    score()
-    assert score(rows="out.jsonl", out="again.jsonl").exit_code == 0
-    again = read_rows(tmp_path / "again.jsonl")
-    assert [line["qreward"]["reward"] for line in again] == [1.0] * 3
-    assert [list(line) for line in again] == [[*row(0), "qreward"]] * 3
+def test_a_sample_has_its_line_its_step_and_its_group(score, row, tmp_path, write_config):
+    rows = [row(0, step=3, group_id="g"), "\n", row(1, step=4, group_id=7), row(2, step="three", id="mine")]
+    assert score(rows).exit_code == 0
+    connection = sqlite3.connect(tmp_path / "out.jsonl.journal")
+    names = set(connection.execute("SELECT sample_id, step, group_id FROM outcomes"))
+    connection.close()
+    assert names == {("line 1", 3, "g"), ("line 3", 4, "7"), ("mine", None, None)}
 
 
 ODD_ROWS = [
     '{"prompt": "half a pair \\ud83d", "response": "001 \\udc00", "ground_truth": "001", "odd": "\\ud800"}\n',
     '{"prompt": "NaN", "response": "001", "ground_truth": "001", "odd": [NaN, -Infinity, {"x": Infinity}]}\n',
     '{"prompt": "long", "response": "001", "ground_truth": "001", "odd": 123456789012345678901234567890}\n',
-    '{"prompt": "both", "response": "001", "ground_truth": "001", "odd": {"\\ud800": [NaN, -1e400, '
-    + "9" * 30
-    + "]}}\n",
     '{"prompt": "deep", "response": "001", "ground_truth": "001", "odd": ' + "[" * 300 + "]" * 300 + "}\n",
     json.dumps({"prompt": "huge", "response": "001" + "x" * 3_000_000, "ground_truth": "001"}) + "\n",
     json.dumps({"prompt": "own", "response": "001", "ground_truth": "001", "qreward": {"reward": 9}, "id": 7}) + "\n",
@@ -165,106 +152,31 @@ ODD_ROWS = [
 ]
 
 
-def test_odd_rows_are_neither_lost_nor_changed(server, score, write_config, write_rows, read_rows, tmp_path):
-    write_rows(ODD_ROWS)
-    write_config({"a": server})
-    assert score().exit_code == 0
-    scored = read_rows(tmp_path / "out.jsonl")
-    assert [line.pop("qreward")["reward"] for line in scored] == [1.0] * 10
+def test_odd_rows_are_neither_lost_nor_changed(score, read_rows, tmp_path):
+    assert score(ODD_ROWS).exit_code == 0
+    lines = read_rows(tmp_path / "out.jsonl")
+    assert [line.pop("qreward")["reward"] for line in lines] == [1.0] * 9
     given = [json.loads(line, parse_constant=lambda _: None) for line in ODD_ROWS if line.strip()]
-    for line in given:
-        line.pop("qreward", None)
-    given[3]["odd"]["\ud800"][1] = None
-    assert scored == given
+    assert lines == [{name: value for name, value in line.items() if name != "qreward"} for line in given]
     for line in (tmp_path / "out.jsonl").read_bytes().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_verdicts_that_cannot_be_written_as_they_are_lose_no_row(
-    score, write_rows, read_rows, row, tmp_path, write_config
+def test_functions_get_the_columns_and_their_words_are_written_as_they_can_be(
+    score, scored, row, tmp_path, write_config
 ):
-    (tmp_path / "functions.py").write_text("def odd(**_):\n    return {'score': 1, '\\ud800': 0.5}\n")
-    write_rows([row(0)])
-    write_config(
-        judge=None,
-        judges={"f": {"kind": "function"}},
-        sources={"f": {"kind": "function", "function": f"{tmp_path}/functions.py:odd", "mode": "thread"}},
+    body = (
+        "def f(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': len(solution_str), 'n': extra_info['number'], 'in': extra_info['key'], '\\ud800': 1}\n"
     )
-    assert score().exit_code == 0
-    assert read_rows(tmp_path / "out.jsonl")[0]["qreward"]["components"] == {"?": 0.5}
-
-
-def test_samples_are_named_in_the_journal_by_their_line(server, score, write_config, write_rows, row, tmp_path):
-    write_rows([row(0), "\n", row(1), row(2, id="mine")])
-    write_config({"a": server})
-    score()
-    connection = sqlite3.connect(tmp_path / "out.jsonl.journal")
-    names = {name for (name,) in connection.execute("SELECT sample_id FROM outcomes")}
-    connection.close()
-    assert names == {"line 1", "line 3", "mine"}
-
-
-def test_an_earlier_out_stays_until_the_new_one_is_complete(server, write_config, write_rows, row, tmp_path):
-    from qreward_plugins.files import open_writer
-
-    source, out = write_rows([row(0)]), tmp_path / "out.jsonl"
-    out.write_text("earlier")
-    with pytest.raises(ZeroDivisionError), open_writer(out, source=source):
-        raise ZeroDivisionError
-    assert out.read_text() == "earlier"
-
-
-def test_one_run_at_a_time_writes_an_out(server, score, write_config, write_rows, row, tmp_path):
-    from qreward_plugins.files import open_writer
-
-    source, out = write_rows([row(0)]), tmp_path / "out.jsonl"
-    write_config({"a": server})
-    with open_writer(out, source=source):
-        result = score()
-    assert result.exit_code == 2
-    assert "another run is writing it" in result.stderr
-    assert "stopped after" not in result.stderr, "what the other run has written is not this one's to tell of"
-    assert server.report().requests == 0
-    assert score().exit_code == 0
-
-
-def test_a_disk_that_is_full_is_one_message_and_the_run_can_go_on(
-    server, score, write_config, write_rows, row, tmp_path, monkeypatch
-):
-    write_rows([row(n) for n in range(3)])
-    write_config({"a": server})
-    with monkeypatch.context() as patch:
-        full = OSError(28, "No space left on device")
-        patch.setattr("qreward_plugins.files.writing.as_json", lambda _: (_ for _ in ()).throw(full))
-        result = score()
-    assert result.exit_code == 2
-    assert "out.jsonl.partial: cannot be written (No space left on device)" in result.stderr
-    assert "Run the same command again" in result.stderr
-    paid = server.report().requests
-    assert score().exit_code == 0
-    assert server.report().requests <= 3 + paid
-
-
-def test_functions_are_scored_too(score, write_config, write_rows, read_rows, row, tmp_path):
-    (tmp_path / "functions.py").write_text(
-        "def length(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': len(solution_str), 'extra': extra_info['number'], 'inner': extra_info['key']}\n"
-    )
-    write_rows([row(n, key="outer", extra_info={"key": n}) for n in range(3)])
-    write_config(
-        judges={"f": {"kind": "function"}},
-        sources={"f": {"kind": "function", "function": f"{tmp_path}/functions.py:length", "workers": 1}},
-    )
-    assert score().exit_code == 0
-    outcomes = [line["qreward"] for line in read_rows(tmp_path / "out.jsonl")]
-    assert [outcome["reward"] for outcome in outcomes] == [10.0] * 3
+    function_config(tmp_path, write_config, body, mode="process", workers=1)
+    assert score([row(n, key="outer", extra_info={"key": n}) for n in range(3)]).exit_code == 0
+    assert [one["reward"] for one in scored()] == [10.0] * 3
     # `extra_info` wins over a column of the same name, as it is what the function sees in training.
-    assert [outcome["components"] for outcome in outcomes] == [{"extra": n, "inner": n} for n in range(3)]
+    assert [one["components"] for one in scored()] == [{"n": n, "in": n, "?": 1.0} for n in range(3)]
 
 
-def test_a_sum_is_one_row_with_its_parts(
-    server, score, write_config, write_rows, read_rows, row, tmp_path, verdicts_in
-):
+def test_a_sum_is_one_row_with_its_parts(server, score, scored, write_config, row, tmp_path, verdicts_in):
     judges = {
         "quality": {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0, "criteria": {"proof": "Proven?"}},
         "rules": {"kind": "function"},
@@ -273,44 +185,177 @@ def test_a_sum_is_one_row_with_its_parts(
         "a": {"kind": "openai", "base_url": server.base_url, "model": "judge"},
         "rm": {"kind": "http", "url": server.score_url, "model": "rm"},
     }
-    write_rows([row(1), row(2, response="It is 7."), row(3, response="BAD")])
+    rows = [row(1), row(2, response="It is 7."), row(3, response="BAD")]
     for weights, requests in (({"quality": 1, "rules": 1}, 6), ({"quality": 1, "rules": -3}, 8)):
         judges["total"] = {"kind": "sum", "weights": weights}
         write_config(sources=sources, judges=judges, on_failure="exclude")
-        result = score()
+        result = score(rows)
         assert result.exit_code == 3, result.output
-        right, wrong, bad = (line["qreward"] for line in read_rows(tmp_path / "out.jsonl"))
+        right, wrong, bad = scored()
         # The row without a reward is tried again, the others are known part by part.
         assert server.report().requests <= requests
         assert (right["reward"], wrong["reward"], bad["reward"]) == (sum(weights.values()), 0.0, None)
         assert right["components"] == {"quality": 1.0, "quality/proof": 1.0, "rules": 1.0}
         assert (right["judge"], right["source"], right["model"]) == ("total", "a+rm", "judge+rm")
         assert (bad["cause"], bad["reason"], bad["components"]) == ("verdict", "invalid", {})
-        assert "2 of 3 rows have a reward" in result.stdout
-        assert set(right) == KEYS
     assert right["cached"]
     assert verdicts_in(tmp_path / "out.jsonl.journal") == 4
 
 
-def test_a_file_that_exists_is_replaced_only_when_it_is_said(score, server, write_config, write_rows, row, tmp_path):
-    write_rows([row(1)])
-    write_config({"a": server})
+def test_what_exists_is_replaced_only_when_it_is_said(score, server, row, tmp_path):
     (tmp_path / "out.jsonl").write_text("precious")
-    result = score(overwrite=False)
-    assert result.exit_code == 2
+    result = score([row(1)], overwrite=False)
+    assert (result.exit_code, (tmp_path / "out.jsonl").read_text()) == (2, "precious")
     assert "out.jsonl: exists" in result.output.replace("\n", "")
-    assert "--overwrite" in result.output
-    assert (tmp_path / "out.jsonl").read_text() == "precious"
+    result = score([row(1), row(2, qreward="precious")], out="b.jsonl", overwrite=False)
+    assert result.exit_code == 2
+    assert "row 2: has a column 'qreward'" in result.output.replace("\n", "")
     assert server.report().requests == 0
     assert score().exit_code == 0
     assert "reward" in (tmp_path / "out.jsonl").read_text()
 
 
-def test_a_column_of_our_name_is_replaced_only_when_it_is_said(score, server, write_config, write_rows, row, tmp_path):
-    write_rows([row(1), row(2, qreward="precious")])
-    write_config({"a": server})
-    result = score(overwrite=False)
-    assert result.exit_code == 2
-    assert "row 2: has a column 'qreward'" in result.output.replace("\n", "")
-    assert server.report().requests == 0
+def test_one_run_at_a_time_writes_an_out_and_an_earlier_one_stays_until_it_is_whole(
+    server, score, write_rows, row, tmp_path
+):
+    source, out = write_rows([row(0)]), tmp_path / "out.jsonl"
+    out.write_text("earlier")
+    with suppress(ZeroDivisionError), open_writer(out, source=source):
+        result = score()
+        raise ZeroDivisionError
+    assert out.read_text() == "earlier"
+    assert (result.exit_code, server.report().requests) == (2, 0)
+    assert "another run is writing it" in result.stderr
+    assert "stopped after" not in result.stderr, "what the other run has written is not this one's to tell of"
     assert score().exit_code == 0
+
+
+def test_a_disk_that_is_full_is_one_message_and_the_run_can_go_on(server, score, row, monkeypatch):
+    with monkeypatch.context() as patch:
+        full = OSError(28, "No space left on device")
+        patch.setattr("qreward_plugins.files.writing.as_json", lambda _: (_ for _ in ()).throw(full))
+        result = score([row(n) for n in range(3)])
+    assert result.exit_code == 2
+    assert "out.jsonl.partial: cannot be written (No space left on device)" in result.stderr
+    assert "Run the same command again" in result.stderr
+    paid = server.report().requests
+    assert score().exit_code == 0
+    assert server.report().requests <= 3 + paid
+
+
+@pytest.fixture
+def refused(server, score, tmp_path):
+    """Run `qreward score`, and return the one line that it refuses with: nothing is asked, and nothing written."""
+
+    def run(**options):
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        result = score(overwrite=False, **options)
+        assert (result.exit_code, result.stdout, server.report().requests) == (2, "", 0), result.output
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1, result.stderr
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        return result.stderr
+
+    return run
+
+
+BAD_LINES = {
+    '{"prompt": "q" "response": "r"}\n': "not valid JSON (Expecting ',' delimiter at column 16)",
+    '{"prompt": "q", "respon\n': "not valid JSON (Unterminated string starting at column 17)",
+    "[1]\n": "must be an object, not a list",
+    "{}\n": "needs a column response or solution_str or completion; it has no columns",
+    '{"prompt": "q", "\\u001b[31m": 1, "' + "x" * 9999 + '": 1}\n': "it has prompt, \\x1b[31m, xxx",
+    '{"response": "r"}\n': "needs a column messages or prompt; it has response",
+    '{"prompt": "q", "response": null}\n': "response is null",
+    '{"prompt": "q", "response": ["r"]}\n': "response must be a text, not a list",
+    '{"prompt": true, "response": "r"}\n': "prompt must be a text or a list of messages, not true or false",
+    '{"messages": [], "response": "r"}\n': "messages must be a text or a list of messages, not an empty list",
+    '{"messages": ["q"], "response": "r"}\n': "messages[0] must be an object with role and content, not a text",
+    '{"messages": [{"role": "user"}], "response": "r"}\n': "messages[0] needs a content",
+    '{"prompt": "q", "response": "r", "data_source": 5}\n': "data_source must be a text, not a number",
+    '{"prompt": "q", "response": "r", "images": "a.png"}\n': "images must be a list of images, not a text",
+    '{"prompt": "q", "response": "r", "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n": "nested too deeply",
+    '{"prompt": "q", "response": "r", "x": ' + "9" * 5000 + "}\n": "an integer with thousands of digits",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_row_is_named_by_its_line(line, refused, write_rows):
+    if "digits" in BAD_LINES[line] and not hasattr(sys, "get_int_max_str_digits"):
+        pytest.skip("this Python reads integers of any length")
+    write_rows([GOOD, GOOD, "\n", line, GOOD])
+    message = refused()
+    assert "in.jsonl, line 4: " in message
+    assert BAD_LINES[line] in message
+    assert len(message) < 500
+
+
+def test_files_that_cannot_be_are_named(refused, score, write_rows, tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "bytes.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff"}\n')
+    (tmp_path / "none.parquet").write_bytes(b"PAR1 or not")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    write_rows(["\n  \n"], name="empty.jsonl")
+    write_rows([GOOD], name="[red]:warning:.txt")
+    write_rows([GOOD])
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "in.jsonl")
+    for options, said in (
+        ({"source": "missing.jsonl"}, "missing.jsonl: cannot be read (No such file or directory)"),
+        ({"source": "folder.jsonl"}, "folder.jsonl: cannot be read (Is a directory)"),
+        ({"source": "bytes.jsonl"}, "line 2: not valid JSON (byte 13 is not UTF-8)"),
+        ({"source": "none.parquet"}, "none.parquet: not a readable parquet file"),
+        ({"source": "pipe.jsonl"}, "pipe.jsonl: is no file (a pipe, for example), and rows are read twice"),
+        ({"source": "empty.jsonl"}, "empty.jsonl: has no rows"),
+        ({"source": "[red]:warning:.txt"}, "[red]:warning:.txt: the name must end in .jsonl or .parquet"),
+        ({"out": "no/such/out.jsonl"}, "out.jsonl: there is no directory"),
+        ({"out": "folder.jsonl"}, "folder.jsonl: is a directory"),
+        ({"out": "out.txt"}, "out.txt: the name must end in .jsonl or .parquet"),
+        ({"out": "out.parquet"}, "parquet output needs parquet input"),
+        ({"out": "in.jsonl"}, "is the input itself"),
+        ({"out": "link.jsonl"}, "is the input itself"),
+        ({"config": "missing.yaml"}, "missing.yaml: there is no such file"),
+    ):
+        assert said in refused(**options)
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())  # a byte order mark is no mistake
+    assert score().exit_code == 0
+
+
+def test_mistakes_of_the_configuration_are_told_at_once(refused, score, write_rows, write_config):
+    write_rows([GOOD])
+    write_config({"a": "http://127.0.0.1:9/v1"}, source={"limits": {"concurency": 3}})
+    assert "config.yaml: sources.a.limits.concurency: " in refused()
+    write_config({"a": "ftp://x"}, judge={"score_range": [1, 0]}, routes={"*": "qality"})
+    result = score()
+    assert (result.exit_code, result.stderr.startswith("error: 3 mistakes in ")) == (2, True)
+
+
+def test_images_are_paths_below_the_folder_or_data_urls(server, score, scored, read_rows, write_config, tmp_path):
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    pillow.new("RGB", (8, 6), "red").save(target := io.BytesIO(), format="PNG")
+    (tmp_path / "pictures").mkdir()
+    for path in (tmp_path / "pictures" / "a.png", tmp_path.parent / "outside.png"):
+        path.write_bytes(target.getvalue())
+    url = "data:image/png;base64," + base64.b64encode(target.getvalue()).decode()
+    path = {"type": "image", "image": "pictures/a.png"}
+    rows = [
+        {"prompt": "<image>What?", "images": ["pictures/a.png"], "response": "5", "response_images": [url]},
+        {"messages": [{"role": "user", "content": [path, {"type": "text", "text": "What?"}]}], "response": "5"},
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], "response": "5"},
+        {"prompt": "What?", "response": "5"},
+        {"prompt": "What?", "images": ["../outside.png"], "response": "5"},
+        {"prompt": "What?", "images": ["http://127.0.0.1:9/a.png"], "response": "5"},
+        {"prompt": "What?", "images": [f"{url}AA"], "response": "5"},
+        {"prompt": "What?", "images": ["pictures/none.png"], "response": "5"},
+    ]
+    assert score(rows).exit_code == 0  # a judge that sees no images is not bothered by them
+    config = write_config({"a": server})
+    tree = yaml.safe_load(config.read_text())
+    tree["sources"]["a"]["vision"] = True
+    config.write_text(yaml.safe_dump(tree))
+    assert score(rows).exit_code == 3
+    assert [one["outcome"] for one in scored()] == ["scored"] * 4 + ["failed"] * 4
+    assert "is a path" in scored()[4]["detail"]
+    assert "images are not fetched" in scored()[5]["detail"]
+    written = [line for line in read_rows(tmp_path / "out.jsonl") if "images" in line]
+    assert [line["images"] for line in written] == [line["images"] for line in rows if "images" in line]
+    assert "images" not in next(read_rollouts(tmp_path / "in.jsonl")).sample.extras

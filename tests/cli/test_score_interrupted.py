@@ -10,7 +10,6 @@ import signal
 import sqlite3
 import weakref
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -42,7 +41,7 @@ def held_run(start_cli, write_config, write_rows, row, tmp_path):
 
     with JudgeServer(scorer) as server:
         config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
-        arguments = ("score", write_rows([row(n) for n in range(ROWS)]), "-c", config, "-o", tmp_path / "out.jsonl")
+        arguments = ("score", config, write_rows([row(n) for n in range(ROWS)]), "-o", tmp_path / "out.jsonl")
         process = start_cli(*arguments)
         server.wait_for(lambda report: len(calls) > ANSWERED and report.in_flight == AT_ONCE, timeout_s=30)
         yield process, server, arguments
@@ -90,16 +89,7 @@ def test_a_stopped_run_says_how_to_go_on(held_run, run_cli, read_rows, verdicts_
     assert server.report().requests == ROWS + AT_ONCE
 
 
-def test_ctrl_c_while_the_file_is_read_ends_quietly(run_cli, server, write_config, write_rows, tmp_path, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "check_rollouts", interrupted)
-    result = run_cli("score", write_rows([]), "-c", write_config({"a": server}), "-o", tmp_path / "out.jsonl")
-    assert (result.exit_code, result.output) == (130, "")
-
-
-def test_a_file_is_never_in_memory_as_a_whole(server, write_config, tmp_path, monkeypatch):
+def test_a_file_is_never_in_memory_as_a_whole(run_cli, server, write_config, tmp_path, monkeypatch):
     class Row(dict):
         pass
 
@@ -118,9 +108,7 @@ def test_a_file_is_never_in_memory_as_a_whole(server, write_config, tmp_path, mo
     monkeypatch.setattr(command, "check_rollouts", lambda *_, **__: 300)
     monkeypatch.setattr(command, "read_rollouts", rollouts)
     config = write_config({"a": server}, source={"limits": {"concurrency": 2}})
-    console = Console(file=io.StringIO())
-    plan = command.prepare(tmp_path / "in.jsonl", config, tmp_path / "out.jsonl", console)
-    assert asyncio.run(command.score_rollouts(plan, console, console)) == 0
+    assert run_cli("score", config, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl").exit_code == 0
     gc.collect()
     # The engine's window is four times the concurrency; one row is being read and one being written.
     assert most <= 4 * 2 + 2
@@ -128,64 +116,40 @@ def test_a_file_is_never_in_memory_as_a_whole(server, write_config, tmp_path, mo
     assert server.report().requests == 300
 
 
-@pytest.fixture
-def with_lock(server, write_config, write_rows, row, tmp_path, monkeypatch):
-    """Scores in this process, with the journal held by another from the first requests on.
-
-    Yields the plan, the console of its errors, the connection that holds the lock, and a coroutine function that takes
-    what is to happen next and returns the exit code.
-    """
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_run_whose_verdicts_are_not_in_the_journal_says_so(
+    stops, server, write_config, write_rows, read_rows, row, tmp_path, monkeypatch
+):
+    """Another process holds the journal from the first requests on."""
     monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
     monkeypatch.setattr("qreward_plugins.journal.writer.CLOSE_WITHIN_S", 0.05)
-    errors = Console(file=io.StringIO(), width=500)
+    monkeypatch.setattr(command, "ERRORS", errors := Console(file=io.StringIO(), width=500))
     config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
-    rows = write_rows([row(n) for n in range(ROWS)])
-    plan = command.prepare(rows, config, tmp_path / "out.jsonl", errors)
+    plan = command.prepare(write_rows([row(n) for n in range(ROWS)]), config, tmp_path / "out.jsonl")
     Journal(plan.journal).close()
 
-    async def score(then):
+    async def score():
         server.hold()
-        scoring = asyncio.ensure_future(command.score_rollouts(plan, errors, errors))
+        scoring = asyncio.ensure_future(command.score_rollouts(plan))
         await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == AT_ONCE, timeout_s=30)
         lock.execute("BEGIN IMMEDIATE")
         server.release()
         await asyncio.to_thread(server.wait_for, lambda report: report.answered >= ANSWERED, timeout_s=30)
-        then(scoring)
-        return await scoring
+        if stops:
+            server.hold()
+            scoring.cancel()
+        await scoring
 
     with closing(sqlite3.connect(plan.journal, isolation_level=None)) as lock:
-        yield plan, errors, lock, score
-
-
-def test_a_stopped_run_says_what_is_not_in_the_journal(with_lock, server):
-    _, errors, _, score = with_lock
-
-    def stop(scoring):
-        server.hold()
-        scoring.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(score(stop))
-    said = errors.file.getvalue()
-    assert "verdicts so far: not all, in " in said
-    assert re.search(
-        r"to go on; \d+ outcomes were not recorded: another process has locked .* pays for their verdicts again\.", said
-    )
-    assert "no verdict is paid for twice" not in said
-
-
-def test_a_run_whose_verdicts_are_not_in_the_journal_ends_with_its_rows_and_an_error(with_lock, read_rows):
-    plan, _, _, score = with_lock
-    with pytest.raises(JournalError, match=f"{ROWS} outcomes were not recorded"):
-        asyncio.run(score(lambda scoring: None))
-    assert len(read_rows(plan.out)) == ROWS
-
-
-def test_a_lock_that_ends_with_the_run_costs_nothing(with_lock, verdicts_in, monkeypatch):
-    plan, _, lock, score = with_lock
-    monkeypatch.setattr("qreward_plugins.journal.writer.CLOSE_WITHIN_S", 60.0)
-    assert asyncio.run(score(lambda scoring: lock.execute("ROLLBACK"))) == 0
-    assert verdicts_in(Path(plan.journal)) == ROWS
+        with pytest.raises(asyncio.CancelledError if stops else JournalError) as caught:
+            asyncio.run(score())
+        said = errors.file.getvalue() if stops else str(caught.value)
+    assert re.search(r"\d+ outcomes were not recorded: another process has locked the journal", said)
+    if stops:
+        assert "verdicts so far: not all, in " in said
+        assert "no verdict is paid for twice" not in said
+    else:
+        assert len(read_rows(plan.out)) == ROWS
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

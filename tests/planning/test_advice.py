@@ -18,7 +18,7 @@ def test_requests_that_are_spent_are_what_to_ask_for(tree, exact_plan):
     assert found.step_s.p50 == pytest.approx(121, abs=2)
     assert found.bottleneck.resource == "requests"
     best = found.advice[0]
-    assert best.change in ("+60 rpm on a", "another source like a")
+    assert best.change in ("+60 requests/min on a", "another source like a")
     assert best.step_s == pytest.approx(61, abs=2)
     assert best.saved_s == best.now_s - best.step_s
     assert not any(" on b" in change or "concurrency" in change or "idle" in change for change in changes(found))

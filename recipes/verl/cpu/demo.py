@@ -152,7 +152,7 @@ def _look_at(plot: Path, journal: Path, config: Path) -> str:
         "Three things to look at:\n"
         f"1. the reward, step by step:      {plot}\n"
         f"2. what the judges said:          {qreward} journal {journal}\n"
-        f"3. what a larger step would cost: {qreward} plan --config {config} --samples 1024 --seeds 2"
+        f"3. what a larger step would cost: {qreward} plan {config} --samples 1024 --seeds 2"
     )
 
 

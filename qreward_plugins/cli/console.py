@@ -1,35 +1,36 @@
-"""Runs a command: consoles, signals, exit codes, and one message for each error that the user can fix."""
+"""What every command prints on, ends with and stops at: consoles, exit codes, signals, and numbers in few characters.
+
+It imports no engine: `qreward --help` loads this module.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import errno
 import io
+import math
 import os
 import signal
 import sys
-import threading
-from collections.abc import Collection, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
-from ..config import Config, load_config
-from ..engine import RewardEngine
-from ..errors import ConfigurationError, InputError, Mistake, QRewardError
-from ..system.ray_actors import join_cluster
+from ..errors import ConfigurationError, QRewardError
 
 OK = 0
-SOURCE_SILENT = 1
-KIND_BROKEN = 1
+CHECK_FAILED = 1
 BAD_INPUT = 2
 REWARDS_MISSING = 3
 BROKEN_PIPE = 141
-_JOINED_AT_ONCE_S = 10.0
+_MEASURED_WIDTH = 1_000
 
 
 class _Console(Console):
@@ -142,77 +143,34 @@ def _message(error: QRewardError) -> str:
     return str(error)
 
 
-def load_own(path: Path) -> Config:
-    """Load a configuration with sources of its own.
-
-    Raises `ConfigurationError`, and for a configuration that names a reward server, too.
-    """
-    config = load_config(path)
-    if config.engine.server is not None:
-        problem = "this command needs sources and judges, and a reward server has them."
-        remedy = "Run it with the file of the server."
-        raise ConfigurationError([Mistake("engine.server", problem, remedy)], origin=str(path))
-    return config
+def seconds(value: float | None) -> str:
+    """Format seconds with three digits: "0.42s", "12.3s", "123s"; "-" for None."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}s"
 
 
-def open_engine(config: Config, path: Path) -> RewardEngine:
-    """Open the engine of a configuration, on the Ray cluster that runs if a source is placed there.
-
-    Errors name `path`, the file of the configuration. Raises `InputError` if a cluster is needed and none runs.
-    """
-    try:
-        with ended_by_a_signal():
-            join_ray(config, path)
-            return RewardEngine(config)
-    except ConfigurationError as error:
-        raise ConfigurationError(error.mistakes, origin=str(path)) from None
+def clock(value: float | None) -> str:
+    """Format seconds as "h:mm:ss"; "?" for None."""
+    return "?" if value is None else str(datetime.timedelta(seconds=round(value)))
 
 
-def join_ray(config: Config, path: Path, names: Collection[str] = ()) -> None:
-    """Join the Ray cluster that runs if the servers of one of the sources `names` (default: all) are placed there.
-
-    A user of a shell cannot call `ray.init()`. Raises `InputError` if no cluster can be joined.
-    """
-    placed = (
-        name
-        for name, source in config.sources.items()
-        if getattr(source, "placement", "") == "ray" and (not names or name in names)
-    )
-    name = next(placed, None)
-    if name is None:
-        return
-    failed: list[ConnectionError] = []
-
-    def join() -> None:
-        try:
-            join_cluster()
-        except ConnectionError as error:
-            failed.append(error)
-
-    joining = threading.Thread(target=join, name="qreward-ray", daemon=True)
-    joining.start()
-    joining.join(_JOINED_AT_ONCE_S)
-    if joining.is_alive():
-        say(ERRORS, f"waiting for the Ray cluster of source {name!r} (RAY_ADDRESS, or that of this machine) ...")
-        joining.join()
-    if failed:
-        raise InputError(f"{path}: source {name!r} has `placement: ray`, and {failed[0]}") from None
+def short(count: float) -> str:
+    """Format a count in at most six characters: "999", "12.3k", "4.5M"."""
+    for limit, unit, divisor in ((9_999.5, "", 1), (999_950, "k", 1e3), (999_950_000, "M", 1e6)):
+        if count < limit:
+            return f"{count / divisor:.1f}{unit}" if unit else f"{count:.0f}"
+    return f"{count / 1e9:.1f}G"
 
 
-@contextmanager
-def ended_by_a_signal() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the process at once.
+def number_of(count: int, noun: str) -> str:
+    """ "1 source", "2 sources"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
-    A user's module that hangs during its import blocks the event loop, which could not handle the signals. Nothing has
-    been started yet that would need to clean up.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
+
+def print_whole(console: Console, table: Table, *, widest: int = 120) -> None:
+    """Print a table as wide as it is, up to `widest` columns: in a narrow terminal it wraps, and no number is cut."""
+    needed = Measurement.get(console, console.options.update(width=_MEASURED_WIDTH), table).maximum
+    if needed > console.width:
+        table.width = max(console.width, min(needed, widest))
+    console.print(table, crop=False)

@@ -1,4 +1,4 @@
-"""`qreward judge-server` as a process: it serves until it is stopped, and then tells what it saw."""
+"""`qreward fake-judge` as a process: it serves until it is stopped, and then tells what it saw."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import urllib.request
 import pytest
 
 from qreward_plugins.testing import FaultKind
-
-
-def first_line(process) -> str:
-    return process.stdout.readline()
 
 
 def ask(line: str) -> dict:
@@ -29,11 +25,10 @@ def ask(line: str) -> dict:
 def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(start_cli, tmp_path, number):
     # A module of the working directory, which `python -m` would find too.
     (tmp_path / "my_scorer.py").write_text("def half(call):\n    return 0.5\n")
-    process = start_cli(
-        "judge-server", "--port", 0, "--model", "mine", "--scorer", "my_scorer:half", "--requests-per-minute", 60
-    )
-    line = first_line(process)
-    assert line.startswith("judge server at http://127.0.0.1:")
+    options = ("--model", "mine", "--scorer", "my_scorer:half", "--requests-per-minute", 600, "--window", 2)
+    process = start_cli("fake-judge", "--port", 0, *options)
+    line = process.stdout.readline()
+    assert line.startswith("fake judge at http://127.0.0.1:")
     assert "/v1 (model mine) and http://127.0.0.1:" in line
     assert line.endswith("/score ; stop it with Ctrl-C\n")
     assert ask(line)["score"] == 0.5
@@ -42,19 +37,19 @@ def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(start_cli, tmp_pat
     facts = {line[:16].strip(): line[16:].strip() for line in out.splitlines()}
     assert facts["requests"].startswith("1 in ")
     assert (facts["answered"], facts["statuses"], facts["over a limit"]) == ("1", "200: 1", "none")
-    assert facts["faults played"] == "none"
+    assert (facts["faults played"], facts["most in 2 s"]) == ("none", "1")
 
 
 def test_a_signal_right_after_the_first_line_is_not_lost(start_cli):
-    process = start_cli("judge-server", "--port", 0)
-    first_line(process)
+    process = start_cli("fake-judge", "--port", 0)
+    process.stdout.readline()
     assert process.end(signal.SIGTERM)[0] == 0
 
 
 def test_a_taken_port_is_one_line(run_cli):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run_cli("judge-server", "--port", port)
+        result = run_cli("fake-judge", "--port", port)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
 
@@ -62,45 +57,28 @@ def test_a_taken_port_is_one_line(run_cli):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fault", "x=0.1"], "unknown fault 'x'; `qreward judge-server --list-faults` shows all"),
+        (["--fault", "x=0.1"], "unknown fault 'x'; `qreward fake-judge --list-faults` shows all"),
         (["--fault", "eror_500=0.1"], "unknown fault 'eror_500'; did you mean error_500"),
         (["--fault", "error_500"], "--fault error_500: write KIND=RATE"),
-        (["--fault", "error_500=2"], "share between 0 and 1"),
         (["--fault", "error_500=nan"], "share between 0 and 1"),
         (["--fault", "error_500=0.6", "--fault", "hang=0.6"], "add up to 1.2"),
         (["--scorer", "json"], "--scorer json: write package.module:function"),
         (["--scorer", "json:dmps"], "--scorer json:dmps: the function cannot be loaded: json has no 'dmps'; did you"),
-        (["--scorer", "no_such_module:f"], "there is no module 'no_such_module'"),
-        (["--scorer", "missing.py:f"], "there is no file"),
         (["--requests-per-minute", "-1"], "requests_per_minute must be a finite number above 0"),
         (["--latency", "inf"], "must be a finite number"),
+        (["--port", 70_000], "'--port'"),
+        (["--stragglers", 2], "'--stragglers'"),
     ],
 )
-def test_options_that_cannot_be_are_one_line(run_cli, options, message):
-    result = run_cli("judge-server", "--port", 0, *options)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+def test_options_that_cannot_be_are_refused(run_cli, options, message):
+    result = run_cli("fake-judge", *([] if "--port" in options else ["--port", 0]), *options)
+    assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
 
 
-@pytest.mark.parametrize(
-    "options", [["--port", 70_000], ["--concurrency", 0], ["--stragglers", 2], ["--latency", -1], ["--port", "x"]]
-)
-def test_options_out_of_range_name_the_option(run_cli, options):
-    result = run_cli("judge-server", *options)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"'{options[0]}'" in result.stderr
-
-
 def test_faults_are_listed(run_cli):
-    result = run_cli("judge-server", "--list-faults")
+    result = run_cli("fake-judge", "--list-faults")
     assert result.exit_code == 0
     for kind in FaultKind:
         assert any(line.startswith(f"{kind} ") for line in result.stdout.splitlines())
     assert max(map(len, result.stdout.splitlines())) <= 80
-
-
-def test_limits_are_counted_over_the_window_that_is_asked_for(start_cli):
-    process = start_cli("judge-server", "--port", 0, "--model", "mine", "--requests-per-minute", 600, "--window", 2)
-    ask(first_line(process))
-    _, out, _ = process.end(signal.SIGINT)
-    assert "most in 2 s" in out

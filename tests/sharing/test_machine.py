@@ -5,6 +5,7 @@ the keeper. No setting is needed.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 from qreward_plugins import RewardEngine
 from qreward_plugins.config import Limits
 from qreward_plugins.errors import KeeperLost
+from qreward_plugins.quotas.reservation import Reservation
 from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.sharing.machine_channel import MachineChannel
 from qreward_plugins.sharing.machine_keeper import IDLE_S, LOCK, LOOK_EVERY_S, command
@@ -33,8 +35,18 @@ PER_WINDOW, WINDOW_S = 60, 1.0
 SLACK_S = 0.5
 """By how much the engines' window is longer than the server's, which may get no processor for a while."""
 WORKER = """
-import asyncio, json, sys
+import asyncio, json, os, sys
 from qreward_plugins import RewardEngine, Sample
+from qreward_plugins.quotas.reservation import Reservation
+
+log = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+sent = Reservation.sent
+
+def logged(self, now):
+    os.write(log, f"{now!r} ".encode())
+    sent(self, now)
+
+Reservation.sent = logged
 
 async def main(tree, first, count):
     samples = [Sample([{"role": "user", "content": "Which?"}], f"It is {first + number}.") for number in range(count)]
@@ -65,13 +77,19 @@ def tree(server, **engine):
 
 
 @pytest.fixture
-def start(server):
+def written(tmp_path):
+    """When requests were written, by all processes."""
+    return tmp_path / "written"
+
+
+@pytest.fixture
+def start(server, written):
     started = []
 
     def start(*counts):
         """Start a process for each number of samples, and let them begin at once."""
         these = [
-            Program("-c", WORKER, json.dumps(tree(server)), 1000 * number, count, stdin=subprocess.PIPE)
+            Program("-c", WORKER, written, json.dumps(tree(server)), 1000 * number, count, stdin=subprocess.PIPE)
             for number, count in enumerate(counts, len(started))
         ]
         started.extend(these)
@@ -99,13 +117,26 @@ def keeper():
     return next((one for one in of_it if one.ppid() != os.getpid()), None)
 
 
-def kept(server):
-    report = server.report()
-    assert report.violations_total == 0, report.violations[:5]
-    return report.requests
+def kept(written):
+    """Check what all processes have written, on the clock that they share. A server that gets no processor for a while
+    reads requests closer together.
+    """
+    times = sorted(map(float, written.read_text().split()))
+    window_s = WINDOW_S + SLACK_S
+    assert max(bisect.bisect_left(times, at + window_s) - number for number, at in enumerate(times)) <= PER_WINDOW
+    return len(times)
 
 
-def test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other(server):
+def test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other(server, written, monkeypatch):
+    sent = Reservation.sent
+
+    def logged(self, now):
+        with written.open("a") as log:
+            log.write(f"{now!r} ")
+        sent(self, now)
+
+    monkeypatch.setattr(Reservation, "sent", logged)
+
     async def main():
         async def score(first):
             async with RewardEngine(tree(server)) as engine:
@@ -116,13 +147,13 @@ def test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other(
         await score(200)
 
     asyncio.run(main())
-    assert kept(server) == 150
+    assert kept(written) >= 150
 
 
-def test_processes_that_start_at_once_have_one_keeper_which_is_small_and_leaves_nothing(start, server):
+def test_processes_that_start_at_once_have_one_keeper_which_is_small_and_leaves_nothing(start, written):
     programs = start(40, 40, 40, 40)
     (kept_by,) = {result(program)[1] for program in programs}
-    assert kept(server) == 160
+    assert kept(written) >= 160
     process = keeper()
     assert kept_by == f"process {process.pid} of this machine"
     assert process.name() == "qreward-keeper"
@@ -131,22 +162,22 @@ def test_processes_that_start_at_once_have_one_keeper_which_is_small_and_leaves_
     assert os.listdir(os.environ[VARIABLE]) == []
 
 
-def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken(start, server):
+def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken(start, server, written):
     programs = start(120, 120, 120)
     wait_until(lambda: server.report().requests > PER_WINDOW)
     old = keeper()
     old.kill()
     (kept_by,) = {result(program)[1] for program in programs}
     assert kept_by != f"process {old.pid} of this machine"
-    assert kept(server) == 360
+    assert kept(written) >= 360
 
 
-def test_a_worker_that_is_killed_takes_nothing_along(start, server):
+def test_a_worker_that_is_killed_takes_nothing_along(start, server, written):
     killed, *others = start(300, 100, 100)
     wait_until(lambda: server.report().requests > PER_WINDOW)
     killed.end()
     assert [result(program)[0] for program in others] == [100, 100]
-    kept(server)
+    kept(written)
 
 
 class Worker:

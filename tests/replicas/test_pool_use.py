@@ -10,6 +10,7 @@ import pytest
 from pools import comes, kill
 
 from qreward_plugins.replicas import PoolSpec, Topology, pool_actor, pool_use
+from qreward_plugins.replicas.control import ServerFailed
 from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
 from qreward_plugins.replicas.pool_actor import PoolActor
 from qreward_plugins.replicas.pool_use import PoolUse
@@ -123,7 +124,7 @@ class Owner:
 
     def die(self):
         """Fail all calls, and begin anew."""
-        self.ending = asyncio.ensure_future(self.actor._pool.stop())
+        self.ending = asyncio.ensure_future(self.actor._stop(self.actor._pool))
         self.actor = PoolActor()
         for future in self.futures:
             if not future.done():
@@ -147,6 +148,7 @@ class Server:
 
     async def ended(self):
         await self.end.wait()
+        return ServerFailed("it ended")
 
     async def call(self, operation, **arguments):
         if operation == "receive":

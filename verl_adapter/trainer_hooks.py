@@ -34,7 +34,7 @@ from .metrics import RewardLog
 from .queue import noting_infos, of_scored_rows, with_extra_info
 from .settings import load_settings
 from .startup import refuse_failures, refuse_impossible
-from .trainers import LEGACY_MODULE, V1_MODULE, Name, Trainer, calling_trainer, with_trainer
+from .trainers import LEGACY_MODULE, V1_MODULE, Name, Trainer, calling_trainer, estimator_of, with_trainer
 
 _log = logging.getLogger("verl_adapter")
 
@@ -74,7 +74,8 @@ def install() -> None:
         start(self, *args, **kwargs)
         config = kwargs.get("config", args[3] if len(args) > 3 else None)
         ours = _uses_qreward(config)
-        self._qreward_log = attach(load_settings(OmegaConf.create(config))) if ours else None
+        tree = OmegaConf.create(config if ours else {})
+        self._qreward_log = attach(load_settings(tree), estimator_of(tree)) if ours else None
 
     @functools.wraps(log)
     def log_with_metrics(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
@@ -85,8 +86,10 @@ def install() -> None:
     _replace(Tracking, "log", log_with_metrics)
 
 
-def attach(settings: Config) -> RewardLog:
-    """Wrap the trainers that are loaded in this process; return what they log of rewards."""
+def attach(settings: Config, estimator: str = "") -> RewardLog:
+    """Wrap the trainers that are loaded in this process; return what they log of rewards. `estimator`: the name of the
+    advantage estimator.
+    """
     if not _attached:
         log = RewardLog()
         _attached.append((log, Advantages(settings, log)))
@@ -101,11 +104,14 @@ def attach(settings: Config) -> RewardLog:
     classes: tuple[tuple[str, str, str, Wrapper], ...] = (
         (_REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys", of_scored_rows),
         (_REWARD_LOOP, "RewardLoopManager", "compute_rm_score", noting_infos),
-        (_AGENT_LOOP, "AgentLoopManager", "generate_sequences", advantages.of_greedy),
         (V1_MODULE, "PPOTrainer", "_compute_reward_colocate", with_extra_info),
     )
     for module, name, method, wrapper in classes:
         _wrap_classes(getattr(sys.modules.get(module), name, None), method, wrapper)
+    if estimator == "remax":
+        # Not for the others: some trainers await it, and whether it returns an awaitable depends on its direct caller.
+        loops = getattr(sys.modules.get(_AGENT_LOOP), "AgentLoopManager", None)
+        _wrap_classes(loops, "generate_sequences", advantages.of_greedy)
     for module in (LEGACY_MODULE, _REWARD_LOOP):
         _wrap(sys.modules.get(module), "pad_dataproto_to_divisor", validation.marking_padding)
     return log
@@ -157,7 +163,7 @@ def _checked_trainer(config: Any) -> Trainer | None:
     name = calling_trainer()
     refuse_impossible(config, name)
     settings = load_settings(config)
-    attach(settings)
+    attach(settings, estimator_of(config))
     trainer = None
     if name is not None and _is_wrapped(sys.modules.get(_COMPUTES[name][0]), _COMPUTES[name][1]):
         colocated = bool(colocated_sources(settings))

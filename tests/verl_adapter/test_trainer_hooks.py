@@ -68,7 +68,11 @@ def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
     for module, cls, name in methods:
         owner = getattr(sys.modules[module], cls)
         monkeypatch.setattr(owner, name, vars(owner)[name])
-    trainer_hooks.attach(SETTINGS)
+    generate = vars(sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager)["generate_sequences"]
+    trainer_hooks.attach(SETTINGS, "grpo")
+    now = vars(sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager)["generate_sequences"]
+    assert now is generate, "trainers that await it would get no awaitable"
+    trainer_hooks.attach(SETTINGS, "remax")
     for module, name in names:
         assert trainer_hooks._is_wrapped(sys.modules[module], name)
     for module, cls, name in methods:
@@ -163,7 +167,7 @@ def test_a_tracker_gets_what_was_scored_in_a_run_of_ours_only(tracking, compose,
 
     log = RewardLog()
     attached = []
-    monkeypatch.setattr(trainer_hooks, "attach", lambda settings: attached.append(settings.on_failure) or log)
+    monkeypatch.setattr(trainer_hooks, "attach", lambda settings, _: attached.append(settings.on_failure) or log)
 
     def lines(*overrides):
         logger = tracking("p", "e", config=OmegaConf.to_container(compose(*overrides)))

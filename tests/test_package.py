@@ -34,11 +34,11 @@ itself by way of others.
 """
 
 CEILINGS = {
-    "class names that stand twice": 39,
+    "class names that stand twice": 32,
     "constructors with more than two on_* callbacks": 2,
-    "modules below 60 lines": 48,
+    "modules below 60 lines": 35,
     "modules above 450 lines": 0,
-    "names of modules that are no nouns": 20,
+    "names of modules that are no nouns": 17,
     "floors of files in scheduling": 14,
     "floors of files in sources": 10,
 }

@@ -100,7 +100,7 @@ def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
         ([other], "is no journal of qreward"),
         ([text], "is not a journal; name another file"),
         ([rollouts], "is not a journal; name another file"),
-        ([old], "it has 4"),
+        ([old], "has schema version 4"),
         ([torn], "error: the journal"),
         ([journal, "--step", "77"], "has no outcomes of step 77"),
         ([journal, "--step", 2**63], f"has no outcomes of step {2**63}"),
@@ -172,10 +172,10 @@ def test_it_says_that_only_the_latest_outcomes_are_read(run_cli, journal, monkey
 
 def test_a_narrow_terminal_cuts_no_number(run_cli, journal, monkeypatch):
     changed(journal, "UPDATE outcomes SET judge = 'correctness', attempts = 123, prompt_tokens = 12300")
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 40)
     said = run_cli("journal", journal, "--verdicts", "0").stdout
     assert "\u2026" not in said
     assert said.count("correctness") == said.count(" 123 ") == 4
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 60)
     wide = run_cli("journal", journal).stdout.partition("verdicts,")[2].splitlines()[:-1]
     assert max(map(len, wide)) <= 80

@@ -323,7 +323,7 @@ def test_files_that_cannot_be_are_named(refused, score, write_rows, tmp_path):
 def test_mistakes_of_the_configuration_are_told_at_once(refused, score, write_rows, write_config):
     write_rows([GOOD])
     write_config({"a": "http://127.0.0.1:9/v1"}, source={"limits": {"concurency": 3}})
-    assert "config.yaml: sources.a.limits.concurency: " in refused()
+    assert "config.yaml: sources.a.limits.concurency (line 7): " in refused()
     write_config({"a": "ftp://x"}, judge={"score_range": [1, 0]}, routes={"*": "qality"})
     result = score()
     assert (result.exit_code, result.stderr.startswith("error: 3 mistakes in ")) == (2, True)

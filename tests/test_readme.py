@@ -130,8 +130,8 @@ def commands_of(text):
 
 
 COMMANDS = sorted({command for text in TEXTS.values() for command in commands_of(text)})
-LEFT_OUT = {"serve", "serve-judge", "judge-server", "init", "calibrate", "pool"}
-"""Servers do not end, `init` asks questions, `calibrate` needs a reward model, and `pool` servers that run."""
+LEFT_OUT = {"serve", "serve-judge", "judge-server", "init", "calibrate"}
+"""Servers do not end, `init` asks questions, and `calibrate` needs a reward model."""
 SHORTER = {"2048": "16", "-": "judges.yaml"}
 """Words of a command that would take long, or read the standard input, and what stands for them."""
 

@@ -283,8 +283,9 @@ def _path(error: ErrorDetails, tree: Any) -> Path:
     """
     path: Path = ()
     for n, key in enumerate(error["loc"]):
-        if (isinstance(tree, dict) and key in tree) or (isinstance(tree, list) and key in range(len(tree))):
-            path, tree = (*path, key), tree[key]
+        is_item = isinstance(tree, list) and isinstance(key, int) and 0 <= key < len(tree)
+        if is_item or (isinstance(tree, dict) and key in tree):
+            path, tree = (*path, key), _value(tree, (key,))
         elif error["type"] == "missing" and n == len(error["loc"]) - 1:
             path = (*path, key)
     return path

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..errors import ConfigurationError, Mistake
 from .check import START, check
-from .environment import environment, environment_of
 from .findings import Finding, Path, nearest, path_text
 from .models import Config
 from .origin import Origin, with_origin
@@ -59,7 +58,6 @@ def load_layers(
     default: Mapping[str, Any] | None = None,
     origin: str = "qreward",
     printed_by: str | None = None,
-    variables: Mapping[str, str] | None = None,
 ) -> Config:
     """Load and check the configuration of a training run: the tree in the framework's own configuration, or a file that
     its key `config` or the variable `QREWARD_CONFIG` names, or both. Keys of the tree override those of the file.
@@ -69,7 +67,6 @@ def load_layers(
         default: a tree that is merged below a configuration without judges.
         origin: the name of the inline tree in messages.
         printed_by: the framework that prints and uploads the inline tree; API keys in that tree cause a warning.
-        variables: the environment variables to read it with; default: those of this process.
 
     Raises `ConfigurationError` with every mistake.
     """
@@ -82,26 +79,22 @@ def load_layers(
     for key in map(str, inline):
         if key not in known and nearest(key, known) == "config":
             raise ConfigurationError([Mistake(key, "unknown key.", "Did you mean `config`?")], origin=origin)
-    with environment_of(variables):
-        path = inline.get("config") or environment().get(ENVIRONMENT)
-        if not path:
-            if "config" not in inline and (_is_whole(inline) or default is None):
-                return load_config(inline, origin=origin)
-            return load_config(_merged({}, inline, default or {}), origin=origin)
-        named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
-        file = read_yaml(path, origin=f"{path}{named}")
-        over = _plain(inline)
-        merged = _merged(file, over, default or {})
-        config = _read(merged, str(path))
-    again = partial(_over_file, inline=over, default=default or {}, path=path, variables=variables)
+    path = inline.get("config") or os.environ.get(ENVIRONMENT)
+    if not path:
+        if "config" not in inline and (_is_whole(inline) or default is None):
+            return load_config(inline, origin=origin)
+        return load_config(_merged({}, inline, default or {}), origin=origin)
+    named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
+    file = read_yaml(path, origin=f"{path}{named}")
+    over = _plain(inline)
+    merged = _merged(file, over, default or {})
+    config = _read(merged, str(path))
+    again = partial(_over_file, inline=over, default=default or {}, path=path)
     return with_origin(config, Origin(path, again, file, lines=getattr(merged, "lines", None)))
 
 
-def _over_file(
-    file: Any, *, inline: Mapping[str, Any], default: Mapping[str, Any], path: Any, variables: Mapping[str, str] | None
-) -> Config:
-    with environment_of(variables):
-        return _read(_merged(file, inline, default), str(path))
+def _over_file(file: Any, *, inline: Mapping[str, Any], default: Mapping[str, Any], path: Any) -> Config:
+    return _read(_merged(file, inline, default), str(path))
 
 
 def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any]) -> Any:

@@ -40,15 +40,8 @@ class Origin:
         self._read = read
 
     def read(self) -> Config:
-        """Return the configuration as it is now. It has this origin, too."""
-        return self.read_as(self.read_tree())
-
-    def read_tree(self) -> Any:
-        """Return the plain values that the file holds now. Raises `ConfigurationError`."""
-        return read_yaml(self.file, origin=self.file)
-
-    def read_as(self, tree: Any) -> Config:
-        """Return the configuration as if the file held these plain values. It has this origin, too."""
+        """Return the configuration as it is now. It has this origin, too. Raises `ConfigurationError`."""
+        tree = read_yaml(self.file, origin=self.file)
         return with_origin(self._read(tree), Origin(self.file, self._read, tree))
 
     def without_tree(self) -> Origin:

@@ -20,7 +20,6 @@ from omegaconf.errors import (
 )
 
 from ..secrets import with_secrets
-from .environment import environment
 from .findings import Finding, Path
 
 _MOST_LEVELS = 64
@@ -125,7 +124,7 @@ def _child(node: Any, key: Any, path: Path, findings: list[Finding]) -> Any:
         return Unresolved()
     resolved = _resolved(value, path, findings)
     if _HANDED_ON & set(path) and _FROM_A_SECRET.search(expression):
-        known = environment()
+        known = os.environ
         within = tuple(known[name] for name in _ENV_NAMED.findall(expression) if known.get(name))
         resolved = with_secrets(resolved, secret=True, within=within)
     return resolved
@@ -133,7 +132,7 @@ def _child(node: Any, key: Any, path: Path, findings: list[Finding]) -> Any:
 
 def _why(expression: str, error: Exception) -> Iterator[tuple[str, str]]:
     """Yield problem and remedy of an interpolation that cannot be resolved."""
-    unset = [name for name in _ENV.findall(expression) if name not in environment()]
+    unset = [name for name in _ENV.findall(expression) if name not in os.environ]
     unset = unset or _ENV_NOT_FOUND.findall(str(error))
     for name in dict.fromkeys(unset):
         yield f"the environment variable {name} is not set", f"Set it: export {name}=..."

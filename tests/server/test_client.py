@@ -125,6 +125,14 @@ async def test_cancelling_ends_the_attempts_at_the_server(serve, sample):
         assert not served.source.cancelled.is_set()  # the third of the request is wanted
         asked[2].cancel()
         await served.source.cancelled.wait()
+        served.source.holding.clear()
+        served.source.cancelled.clear()
+        # Here the outcome of the other one is the last thing that is wanted.
+        held, other = (asyncio.ensure_future(client.score(sample(word))) for word in ("hold", 1))
+        await served.source.holding.wait()
+        held.cancel()
+        assert (await other).reward == 1.0
+        await served.source.cancelled.wait()
 
 
 async def test_a_refusal_is_an_error_that_says_why(serve, sample):

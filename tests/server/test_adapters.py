@@ -30,7 +30,7 @@ def test_a_file_of_rollouts(serving, tmp_path):
     rollouts.write_text("\n".join(json.dumps({"prompt": "?", "response": word}) for word in WORDS))
     with serving() as there:
         config.write_text(yaml.safe_dump(there.remote()))
-        result = CliRunner().invoke(app, ["score", str(rollouts), "--config", str(config), "--out", str(out)])
+        result = CliRunner().invoke(app, ["score", str(config), str(rollouts), "--out", str(out)])
         assert result.exit_code == 3, result.output
         checked = CliRunner().invoke(app, ["check", str(config)])
         assert (checked.exit_code, "components: clarity" in checked.output) == (0, True), checked.output

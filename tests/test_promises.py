@@ -131,8 +131,10 @@ def test_no_framework_ever_holds_a_number_that_is_none(framework, bad):
         step = play(framework, ["2", bad, "6", "4"], make_config({"judge": judge}, engine={"max_attempts": 1}))
     assert all(map(math.isfinite, step.rewards))
     assert not step.poisoned
-    # Its siblings' mean: it moves nobody.
-    assert step.rewards == pytest.approx([0.2, 0.4, 0.6, 0.4])
+    scored = [step.rewards[row] for row in (0, 2, 3)]
+    assert scored == pytest.approx([0.2, 0.6, 0.4])
+    # It moves nobody: verl computes without it, and to the others it is its siblings' mean.
+    assert framework == "verl" or step.rewards[1] == pytest.approx(0.4)
     assert step.advantages[1] is None or step.advantages[1] == pytest.approx(0.0, abs=1e-6)
 
 

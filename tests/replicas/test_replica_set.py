@@ -224,7 +224,7 @@ async def test_a_start_that_fails_says_what_the_machine_lacks(source, said):
         ({"command": ["serve", "{port}"]}, "sources.own.command", r"no word holds \{name\}; the server gets its"),
         ({"server": "vllm", "task": "chatting"}, "sources.own.task", "a protocol of reward models: vllm_classify"),
         ({"server": "llama_cpp", "platform": "cuda"}, "sources.own.devices", "1 x 1 = 1, and there are 0 devices"),
-        ({"server": "vllm", "data_parallel": 0}, "sources.own.data_parallel", "a positive whole number"),
+        ({"server": "vllm", "data_parallel": 0}, "sources.own.data_parallel", "must be above 0, not 0"),
         ({"server": "vllm", "tensor_parallel": True}, "sources.own.tensor_parallel", "not true"),
         ({"server": "vllm", "pipeline_parallel": 2}, "sources.own.pipeline_parallel", "only 1 is possible"),
         ({"server": "vllm", "expert_parallel": 2}, "sources.own.expert_parallel", "only 1 is possible"),

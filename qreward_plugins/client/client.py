@@ -244,6 +244,8 @@ class _Request:
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
             if not heard:
                 raise
+            if not self._wanted():
+                return
             message = f"{self._connection.name} broke off its reply ({type(failed).__name__})"
             raise Again(RewardServerError(message), heard=True) from None
 

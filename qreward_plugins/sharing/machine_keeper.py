@@ -3,8 +3,8 @@
 It serves a Unix socket in the private directory, and lives until no process is connected and nothing counts as spent.
 So there is no state to leave behind, and programs that follow each other keep one window. At such an end it removes its
 files, and the next keeper is a first one. If it was killed, its lock file is still there: then the next one counts
-every limit as spent at first (see `Keeper`). The file holds the longest window that was divided, because that is how
-long the next keeper has to remember at least.
+every limit as spent at first (see `Keeper`), unless that was long ago. The file holds the longest window that was
+divided, because that is how long the next keeper has to remember at least.
 
 Messages are pickled, behind four bytes of length: only processes of the same user come in here. The module imports
 little, so that the process starts in a moment and stays small.
@@ -18,17 +18,20 @@ import os
 import pickle
 import secrets
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
 from ..system.processes import is_own_user
-from .keeper import Keeper, KeeperLoop
+from .keeper import TTL_S, Keeper, KeeperLoop
 
 LOCK, SOCKET = "keeper.lock", "keeper.sock"
 IDLE_S = 2.0
 """Seconds without a connection after which a keeper that charges nothing ends. Programs may follow each other."""
 LOOK_EVERY_S = 0.5
 _USUAL_WINDOW_S = 60.0
+_FORGOTTEN_AFTER_S = 2 * TTL_S + 10.0
+"""Seconds after the last mark of a killed keeper, and one window more, in which its shares may count."""
 
 
 def frame(message: Any) -> bytes:
@@ -43,12 +46,16 @@ class MachineKeeper:
     def __init__(self, directory: str, lock: int) -> None:
         self._directory = directory
         self._lock = lock
-        written = os.pread(lock, 64, 0)
-        now = asyncio.get_running_loop().time()
-        self._keeper = Keeper(now, boot=secrets.token_hex(8), first=not written)
-        self._running = KeeperLoop(self._keeper)
+        written, longest_window_s = os.pread(lock, 64, 0), 0.0
         with suppress(ValueError):
-            self._keeper.longest_window_s = float(written or 0.0)
+            longest_window_s = float(written or 0.0)
+        # A keeper marks its file every `LOOK_EVERY_S`. Of one that was killed long ago nothing counts any more.
+        age_s = time.time() - os.fstat(lock).st_mtime
+        first = not written or age_s > _FORGOTTEN_AFTER_S + max(_USUAL_WINDOW_S, longest_window_s)
+        now = asyncio.get_running_loop().time()
+        self._keeper = Keeper(now, boot=secrets.token_hex(8), first=first)
+        self._running = KeeperLoop(self._keeper)
+        self._keeper.longest_window_s = longest_window_s
         self._connections = 0
         self._written = -1.0
         os.ftruncate(lock, max(1, len(written)))  # also a full disk takes the mark that there was a keeper

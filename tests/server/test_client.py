@@ -188,6 +188,15 @@ async def test_what_has_no_line_is_asked_for_again(sample, first):
     assert peer.bodies[0]["samples"][-1] == peer.bodies[1]["samples"][-1]
 
 
+async def test_a_reply_that_breaks_off_after_the_last_line_is_whole(sample, caplog):
+    async with Peer(lines(line(0), line(1), missing=9)) as peer, RewardClient(peer.url) as client:
+        assert [outcome.reward for outcome in await client.score_all([sample(1), sample(2)])] == [0.5, 0.5]
+        for request in list(client._requests):
+            await request
+        assert len(peer.bodies) == 1
+    assert caplog.messages == []
+
+
 async def test_a_busy_server_is_asked_until_the_deadline(sample):
     busy = replying({"error": {"detail": "full"}}, 429)
     async with Peer(busy) as peer, RewardClient(peer.url) as client:

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -238,6 +239,22 @@ async def test_after_a_clean_end_the_next_keeper_gives_the_whole_limit_and_after
     await three.leave()
     await asyncio.sleep(IDLE_S + 3 * LOOK_EVERY_S)
     assert keeper() is not None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("ago_s", "share"), [(70, 0.0), (3600, PER_WINDOW)])
+async def test_of_a_keeper_that_was_killed_long_ago_nothing_counts(ago_s, share):
+    """As after a restart of the machine: no run begins with 81 s of waiting."""
+    one = Worker("one")
+    await one.share()
+    await one.channel.aclose()
+    keeper().kill()
+    wait_until(lambda: keeper() is None)
+    died_at = time.time() - ago_s
+    os.utime(Path(os.environ[VARIABLE]) / LOCK, (died_at, died_at))
+    two = Worker("two")
+    assert await two.share() == share
+    await two.leave()
 
 
 @pytest.mark.anyio

@@ -190,6 +190,8 @@ class _Request:
         """Rows without a line yet, by their number in the request."""
         self._due_at = min(row.due_at for row in rows)
         self._submitted_at = min(row.submitted_at for row in rows)
+        self._heard = False
+        """Whether the last try brought an outcome or a sign of life."""
         self._why: RewardServerError | None = None
         """Why the last try failed; None while the server works on the rows."""
         self.task = asyncio.get_running_loop().create_task(self._run())
@@ -228,7 +230,7 @@ class _Request:
     async def _once(self) -> None:
         """Send the rows that have no line yet, and read their lines."""
         self._rows = dict(enumerate(row for row in self._rows.values() if not row.future.done()))
-        heard = False
+        begun, self._heard = False, False
         try:
             async with self._connection.request("/score", self._body()) as reply:
                 if reply.status == 413 and len(self._rows) > 1:
@@ -237,21 +239,24 @@ class _Request:
                 await self._connection.check(reply)
                 if reply.content_type != LINES:
                     raise unreadable(f"it is of type {one_line(reply.content_type, 60)}")
-                heard, self._why = True, None
+                begun, self._why = True, None
                 await self._read(reply)
             if self._wanted():
                 raise aiohttp.ClientPayloadError("outcomes are missing")
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-            if not heard:
+            if not begun:
                 raise
             if not self._wanted():
                 return
             message = f"{self._connection.name} broke off its reply ({type(failed).__name__})"
-            raise Again(RewardServerError(message), heard=True) from None
+            raise Again(RewardServerError(message), heard=self._heard) from None
 
     async def _read(self, reply: aiohttp.ClientResponse) -> None:
         """Take the lines of a reply, until its end or until nobody wants what is left."""
         async for line in _lines(reply.content):
+            if not line:
+                self._heard = True
+                continue
             try:
                 answered = orjson.loads(line)
                 row = self._rows[answered["number"]]
@@ -260,6 +265,7 @@ class _Request:
             except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
                 raise unreadable(type(error).__name__) from None
             del self._rows[answered["number"]]
+            self._heard = True
             if not row.future.done():
                 latency_s = asyncio.get_running_loop().time() - row.submitted_at
                 try:
@@ -358,12 +364,11 @@ def _parts(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a reply that are not empty. aiohttp's own iterator bounds a line at 128 KiB."""
+    """Yield the lines of a reply; an empty one is a sign of life. aiohttp's own iterator bounds a line at 128 KiB."""
     begun = b""
     async for piece in content.iter_any():
         *lines, begun = (begun + piece).split(b"\n")
         for line in lines:
-            if line:
-                yield line
+            yield line
         if len(begun) > _MOST_LINE_BYTES:
             raise unreadable(f"a line is longer than {_MOST_LINE_BYTES:,} bytes")

@@ -87,7 +87,6 @@ class Connection:
     async def check(self, reply: aiohttp.ClientResponse) -> None:
         """Raise the error of a reply that is none: `Again` if the request may be sent again later."""
         if reply.status == 200:
-            self._away = False
             return
         message = f"{self.name} answered {reply.status}: {await _detail(reply)}{_REMEDIES.get(reply.status, '')}"
         reason = _REASONS.get(reply.status, "server_refused")
@@ -106,7 +105,9 @@ class Connection:
         heard_at = loop.time()
         while True:
             try:
-                return await once()
+                returned = await once()
+                self._away = False
+                return returned
             except Again as again:
                 error, after_s, heard = again.error, again.after_s, again.heard
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
@@ -116,6 +117,7 @@ class Connection:
             if on_failed is not None:
                 on_failed(error)
             if heard:
+                self._away = False
                 heard_at, pause_s = loop.time(), _FIRST_PAUSE_S
             wait_s = max(pause_s, after_s)
             if loop.time() + wait_s > heard_at + self._retry_for_s:

@@ -18,6 +18,8 @@ SHOWN_CHARS = 60
 """Longest name in a message, in characters."""
 
 _LONGEST_KEY_CHARS = 40
+_LONGEST_KEY_WITH_DIGITS = 16
+"""A longer name with digits may be an API key in the wrong place."""
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
@@ -46,6 +48,8 @@ def is_plain_key(key: str) -> bool:
     """Whether an unknown key looks like a misspelt key and may be shown. Any other text may be a line of another file,
     with secrets in it.
     """
+    if len(key) > _LONGEST_KEY_WITH_DIGITS and any(map(str.isdigit, key)):
+        return False
     return len(key) <= _LONGEST_KEY_CHARS and _PLAIN_KEY.fullmatch(key.replace(" ", "_")) is not None
 
 

@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import stat
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -343,6 +344,8 @@ def _look(file: str, seen: os.stat_result | None) -> tuple[os.stat_result | None
     try:
         found = os.stat(file)
         if seen is not None and _identity(found) == _identity(seen):
+            return found, b""
+        if not stat.S_ISREG(found.st_mode):  # a pipe would never end
             return found, b""
         return found, hashlib.blake2b(Path(file).read_bytes()).digest()
     except OSError:

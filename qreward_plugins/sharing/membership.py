@@ -143,7 +143,8 @@ class Membership:
         self._upstreams = upstreams
         self._known = {key: self._known.get(key, _Known()) for key in upstreams}
         self.member.change({key: each.quota for key, each in upstreams.items() if isinstance(each.quota, SharedQuota)})
-        self._urgent.set()
+        if self._task is None or not self.member.must_await_answer(self._dispatcher.now()):
+            self._urgent.set()
 
     def start(self, dispatcher: Dispatcher) -> None:
         """Start to report what waits in `dispatcher`, in the running event loop; drop the state of an earlier loop."""

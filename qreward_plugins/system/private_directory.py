@@ -31,7 +31,7 @@ def private_directory(configured: str | None = None) -> Path:
     """Return the directory, made if it does not exist. `configured`: `engine.shared_directory`.
 
     Raises `ConfigurationError` if sockets in it would have too long a path, or if it cannot be made, is no directory,
-    belongs to another user, or is open to others. What another user has put in its place is refused, and left alone.
+    belongs to another user, is open to others, or is read-only. What another user has put in its place is refused, and left alone.
     """
     usual = os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())
     path = Path(usual if configured is None else configured).expanduser()
@@ -60,6 +60,8 @@ def private_directory(configured: str | None = None) -> Path:
     if found.st_mode & 0o077:
         problem = f"{path} is not private: other users may enter it (mode {stat.S_IMODE(found.st_mode):o})."
         raise _refused(problem, f"Run: chmod 700 {path}")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise _refused(f"{path} cannot be written to.", "Name a directory that this user may write to.")
     return path
 
 

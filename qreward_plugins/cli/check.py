@@ -26,7 +26,7 @@ from ..journal import check_place
 from ..judges import JudgeRouter, kind_of
 from ..samples import Sample
 from ..secrets import Redactor
-from ..sharing.channels import channel_of
+from ..sharing.channels import channel_of, has_rates
 from ..sources import TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
@@ -351,12 +351,13 @@ def _alone(config: Config) -> Config:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"journal": None, "shared": "off"})})
 
 
-def show_difference(before: Path, after: Path) -> int:
+def show_difference(old: Path, new: Path) -> int:
     """Print what differs between two files, and return 1 if it cannot be reloaded.
 
     Raises `ConfigurationError` for mistakes in either.
     """
-    found = difference(_loaded(before), _loaded(after))
+    before, after = _loaded(old), _loaded(new)
+    found = difference(before, after)
     if not found:
         say(OUT, "no change")
         return OK
@@ -370,6 +371,8 @@ def show_difference(before: Path, after: Path) -> int:
         say(OUT, f"a reload would be refused as a whole: {names} needs a restart")
         return CHECK_FAILED
     say(OUT, "a reload would apply this as a whole")
+    if after.engine.shared == "auto" and has_rates(after) and not has_rates(before):
+        say(OUT, "but without Ray the first declared rate needs a restart: processes begin to share limits")
     return OK
 
 

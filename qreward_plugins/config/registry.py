@@ -115,10 +115,9 @@ class Kinds(Generic[T]):
             raise KindError(f"several packages register the kind {name!r}: {origins}", remedy)
         what = "class" if not found[0].package else f"kind {name!r} of {found[0].origin}: the class"
         loaded, problem = _import(found[0].path)
-        if not problem:
-            problem = self._lack(loaded)
-        if problem:
-            raise KindError(f"the {what} {found[0].path} {problem}", _REMEDY if found[0].package else "")
+        remedy = _REMEDY if found[0].package else (_ON_THE_PATH if problem else "")
+        if problem := problem or self._lack(loaded):
+            raise KindError(f"the {what} {found[0].path} {problem}", remedy)
         return loaded  # type: ignore[no-any-return]
 
     def loadable(self) -> Iterator[tuple[str, type[T]]]:
@@ -226,6 +225,7 @@ def kind_or_mistake(kinds: Kinds[T], name: str) -> type[T]:
 
 
 _REMEDY = "Fix or uninstall the package, or use another kind."
+_ON_THE_PATH = "Write `package.module:Class`; the folder of the module must be in PYTHONPATH, in every process."
 
 sources: Kinds[Any] = Kinds(
     "sources",

@@ -142,7 +142,7 @@ class Reloader:
             self._check_file(after)
         if wiring.membership is None and channel_of(after, processes=wiring.processes) is not None:
             problem = "the first declared rate needs a restart: the processes of this machine begin to share limits."
-            mistakes.append(Mistake("sources", problem, "Restart the run, or set engine.shared to `local`."))
+            mistakes.append(Mistake("sources", problem, "Restart the run."))
         mistakes += same_keys(after.sources, os.environ)
         if mistakes:
             raise ConfigurationError(mistakes, origin=_origin_name(config))

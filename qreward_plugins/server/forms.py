@@ -127,7 +127,8 @@ def read_score(body: Mapping[str, Any]) -> ScoreRequest:
         return ScoreRequest([_sample_of_row(rest, _BODY)], True, deadline_s, priority, together)
     rows = rest.pop("samples")
     if rest:
-        raise InputError(f"{_BODY} has samples and also {', '.join(sorted(rest))}; write these into each sample")
+        strange = ", ".join(sorted(rest))
+        raise InputError(f"{_BODY} has samples and also {strange}; only deadline_s and priority may stand beside them")
     if not isinstance(rows, list):
         raise InputError(f"samples must be a list of objects, not {_kind(rows)}")
     return ScoreRequest([_read_row(row) for row in rows], False, deadline_s, priority, together)

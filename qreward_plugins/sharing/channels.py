@@ -44,10 +44,14 @@ def channel_of(config: Config, *, processes: int = 1) -> OpenedChannel | None:
     With `auto`, a machine's keeper is for declared rates, and not for `processes` above 1: whoever counts the processes
     that share the limits may have them on several machines, and each keeps to an equal part.
     """
-    engine = config.engine
+    engine, rates = config.engine, has_rates(config) and processes == 1
+    return open_channel(engine.shared, directory=engine.shared_directory, has_rates=rates)
+
+
+def has_rates(config: Config) -> bool:
+    """Return whether a source declares requests or tokens per minute."""
     limits = [source.limits for source in config.sources.values()]
-    has_rates = any(each.requests_per_minute or each.tokens_per_minute for each in limits)
-    return open_channel(engine.shared, directory=engine.shared_directory, has_rates=has_rates and processes == 1)
+    return any(each.requests_per_minute or each.tokens_per_minute for each in limits)
 
 
 def open_channel(

@@ -31,7 +31,8 @@ def private_directory(configured: str | None = None) -> Path:
     """Return the directory, made if it does not exist. `configured`: `engine.shared_directory`.
 
     Raises `ConfigurationError` if sockets in it would have too long a path, or if it cannot be made, is no directory,
-    belongs to another user, is open to others, or is read-only. What another user has put in its place is refused, and left alone.
+    belongs to another user, is open to others, or is read-only. What another user has put in its place is refused, and
+    left alone.
     """
     usual = os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())
     path = Path(usual if configured is None else configured).expanduser()

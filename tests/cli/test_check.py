@@ -333,7 +333,8 @@ def test_a_difference_is_a_table_and_shows_no_secret(against):
     ):
         assert any(path in line and said in line for line in lines), path
     assert "sk-secret" not in shown.stdout
-    assert lines[-1] == "a reload would apply this as a whole"
+    assert lines[-2] == "a reload would apply this as a whole"
+    assert lines[-1].startswith("but without Ray the first declared rate needs a restart")
 
 
 def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(against, start_cli, tmp_path):

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +16,10 @@ from qreward_plugins import ConfigurationError
 from qreward_plugins.replicas import PoolSpec, Topology
 from qreward_plugins.sharing.machine_keeper import SOCKET
 from qreward_plugins.system import private_directory as module
-from qreward_plugins.system.private_directory import LONGEST_SOCKET_NAME, is_in_place, private_directory, write_whole
+from qreward_plugins.system.private_directory import LONGEST_SOCKET_NAME, private_directory
 from qreward_plugins.system.processes import is_own_user
+
+from .kit.disks import NOBODY, read_only
 
 
 @pytest.fixture
@@ -80,6 +81,17 @@ def test_a_directory_that_others_may_enter_is_refused(directory):
     assert directory.stat().st_mode & 0o777 == 0o755
 
 
+def test_a_directory_that_cannot_be_written_is_refused(directory):
+    directory.chmod(0o700)
+    with read_only(directory):
+        directory_mode = 0o500
+        os.seteuid(os.getuid())
+        directory.chmod(directory_mode)
+        if os.getuid() == 0:
+            os.seteuid(NOBODY)
+        assert "cannot be written to" in refused(directory)
+
+
 @pytest.mark.parametrize("what", ["directory", "link", "dangling", "file"])
 def test_what_another_user_has_put_there_is_refused_and_left_alone(directory, monkeypatch, what):
     """Anybody may make /tmp/qreward-UID before its user does."""
@@ -132,24 +144,3 @@ def test_the_process_at_the_other_end_is_one_of_this_user(monkeypatch):
         assert is_own_user(ours)
         as_another_user(monkeypatch)
         assert not is_own_user(ours)
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    path = tmp_path / "state"
-    write_whole(path, b"first")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    (tmp_path / "folder" / "below").mkdir(parents=True)
-    with pytest.raises(IsADirectoryError):
-        write_whole(tmp_path / "folder", b"cannot replace a folder")
-    assert path.read_bytes() == b"first"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "state"]
-
-
-def test_a_locked_file_that_was_replaced_is_not_in_place(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with path.open("w") as file:
-        assert is_in_place(file.fileno(), path)
-        write_whole(path, b"another")
-        assert not is_in_place(file.fileno(), path)
-        path.unlink()
-        assert not is_in_place(file.fileno(), path)

@@ -61,36 +61,9 @@ def private_directory(configured: str | None = None) -> Path:
     if found.st_mode & 0o077:
         problem = f"{path} is not private: other users may enter it (mode {stat.S_IMODE(found.st_mode):o})."
         raise _refused(problem, f"Run: chmod 700 {path}")
-    if not os.access(path, os.W_OK | os.X_OK):
+    if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise _refused(f"{path} cannot be written to.", "Name a directory that this user may write to.")
     return path
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file of the directory, so that a reader finds all of it or none. Raises OSError."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with open(part, "wb", opener=_private) as file:
-            file.write(content)
-        os.replace(part, path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise
-
-
-def is_in_place(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one at `path`. A process asks this after it has locked a file:
-    another one may have removed the file before it released the lock.
-    """
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except OSError:
-        return False
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _refused(problem: str, remedy: str) -> ConfigurationError:

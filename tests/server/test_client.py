@@ -197,6 +197,16 @@ async def test_a_reply_that_breaks_off_after_the_last_line_is_whole(sample, capl
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("reply", [b"", lines({**CLOSED, "number": 0})], ids=["nothing", "it stops"])
+async def test_a_server_whose_replies_always_break_off_is_given_up(sample, reply, caplog):
+    """Each try costs the judge again."""
+    async with Peer(reply or lines()) as peer, RewardClient(peer.url, retry_for_s=0.7) as client:
+        with pytest.raises(RewardServerError, match="broke off its reply"):
+            await client.score(sample(1))
+        assert 2 <= len(peer.bodies) <= 5
+    assert len(caplog.messages) == 1
+
+
 async def test_a_busy_server_is_asked_until_the_deadline(sample):
     busy = replying({"error": {"detail": "full"}}, 429)
     async with Peer(busy) as peer, RewardClient(peer.url) as client:

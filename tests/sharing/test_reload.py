@@ -59,6 +59,13 @@ def test_while_one_process_has_the_old_limit_the_lower_one_holds():
     play([(4.0, 0, {"limits": limits(40)})], per_window=10, declared=10)
 
 
+def test_frequent_reloads_do_not_silence_the_keeper(caplog):
+    """Each change of the sources is reported, and a new report voids the answer that the keeper still holds."""
+    prices = [(4.0 + 2 * n, 0, {"price": {"per_request": n}}) for n in range(12)]
+    play(prices, per_window=20, declared=20, count=120)
+    assert "has not answered" not in caplog.text
+
+
 @pytest.mark.parametrize("both", [True, False])
 def test_a_source_that_is_opened_anew_keeps_its_window(both):
     reloads = [(4.0, 0, {"timeouts": {"connect_s": 3}}), *([(4.5, 1, {"timeouts": {"connect_s": 3}})] if both else [])]

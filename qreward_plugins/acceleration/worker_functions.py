@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ConfigurationError, Mistake
-from ..system.functions import PathLoader
-from ..system.tracebacks import describe
+from ..system.functions import PathLoader, describe
 from .notes import add_origin
 
 

@@ -33,7 +33,7 @@ from ..sources.replica_set_config import ReplicaSetConfig
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds
 from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_for_clients, samples_for, untried_judges
-from .servers import start_servers
+from .serve_judge import start_servers
 from .training_lines import Framework, framework_of, say_how_to_train
 
 _NOWHERE = "http://127.0.0.1:9"
@@ -190,7 +190,7 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
             if summary := kind_of(judge).summary(judge):
                 say(OUT, f"{name}: {summary}")
         keeper_silent = await _tell_keeper(config, path)
-        await start_servers(engine, OUT, ERRORS)
+        await start_servers(engine)
         if config.routes and "*" not in config.routes:
             say(OUT, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
         for name in engine.judges if rollouts is not None else ():

@@ -6,13 +6,20 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from ..config import load_config
+from ..engine import RewardEngine
+from ..errors import InputError
+from ..replicas import PoolSpec, ReplicaState
+from ..sources import kind_of, open_source
 from .console import ERRORS, OK, OUT, run, say
-from .servers import ServerSource, opened_servers, said_of, topology_table
+from .engines import ended_by_a_signal, join_ray
 
 
 def command(
@@ -37,13 +44,13 @@ async def _serve(path: Path, names: Sequence[str]) -> int:
 
     Raises `ConfigurationError`, `InputError` for a name that is not such a source, and `ReplicasNotStarted`.
     """
-    sources: list[ServerSource] = opened_servers(load_config(path), path, names)
+    sources = _opened(path, names)
     try:
         with ERRORS.status("starting the servers ..."):
             await asyncio.gather(*(source.start() for source in sources))
         for source in sources:
-            say(OUT, f"{source.name}: {said_of(source.spec)}")
-            OUT.print(topology_table(source.replicas))
+            say(OUT, f"{source.name}: {_said_of(source.spec)}")
+            OUT.print(_topology(source.replicas))
         say(OUT, "the servers run; stop them with Ctrl-C")
         with suppress(asyncio.CancelledError):
             await asyncio.get_running_loop().create_future()
@@ -51,3 +58,53 @@ async def _serve(path: Path, names: Sequence[str]) -> int:
     finally:
         await asyncio.gather(*(source.aclose() for source in sources))
     return OK
+
+
+def _opened(path: Path, names: Sequence[str]) -> list[Any]:
+    """Open the sources `names` of a configuration, or all that start servers of their own. Nothing is started.
+
+    Raises `ConfigurationError`, and `InputError` for a name that is not such a source, and if one is to be placed on
+    Ray and no cluster runs.
+    """
+    config = load_config(path)
+    known = [name for name, source in config.sources.items() if kind_of(source).has_servers]
+    unknown = [name for name in names if name not in known]
+    if unknown or not known:
+        missing = f"--source {unknown[0]}: it is no source" if unknown else f"{path}: there is no source"
+        raise InputError(f"{missing} of kind replicas" + (f"; such sources: {', '.join(known)}" if known else ""))
+    with ended_by_a_signal():
+        join_ray(config, path, names or known)
+    return [open_source(name, config.sources[name]) for name in dict.fromkeys(names or known)]
+
+
+async def start_servers(engine: RewardEngine) -> None:
+    """Print the topology of each source of kind `replicas`, start its servers, and print their ports.
+
+    Raises `ReplicasNotStarted`.
+    """
+    for name, upstream in engine.upstreams.items():
+        source: Any = upstream.source
+        if getattr(type(source), "has_servers", False):
+            say(OUT, f"{name}: {_said_of(source.spec)}")
+            with ERRORS.status(f"starting the servers of {name} ..."):
+                await source.start()
+            OUT.print(_topology(source.replicas))
+
+
+def _said_of(spec: PoolSpec) -> str:
+    """Describe a pool in one line."""
+    topology = spec.topology
+    replicas = "1 replica" if topology.data_parallel == 1 else f"{topology.data_parallel} replicas"
+    shards = "" if topology.tensor_parallel == 1 else f" x {topology.tensor_parallel} devices"
+    return f"{replicas}{shards} of {spec.model} on {spec.server} ({topology.platform})"
+
+
+def _topology(states: Sequence[ReplicaState]) -> Table:
+    """A row for each replica: its devices and its port."""
+    table = Table("replica", "devices", "port", "address", box=None, padding=(0, 1), pad_edge=False)
+    for state in states:
+        port = urlsplit(state.url).port if state.url else None
+        table.add_row(
+            str(state.number), Text(state.devices), "" if port is None else str(port), Text(state.url or state.state)
+        )
+    return table

@@ -48,7 +48,8 @@ def load_config(
     if isinstance(source, (str, os.PathLike)):
         path, origin = _path(source, origin)
         tree = read_yaml(path, origin=origin)
-        return with_origin(_read(tree, origin), Origin(path, partial(_read, origin=origin), tree))
+        lines = getattr(tree, "lines", None)
+        return with_origin(_read(tree, origin), Origin(path, partial(_read, origin=origin), lines))
     return _read(source, origin or "configuration")
 
 
@@ -90,7 +91,7 @@ def load_layers(
     merged = _merged(file, over, default or {})
     config = _read(merged, str(path))
     again = partial(_over_file, inline=over, default=default or {}, path=path)
-    return with_origin(config, Origin(path, again, file, lines=getattr(merged, "lines", None)))
+    return with_origin(config, Origin(path, again, getattr(merged, "lines", None)))
 
 
 def _over_file(file: Any, *, inline: Mapping[str, Any], default: Mapping[str, Any], path: Any) -> Config:

@@ -18,39 +18,31 @@ if TYPE_CHECKING:
 
 class Origin:
     """The file of a configuration, and how to read it again. `read` makes a configuration of the plain values of the
-    file, and raises `ConfigurationError`. `lines` has the lines of what is from the file; default: those of `tree`.
+    file, and raises `ConfigurationError`. `lines` has the lines of what is from the file.
 
     What it holds may contain keys, so its repr names the file only. Two configurations may be equal whatever their
     origins are, so all origins are equal.
     """
 
     def __init__(
-        self,
-        file: str | os.PathLike[str],
-        read: Callable[[Any], Config],
-        tree: Any = None,
-        *,
-        lines: Mapping[Path, int] | None = None,
+        self, file: str | os.PathLike[str], read: Callable[[Any], Config], lines: Mapping[Path, int] | None = None
     ) -> None:
         self.file = os.path.abspath(os.path.expanduser(os.fspath(file)))
-        self.tree = tree
-        """The plain values of the file that the configuration was made of, with interpolations as they are written;
-        None if it was not made of the file."""
-        self.lines: Mapping[Path, int] = lines if lines is not None else getattr(tree, "lines", {})
+        self.lines = lines or {}
         self._read = read
 
     def read(self) -> Config:
         """Return the configuration as it is now. It has this origin, too. Raises `ConfigurationError`."""
         tree = read_yaml(self.file, origin=self.file)
-        return with_origin(self._read(tree), Origin(self.file, self._read, tree))
+        return with_origin(self._read(tree), Origin(self.file, self._read, getattr(tree, "lines", None)))
 
-    def without_tree(self) -> Origin:
+    def without_lines(self) -> Origin:
         """Return the origin of a configuration that was not made of the file."""
         return Origin(self.file, self._read)
 
     def then(self, step: Callable[[Config], Config]) -> Origin:
         """Return the origin of what `step` makes of the configuration."""
-        return Origin(self.file, partial(_stepped, self._read, step), self.tree, lines=self.lines)
+        return Origin(self.file, partial(_stepped, self._read, step), self.lines)
 
     def __repr__(self) -> str:
         return f"Origin({self.file!r})"

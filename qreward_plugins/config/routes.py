@@ -42,11 +42,6 @@ def priority_of(config: Config, route: Route, split: str | None) -> int:
     return config.engine.priority.validation if split == "val" else config.engine.priority.train
 
 
-def routed_judges(config: Config) -> frozenset[str]:
-    """Return the names of the judges that routes lead to."""
-    return frozenset(route.judge for route in config.routes.values())
-
-
 def judge_for(config: Config, data_source: str) -> str | None:
     """Return the name of the judge for a data source: that of the first route whose glob matches, case-sensitive; None
     if no route matches.
@@ -57,7 +52,7 @@ def judge_for(config: Config, data_source: str) -> str | None:
 def judges_in_charge(config: Config) -> tuple[str, ...]:
     """Return the names of the judges that samples may go to: all except those that are only parts of others."""
     parts = {name for judge in config.judges.values() for name in judges_named(judge)}
-    routed = routed_judges(config)
+    routed = {route.judge for route in config.routes.values()}
     return tuple(name for name in config.judges if name not in parts or name in routed)
 
 

@@ -1,7 +1,7 @@
 """Defines `RewardEngine`, the entry point of the core: it takes samples and returns outcomes.
 
-The engine adds no rule of its own. `Wiring` connects its parts, `LoopBinding` binds them to the event loop of the first
-call, and `Closing` closes them.
+The engine adds no rule of its own. `Lifetime` opens its parts, binds them to the event loop of the first call, and
+closes them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ from ..sharing.membership import Channel
 from ..sources import Source
 from ..system.cancellation import cancel_futures
 from ..system.streams import Stream
-from . import capacity
-from .binding import LoopBinding
-from .closing import Closing
 from .difference import Difference
+from .lifetime import Lifetime
 from .reloader import Reloader
 from .reward_phases import RewardPhases
 from .scoring import Scoring
 from .text_streams import Streamed, TextCalls, TextStream
-from .wiring import Wiring
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -75,7 +72,7 @@ class RewardEngine:
         self._statistics = Statistics()
         settings, found = load_config(config), None
         try:
-            self._wiring = Wiring(
+            self._lifetime = Lifetime(
                 settings,
                 processes=processes,
                 sources=sources or {},
@@ -87,15 +84,13 @@ class RewardEngine:
             found = located(error, settings)
         if found is not None:
             raise found
-        self._binding = LoopBinding(self._wiring)
-        self._reloader = Reloader(self._wiring, self._binding)
-        self._phases = RewardPhases(self._wiring.upstreams.values, self._settled)
-        self._closing = Closing(self._wiring, self._binding, self._reloader)
+        self._reloader = Reloader(self._lifetime)
+        self._phases = RewardPhases(self._lifetime.upstreams.values, self._settled)
 
     @property
     def config(self) -> Config:
         """The configuration that the engine works by."""
-        return self._wiring.config
+        return self._lifetime.config
 
     async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score one sample.
@@ -153,9 +148,8 @@ class RewardEngine:
             raise TypeError("score_all takes several samples; call score for one")
         _check_times(deadline_s, priority)
         batch = [read_sample(sample) for sample in samples]
-        capacity.warn_if_too_many(
-            self._wiring, [sample for sample in batch if isinstance(sample, Sample)], self._deadline_s(deadline_s)
-        )
+        readable = [sample for sample in batch if isinstance(sample, Sample)]
+        self._lifetime.warn_if_too_many(readable, self._deadline_s(deadline_s))
         scoring, due_at = await self._ready(deadline_s)
         return await scoring.submit_all(batch, due_at, priority=priority, cutoff=cutoff)
 
@@ -224,7 +218,7 @@ class RewardEngine:
     ) -> tuple[TextCalls, float]:
         _check_times(deadline_s, priority)
         scoring = self._bind()
-        calls = TextCalls(scoring.dispatcher, self._wiring.upstreams, sources, parameters or {}, priority=priority)
+        calls = TextCalls(scoring.dispatcher, self._lifetime.upstreams, sources, parameters or {}, priority=priority)
         return calls, scoring.now() + self._deadline_s(deadline_s)
 
     def dispatcher(self) -> Dispatcher:
@@ -237,12 +231,12 @@ class RewardEngine:
     @property
     def judges(self) -> Mapping[str, Leaf]:
         """The judges that ask sources themselves, by name."""
-        return self._wiring.router.leaves
+        return self._lifetime.router.leaves
 
     @property
     def upstreams(self) -> Mapping[str, Upstream]:
         """The sources by name, with their quotas and learned estimates."""
-        return self._wiring.upstreams
+        return self._lifetime.upstreams
 
     def retune(self, source: str, limits: Limits) -> None:
         """Change the limits of a source while the engine runs, for example when the provider changes them. Requests and
@@ -252,7 +246,7 @@ class RewardEngine:
         Raises `EngineError` for an unknown source. Raises `ConfigurationError`, and changes nothing, for limits that
         the processes cannot share.
         """
-        meant, scoring = self._wiring.upstreams_of(source), self._bind()
+        meant, scoring = self._lifetime.upstreams_of(source), self._bind()
         for upstream in meant:
             upstream.quota.retune(limits, scoring.now())
         scoring.dispatcher.look_again()
@@ -352,7 +346,7 @@ class RewardEngine:
         Call it from the engine's event loop. Raises `ConfigurationError` for mistakes and for changes that need a
         restart, and `EngineError` if the engine is closed or serves another event loop. Nothing has changed then.
         """
-        if self._closing.begun:
+        if self._lifetime.is_closing:
             raise EngineError("this RewardEngine is closed; make a new one")
         return self._reloader.reload(config)
 
@@ -365,10 +359,10 @@ class RewardEngine:
 
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of all counters. Call it from the engine's event loop, or through the portal."""
-        dispatcher = self._dispatcher
+        dispatcher = self._lifetime.dispatcher
         now = dispatcher.now() if dispatcher else 0.0
-        gauges = {name: upstream.gauges(now) for name, upstream in self._wiring.upstreams.items()}
-        channel = self._wiring.opened_channel
+        gauges = {name: upstream.gauges(now) for name, upstream in self._lifetime.upstreams.items()}
+        channel = self._lifetime.opened_channel
         kept_by = "" if channel is None else channel.kept_by
         waiting = dispatcher.waiting if dispatcher else 0
         return self._statistics.snapshot(gauges, waiting=waiting, limits_kept_by=kept_by)
@@ -376,14 +370,14 @@ class RewardEngine:
     @property
     def stream_window(self) -> int:
         """The number of samples that `score_stream` keeps in memory by default."""
-        return capacity.stream_window(self._wiring)
+        return self._lifetime.stream_window
 
     def facts(self) -> Facts:
         """Return the converter of this engine's outcomes to mappings with the same keys for every sample."""
-        server = self._wiring.server
+        server = self._lifetime.server
         if server is not None:
             return Facts(server.facts.components, defines_correct=server.facts.defines_correct)
-        return Facts(self._wiring.router.component_names(), defines_correct=self._wiring.router.defines_correct)
+        return Facts(self._lifetime.router.component_names(), defines_correct=self._lifetime.router.defines_correct)
 
     def portal(self) -> AbstractContextManager[EnginePortal]:
         """Return a context manager that runs the engine in its own thread and yields a sync, thread-safe facade."""
@@ -395,12 +389,12 @@ class RewardEngine:
         """Fail all waiting samples (`infra/closed`), end every attempt, and close sources and journal. Idempotent.
 
         If a part fails to close, the error is logged and the other parts are closed. A part that does not close within
-        `closing.CLOSE_WITHIN_S` seconds is cancelled; if it still does not end, it is abandoned with a warning.
+        `lifetime.CLOSE_WITHIN_S` seconds is cancelled; if it still does not end, it is abandoned with a warning.
         Cancelling this call ends only the wait: closing goes on, and another call waits for its end.
 
         Raises `JournalError` if verdicts could not be written. All other parts are closed then, too.
         """
-        await self._closing.aclose()
+        await self._lifetime.aclose()
 
     async def __aenter__(self) -> RewardEngine:
         return self
@@ -408,21 +402,15 @@ class RewardEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    @property
-    def _dispatcher(self) -> Dispatcher | None:
-        return self._binding.dispatcher
-
     def _bind(self) -> Scoring:
         """Return the scoring of the running event loop; create it on the first call."""
-        if self._closing.begun:
-            raise EngineError("this RewardEngine is closed; make a new one")
-        return self._binding.bind()
+        return self._lifetime.bind()
 
     async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]:
         """Wait until the sources can be asked. Return the scoring of the running event loop, and the deadline as a time
         of its clock.
         """
-        scoring, starts, probe = self._bind(), self._wiring.source_starts, self._wiring.start_probe
+        scoring, starts, probe = self._bind(), self._lifetime.source_starts, self._lifetime.start_probe
         if starts.over and probe.over:
             return scoring, scoring.now() + self._deadline_s(deadline_s)
         with scoring.arriving():
@@ -434,7 +422,7 @@ class RewardEngine:
 
     def _server_source(self, source: str) -> Any:
         self._bind()
-        return self._wiring.server_source(source)
+        return self._lifetime.server_source(source)
 
     def _deadline_s(self, deadline_s: float | None) -> float:
         return self.config.engine.deadline_s if deadline_s is None else deadline_s

@@ -19,7 +19,7 @@ import hashlib
 import logging
 import os
 import stat
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,14 +39,11 @@ from ..sharing.channels import channel_of, source_addresses, source_keys
 from ..sources.opening import same_keys
 from ..system.cancellation import abandon, cancel_all
 from ..system.threads import in_thread
-from .binding import LoopBinding
 from .difference import Difference, difference, opened_anew, starts_servers
-from .wiring import Wiring
+from .lifetime import Lifetime
 
 _log = logging.getLogger("qreward_plugins.engine")
 
-CLOSE_WITHIN_S = 10.0
-"""Most seconds for closing a source that was removed, after its last attempt."""
 END_WITHIN_S = 2.0
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at the file."""
@@ -87,25 +84,20 @@ class _Predecessor:
 class Reloader:
     """Reloads the configuration of one engine: on demand, and when its file changes."""
 
-    def __init__(self, wiring: Wiring, binding: LoopBinding) -> None:
-        self._wiring = wiring
-        self._binding = binding
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
         self._watching: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
-        self._draining: list[Upstream] = []
-        """Removed sources that are not closed yet."""
-        self._removed_names: set[str] = set()
-        """Names of all sources that were ever removed."""
         self._predecessors: list[_Predecessor] = []
         """Removed sources that have no successor yet."""
-        binding.on_started, binding.on_drained = self.watch, self._drained
-        if wiring.config.engine.reload:
-            self._check_file(wiring.config)
+        lifetime.on_started = self.watch
+        lifetime.closed_first["the watch of the configuration"] = self._stop
+        if lifetime.config.engine.reload:
+            self._check_file(lifetime.config)
 
     @property
     def origin(self) -> Origin | None:
         """The file of the configuration; None if the engine was not made from one."""
-        return origin_of(self._wiring.config)
+        return origin_of(self._lifetime.config)
 
     def reload(self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None) -> Difference:
         """Apply `config`, or what the file holds now. See `RewardEngine.reload`."""
@@ -118,7 +110,7 @@ class Reloader:
     def _read(self, config: Any) -> Config:
         origin = self.origin
         if config is not None:
-            return with_origin(load_config(config), origin and origin.without_tree())
+            return with_origin(load_config(config), origin and origin.without_lines())
         if origin is None:
             problem = "the engine was not made from a file."
             raise ConfigurationError([Mistake("", problem, "Give reload() the new configuration.")])
@@ -126,11 +118,11 @@ class Reloader:
 
     def _prepare(self, config: Config) -> _Prepared:
         """Check `config` as a whole. Nothing is changed. Raises `ConfigurationError`."""
-        wiring = self._wiring
-        if wiring.server is not None:
+        lifetime = self._lifetime
+        if lifetime.server is not None:
             problem = "the server does the scoring, so there is nothing to reload here."
             raise ConfigurationError([Mistake("engine.server", problem, "Reload the configuration of the server.")])
-        before, after = wiring.config, without_keys(config, wiring.given)
+        before, after = lifetime.config, without_keys(config, lifetime.given)
         found = difference(before, after)
         mistakes = [
             Mistake(change.path, "this change needs a restart.", "Undo it, or restart the run.")
@@ -140,7 +132,7 @@ class Reloader:
             raise ConfigurationError(mistakes, origin=_origin_name(config))
         if after.engine.reload:
             self._check_file(after)
-        if wiring.membership is None and channel_of(after, processes=wiring.processes) is not None:
+        if lifetime.membership is None and channel_of(after, processes=lifetime.processes) is not None:
             problem = "the first declared rate needs a restart: the processes of this machine begin to share limits."
             mistakes.append(Mistake("sources", problem, "Restart the run."))
         mistakes += same_keys(after.sources, os.environ)
@@ -151,23 +143,23 @@ class Reloader:
             for name, node in after.sources.items()
             if before.sources.get(name) != node and not (name in before.sources and starts_servers(node))
         }
-        fresh = wiring.opened(after.model_copy(update={"sources": changed})) if changed else {}
+        fresh = lifetime.opened(after.model_copy(update={"sources": changed})) if changed else {}
         upstreams: dict[str, Upstream] = {}
         unused: list[Upstream] = []
         for name, node in after.sources.items():
             known = before.sources.get(name)
-            if known is None or (name not in wiring.given and opened_anew(known, node)):
+            if known is None or (name not in lifetime.given and opened_anew(known, node)):
                 upstreams[name] = fresh[name]
             else:
-                upstreams[name] = wiring.upstreams[name]
-                if name in fresh and name not in wiring.given:
+                upstreams[name] = lifetime.upstreams[name]
+                if name in fresh and name not in lifetime.given:
                     unused.append(fresh[name])
-        router = wiring.routed(after, upstreams)
+        router = lifetime.routed(after, upstreams)
         return _Prepared(after, found, upstreams, router, unused)
 
     def _check_file(self, config: Config) -> None:
         """Raise `ConfigurationError` if the file cannot be watched, or if a server does the scoring."""
-        if self._wiring.server is not None:
+        if self._lifetime.server is not None:
             problem = "`engine.server` does the scoring, with a configuration of its own."
             raise ConfigurationError([Mistake("engine.reload", problem, "Set it there, and leave it out here.")])
         if origin_of(config) is None:
@@ -180,10 +172,10 @@ class Reloader:
     def _apply(self, prepared: _Prepared) -> None:
         """Change everything in this step of the event loop."""
         loop = asyncio.get_running_loop()
-        wiring, scoring = self._wiring, self._binding.bound_to(loop)
-        before, now = wiring.config, loop.time()
-        leaving = {name: each for name, each in wiring.upstreams.items() if prepared.upstreams.get(name) is not each}
-        entering = {name: each for name, each in prepared.upstreams.items() if wiring.upstreams.get(name) is not each}
+        lifetime, scoring = self._lifetime, self._lifetime.bound_to(loop)
+        before, now = lifetime.config, loop.time()
+        leaving = {name: each for name, each in lifetime.upstreams.items() if prepared.upstreams.get(name) is not each}
+        entering = {name: each for name, each in prepared.upstreams.items() if lifetime.upstreams.get(name) is not each}
         self._remember(before, leaving.values(), now)
         self._continue(prepared.config, entering)
         for name, upstream in prepared.upstreams.items():
@@ -192,29 +184,28 @@ class Reloader:
             if name in entering or node.limits != before.sources[name].limits:
                 # This cannot fail: the same was done with a new quota.
                 upstream.quota.retune(node.limits, now)
-        moves = _moves(wiring.router, prepared.router, prepared.upstreams)
-        wiring.config, wiring.router = prepared.config, prepared.router
+        moves = _moves(lifetime.router, prepared.router, prepared.upstreams)
+        lifetime.config, lifetime.router = prepared.config, prepared.router
         engine = prepared.config.engine
-        wiring.reuse = bool(engine.journal and engine.journal.reuse)
-        self._draining += leaving.values()
-        self._removed_names |= leaving.keys()
+        lifetime.reuse = bool(engine.journal and engine.journal.reuse)
+        lifetime.removed(leaving)
         if scoring is None:
-            wiring.upstreams.change(prepared.upstreams, moves)
+            lifetime.upstreams.change(prepared.upstreams, moves)
         else:
             sources = {name: upstream.source for name, upstream in prepared.upstreams.items()}
-            scoring.change(prepared.router, sources=sources, reuse=wiring.reuse)
+            scoring.change(prepared.router, sources=sources, reuse=lifetime.reuse)
             scoring.dispatcher.change(
                 prepared.upstreams, moves, max_attempts=engine.max_attempts, settings=engine.scheduling
             )
-        wiring.source_starts.change(upstream.source for upstream in prepared.upstreams.values())
-        if wiring.membership is not None:
-            wiring.membership.change(wiring.by_key())
+        lifetime.source_starts.change(upstream.source for upstream in prepared.upstreams.values())
+        if lifetime.membership is not None:
+            lifetime.membership.change(lifetime.by_key())
         if scoring is None:
             for upstream in leaving.values():
-                wiring.upstreams.draining.remove(upstream)
-                self._drained(upstream)
+                lifetime.upstreams.draining.remove(upstream)
+                lifetime.drained(upstream)
         for upstream in prepared.unused:
-            self._close_later(upstream)
+            lifetime.close_later(upstream)
         self.watch()
 
     def _remember(self, config: Config, leaving: Iterable[Upstream], now: float) -> None:
@@ -243,25 +234,12 @@ class Reloader:
                 wanted.pop(name).take_over(old.upstream, same_account=old.account == accounts[name])
         self._predecessors = [*left.values()]
 
-    def _drained(self, upstream: Upstream) -> None:
-        self._draining.remove(upstream)
-        if self._wiring.membership is not None:
-            self._wiring.membership.drained(upstream)
-        if upstream.name not in self._wiring.given:
-            # What the caller has opened may come back, and closes with the engine.
-            self._close_later(upstream)
-
-    def _close_later(self, upstream: Upstream) -> None:
-        task = asyncio.get_running_loop().create_task(_closed(upstream))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
     # Watching
 
     def watch(self) -> None:
         """Watch the file in the running event loop, if the configuration says so; otherwise stop."""
         watching, loop = self._watching, asyncio.get_running_loop()
-        wanted = self._wiring.config.engine.reload
+        wanted = self._lifetime.config.engine.reload
         running = watching is not None and not watching.done() and watching.get_loop() is loop
         if wanted and not running:
             origin = self.origin
@@ -309,34 +287,10 @@ class Reloader:
             return
         _log.error("%s was not reloaded, and nothing has changed: %s", file, one_line(problem, _LINE_CHARS))
 
-    # Closing
-
-    def stops(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """What has to end before the scheduler closes."""
-        return {"the watch of the configuration": self._stop}
-
-    def left_open(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """What has to close with the sources."""
-        parts: dict[str, Callable[[], Awaitable[None]]] = {
-            f"source {upstream.name} (removed, {number})": upstream.source.aclose
-            for number, upstream in enumerate(self._draining)
-            if upstream.name not in self._wiring.given
-        }
-        given = {
-            f"source {name}": source.aclose
-            for name, source in self._wiring.given.items()
-            if name in self._removed_names and name not in self._wiring.upstreams
-        }
-        return {**parts, **given, "the sources that were removed": self._end_closing}
-
     async def _stop(self) -> None:
         if self._watching is not None and self._watching.get_loop() is asyncio.get_running_loop():
             for task in await cancel_all([self._watching], within_s=END_WITHIN_S):
                 abandon(task)
-
-    async def _end_closing(self) -> None:
-        if self._closing:
-            await asyncio.wait(list(self._closing))
 
 
 def _look(file: str, seen: os.stat_result | None) -> tuple[os.stat_result | None, bytes]:
@@ -354,16 +308,6 @@ def _look(file: str, seen: os.stat_result | None) -> tuple[os.stat_result | None
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-async def _closed(upstream: Upstream) -> None:
-    try:
-        with anyio.fail_after(CLOSE_WITHIN_S):
-            if upstream.request_batches is not None:
-                await upstream.request_batches.aclose()
-            await upstream.source.aclose()
-    except Exception:
-        _log.warning("source %s, which was removed, could not be closed", upstream.name, exc_info=True)
 
 
 def _moves(

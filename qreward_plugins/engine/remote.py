@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +15,6 @@ from ..client.client import BlockingRewardClient, RewardClient
 from ..client.rows import ServerFacts
 from ..config.framework import is_framework_url
 from ..config.models import Priorities, ServerConfig
-from ..config.served import server_token
 from ..errors import ConfigurationError, InputError, Mistake, RewardServerError
 from ..judges import JudgeRouter
 from ..observers import Observers
@@ -53,7 +53,7 @@ def open_server(config: ServerConfig) -> RemoteServer:
         remedy = "Write the URL of `qreward serve`."
         raise ConfigurationError([Mistake(_PATH, "a training framework starts no reward server.", remedy)])
     given = config.token
-    token = server_token(config.token_env, _PATH) if given is None else given.get_secret_value().strip()
+    token = _token(config.token_env) if given is None else given.get_secret_value().strip()
     failed: RewardServerError | None = None
     with BlockingRewardClient(url, token=token, retry_for_s=config.start_s) as client:
         try:
@@ -64,6 +64,17 @@ def open_server(config: ServerConfig) -> RemoteServer:
         # Raised outside of the `except`: what is below the error may hold the token.
         raise ConfigurationError([Mistake(_PATH, f"{failed}.", _REMEDIES.get(failed.status, ""))])
     return RemoteServer(url, facts, config.judges_may_change, token)
+
+
+def _token(variable: str | None) -> str | None:
+    """Return the token in an environment variable; None if no variable is named."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        problem = f"the environment variable {variable} is not set."
+        raise ConfigurationError([Mistake(f"{_PATH}.token_env", problem, "Set it to the token of the reward server.")])
+    return token
 
 
 class RemoteScoring(Scoring):

@@ -151,7 +151,7 @@ class Inspector:
             left += [f"{when} {name} held {amount:g} {what}" for what, amount in held.items() if abs(amount) > 1e-6]
         left += [
             f"{when} {upstream.name}, which was removed, drained"
-            for upstream in self._engine._wiring.upstreams.draining
+            for upstream in self._engine._lifetime.upstreams.draining
         ]
         dispatcher = self._dispatcher
         if dispatcher._jobs or len(dispatcher._planner.queue):

@@ -106,7 +106,7 @@ class _Performance:
         self._engine = RewardEngine(Config.model_validate(trial.config), sources=given)
         self._inspector.watch(self._engine, self.servers)
         if trial.awaits:
-            judges = self._engine._wiring.router.judges
+            judges = self._engine._lifetime.router.judges
             judges |= {name: _Awaiting(judge) for name, judge in judges.items()}
         self._timers = [loop.call_at(loop.time() + each.at_s, self._begin_reload, each) for each in trial.reloads]
         for step in self._trial.steps:

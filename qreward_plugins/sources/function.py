@@ -33,8 +33,7 @@ from ..errors import (
     TransientError,
 )
 from ..secrets import Redactor, secrets_in, without_secrets
-from ..system.functions import Function, Loader, PathLoader, load, origin_of
-from ..system.tracebacks import describe, is_transient
+from ..system.functions import Function, Loader, PathLoader, describe, is_transient, load, origin_of
 from . import worker_program as program
 from .base import Reply, Request
 from .function_arguments import FunctionArguments, unpicklable

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidReply, SourceError
-from ..system.tracebacks import describe, is_transient
+from ..system.functions import describe, is_transient
 
 END_WITHIN_S = 2.0
 """Seconds that a worker has to end by itself after the parent has closed the channel. If the parent is dead: none."""

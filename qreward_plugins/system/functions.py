@@ -1,4 +1,4 @@
-"""Loads a user's function by its path, and reports why it cannot be loaded.
+"""Loads a user's function by its path, reports why it cannot be loaded, and describes what it raises.
 
 A path names a module (`package.module:name`) or a file (`path/to/file.py:name`). The module name of a file depends only
 on its path, so that objects of its classes can be pickled between this process and the workers.
@@ -14,13 +14,16 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
 
 from ..errors import ConfigurationError, Mistake
-from .tracebacks import describe
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""The folder of this package."""
 
 Function = Callable[..., Any]
 Loader = Callable[[], Function]
@@ -161,3 +164,25 @@ class _UncachedLoader(SourceFileLoader):
 def _no_such_name(owner: Any, where: str, name: str) -> str:
     near = difflib.get_close_matches(name, [known for known in dir(owner) if not known.startswith("__")], n=1)
     return f"{where} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
+
+
+def describe(error: BaseException) -> str:
+    """Return its type, its message, and the line that raised it."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be read)"
+    # The last line of the user's code: frames of this package and of the import system are skipped.
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_OURS) and not frame.filename.startswith("<frozen ")
+    ]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {message}{where}"
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether another try may help: the error is a time-out or a lost connection."""
+    # Compared by name: until Python 3.11, asyncio and concurrent.futures have a TimeoutError of their own.
+    return isinstance(error, ConnectionError) or any(kind.__name__ == "TimeoutError" for kind in type(error).__mro__)

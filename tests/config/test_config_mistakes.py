@@ -140,6 +140,7 @@ def test_the_full_tree_is_valid() -> None:
         # Keys
         ("sources.fast.limits.concurency", 4, "", "unknown key. Did you mean `concurrency`?"),
         ("sources.fast.base-url", "x", "", "unknown key. Did you mean `base_url`?"),
+        ("sources.fast.sk-THEKEY1234567890", 1, 'sources.fast["(key 7)"]', "unknown key. Allowed here"),
         ("sources.fast.concurrency", 4, "", "unknown key. Write `limits.concurrency`. Requests in flight at once."),
         ("sources.fast.url", "x", "", "unknown key. Write `base_url`. URL up to and including the version, e.g. `https://api.example.com/v1`."),
         ("sources.local.url", 1, "", "unknown key. Allowed here: kind, function, limits, timeouts, price, version, weight, arguments, kwargs, mode, workers, batch. Only sources of kind http have this key."),

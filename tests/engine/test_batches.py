@@ -298,7 +298,7 @@ def remembering_run(sources, main, **options):
 
     async def runs():
         async with RewardEngine(tree(**options), sources=sources) as engine:
-            engine._wiring.journal, engine._wiring.reuse = Remembered(), True
+            engine._lifetime.journal, engine._lifetime.reuse = Remembered(), True
             return await main(engine)
 
     return run(runs())

@@ -78,9 +78,9 @@ def played(judge, main=None, *, small=lambda *_: 1.0, large=lambda *_: 2.0, scor
         async with RewardEngine(CONFIG, sources=sources) as engine:
             leaves = engine.judges
             made = Cascade(leaves["small"], leaves["large"]) if judge is Cascade else Coroutine(leaves, judge)
-            engine._wiring.router.judges["large"] = made
+            engine._lifetime.router.judges["large"] = made
             if journal is not None:
-                engine._wiring.journal, engine._wiring.reuse = journal, True
+                engine._lifetime.journal, engine._lifetime.reuse = journal, True
             said = await (main or one)(engine, sources)
         assert {source.in_flight for source in sources.values()} == {0}
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -201,7 +201,7 @@ async def lets_a_failed_call_through(leaves, sample, ask):
 def test_a_bug_in_a_judge_costs_its_sample_and_says_nothing_of_what_it_held(judge, label, caplog):
     async def main(engine, sources):
         bad = await engine.score(sample())
-        engine._wiring.router.judges["large"] = engine._wiring.router.judges["small"]
+        engine._lifetime.router.judges["large"] = engine._lifetime.router.judges["small"]
         return bad, await engine.score(sample())
 
     bad, good = played(judge, main)
@@ -447,7 +447,7 @@ def test_a_judge_of_its_own_may_give_a_floor():
 def test_what_was_asked_now_is_counted_though_the_verdict_came_out_of_the_journal():
     async def main(engine, sources):
         await engine.score(sample())
-        known = engine._wiring.journal.verdicts
+        known = engine._lifetime.journal.verdicts
         del known[next(key for key, verdict in known.items() if verdict.judge == "small")]
         return await engine.score(sample()), engine.statistics()
 
@@ -481,7 +481,7 @@ def test_later_stages_of_a_batch_do_not_wait_until_nobody_looks_anything_up():
 @pytest.mark.parametrize("journal", [None, Remembered()])
 def test_a_leaf_asks_nothing_once_the_deadline_has_come(journal):
     async def main(engine, sources):
-        engine._wiring.router.judges["large"] = engine.judges["small"]
+        engine._lifetime.router.judges["large"] = engine.judges["small"]
         outcome = await engine.score(sample(), deadline_s=0.0)
         await asyncio.sleep(10)
         return outcome, sources["small"].arrivals
@@ -499,7 +499,7 @@ def engine_of(judge, **behaviour):
         for name in ("small", "large")
     }
     engine = RewardEngine(CONFIG, sources=sources)
-    engine._wiring.router.judges["large"] = Coroutine(engine.judges, judge)
+    engine._lifetime.router.judges["large"] = Coroutine(engine.judges, judge)
     return engine, sources
 
 
@@ -535,7 +535,7 @@ async def test_a_judge_that_asks_from_another_event_loop_is_told_at_once():
 
 def test_a_run_that_is_interrupted_blames_no_judge(caplog):
     engine, _ = engine_of(both, large=lambda *_: 100.0)
-    engine._wiring.journal, engine._wiring.reuse = (book := Remembered()), True
+    engine._lifetime.journal, engine._lifetime.reuse = (book := Remembered()), True
 
     async def main():
         asyncio.ensure_future(engine.score_all([sample("x" * number) for number in range(1, 6)])).add_done_callback(
@@ -552,7 +552,7 @@ def test_a_run_that_is_interrupted_blames_no_judge(caplog):
 
 def test_a_leaf_of_its_own_that_raises_what_it_should_not_costs_its_sample():
     async def main(engine, sources):
-        leaf = engine._wiring.router.judges["large"] = engine.judges["small"]
+        leaf = engine._lifetime.router.judges["large"] = engine.judges["small"]
 
         def judged(answer):
             raise with_failed(None)
@@ -570,7 +570,7 @@ def test_a_leaf_of_its_own_that_raises_what_it_should_not_costs_its_sample():
 def test_a_record_that_no_judge_can_have_made_is_asked_for_anew(raw):
     async def main(engine, sources):
         await engine.score(sample())
-        known = engine._wiring.journal.verdicts
+        known = engine._lifetime.journal.verdicts
         known.update(dict.fromkeys(known, Verdict(0.5, cached=True, raw=raw)))
         return await engine.score(sample())
 
@@ -591,7 +591,7 @@ def test_a_journal_that_is_closed_is_an_error_of_the_caller_and_no_bug_of_a_judg
     async def main(engine, sources):
         with pytest.raises(JournalError):
             await engine.score_all([sample("x" * number) for number in range(1, 5)])
-        return engine.statistics().failed, engine._binding.scoring.dispatcher.waiting
+        return engine.statistics().failed, engine._lifetime.scoring.dispatcher.waiting
 
     assert played(Cascade, main, journal=Closed()) == ({}, 0)
     assert caplog.records == []
@@ -606,7 +606,7 @@ def attempts_alive():
 def test_cancelled_attempts_leave_no_reference_cycles(judge):
     async def main(engine, sources):
         if judge == "leaf":
-            engine._wiring.router.judges["large"] = engine.judges["small"]
+            engine._lifetime.router.judges["large"] = engine.judges["small"]
         await engine.score(sample())
         gc.collect()
         gc.disable()

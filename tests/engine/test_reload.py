@@ -301,7 +301,7 @@ def test_a_rotated_key_keeps_the_window_of_its_source():
     config["sources"]["a"]["api_key"] = "sk-first"
 
     async def main(engine):
-        engine._wiring.given = {}
+        engine._lifetime.given = {}
         scoring = batch(engine, 10)
         await asyncio.sleep(1.5)
         outcomes = await scoring
@@ -342,14 +342,14 @@ def test_an_answer_of_a_source_that_was_replaced_is_recorded_under_what_gave_it(
     stage = Stage(a=5.0)
 
     async def main(engine):
-        engine._wiring.journal, engine._wiring.reuse = Remembered(), True
+        engine._lifetime.journal, engine._lifetime.reuse = Remembered(), True
         scoring = batch(engine, 1)
         await asyncio.sleep(1)
         (call,) = [engine.judges["quality"].call(sample(0))]
         old = question_keys(call, {"a": stage.sources["a"]})["a"]
         other = tree("a")
         other["sources"]["a"]["model"] = "another"
-        engine._wiring.given = {}
+        engine._lifetime.given = {}
         prepared = engine._reloader._prepare(engine._reloader._read(other))
         engine._reloader._apply(prepared)
         new = question_keys(call, {"a": open_source("a", engine.config.sources["a"])})["a"]

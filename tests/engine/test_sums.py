@@ -97,7 +97,7 @@ def engine_run(config, sources, main, *, journal=None, loop=None):
     async def runs():
         async with RewardEngine(config, sources=sources) as engine:
             if journal is not None:
-                engine._wiring.journal, engine._wiring.reuse = journal, True
+                engine._lifetime.journal, engine._lifetime.reuse = journal, True
             returned = await main(engine)
         assert {source.in_flight for source in sources.values()} == {0}
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -49,7 +49,7 @@ class Office:
 
     def sent_by(self, engine):
         """(time, report) of an engine."""
-        name = engine._wiring.membership.member.name
+        name = engine._lifetime.membership.member.name
         return [(at, report) for at, report in self.reports if report.worker == name]
 
 

@@ -46,7 +46,7 @@ class Worker:
 
     async def boot(self) -> str:
         """The keeper that answered last."""
-        return self._engine._wiring.membership.member.boot
+        return self._engine._lifetime.membership.member.boot
 
     async def shares(self, source: str = "a") -> dict[str, float]:
         """What it may use of the limits of a source."""

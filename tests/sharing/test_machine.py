@@ -309,7 +309,7 @@ from qreward_plugins import RewardEngine
 
 async def name():
     engine.dispatcher()
-    print(engine._wiring.membership.member.name)
+    print(engine._lifetime.membership.member.name)
     await engine.aclose()
 
 engine = RewardEngine(json.loads(sys.argv[1]))

@@ -352,13 +352,13 @@ def test_an_engine_goes_on_with_its_shares_in_the_next_loop():
         await engine.aclose()
 
     run(before(), loop=first)
-    member = engine._wiring.membership.member
+    member = engine._lifetime.membership.member
     # The keeper outlives the loop; here it is told that one was before it, which is as strict.
     office.replace()
     second = VirtualTimeLoop()
     second._now = first.time() + 1.0
     run(after(), loop=second)
-    assert engine._wiring.membership.member is member
+    assert engine._lifetime.membership.member is member
     assert source.violations == []
     assert len(source.arrivals) == 16
 

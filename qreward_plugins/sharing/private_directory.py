@@ -1,4 +1,4 @@
-"""The directory in which the processes of one user on one machine find what they share: limits.
+"""The directory in which the processes of one user on one machine find the keeper of their limits.
 
 Every process of the user must come to the same directory, and nobody else may write to it. The default is
 /tmp/qreward-UID, whatever else the environment of a process says: schedulers set another TMPDIR for each job, and
@@ -15,11 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigurationError, Mistake
+from .machine_keeper import SOCKET
 
 LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 """Most bytes of a socket's path: the system has room for one more, the zero at its end."""
-LONGEST_SOCKET_NAME = len("keeper.9999999999.sock")
-"""Most bytes of a socket's name in the directory."""
 USUAL = "/tmp/qreward-{uid}"
 """The default."""
 VARIABLE = "QREWARD_SHARED_DIRECTORY"
@@ -37,11 +36,11 @@ def private_directory(configured: str | None = None) -> Path:
     path = Path(usual if configured is None else configured).expanduser()
     if not path.is_absolute():
         path = Path.cwd() / path
-    length = len(os.fsencode(path)) + 1 + LONGEST_SOCKET_NAME
+    length = len(os.fsencode(path)) + 1 + len(SOCKET)
     if length > LONGEST_SOCKET_PATH:
         problem = f"{path} is too long: a socket in it would have a path of {length} bytes, and a system takes "
         problem += f"{LONGEST_SOCKET_PATH}."
-        most = LONGEST_SOCKET_PATH - 1 - LONGEST_SOCKET_NAME
+        most = LONGEST_SOCKET_PATH - 1 - len(SOCKET)
         raise _refused(problem, f"Name a directory whose path has at most {most} bytes.")
     try:
         # makedirs gives the mode to the last directory only.
@@ -61,33 +60,6 @@ def private_directory(configured: str | None = None) -> Path:
         problem = f"{path} is not private: other users may enter it (mode {stat.S_IMODE(found.st_mode):o})."
         raise _refused(problem, f"Run: chmod 700 {path}")
     return path
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file of the directory, so that a reader finds all of it or none. Raises OSError."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with open(part, "wb", opener=_private) as file:
-            file.write(content)
-        os.replace(part, path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise
-
-
-def is_in_place(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one at `path`. A process asks this after it has locked a file:
-    another one may have removed the file before it released the lock.
-    """
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except OSError:
-        return False
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _refused(problem: str, remedy: str) -> ConfigurationError:

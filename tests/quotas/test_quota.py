@@ -106,7 +106,7 @@ def test_auto_changes_to_pacing_only_when_throttled_clearly_below_the_limit():
     subject = quota(requests_per_minute=60, concurrency=20)
     for _ in range(60):
         subject.reserve(0, 0, 0.0).release(0.0)
-    assert throttled(subject, *[1.0] * 5) == [False] * 5
+    assert throttled(subject, *[1.0, 1.1, 1.2, 1.3]) == [False] * 4
     assert not subject.use(1.0).paced
     assert throttled(subject, 200.0, 200.1, 200.2) == [False, False, True]
     subject.reserve(0, 0, 200.2).release(200.2)
@@ -129,8 +129,8 @@ def test_pacing_by_itself_is_on_trial():
     ("limits", "spent", "times"),
     [
         ({}, 0, [100.0 * number for number in range(20)]),  # now and then over a long run
-        ({"tokens_per_minute": 1000}, 950, [1.0] * 5),  # the tokens explain it
-        ({"window": "sliding"}, 0, [1.0] * 5),
+        ({"tokens_per_minute": 1000}, 950, [1.0, 1.1, 1.2, 1.3]),  # the tokens explain it
+        ({"window": "sliding"}, 0, [1.0, 1.1, 1.2, 1.3]),
     ],
 )
 def test_what_is_no_evidence_for_pacing(limits, spent, times):
@@ -144,7 +144,7 @@ def test_concurrency_that_explains_the_throttling_is_no_evidence_for_pacing(decl
     subject = quota(requests_per_minute=600, concurrency=declared)
     for _ in range(in_flight):
         subject.reserve(0, 0, 0.0).sent(0.0)
-    throttled(subject, *[0.1] * 5)
+    throttled(subject, *[0.1, 0.2, 0.3, 0.4])
     assert not subject.use(0.1).paced
 
 

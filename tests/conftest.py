@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from qreward_plugins.system.private_directory import VARIABLE
+from qreward_plugins.sharing.private_directory import VARIABLE
 
 # The same examples in every run, and no time limit for any: a machine of continuous integration may be slow.
 # `pytest --hypothesis-profile=default` draws others.

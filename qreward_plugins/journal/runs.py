@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
-from ..system.processes import ProcessMark, boot_id
 from ..system.ray_actors import job_name
 
 VARIABLE: Final = "QREWARD_RUN_ID"
@@ -42,10 +43,14 @@ def _launched() -> str | None:
     """Return the process that has launched the workers of this machine, and how often; None if none has."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return None
-    boot, launcher = boot_id(), ProcessMark.of(os.getppid())
-    if not boot or launcher is None:
-        return None
-    return f"launcher {boot} {launcher.pid} {launcher.started} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    launcher = os.getppid()
+    with suppress(OSError):  # only Linux tells
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The system gives a process id to another process later, so the start, the 22nd field, tells them apart. The
+        # name of a program may hold blanks and parentheses.
+        started = Path(f"/proc/{launcher}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+        return f"launcher {boot} {launcher} {started} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return None
 
 
 __all__ = ["VARIABLE", "current_run"]

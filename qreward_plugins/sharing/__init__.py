@@ -9,6 +9,7 @@
 `share_table`     what each worker holds of one limit; the sum never exceeds it
 `ray_keeper`      the keeper as an actor of the Ray job
 `machine_keeper`  the keeper as a process of this machine, and `machine_channel`, the connection to it
+`private_directory`  where the processes of a machine find it
 
 This page imports nothing, because the process of a machine's keeper starts here and must stay small.
 """

@@ -16,11 +16,10 @@ from typing import Any
 import anyio
 
 from ..errors import ConfigurationError, KeeperLost, KeeperSilent
-from ..system.private_directory import private_directory
-from ..system.processes import is_own_user, peer_pid
 from ..system.threads import in_thread
-from .machine_keeper import SOCKET, command, frame
+from .machine_keeper import SOCKET, command, frame, is_own_user, peer_pid
 from .messages import Answer, Report
+from .private_directory import private_directory
 
 CONNECT_WITHIN_S = 5.0
 """Seconds for finding a keeper or starting one."""

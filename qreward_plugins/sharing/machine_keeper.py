@@ -17,12 +17,13 @@ import fcntl
 import os
 import pickle
 import secrets
+import socket
+import struct
 import sys
 import time
 from contextlib import suppress
 from typing import Any
 
-from ..system.processes import is_own_user
 from .keeper import TTL_S, Keeper, KeeperLoop
 
 LOCK, SOCKET = "keeper.lock", "keeper.sock"
@@ -38,6 +39,29 @@ def frame(message: Any) -> bytes:
     """Return a message as it is sent."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return len(body).to_bytes(4, "big") + body
+
+
+def peer_pid(peer: socket.socket) -> int:
+    """Return the number of the process at the other end of a Unix socket; 0 if the system does not tell."""
+    credentials = _credentials(peer)
+    return 0 if credentials is None else credentials[0]
+
+
+def is_own_user(peer: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to this user. Where the system does not tell, the
+    mode of the private directory has kept others out.
+    """
+    credentials = _credentials(peer)
+    return credentials is None or credentials[1] == os.getuid()
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int] | None:
+    """The process and the user at the other end of a Unix socket; None if the system does not tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 class MachineKeeper:

@@ -13,19 +13,14 @@ from qreward_plugins.quotas.discovery import Discovery
 from qreward_plugins.quotas.ledger import Ledger
 
 
-def test_a_window_is_learned_from_429s(client, server):
-    subject = client(server(600, retry_after="true")).run(600)
-    assert subject.quota.use(600).learned_requests_per_minute == 600
+@pytest.mark.parametrize("per_minute", [60, 600])
+def test_a_window_is_learned_from_429s(client, server, per_minute):
+    subject = client(server(per_minute, retry_after="true")).run(600)
+    assert subject.quota.use(600).learned_requests_per_minute == per_minute
     assert subject.quota.use(600).learned_from == "throttled"
-    assert subject.rate(60, 600) >= 595
+    assert subject.rate(60, 600) >= per_minute - max(1, per_minute / 120)
     assert subject.refused(120) <= 6
     assert any(words and "using this as the limit" in words for words in subject.words)
-
-
-def test_a_small_window_is_learned_too(client, server):
-    subject = client(server(60)).run(600)
-    assert subject.rate(60, 600) >= 59
-    assert subject.refused(60) <= 6
 
 
 def test_throttled_requests_are_not_taken_for_accepted_ones(client, server):

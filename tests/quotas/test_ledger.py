@@ -159,26 +159,6 @@ def test_no_window_holds_more_than_the_limit(steps):
         assert sum(amount for when, amount in seen if at <= when < at + window) <= limit + 1e-6
 
 
-def test_the_window_is_spent_at_once_and_recycles_after_its_length():
-    ledger = Ledger(3, 60)
-    for _ in range(3):
-        assert ledger.wait_s(1, 10.0) == 0
-        spend(ledger, 1, 10.0)
-    assert ledger.wait_s(1, 10.0) == pytest.approx(WINDOW_S)
-    assert ledger.wait_s(1, 10.0 + WINDOW_S) == 0
-
-
-def test_what_is_held_does_not_age():
-    ledger = Ledger(2, 60)
-    ledger.hold(1)
-    spend(ledger, 1, 0.0)
-    assert ledger.spent(500.0) == 1  # the one that is held
-    assert ledger.wait_s(2, 500.0) == pytest.approx(WINDOW_S)  # it could be written any moment
-    ledger.stamp(1, 520.0)
-    assert ledger.wait_s(2, 560.0) == pytest.approx(20 + MARGIN_S)
-    assert ledger.wait_s(2, 520.0 + WINDOW_S) == 0
-
-
 def test_settling_after_the_window_changes_nothing():
     ledger = Ledger(1000, 60)
     entry = spend(ledger, 900, 0.0)
@@ -193,16 +173,6 @@ def test_more_than_the_limit_never_fits_and_no_limit_always_does():
     assert Ledger().wait_s(1e12, 0.0) == 0
     assert Ledger().capacity(1.0, 1, 0.0) == math.inf
     assert Ledger().capacity(-1.0, 1, 0.0) == 0
-
-
-def test_a_limit_that_comes_later_counts_what_was_spent_before():
-    ledger = Ledger(math.inf, 1)
-    for second in range(30):
-        spend(ledger, 1, float(second))
-    ledger.limit = 20
-    ledger.change_window(60, 30.0)
-    assert ledger.spent(30.0) == 30
-    assert ledger.wait_s(1, 30.0) == pytest.approx(10 + WINDOW_S - 30)
 
 
 def test_a_window_longer_than_what_is_remembered_is_taken_to_be_spent():
@@ -237,28 +207,6 @@ def test_forgiving_forgets_the_oldest_down_to_what_is_said():
     assert ledger.spent(10.0) == 3
     assert ledger.wait_s(8, 10.0) == pytest.approx(7 + WINDOW_S - 10)
     assert not ledger.remove_oldest(5, 10.0)
-
-
-def test_capacity_follows_what_is_settled_between_two_questions():
-    ledger = Ledger(100, 60)
-    entries = [spend(ledger, 10, float(second)) for second in range(10)]
-    assert ledger.capacity(3.0 + WINDOW_S, 10, 9.0) == 4  # those of seconds 0 to 3
-    ledger.amend(entries[1], -10)
-    assert ledger.capacity(9.0, 10, 9.0) == 1
-    assert ledger.capacity(1.5 + WINDOW_S, 10, 9.0) == 2  # the free one, and that of second 0
-
-
-def test_the_outlook_tells_of_every_burst_when_it_leaves_the_window():
-    ledger = Ledger(1000, 60)
-    for at, count in ((0.0, 100), (10.0, 300), (10.1, 50)):
-        for _ in range(count):
-            spend(ledger, 1, at)
-    ledger.hold(3)
-    assert ledger.outlook(20.0) == (
-        (pytest.approx(WINDOW_S - 20.0), 100.0),
-        (pytest.approx(WINDOW_S - 9.9), 350.0),
-        (math.inf, 3.0),
-    )
 
 
 @given(gaps=st.lists(st.floats(0, 3), max_size=400))

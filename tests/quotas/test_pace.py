@@ -17,20 +17,6 @@ from qreward_plugins.testing import ServerLimits
 from qreward_plugins.testing.protocols import PROTOCOLS
 
 
-@settings(max_examples=100, deadline=None)
-@given(pauses=st.lists(st.floats(0, 3, allow_nan=False), max_size=80), burst=st.integers(1, 5))
-def test_pacing_never_exceeds_the_rate_plus_the_burst(pauses, burst):
-    rate, pace, now, sent = 2.0, Pace(2.0, burst), 0.0, []
-    for pause in pauses:
-        now += pause
-        now += pace.wait_s(now)
-        pace.spend(now)
-        sent.append(now)
-    for index, start in enumerate(sent):
-        for end in sent[index:]:
-            assert sum(start <= at <= end for at in sent) <= burst + rate * (end - start) + 1e-6
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.floats(0, 3), st.one_of(st.just(0.0), st.floats(0, 9))), max_size=60),
@@ -58,15 +44,6 @@ def test_requests_that_are_written_late_and_in_any_order_never_exceed_the_rate_p
     for index, start in enumerate(written):
         for more, end in enumerate(written[index:], 1):
             assert more <= burst + rate * (end - start) + 1e-6
-
-
-def test_a_request_that_waits_for_its_connection_keeps_its_place_in_the_bucket():
-    pace = Pace(10.0, 1)
-    assert pace.wait_s(0.0) == 0.0
-    # It was reserved, and its process was stopped for 5 s before it was written.
-    assert pace.wait_s(5.0, held=1) > 0.0
-    pace.spend(5.0)
-    assert pace.wait_s(5.0) == pytest.approx(0.1 + JITTER_S)
 
 
 @settings(max_examples=100, deadline=None)

@@ -59,19 +59,13 @@ def test_the_share_limits_what_is_sent_in_a_window():
     assert quota.wait_s(0.0, 61.5) == 0.0
 
 
-def test_a_fraction_of_a_request_is_none():
-    quota = shared(requests_per_minute=60, concurrency=9)
-    quota.resize({"requests": 0.9, "concurrency": 9.0}, workers=4, now=0.0)
-    assert quota.wait_s(0.0, 0.0) == math.inf
-    quota.resize({"requests": 9.0, "concurrency": 0.9}, workers=4, now=0.0)
-    assert quota.wait_s(0.0, 0.0) == math.inf
-
-
-def test_what_a_share_does_not_name_is_nothing():
+@pytest.mark.parametrize(
+    "share", [{"requests": 0.9, "concurrency": 9.0}, {"requests": 9.0, "concurrency": 0.9}, {"requests": 9.0}]
+)
+def test_a_fraction_of_a_request_is_none_and_so_is_what_a_share_does_not_name(share):
     quota = shared(requests_per_minute=60, concurrency=9)
     quota.resize({"requests": 9.0, "concurrency": 9.0}, workers=4, now=0.0)
-    quota.resize({"requests": 9.0}, workers=4, now=0.0)
-    assert quota.share == {"requests": 9.0, "concurrency": 0.0}
+    quota.resize(share, workers=4, now=0.0)
     assert quota.wait_s(0.0, 0.0) == math.inf
 
 
@@ -120,18 +114,10 @@ def test_forecasts_take_an_equal_part_where_the_share_is_less():
     assert quota.per_window()[0] == 15.0
     assert quota.burst == 15.0
     assert quota.tokens_per_window() == 500.0
-
-
-def test_a_request_fits_ever_if_it_fits_the_whole_limit():
-    quota = shared(tokens_per_minute=600)
-    assert quota.most_tokens >= 600.0
-    assert quota.most_tokens < 601.0
-
-
-def test_slots_of_this_process_bound_its_share_of_the_concurrency():
-    quota = SharedQuota(Limits(concurrency=10), source="s", slots=2)
-    quota.resize({"concurrency": 9.0}, workers=1, now=0.0)
-    assert quota.concurrency == 2
+    assert 600.0 <= quota.most_tokens < 601.0, "a request fits if it fits the whole limit"
+    slots = SharedQuota(Limits(concurrency=10), source="s", slots=2)
+    slots.resize({"concurrency": 9.0}, workers=1, now=0.0)
+    assert slots.concurrency == 2
 
 
 def test_a_limit_that_is_lowered_lowers_the_share_and_one_that_is_raised_does_not():

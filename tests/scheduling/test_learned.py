@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.quotas.use import QuotaUse
+from qreward_plugins.quotas.quota import QuotaUse
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
-import anthropic
 import httpx
 import httpx2
 import openai
@@ -40,16 +39,6 @@ def test_answers_and_streams(library):
         with ThreadPoolExecutor(8) as threads:
             futures = [threads.submit(create) for _ in range(16)]
             assert [future.result().choices[0].message.content for future in futures] == [TEXT] * 16
-
-
-def test_anthropic():
-    with server_of() as server:
-        transport = QRewardSyncTransport(tree_of(server, dialect="anthropic"))
-        with client_of(transport, sdk=anthropic.Anthropic) as client:
-            with client.messages.stream(model="gpt-5", max_tokens=99, messages=ASKED) as stream:
-                assert "".join(stream.text_stream) == TEXT
-            with pytest.raises(anthropic.NotFoundError, match="no model 'x'"):
-                client.messages.create(model="x", max_tokens=99, messages=ASKED)
 
 
 def test_errors_and_hanging_up():

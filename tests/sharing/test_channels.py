@@ -62,32 +62,11 @@ def test_ray_shares_or_says_why_it_cannot(up):
     assert "ray.init()" in str(caught.value)
 
 
-def test_local_divides_the_limit_among_the_processes_that_it_is_told_of(up):
-    made = engine("local", processes=4)
+@pytest.mark.parametrize(("shared", "part"), [("local", 2), ("off", 8)])
+def test_local_divides_the_limit_among_its_processes_and_off_gives_each_the_whole(up, shared, part):
+    made = engine(shared, processes=4)
     assert not is_shared(made)
-    assert made.upstreams["a"].quota.concurrency == 2
-
-
-def test_off_gives_every_process_the_whole_limit(up):
-    made = engine("off", processes=4)
-    assert not is_shared(made)
-    assert made.upstreams["a"].quota.concurrency == 8
-
-
-def test_nothing_is_sent_before_the_keeper_has_given_something(up):
-    if up:
-        assert engine("auto", processes=4).upstreams["a"].quota.concurrency == 0
-
-
-def test_a_shared_engine_can_tell_how_it_is_before_it_has_a_share(up):
-    statistics = engine("auto").statistics()
-    assert statistics.sources["a"].in_flight == 0
-
-
-def test_asking_whether_ray_is_up_does_not_import_it(monkeypatch):
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
-    assert ray_is_up() is False
-    assert "ray" not in sys.modules
+    assert made.upstreams["a"].quota.concurrency == part
 
 
 def test_what_is_called_ray_may_be_anything(monkeypatch):

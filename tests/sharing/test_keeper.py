@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.sharing.division import TURN_S
-from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, RECALL_EVERY_S, TTL_S, Keeper
+from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S, Keeper
 from qreward_plugins.sharing.messages import Part, Report, SourceNews, SourceReport
 
 LIMIT, WINDOW_S = 100.0, 60.0
@@ -48,13 +47,6 @@ def known(desk, *workers):
     """Let the keeper know workers, whose next report is number 1."""
     for worker in workers:
         desk.report(worker, 0)
-
-
-def test_the_first_report_is_answered_at_once(desk):
-    (answer,) = desk.report("a", 0).values()
-    assert (answer.boot, answer.number) == ("k", 0)
-    assert answer.sources["s"].workers == 1
-    assert answer.sources["s"].grants["requests"].share == LIMIT
 
 
 def test_a_report_with_nothing_to_say_to_is_held(desk):
@@ -108,17 +100,6 @@ def test_who_leaves_is_forgotten_at_once_and_what_it_spent_since_its_last_report
     assert desk.report("a", 2, leaves=True, spent=[(20.0, 60.0)]) == {("a", 1): None, ("a", 2): None}
     assert desk.keeper.workers == 1
     assert desk.share("b", 1, more=1000.0) == 40.0
-
-
-def test_who_holds_what_others_wait_for_is_asked_for_it(desk):
-    known(desk, "a", "b")
-    desk.report("a", 1, share=LIMIT, more=1000.0)
-    desk.wait(TURN_S + RECALL_EVERY_S)
-    desk.report("b", 1, more=1000.0)
-    answers = desk.wait(RECALL_EVERY_S)
-    grant = answers["a", 1].sources["s"].grants["requests"]
-    assert grant.recall
-    assert grant.target == LIMIT / 2
 
 
 def test_an_heir_gives_nothing_away_until_nobody_can_have_anything_untold():
@@ -177,16 +158,6 @@ def test_what_one_learns_all_hear_at_once(desk):
     desk.wait(2.0)
     answers = desk.report("c", 0)
     assert answers["c", 0].sources["s"].news.pause_s == 5.0
-
-
-def test_a_recovery_ends_a_rest_for_all(desk):
-    known(desk, "a", "b")
-    desk.report("b", 1, share=50.0)
-    assert desk.report("a", 1, share=50.0, news=SourceNews(open_s=30.0))["b", 1].sources["s"].news.open_s == 30.0
-    desk.report("b", 2, share=50.0)
-    news = desk.report("a", 2, share=50.0, news=SourceNews(recovered=True))["b", 2].sources["s"].news
-    assert news.recovered
-    assert news.open_s == 0.0
 
 
 def test_who_asked_again_before_it_heard_is_told_again(desk):

@@ -25,9 +25,6 @@ def key(**fields):
 def test_a_source_is_known_by_what_the_provider_sees_and_not_by_its_name():
     assert keys(a=BASE)["a"] == keys(other=BASE)["other"]
     assert re.fullmatch(r"[0-9a-f]{24}", key())
-
-
-def test_limits_timeouts_and_prices_are_no_part_of_it():
     assert key(limits={"requests_per_minute": 5}, timeouts={"total_s": 9}, price={"per_request": 1.0}) == key()
 
 
@@ -46,11 +43,6 @@ def test_an_other_endpoint_model_key_or_header_is_another_source(fields):
     assert key(**fields) != key()
 
 
-def test_replicas_are_one_source_in_any_order():
-    addresses = ["http://a.example/v1", "http://b.example/v1"]
-    assert key(base_url=addresses) == key(base_url=addresses[::-1])
-
-
 def test_a_key_from_the_environment_is_the_same_as_one_that_is_written(monkeypatch):
     monkeypatch.setenv("THE_KEY", "one-secret")
     by_name = {name: value for name, value in BASE.items() if name != "api_key"} | {"api_key_env": "THE_KEY"}
@@ -65,10 +57,6 @@ def test_the_same_endpoint_twice_in_one_configuration_is_two_sources():
     assert twice == keys(b=BASE, a=BASE)
 
 
-def test_nothing_secret_can_be_read_from_it():
-    assert "one-secret" not in repr(keys(a=BASE))
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -80,6 +68,7 @@ def test_nothing_secret_can_be_read_from_it():
         ("http://[::1]:8000/v1", "http://[0:0:0:0:0:0:0:1]:8000/v1"),
         ("http://judge.example/~me/v1", "http://judge.example/%7Eme/v1"),
         ("http://judge.example/v1", ["http://judge.example/v1", "http://judge.example:80/v1"]),
+        (["http://a.example/v1", "http://b.example/v1"], ["http://b.example/v1", "http://a.example/v1"]),
     ],
 )
 def test_an_address_is_the_same_in_every_spelling(one, other):
@@ -93,13 +82,10 @@ def test_headers_are_compared_as_they_are_sent():
     assert key(api_key=" one-secret\n") == key()
 
 
-def test_a_file_of_functions_is_known_by_its_whole_path(tmp_path, monkeypatch):
+def test_functions_are_known_by_what_they_call(tmp_path, monkeypatch):
+    def of(function):
+        return keys(a={"kind": "function", "function": function})["a"]
+
     monkeypatch.chdir(tmp_path)
-    one = {"kind": "function", "function": f"{tmp_path}/judges.py:grade"}
-    assert keys(a=one)["a"] == keys(a={**one, "function": "./judges.py:grade"})["a"]
-
-
-def test_functions_are_known_by_what_they_call():
-    one = {"kind": "function", "function": "scoring.judges:grade"}
-    assert keys(a=one)["a"] == keys(b=one)["b"]
-    assert keys(a=one)["a"] != keys(a={**one, "function": "scoring.judges:other"})["a"]
+    assert of(f"{tmp_path}/judges.py:grade") == of("./judges.py:grade")
+    assert of("scoring.judges:grade") != of("scoring.judges:other")

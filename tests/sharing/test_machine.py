@@ -26,8 +26,8 @@ from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.sharing.machine_channel import MachineChannel
 from qreward_plugins.sharing.machine_keeper import IDLE_S, LOCK, LOOK_EVERY_S, command
 from qreward_plugins.sharing.member import Demand, Member
+from qreward_plugins.sharing.private_directory import VARIABLE
 from qreward_plugins.simulation import run
-from qreward_plugins.system.private_directory import VARIABLE
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import Program, make_config, make_sample, wait_until

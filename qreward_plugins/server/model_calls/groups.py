@@ -60,18 +60,11 @@ class ModelGroups:
             if not is_glob(pattern):
                 found[pattern] = None
                 continue
-            known = [
-                model for model in answering.values() if self._has_sources(model) and self._first(model) == pattern
-            ]
+            group = self._config.models[pattern]
+            asked = ((model, *sources_for_model(self._config, model)) for model in answering.values())
+            known = [model for model, names, route in asked if names and route is group]
             found.update(dict.fromkeys(known or [pattern]))
         return tuple(found)
-
-    def _has_sources(self, model: str) -> bool:
-        return bool(sources_for_model(self._config, model)[0])
-
-    def _first(self, model: str) -> str | None:
-        route = sources_for_model(self._config, model)[1]
-        return next((pattern for pattern, group in self._config.models.items() if group is route), None)
 
 
 def _weights(group: ModelRoute) -> Callable[[Upstream], float]:

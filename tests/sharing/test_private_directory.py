@@ -6,20 +6,16 @@ import errno
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from qreward_plugins import ConfigurationError
-from qreward_plugins.replicas import PoolSpec, Topology
-from qreward_plugins.sharing.machine_keeper import SOCKET
-from qreward_plugins.system import private_directory as module
-from qreward_plugins.system.private_directory import LONGEST_SOCKET_NAME, private_directory
-from qreward_plugins.system.processes import is_own_user
+from qreward_plugins.sharing import private_directory as module
+from qreward_plugins.sharing.machine_keeper import SOCKET, is_own_user
+from qreward_plugins.sharing.private_directory import private_directory
 
-from .kit.disks import NOBODY, read_only
+from ..kit.disks import NOBODY, read_only
 
 
 @pytest.fixture
@@ -50,14 +46,6 @@ def test_it_is_made_for_this_user_alone_whatever_the_umask(directory):
         os.umask(umask)
     assert made.stat().st_mode & 0o777 == 0o700
     assert private_directory(str(made)) == made
-
-
-def test_the_place_does_not_depend_on_the_environment(directory):
-    """A login shell has other variables than a worker of Ray of the same user, and both must come to one place."""
-    program = "from qreward_plugins.system.private_directory import USUAL; print(USUAL)"
-    env = {**os.environ, **dict.fromkeys(("XDG_RUNTIME_DIR", "TMPDIR", "HOME"), str(directory))}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "/tmp/qreward-{uid}\n"
 
 
 def test_a_place_that_cannot_be_made_is_named(monkeypatch):
@@ -124,18 +112,12 @@ def test_a_link_and_a_file_of_this_user_are_no_directories(directory):
 def test_a_path_that_is_too_long_for_a_socket_is_refused_with_both_lengths(short_directory):
     # Nothing is made: the check comes first.
     said = refused("/nowhere/" + "x" * 100)
-    assert f"path of {9 + 100 + 1 + LONGEST_SOCKET_NAME} bytes, and a system takes {module.LONGEST_SOCKET_PATH}" in said
+    assert f"path of {9 + 100 + 1 + len(SOCKET)} bytes, and a system takes {module.LONGEST_SOCKET_PATH}" in said
     longest = int(re.search(r"at most (\d+) bytes", said)[1])
     path = f"{short_directory}/{'x' * (longest - len(short_directory) - 1)}"
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(private_directory(path) / ("n" * LONGEST_SOCKET_NAME)))
+        listening.bind(str(private_directory(path) / SOCKET))
     assert "too long" in refused(path + "x")
-
-
-def test_the_names_of_all_sockets_are_short_enough(directory):
-    spec = PoolSpec("own", "command", "judge", Topology(1))
-    assert len(f"{spec.key}.sock") <= LONGEST_SOCKET_NAME
-    assert len(SOCKET) <= LONGEST_SOCKET_NAME
 
 
 def test_the_process_at_the_other_end_is_one_of_this_user(monkeypatch):

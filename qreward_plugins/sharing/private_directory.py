@@ -1,4 +1,4 @@
-"""The directory in which the processes of one user on one machine find what they share: limits.
+"""The directory in which the processes of one user on one machine find the keeper of their limits.
 
 Every process of the user must come to the same directory, and nobody else may write to it. The default is
 /tmp/qreward-UID, whatever else the environment of a process says: schedulers set another TMPDIR for each job, and
@@ -15,11 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigurationError, Mistake
+from .machine_keeper import SOCKET
 
 LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 """Most bytes of a socket's path: the system has room for one more, the zero at its end."""
-LONGEST_SOCKET_NAME = len("keeper.9999999999.sock")
-"""Most bytes of a socket's name in the directory."""
 USUAL = "/tmp/qreward-{uid}"
 """The default."""
 VARIABLE = "QREWARD_SHARED_DIRECTORY"
@@ -38,11 +37,11 @@ def private_directory(configured: str | None = None) -> Path:
     path = Path(usual if configured is None else configured).expanduser()
     if not path.is_absolute():
         path = Path.cwd() / path
-    length = len(os.fsencode(path)) + 1 + LONGEST_SOCKET_NAME
+    length = len(os.fsencode(path)) + 1 + len(SOCKET)
     if length > LONGEST_SOCKET_PATH:
         problem = f"{path} is too long: a socket in it would have a path of {length} bytes, and a system takes "
         problem += f"{LONGEST_SOCKET_PATH}."
-        most = LONGEST_SOCKET_PATH - 1 - LONGEST_SOCKET_NAME
+        most = LONGEST_SOCKET_PATH - 1 - len(SOCKET)
         raise _refused(problem, f"Name a directory whose path has at most {most} bytes.")
     try:
         # makedirs gives the mode to the last directory only.

@@ -7,13 +7,12 @@ verl's reward function, so a user who has a function needs no configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins import Config
-from qreward_plugins.adapters import FunctionSource, load_layers, with_framework
+from qreward_plugins.adapters import load_layers, with_framework
 
 COMPUTE_SCORE = "verl_adapter:compute_score"
 """The `function` of a source that stands for the reward function of this verl run, default or custom."""
@@ -42,13 +41,6 @@ def with_reward_model(config: Config, address: str | None) -> Config:
         "without which verl asks no reward manager."
     )
     return with_framework(config, addresses, framework="this run of verl", remedy=remedy)
-
-
-def reward_function_sources(config: Config) -> Iterator[tuple[str, FunctionSource.Config]]:
-    """The sources of `config` that stand for verl's reward function."""
-    for name, source in config.sources.items():
-        if isinstance(source, FunctionSource.Config) and source.function == COMPUTE_SCORE:
-            yield name, source
 
 
 def processes_of(trainer: DictConfig) -> int:

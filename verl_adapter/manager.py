@@ -26,9 +26,9 @@ from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .rewards import ExtraInfo, KeysRead
 from .rollouts import is_padding, response_ids, to_sample, unreadable
-from .settings import load_settings, processes_of, with_reward_model
+from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .startup import check_columns, refuse_failures, warn_of_ignored_settings
-from .trainers import is_scored_at_once, trainer_of
+from .trainers import trainer_of
 
 _NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch, and verl drops its score")
 

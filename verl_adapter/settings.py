@@ -1,4 +1,4 @@
-"""Loads the qreward configuration of a verl run.
+"""Loads the qreward configuration of a verl run, and reads what we need of verl's own.
 
 The tree may be inline (`+qreward.sources...`, or a config group `+qreward=name`), in a file that `+qreward.config` or
 the environment variable `QREWARD_CONFIG` names, or in both; inline keys win. A tree without judges gets one that runs
@@ -47,6 +47,18 @@ def processes_of(trainer: DictConfig) -> int:
     """How many processes share the limits: verl's number of reward workers."""
     workers = OmegaConf.select(trainer, "reward.num_workers") or OmegaConf.select(trainer, "reward_model.num_workers")
     return int(workers or 1)
+
+
+def is_scored_at_once(config: DictConfig) -> bool:
+    """Whether a whole batch is scored after the rollout, because verl's reward model and the rollout share the GPUs."""
+    return bool(OmegaConf.select(config, "reward.reward_model.enable")) and not OmegaConf.select(
+        config, "reward.reward_model.enable_resource_pool"
+    )
+
+
+def estimator_of(config: DictConfig) -> str:
+    """The name of the advantage estimator."""
+    return str(OmegaConf.select(config, "algorithm.adv_estimator") or "gae")
 
 
 _REWARD_FUNCTION = {

@@ -36,9 +36,9 @@ itself by way of others.
 CEILINGS = {
     "class names that stand twice": 32,
     "constructors with more than two on_* callbacks": 2,
-    "modules below 60 lines": 34,
+    "modules below 60 lines": 29,
     "modules above 450 lines": 0,
-    "names of modules that are no nouns": 17,
+    "names of modules that are no nouns": 14,
     "floors of files in scheduling": 14,
     "floors of files in sources": 10,
 }

@@ -12,20 +12,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from qreward_plugins import Config, EnginePortal, Failed, Outcome, RewardEngine, Sample, group_means
-from qreward_plugins.adapters import Groups, number_of, without_colocated
+from qreward_plugins.adapters import FunctionSource, Groups, number_of, without_colocated
 
 from . import phases
-from .functions import ComputeScore, open_reward_function, reward_secrets
+from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .rewards import ExtraInfo, is_absent, unpacked
 from .rollouts import response_ids, to_sample, unreadable
-from .settings import load_settings, reward_function_sources, with_reward_model
+from .settings import load_settings, with_reward_model
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +41,8 @@ class QRewardBatchManager:
     The arguments are verl's (trainer/ppo/reward.py of 0.4 to 0.7.0). `qreward` is the inline tree, which verl takes
     from `reward_model.reward_kwargs.qreward`; without it `QREWARD_CONFIG` names a file. `reward_fn_key` is the column
     that holds the data source. `num_examine`, how many samples to print, is ignored: use a journal to see every sample.
-    verl makes one manager for training and one for validation. With the same configuration they share one engine, and
-    so the limits. Raises `ConfigurationError`.
+    verl makes one manager for training and one for validation, with the same reward function. With the same
+    configuration they share one engine, and so the limits. Raises `ConfigurationError`.
     """
 
     def __init__(
@@ -64,9 +63,10 @@ class QRewardBatchManager:
         )
         self._on_failure = settings.on_failure
         self._resources = ExitStack()
-        function = compute_score if any(reward_function_sources(settings)) else None
         engine, self._portal = self._resources.enter_context(
-            _shared_engine(settings, function, lambda: _make_engine(settings, config, compute_score))
+            _shared_engine(
+                settings, lambda: open_reward_functions(settings, trainer=config, compute_score=compute_score)
+            )
         )
         self._extra_info = ExtraInfo(engine, secrets=reward_secrets(config, compute_score))
 
@@ -110,22 +110,13 @@ class QRewardBatchManager:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def _make_engine(settings: Config, trainer: DictConfig | None, compute_score: ComputeScore | None) -> RewardEngine:
-    sources = {
-        name: open_reward_function(name, node, trainer=trainer, compute_score=compute_score, kwargs={})
-        for name, node in reward_function_sources(settings)
-    }
-    return RewardEngine(settings, sources=sources)
-
-
 @dataclass
 class _Shared:
     process: int
     settings: Config
-    function: Any
     engine: RewardEngine
     portal: EnginePortal
-    resources: ExitStack = field(default_factory=ExitStack)
+    resources: ExitStack
     users: int = 0
 
 
@@ -135,20 +126,19 @@ _open: list[_Shared] = []
 
 @contextmanager
 def _shared_engine(
-    settings: Config, function: ComputeScore | None, make: Callable[[], RewardEngine]
+    settings: Config, sources: Callable[[], Mapping[str, FunctionSource]]
 ) -> Iterator[tuple[RewardEngine, EnginePortal]]:
-    """Yield this process's engine for `settings` and the reward function (None: no judge calls it), and its portal.
-
-    `make` makes the engine for the first user; it closes when the last user leaves. Any thread may enter.
+    """Yield this process's engine for `settings`, and its portal. It is made for the first user, with `sources`, and
+    closes when the last one leaves. Any thread may enter.
     """
     # The manager handles failed samples, so managers that differ only in these keys share an engine.
     settings = settings.model_copy(update={"on_failure": "auto", "groups": Groups()})
     # A forked process inherits the list, but not the threads of the engines in it.
-    wanted = (os.getpid(), settings, _name_of(function))
+    wanted = (os.getpid(), settings)
     with _lock:
-        shared = next((each for each in _open if (each.process, each.settings, each.function) == wanted), None)
+        shared = next((each for each in _open if (each.process, each.settings) == wanted), None)
         if shared is None:
-            engine, resources = make(), ExitStack()
+            engine, resources = RewardEngine(settings, sources=sources()), ExitStack()
             shared = _Shared(*wanted, engine, resources.enter_context(engine.portal()), resources)
             _open.append(shared)
         shared.users += 1
@@ -160,14 +150,6 @@ def _shared_engine(
             if not shared.users:
                 _open.remove(shared)
                 shared.resources.close()
-
-
-def _name_of(function: Any) -> Any:
-    """What tells reward functions apart: verl loads a file anew for every manager, so their identity does not."""
-    if isinstance(function, partial):
-        return _name_of(function.func), *map(_name_of, function.args), function.keywords
-    code = getattr(function, "__code__", None)
-    return function if code is None else (code.co_filename, function.__qualname__)
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

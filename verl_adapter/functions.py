@@ -10,39 +10,56 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
-from types import CellType
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from qreward_plugins import Config
 from qreward_plugins.adapters import FunctionSource, environment_secrets, secrets_in, with_secrets
+
+from .settings import COMPUTE_SCORE
 
 ComputeScore = Callable[..., Any]
 
 _DEFAULT = "verl.utils.reward_score:default_compute_score"
 _SHORTEST_SECRET_CHARS = 8
-_DEEPEST_WRAPPER = 8
 
 
-def open_reward_function(
-    name: str,
-    node: FunctionSource.Config,
+def open_reward_functions(
+    settings: Config,
     *,
     trainer: DictConfig | None,
     compute_score: ComputeScore | None,
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
     processes: int = 1,
-) -> FunctionSource:
-    """The source that runs verl's reward function.
+) -> dict[str, FunctionSource]:
+    """The sources of `settings` that run verl's reward function, by name.
 
     Args:
-        node: its configuration; sync functions run in worker processes unless it has `mode: thread`.
+        settings: their configuration; sync functions run in worker processes unless a source has `mode: thread`.
         trainer: verl's configuration, from which a worker process loads the function.
         compute_score: the function that verl loaded in this process.
         kwargs: what verl adds to every call (the router's address and the reward model's tokenizer).
         processes: the number of reward workers; together they start no more worker processes than there are processors.
     """
+    return {
+        name: _opened(name, node, trainer, compute_score, kwargs, processes)
+        for name, node in settings.sources.items()
+        if isinstance(node, FunctionSource.Config) and node.function == COMPUTE_SCORE
+    }
+
+
+def _opened(
+    name: str,
+    node: FunctionSource.Config,
+    trainer: DictConfig | None,
+    compute_score: ComputeScore | None,
+    kwargs: Mapping[str, Any],
+    processes: int,
+) -> FunctionSource:
     if node.workers is None:
         node = node.model_copy(update={"workers": max(1, (os.cpu_count() or 1) // processes)})
     secrets = reward_secrets(trainer, compute_score)
@@ -68,7 +85,7 @@ def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | Non
     value from the environment is recognised by its text. Older versions of verl pass only `compute_score`, to which the
     arguments are bound.
     """
-    given: list[Any] = list(_bound(compute_score))
+    given = [_container(value) for value in _bound(compute_score) if isinstance(value, Mapping)]
     for key in ("reward.custom_reward_function", "custom_reward_function"):
         given.append(_container(None if trainer is None else OmegaConf.select(trainer, f"{key}.reward_kwargs")))
     url = None if trainer is None else OmegaConf.select(trainer, "reward.sandbox_fusion.url")
@@ -81,27 +98,14 @@ def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | Non
     return tuple(dict.fromkeys(found))
 
 
-def _bound(function: Any, depth: int = 0) -> Iterator[Any]:
-    """The mappings of arguments bound to a function, by `partial` or in a closure."""
-    if depth > _DEEPEST_WRAPPER:
-        return
-    if isinstance(function, partial):
-        yield _container(function.keywords)
-        inner = [function.func, *function.args]
-    else:
-        inner = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
-    for value in inner:
-        if isinstance(value, Mapping):
-            yield _container(value)
-        elif callable(value):
-            yield from _bound(value, depth + 1)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # still empty
-        return None
+def _bound(function: Any) -> Iterator[Any]:
+    """The mappings of arguments bound to a function, by `partial`, or in its closure (verl 0.4 and 0.5)."""
+    while isinstance(function, partial):
+        yield from (function.keywords, *function.args)
+        function = function.func
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # still empty
+            yield cell.cell_contents
 
 
 def _container(value: Any) -> Any:

@@ -23,12 +23,12 @@ from qreward_plugins import Cause, Failed, Outcome, RewardEngine, Sample
 from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
 
 from . import phases, trainer_hooks
-from .functions import ComputeScore, open_reward_function, reward_secrets
+from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .rewards import ExtraInfo, KeysRead
 from .rollouts import is_padding, response_ids, to_sample, unreadable
-from .settings import load_settings, processes_of, reward_function_sources, with_reward_model
+from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .startup import check_columns, refuse_failures, warn_of_ignored_settings
-from .trainers import is_scored_at_once, trainer_of
+from .trainers import trainer_of
 
 _NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch, and verl drops its score")
 
@@ -62,17 +62,14 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         if trainer is None or not trainer.tells_phases:
             settings = without_colocated(settings, phases.UNKNOWN, remedy=phases.REMEDY)
         self._lacks_columns = trainer is not None and trainer.name == "v1" and is_scored_at_once(config)
-        router = (
-            {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
-            if reward_router_address is not None
-            else {}
+        router = {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
+        sources = open_reward_functions(
+            settings,
+            trainer=config,
+            compute_score=compute_score,
+            kwargs={} if reward_router_address is None else router,
+            processes=processes_of(config),
         )
-        sources = {
-            name: open_reward_function(
-                name, node, trainer=config, compute_score=compute_score, kwargs=router, processes=processes_of(config)
-            )
-            for name, node in reward_function_sources(settings)
-        }
         self.engine = RewardEngine(settings, processes=processes_of(config), sources=sources)
         self._means = RunningMeans()
         self._extra_info = ExtraInfo(

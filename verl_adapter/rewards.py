@@ -45,7 +45,7 @@ from qreward_plugins.adapters import (
     sources_of,
 )
 
-from .trainers import estimator_of
+from .settings import estimator_of
 
 PREFIX = "qreward/"
 

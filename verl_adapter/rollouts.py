@@ -53,8 +53,6 @@ def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: s
     loop of your own can, in `extra_fields["qreward_images"]`.
     """
     columns: Mapping[str, Any] = item.non_tensor_batch
-    info = columns.get("extra_info")
-    step = _plain(columns.get("global_steps"))
     uid = columns.get("uid")
     shown = read_or_unreadable(lambda: attach(_messages(item, decode), _images(columns)))
     messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
@@ -63,9 +61,7 @@ def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: s
         response=response,
         ground_truth=read_or_unreadable(lambda: _ground_truth(columns)),
         data_source=_data_source(columns, data_source_column),
-        group_id=None if uid is None else str(uid),
-        step=step if isinstance(step, int) else None,
-        split="val" if isinstance(info, Mapping) and info.get(VALIDATION) else None,
+        **_place(columns),
         extras=read_or_unreadable(lambda: _extras(columns)),
         id=None if uid is None else f"{uid}/{_plain(columns.get('session_id', ''))}",
         response_images=read_or_unreadable(lambda: _response_images(columns, images)),
@@ -109,26 +105,30 @@ def _data_source(columns: Mapping[str, Any], column: str) -> Any:
     return value if value is None else name_or_unreadable(value)
 
 
+def _place(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The group, the step and the split of a row."""
+    uid, step = columns.get("uid"), _plain(columns.get("global_steps"))
+    return {
+        "group_id": None if uid is None else str(uid),
+        "step": step if isinstance(step, int) else None,
+        "split": "val" if _is_marked(columns, VALIDATION) else None,
+    }
+
+
 def is_padding(item: Any) -> bool:
     """Whether a row only fills up a batch."""
-    info = item.non_tensor_batch.get("extra_info")
-    return isinstance(info, Mapping) and bool(info.get(PADDING))
+    return _is_marked(item.non_tensor_batch, PADDING)
+
+
+def _is_marked(columns: Mapping[str, Any], mark: str) -> bool:
+    info = columns.get("extra_info")
+    return isinstance(info, Mapping) and bool(info.get(mark))
 
 
 def unreadable(item: Any, error: Exception) -> tuple[Sample, Failed]:
     """The failure of a row for which `to_sample` raised `error`, and a sample with its group, step and split."""
-    columns: Mapping[str, Any] = item.non_tensor_batch
-    info = columns.get("extra_info")
-    uid, step = columns.get("uid"), _plain(columns.get("global_steps"))
-    sample = Sample(
-        messages=[],
-        response="",
-        group_id=None if uid is None else str(uid),
-        step=step if isinstance(step, int) else None,
-        split="val" if isinstance(info, Mapping) and info.get(VALIDATION) else None,
-    )
     detail = f"the rollout cannot be read: {described_error(error)}"
-    return sample, Failed(Cause.INFRA, "input", detail)
+    return Sample(messages=[], response="", **_place(item.non_tensor_batch)), Failed(Cause.INFRA, "input", detail)
 
 
 def _messages(item: Any, decode: Decode) -> list[Message]:

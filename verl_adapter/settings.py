@@ -1,4 +1,4 @@
-"""Loads the qreward configuration of a verl run.
+"""Loads the qreward configuration of a verl run, and reads what we need of verl's own.
 
 The tree may be inline (`+qreward.sources...`, or a config group `+qreward=name`), in a file that `+qreward.config` or
 the environment variable `QREWARD_CONFIG` names, or in both; inline keys win. A tree without judges gets one that runs
@@ -7,13 +7,12 @@ verl's reward function, so a user who has a function needs no configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins import Config
-from qreward_plugins.adapters import FunctionSource, load_layers, with_framework
+from qreward_plugins.adapters import load_layers, with_framework
 
 COMPUTE_SCORE = "verl_adapter:compute_score"
 """The `function` of a source that stands for the reward function of this verl run, default or custom."""
@@ -44,17 +43,22 @@ def with_reward_model(config: Config, address: str | None) -> Config:
     return with_framework(config, addresses, framework="this run of verl", remedy=remedy)
 
 
-def reward_function_sources(config: Config) -> Iterator[tuple[str, FunctionSource.Config]]:
-    """The sources of `config` that stand for verl's reward function."""
-    for name, source in config.sources.items():
-        if isinstance(source, FunctionSource.Config) and source.function == COMPUTE_SCORE:
-            yield name, source
-
-
 def processes_of(trainer: DictConfig) -> int:
     """How many processes share the limits: verl's number of reward workers."""
     workers = OmegaConf.select(trainer, "reward.num_workers") or OmegaConf.select(trainer, "reward_model.num_workers")
     return int(workers or 1)
+
+
+def is_scored_at_once(config: DictConfig) -> bool:
+    """Whether a whole batch is scored after the rollout, because verl's reward model and the rollout share the GPUs."""
+    return bool(OmegaConf.select(config, "reward.reward_model.enable")) and not OmegaConf.select(
+        config, "reward.reward_model.enable_resource_pool"
+    )
+
+
+def estimator_of(config: DictConfig) -> str:
+    """The name of the advantage estimator."""
+    return str(OmegaConf.select(config, "algorithm.adv_estimator") or "gae")
 
 
 _REWARD_FUNCTION = {

@@ -19,7 +19,8 @@ from qreward_plugins.adapters import LOGITS, judge_kind_of, judges_in_charge, pa
 
 from .advantages import KEEPS_OUT
 from .metrics import warn_once
-from .trainers import Name, Trainer, estimator_of, is_scored_at_once
+from .settings import estimator_of, is_scored_at_once
+from .trainers import Name, Trainer
 
 _log = logging.getLogger("verl_adapter")
 

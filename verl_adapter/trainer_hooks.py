@@ -32,9 +32,9 @@ from . import phases, validation
 from .advantages import Advantages
 from .metrics import RewardLog
 from .queue import noting_infos, of_scored_rows, with_extra_info
-from .settings import load_settings
+from .settings import estimator_of, load_settings
 from .startup import refuse_failures, refuse_impossible
-from .trainers import LEGACY_MODULE, V1_MODULE, Name, Trainer, calling_trainer, estimator_of, with_trainer
+from .trainers import LEGACY_MODULE, V1_MODULE, Name, Trainer, calling_trainer, with_trainer
 
 _log = logging.getLogger("verl_adapter")
 

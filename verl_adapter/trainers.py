@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 LEGACY_MODULE = "verl.trainer.ppo.ray_trainer"
 V1_MODULE = "verl.trainer.ppo.v1.trainer_base"
@@ -62,18 +62,6 @@ def calling_trainer() -> Name | None:
             return name
         frame = frame.f_back
     return None
-
-
-def is_scored_at_once(config: DictConfig) -> bool:
-    """Whether a whole batch is scored after the rollout, because verl's reward model and the rollout share the GPUs."""
-    return bool(OmegaConf.select(config, "reward.reward_model.enable")) and not OmegaConf.select(
-        config, "reward.reward_model.enable_resource_pool"
-    )
-
-
-def estimator_of(config: DictConfig) -> str:
-    """The name of the advantage estimator."""
-    return str(OmegaConf.select(config, "algorithm.adv_estimator") or "gae")
 
 
 def _name_of(owner: Any, v1: type[Any] | None, legacy: type[Any] | None) -> Name | None:

@@ -71,8 +71,8 @@ class RayOwner:
         """Do nothing: the actor ends with the job."""
 
 
-class ReplicaActor:
-    """Runs the server of one replica on its node. Its methods are those of `LocalServer`, and raise `ServerFailed`."""
+class ReplicaActor(LocalServer):
+    """The server of one replica, in an actor on its node."""
 
     def __init__(self, spec: PoolSpec, number: int) -> None:
         import ray
@@ -83,19 +83,10 @@ class ReplicaActor:
         # Ray may not have set the variables of the devices in this process (RAY_EXPERIMENTAL_NOSET_...).
         devices = replace(spec.topology, data_parallel=1, devices=tuple(ray.get_gpu_ids()), assigned=False)
         host = ray.util.get_node_ip_address()
-        self._server = LocalServer(spec, number, folder=folder, environment=devices.environment(0), host=host)
-
-    async def start(self, weights: Weights) -> str:
-        return await self._server.start(weights)
-
-    async def ended(self) -> ServerFailed:
-        return await self._server.ended()
-
-    async def call(self, operation: str, arguments: Mapping[str, Any]) -> Any:
-        return await self._server.call(operation, **arguments)
+        super().__init__(spec, number, folder=folder, environment=devices.environment(0), host=host)
 
     async def stop(self) -> None:
-        await self._server.stop()
+        await super().stop()
         if self._own_logs is not None:
             shutil.rmtree(self._own_logs, ignore_errors=True)
 
@@ -115,7 +106,7 @@ class RayServer:
         await in_thread(self._place)
         await self._placed()
         self._actor = await in_thread(self._start_actor)
-        self.url = await _answer(self._actor.start.remote(weights or Weights()))
+        self.url = await _answer(self._actor.start.remote(weights))
         return self.url
 
     async def ended(self) -> ServerFailed:
@@ -130,7 +121,7 @@ class RayServer:
         """See `LocalServer.call`. Raises `ServerFailed`."""
         if self._actor is None:
             raise ServerFailed("its actor has ended")
-        return await _answer(self._actor.call.remote(operation, arguments))
+        return await _answer(self._actor.call.remote(operation, **arguments))
 
     async def stop(self) -> None:
         """End the server, its actor and its placement group. Idempotent."""

@@ -140,7 +140,6 @@ def test_the_full_tree_is_valid() -> None:
         # Keys
         ("sources.fast.limits.concurency", 4, "", "unknown key. Did you mean `concurrency`?"),
         ("sources.fast.base-url", "x", "", "unknown key. Did you mean `base_url`?"),
-        ("sources.fast.sk-THEKEY1234567890", 1, 'sources.fast["(key 7)"]', "unknown key. Allowed here"),
         ("sources.fast.concurrency", 4, "", "unknown key. Write `limits.concurrency`. Requests in flight at once."),
         ("sources.fast.url", "x", "", "unknown key. Write `base_url`. URL up to and including the version, e.g. `https://api.example.com/v1`."),
         ("sources.local.url", 1, "", "unknown key. Allowed here: kind, function, limits, timeouts, price, version, weight, arguments, kwargs, mode, workers, batch. Only sources of kind http have this key."),
@@ -666,3 +665,10 @@ def test_judges_that_are_parts_of_each_other_are_one_mistake() -> None:
     assert {"one > two > three > one", "two > three > one > two", "three > one > two > three"} & {
         text[31:].split(".")[0]
     }
+
+
+def test_a_key_in_the_place_of_a_name_is_not_shown() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(changed("sources.fast.sk-THEKEY1234567890", 1))
+    assert "unknown key. Allowed here: kind, base_url" in str(caught.value)
+    assert "THEKEY" not in str(caught.value)

@@ -230,36 +230,3 @@ def test_a_spec_shows_no_secret_and_tells_pools_apart():
     assert "secret" not in repr(spec)
     assert spec.file_name == "a_b"
     assert spec.key != PoolSpec("a", "vllm", "m", topology).key
-
-
-class Server:
-    """A server whose starts go as `plan` says: an error, or seconds that it lives."""
-
-    def __init__(self, plan, log):
-        self.url, self.plan, self.log = "", plan, log
-
-    async def start(self, weights=None):
-        self.log.append(self)
-        what = self.plan[len(self.log) - 1]
-        if isinstance(what, Exception):
-            raise what
-        self.url, self.life_s = f"http://127.0.0.1:{len(self.log)}", what
-        return self.url
-
-    async def ended(self):
-        await asyncio.sleep(self.life_s)
-        return ServerFailed("it ended")
-
-    async def stop(self):
-        pass
-
-
-async def test_a_restart_that_raises_is_tried_again(stand_ins, monkeypatch):
-    """Such as one for which there is no free port."""
-    monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.0, 0.0))
-    log = []
-    pool = Pool(stand_ins.spec(), lambda number: Server([0, OSError("no free port"), 600], log))
-    await pool.start()
-    await comes(lambda: pool.states[0].restarts == 2 and pool.states[0].url)
-    assert pool.states[0].state == "up"
-    await pool.stop()

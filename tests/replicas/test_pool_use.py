@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import Future
 
 import pytest
-from pools import comes, kill
+from pools import comes
 
 from qreward_plugins.replicas import PoolSpec, Topology, pool_actor, pool_use
 from qreward_plugins.replicas.control import ServerFailed
@@ -41,37 +41,6 @@ async def test_engines_share_one_pool_which_ends_with_the_last_of_them(stand_ins
     await again.start()
     await again.aclose()
     assert stand_ins.living() == []
-
-
-async def test_all_users_are_told_why_a_start_failed(stand_ins):
-    uses = [PoolUse(stand_ins.spec("exit=1")) for _ in range(2)]
-    results = await asyncio.gather(*(use.start() for use in uses), return_exceptions=True)
-    for result in results:
-        assert isinstance(result, PoolFailed)
-        assert "replica 0: it ended before it was ready (exit code 1)" in str(result)
-        assert "no memory for the weights" in result.log
-    await asyncio.gather(*(use.aclose() for use in uses))
-    await comes(lambda: threads() == [])
-
-
-async def test_closing_during_the_start_leaves_nothing(stand_ins):
-    use = PoolUse(stand_ins.spec("never"))
-    starting = asyncio.ensure_future(use.start())
-    await comes(stand_ins.living)
-    await use.aclose()
-    with pytest.raises(PoolFailed):
-        await starting
-    assert stand_ins.living() == []
-    await comes(lambda: threads() == [])
-
-
-async def test_a_user_hears_of_a_replica_that_died(stand_ins):
-    use = PoolUse(stand_ins.spec(replicas=2, restarts=0))
-    await use.start()
-    kill(stand_ins.living()[0])
-    await comes(lambda: sorted(state.state for state in use.states) == ["failed", "up"])
-    assert sum(bool(state.url) for state in use.states) == 1
-    await use.aclose()
 
 
 async def test_an_owner_that_hangs_ends_the_wait(stand_ins, monkeypatch, caplog):

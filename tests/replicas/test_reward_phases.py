@@ -10,8 +10,6 @@ from pools import comes
 from test_weights import said, samples, states, tree
 
 from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted, RewardEngine
-from qreward_plugins.config import load_config
-from qreward_plugins.config.framework import colocated_sources, without_colocated
 from qreward_plugins.engine.reward_phases import SLEEP_WITHIN_S, RewardPhases
 
 pytestmark = pytest.mark.anyio
@@ -148,29 +146,7 @@ async def test_no_reload_adds_or_removes_such_servers(stand_ins):
         assert [change.effect for change in (await engine.reload(other)).changes] == ["drains", "at once"]
 
 
-async def test_the_portal_has_the_same_phases(stand_ins):
-    def play():
-        engine = RewardEngine(colocated(stand_ins, sleep_mode=True))
-        with engine.portal() as portal:
-            assert portal.colocated == ("own",)
-            portal.begin_rewards().result()
-            said(portal.score_all(samples(2)))
-            portal.end_rewards()
-            return states(engine)
-
-    assert await asyncio.to_thread(play) == ["asleep", "asleep"]
-
-
-async def test_it_is_refused_where_nobody_knows_the_phases(stand_ins):
-    config = load_config(colocated(stand_ins))
-    assert colocated_sources(config) == ("own",)
-    with pytest.raises(ConfigurationError) as raised:
-        without_colocated(config, "nobody knows when it trains.", remedy="Remove the key.")
-    assert [(mistake.path, mistake.problem) for mistake in raised.value.mistakes] == [
-        ("sources.own.colocated", "nobody knows when it trains.")
-    ]
-    plain = load_config(tree(stand_ins))
-    assert without_colocated(plain, "nobody knows.", remedy="Remove the key.") == plain
+def test_ray_gives_no_devices_of_the_trainer(stand_ins):
     with pytest.raises(ConfigurationError, match="Ray gives the trainer's GPUs to nobody else"):
         RewardEngine(colocated(stand_ins, placement="ray"))
 

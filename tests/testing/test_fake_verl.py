@@ -235,6 +235,13 @@ def test_a_session_that_failed_counts_as_wrong_where_there_is_acc():
     assert metrics["val-aux/fake/data/reward/mean@2"] == 1.0
 
 
+def test_a_row_of_a_validation_may_say_how_often_it_is_answered():
+    rows = [{"prompt": "a", "ground_truth": "1", "__rollout_n__": 2}]
+    overrides = [GRPO, "actor_rollout_ref.rollout.val_kwargs.n=4"]
+    with FakeVerlTrainer(overrides, reward=right, respond=lambda draft, rng: "1", val_rows=rows) as fake:
+        assert fake.validate().metrics["val-core/fake/data/acc/mean@2"] == 1.0
+
+
 def test_turns_of_tools_are_not_trained_and_of_several_outputs_the_last_is_judged():
     seen = []
 

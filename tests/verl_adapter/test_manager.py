@@ -296,14 +296,3 @@ def test_a_key_that_verl_would_print_is_warned_of(judge_overrides, caplog):
         FakeVerlTrainer([*judge_overrides(a=server), "+qreward.sources.a.api_key=sk-0123456789abcdef"]).close()
     assert "api_key_env" in caplog.text
     assert "sk-0123456789abcdef" not in caplog.text
-
-
-def test_scores_are_assembled_by_verl(compose, make_data):
-    from verl.trainer.ppo.reward import resolve_reward_manager_cls
-
-    data = make_data(["It is 42.", "No."])
-    manager = resolve_reward_manager_cls(compose("reward.reward_manager.name=qreward"))
-    rewards = manager.assemble_rm_scores(data, [0.75, 0.25])
-    assert rewards.shape == data.batch["responses"].shape
-    assert rewards[0].nonzero().tolist() == [[len("It is 42.") - 1]]
-    assert rewards[1].nonzero().tolist() == [[len("No.") - 1]]

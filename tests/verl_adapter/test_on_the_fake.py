@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 
 import numpy as np
 import pytest
@@ -242,16 +240,6 @@ def test_the_experimental_trainers_are_told_from_v1(trainer):
     assert validation.metrics["qreward/val/failed_rate"] in (0.0, 0.5, 1.0)
 
 
-def test_the_first_sample_that_fails_has_the_keys_of_all_others():
-    """Finding 7: the legacy trainer takes the keys of the first sample for all."""
-    style = "+qreward.judges.quality.criteria.style='is it well written?'"
-    faults = Faults(script=lambda number: "error_422" if number < 4 else None)
-    with JudgeServer(faults=faults) as server, play(server, "trainer.use_v1=False", style) as fake:
-        step = fake.step()
-    assert len({frozenset(info) for info in step.extra_info}) == 1
-    assert "qreward/score/style" in step.extra_info[0]
-
-
 def functions(*overrides, reward, **named):
     return FakeVerlTrainer(
         ["+reward_manager=qreward", GRPO, "reward.num_workers=2", *overrides], reward=reward, **named
@@ -281,17 +269,6 @@ def test_a_function_is_used_as_naive_uses_it(trainer):
             # `score` is a column of verl's own, so a function's is left to it; `reward` is the same.
             if not name.startswith("val-aux/num_turns") and "/score/" not in name:
                 assert our_validation.metrics[name] == value, name
-
-
-def test_a_filter_by_acc_works_with_a_function_that_returns_a_number():
-    filters = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]
-
-    def reward(data_source, solution_str, ground_truth, extra_info):
-        return float(ground_truth in solution_str)
-
-    respond = lambda draft, rng: f"It is {draft.ground_truth if draft.number else 'nothing'}"  # noqa: E731
-    with functions(*filters, reward=reward, respond=respond) as fake:
-        assert fake.step().scores == [0.0, 1.0, 1.0, 1.0] * 4
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
@@ -341,30 +318,3 @@ def test_no_score_is_too_large_for_float32(trainer):
     assert all(math.isfinite(score) for score in step.scores)
     assert sum(info["qreward/missing"] for info in step.extra_info) == 4
     assert not step.poisoned
-
-
-def test_a_reward_model_that_bypasses_managers_ends_the_run_before_it_begins():
-    """Finding 16."""
-    with pytest.raises(ConfigurationError, match=r"reward\.reward_model\.enable"):
-        functions("reward.reward_model.enable=True", reward=lambda **_: 1.0)
-
-
-def test_a_function_in_a_file_runs_in_worker_processes_that_have_no_verl(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "import os\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):\n"
-        "    return {'score': float(ground_truth in solution_str) + bonus, 'process': os.getpid()}\n"
-    )
-    overrides = [
-        f"reward.custom_reward_function.path={path}",
-        "+reward.custom_reward_function.reward_kwargs.bonus=0.25",
-        "data.train_batch_size=1",
-        "reward.num_workers=1",
-        "+qreward.sources.compute_score={kind: function, function: 'verl_adapter:compute_score', workers: 1}",
-        "+qreward.judges.compute_score={kind: function, sources: [compute_score]}",
-    ]
-    with functions(*overrides, reward=None, respond=lambda draft, rng: str(draft.ground_truth)) as fake:
-        step = fake.step()
-    assert step.scores == [1.25] * 4
-    assert {json.loads(info["qreward/returned"])["process"] for info in step.extra_info} != {os.getpid()}

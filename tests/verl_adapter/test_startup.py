@@ -62,17 +62,6 @@ def fake(*overrides, reward=lambda **_: {"score": 1.0, "a": 1.0, "b": 0.0}):
     return FakeVerlTrainer([OURS, "reward.num_workers=1", *overrides], reward=reward)
 
 
-@pytest.mark.parametrize("estimator", sorted(_BEYOND_V1))
-def test_the_run_ends_before_the_first_rollout_and_where_verl_would_end_it(estimator):
-    overrides = [f"algorithm.adv_estimator={estimator}", "+algorithm.gdpo_reward_keys=[a]"]
-    with pytest.raises(ConfigurationError, match=rf"`{estimator}` needs"):
-        fake(*overrides)
-    with FakeVerlTrainer(overrides, reward=lambda **_: 1.0) as naive, pytest.raises(ENDS) as caught:
-        naive.step()
-    with pytest.raises(type(caught.value)):
-        of_verl(estimator)
-
-
 def test_gdpo_works_in_the_legacy_trainer():
     with fake(*GDPO, LEGACY, reward=lambda **row: {"score": 1.0, "a": len(row["solution_str"]) % 3, "b": 0.0}) as run:
         step = run.step()

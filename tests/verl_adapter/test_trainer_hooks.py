@@ -8,7 +8,6 @@ import pickle
 import sys
 import threading
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
@@ -83,30 +82,6 @@ VALIDATES = trainer_hooks._VALIDATES
 SETTINGS = load_config(
     {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {"j": {"kind": "function"}}}
 )
-
-
-def test_a_trainer_is_wrapped_once_with_the_classes_made_of_it(monkeypatch):
-    class Base:
-        def _validate(self):
-            return "base"
-
-    class Derived(Base):
-        def _validate(self):
-            return super()._validate()
-
-    functions = {name: lambda: None for name in ("compute_advantage", "process_validation_metrics")}
-    module = SimpleNamespace(RayPPOTrainer=Base, **functions)
-    monkeypatch.setitem(sys.modules, LEGACY_MODULE, module)
-    for _ in range(2):
-        trainer_hooks.attach(SETTINGS)
-    for name, function in functions.items():
-        assert getattr(module, name).__wrapped__ is function
-    assert not hasattr(Base._validate.__wrapped__, "__wrapped__")
-    assert Derived._validate.__wrapped__.__qualname__.endswith("Derived._validate")
-    other = SimpleNamespace(RayPPOTrainer=type("Other", (), {"_validate": lambda self: None}))
-    monkeypatch.setitem(sys.modules, LEGACY_MODULE, other)
-    trainer_hooks.attach(SETTINGS)
-    assert not hasattr(other.RayPPOTrainer._validate, "__wrapped__"), "its means would count the marked rows"
 
 
 @pytest.mark.parametrize(
@@ -237,18 +212,3 @@ def test_rows_of_validation_are_marked_and_no_other_column_is_touched(tokenizer,
     assert marked([{"data_source": "a"}])["extra_info"].tolist() == [{VALIDATION: True}]
     sample = to_sample(make_data(["x"], columns={"extra_info": columns["extra_info"][:1]})[0], "x", tokenizer.decode)
     assert (sample.split, VALIDATION in sample.extras) == ("val", False)
-
-
-def test_a_validation_marks_its_rows_once():
-    class Trainer:
-        val_dataloader = SimpleNamespace(collate_fn=lambda rows: {"extra_info": rows})
-
-        @validation.marking
-        def _validate(self, merged=False):
-            return self.val_dataloader.collate_fn([{}]), merged
-
-    made = Trainer()
-    made._validate()
-    columns, merged = made._validate(merged=True)
-    assert columns["extra_info"].tolist() == [{VALIDATION: True}]
-    assert merged

@@ -95,7 +95,9 @@ class V1Trainer(TrainerBase):
         count = int(self.config.actor_rollout_ref.rollout.val_kwargs.n)
         for columns in self.val_dataloader:
             prompts = self._prompts(columns)
-            expected |= {(str(each["data_source"]), each["uid"]): count for each in prompts}
+            expected |= {
+                (str(each["data_source"]), each["uid"]): int(each.get("__rollout_n__", count)) for each in prompts
+            }
             sampled = self.setup.run(self._generate_and_sample(prompts))
             keys = [key for prompt in sampled for key in prompt.rows]
             self._reward_batch_apart("val", keys)

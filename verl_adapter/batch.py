@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -65,7 +66,9 @@ class QRewardBatchManager:
         self._resources = ExitStack()
         engine, self._portal = self._resources.enter_context(
             _shared_engine(
-                settings, lambda: open_reward_functions(settings, trainer=config, compute_score=compute_score)
+                settings,
+                _identity(compute_score),
+                lambda: open_reward_functions(settings, trainer=config, compute_score=compute_score),
             )
         )
         self._extra_info = ExtraInfo(engine, secrets=reward_secrets(config, compute_score))
@@ -114,6 +117,7 @@ class QRewardBatchManager:
 class _Shared:
     process: int
     settings: Config
+    function: list[object]
     engine: RewardEngine
     portal: EnginePortal
     resources: ExitStack
@@ -126,17 +130,17 @@ _open: list[_Shared] = []
 
 @contextmanager
 def _shared_engine(
-    settings: Config, sources: Callable[[], Mapping[str, FunctionSource]]
+    settings: Config, function: list[object], sources: Callable[[], Mapping[str, FunctionSource]]
 ) -> Iterator[tuple[RewardEngine, EnginePortal]]:
-    """Yield this process's engine for `settings`, and its portal. It is made for the first user, with `sources`, and
-    closes when the last one leaves. Any thread may enter.
+    """Yield this process's engine for `settings` and the reward function, and its portal. It is made for the first
+    user, with `sources`, and closes when the last one leaves. Any thread may enter.
     """
     # The manager handles failed samples, so managers that differ only in these keys share an engine.
     settings = settings.model_copy(update={"on_failure": "auto", "groups": Groups()})
     # A forked process inherits the list, but not the threads of the engines in it.
-    wanted = (os.getpid(), settings)
+    wanted = (os.getpid(), settings, function)
     with _lock:
-        shared = next((each for each in _open if (each.process, each.settings) == wanted), None)
+        shared = next((each for each in _open if (each.process, each.settings, each.function) == wanted), None)
         if shared is None:
             engine, resources = RewardEngine(settings, sources=sources()), ExitStack()
             shared = _Shared(*wanted, engine, resources.enter_context(engine.portal()), resources)
@@ -150,6 +154,16 @@ def _shared_engine(
             if not shared.users:
                 _open.remove(shared)
                 shared.resources.close()
+
+
+def _identity(function: ComputeScore | None) -> list[object]:
+    """What tells reward functions apart. verl loads the file for each manager, so equal ones are different objects."""
+    found: list[object] = []
+    while isinstance(function, partial):
+        found += [function.args, function.keywords]
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return [*found, function if code is None else (code.co_filename, code.co_firstlineno, code.co_name)]
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

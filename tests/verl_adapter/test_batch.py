@@ -168,6 +168,28 @@ def test_two_managers_of_one_process_keep_to_one_limit(make_manager, make_data):
         assert val(make_data(["42"])).sum() == 1.0, "who closes leaves the others theirs"
 
 
+def test_managers_share_a_reward_function_that_was_loaded_twice_and_no_other(tokenizer, tmp_path):
+    from functools import partial
+
+    from verl.utils.import_utils import load_extern_object
+
+    path = tmp_path / "rewards.py"
+    path.write_text("def one(*args, **kwargs):\n    return 1.0\n\n\ndef two(*args, **kwargs):\n    return 2.0\n")
+    managers = []
+
+    def engine(name, bonus):
+        loaded = load_extern_object(module_path=str(path), object_name=name)
+        managers.append(QRewardBatchManager(tokenizer, 0, partial(loaded, bonus=bonus)))
+        return managers[-1]._portal
+
+    first = engine("one", 1)
+    assert engine("one", 1) is first
+    assert engine("two", 1) is not first
+    assert engine("one", 2) is not first
+    for manager in managers:
+        manager.close()
+
+
 def test_every_column_is_as_long_as_the_batch_and_none_of_it_breaks_a_mean(make_manager, make_data):
     import numpy as np
 

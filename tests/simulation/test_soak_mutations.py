@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from qreward_plugins.engine import RewardEngine
-from qreward_plugins.engine.reloader import Reloader
+from qreward_plugins.engine.lifetime import Lifetime
 from qreward_plugins.engine.scoring import Scoring
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges.llm import LLMJudge
@@ -263,7 +263,7 @@ def a_reload_changes_the_judge_of_samples_under_way(monkeypatch):
 
 
 def a_removed_source_is_never_closed(monkeypatch):
-    monkeypatch.setattr(Reloader, "_close_later", lambda self, upstream: None)
+    monkeypatch.setattr(Lifetime, "close_later", lambda self, upstream: None)
 
 
 def priorities_do_not_matter(monkeypatch):

@@ -32,7 +32,7 @@ def command(
     """Start the servers of the sources of kind replicas, print their addresses, and supervise them.
 
     Trainings on this machine with the same source use these servers, and leave them running when they end. Ctrl-C or
-    SIGTERM stops the servers that nobody else uses.
+    SIGTERM stops the servers.
 
     Exit codes: 0 stopped; 2 the configuration has mistakes, or a server did not start.
     """
@@ -54,7 +54,7 @@ async def _serve(path: Path, names: Sequence[str]) -> int:
         say(OUT, "the servers run; stop them with Ctrl-C")
         with suppress(asyncio.CancelledError):
             await asyncio.get_running_loop().create_future()
-        say(OUT, "stopping the servers that nobody else uses ...")
+        say(OUT, "stopping the servers ...")
     finally:
         await asyncio.gather(*(source.aclose() for source in sources))
     return OK

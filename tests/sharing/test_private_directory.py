@@ -72,9 +72,8 @@ def test_a_directory_that_others_may_enter_is_refused(directory):
 def test_a_directory_that_cannot_be_written_is_refused(directory):
     directory.chmod(0o700)
     with read_only(directory):
-        directory_mode = 0o500
         os.seteuid(os.getuid())
-        directory.chmod(directory_mode)
+        directory.chmod(0o500)  # private, unlike what `read_only` makes of it
         if os.getuid() == 0:
             os.seteuid(NOBODY)
         assert "cannot be written to" in refused(directory)

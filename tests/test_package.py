@@ -36,7 +36,7 @@ itself by way of others.
 CEILINGS = {
     "class names that stand twice": 32,
     "constructors with more than two on_* callbacks": 2,
-    "modules below 60 lines": 29,
+    "modules below 60 lines": 25,
     "modules above 450 lines": 0,
     "names of modules that are no nouns": 14,
     "floors of files in scheduling": 14,

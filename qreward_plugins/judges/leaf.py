@@ -22,7 +22,6 @@ from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Answer, Call, CallFailed, Unanswered
 from ..sources.base import Reply, Request, Source
 from .base import Ask, Judge, JudgeFailed
-from .needs import unmet_needs
 
 _VERSION = 3
 """Version of how replies are read. Raise it with every change after which a judge reads another number or none."""
@@ -78,7 +77,19 @@ class Leaf(Judge):
         return {}
 
     def mistakes(self, sources: Mapping[str, Source]) -> Sequence[Mistake]:
-        return unmet_needs(self, sources)
+        """Return a mistake for every parameter that one of its opened sources would leave out. A source without the
+        method `unmet` can send everything.
+        """
+        found: dict[Mistake, None] = {}
+        for name, source in sources.items():
+            unmet = getattr(source, "unmet", None)
+            if not callable(unmet) or not self.parameters:
+                continue
+            for refusal in unmet(self.parameters, thinking_tokens=self.thinking_tokens):
+                problem = f"source {configured_name(name)!r}: {refusal.problem}"
+                remedy = refusal.remedy or "Leave it out, or name other sources for this judge."
+                found.setdefault(Mistake(f"judges.{self.name}.{refusal.key}", problem, remedy))
+        return list(found)
 
     @property
     def thinking_tokens(self) -> int:

@@ -16,18 +16,16 @@ from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
 from ..sources.kind import TEXT
-from .answer_form import answer_schema
 from .base import Opening
+from .control_tokens import is_blank
 from .fence import NONCE_LENGTH, draw_nonces, occurs_in
-from .finish_reasons import why_no_verdict
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
-from .prompt import Prompt, PromptConfig
+from .prompt import Prompt, PromptConfig, answer_schema
 from .sample_texts import SampleTexts
 from .templates import Page
 from .thinking import in_thoughts
-from .verdicts import ParsedVerdict, Scale, excerpt, parse_verdict
-from .visibility import is_blank
+from .verdicts import ParsedVerdict, Scale, excerpt, parse_verdict, why_no_verdict
 
 DEFAULT_TOKENS = 512
 """Longest completion of a model that does not think, in tokens."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import InvalidReply
 from ..sources.strict_json import MAX_NESTING, raw_decode, too_deep
@@ -39,6 +39,14 @@ _ID = re.compile(r'"id"\s*:\s*')
 _BRACKETS = {"[": re.compile(r"[\[\]]"), "{": re.compile(r"[{}]")}
 _INSIDE_SOMETHING = re.compile(r'(?:\[|"\s*:)\s*\Z')
 
+# Parts of the words of servers for why a completion ended. Words without such a part count as finished.
+# Servers use different words. Known words are recognised by a part of them. Unknown words count as finished:
+_CUT_OFF = re.compile(r"length|max_?(?:\w+_)?tokens|incomplete|truncated|token_limit|error_limit")
+_WITHHELD = re.compile(r"filter|safety|refus|sensitive|block|recitation|spii|prohibited|toxic|moderat|guardrail|policy")
+_BROKEN = re.compile(
+    r"error|abort|cancel|time_?out|insufficient|repetition|malformed|interrupt|fail|unavailable|overload"
+)
+
 RATIONALE_FORM = "<one or two sentences>"
 """The placeholder of the rationale in the form that the prompt shows. A reply that repeats it has copied the form."""
 
@@ -46,6 +54,19 @@ _NO_LETTER = re.compile(r"\W+")
 _FORM_WORDS = _NO_LETTER.sub(" ", RATIONALE_FORM).strip()
 _FORM_WORD = max(_FORM_WORDS.split(), key=len)
 """A word without which a text is not the form."""
+
+
+@lru_cache(64)
+def why_no_verdict(finish_reason: str) -> Literal["", "cut off", "withheld", "broken"]:
+    """Return why a reply with this `finish_reason` cannot hold a verdict, or "" if it can. A verdict in an unfinished
+    reply may be a draft or half of the answer.
+    """
+    reason = finish_reason.strip().lower().replace("-", "_").replace(" ", "_")
+    if _CUT_OFF.search(reason):
+        return "cut off"
+    if _WITHHELD.search(reason):
+        return "withheld"
+    return "broken" if _BROKEN.search(reason) else ""
 
 
 # Not frozen: it is made for every call, and a frozen one takes three times as long.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.judges.visibility import is_blank
+from qreward_plugins.judges.control_tokens import is_blank
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from yarl import URL
 
 from qreward_plugins.errors import ConfigurationError, InvalidReply, SourceUnusable, Throttled, TransientError
-from qreward_plugins.judges.finish_reasons import why_no_verdict
 from qreward_plugins.judges.llm import LLMJudge
+from qreward_plugins.judges.verdicts import why_no_verdict
 from qreward_plugins.samples import Sample
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import OpenAISource, Reply, Request

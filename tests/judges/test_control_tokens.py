@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import unicodedata
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.judges.control_tokens import neutralise
+
+from ..kit import each_of
 
 TOKENS = [
     # Qwen, Llama 3 and 4, DeepSeek, Kimi, GLM, gpt-oss, Granite, Phi, dots, Apertus, Muse, Solar, OLMo
@@ -50,7 +51,7 @@ TOKENS = [
 ]
 
 
-@pytest.mark.parametrize("token", TOKENS)
+@each_of("token", TOKENS)
 def test_control_tokens_are_rewritten_wherever_they_stand(token: str) -> None:
     for text in (
         token,
@@ -69,8 +70,8 @@ def test_control_tokens_are_rewritten_wherever_they_stand(token: str) -> None:
         assert neutralise(safe) == safe
 
 
-@pytest.mark.parametrize("token", TOKENS)
-@pytest.mark.parametrize("hidden", ["\u200b", "\u2060", "\u00ad", "\ufe0f", "\u034f", "\U000e0041", "\u3164", "\x00"])
+@each_of("token", TOKENS)
+@each_of("hidden", ["\u200b", "\u2060", "\u00ad", "\ufe0f", "\u034f", "\U000e0041", "\u3164", "\x00"])
 def test_invisible_characters_hide_no_token(token: str, hidden: str) -> None:
     """A server that drops them before it tokenizes would put the token together."""
     for text in (hidden.join(token), f"{hidden}{token[0]}{hidden}{hidden}{token[1:]}{hidden}"):
@@ -80,7 +81,7 @@ def test_invisible_characters_hide_no_token(token: str, hidden: str) -> None:
         assert neutralise(safe) == safe
 
 
-@pytest.mark.parametrize("token", [token for token in TOKENS if token.isascii()])
+@each_of("token", [token for token in TOKENS if token.isascii()])
 def test_fullwidth_characters_hide_no_token(token: str) -> None:
     """A tokenizer that normalises (NFKC) before it splits would read the token."""
     wide = "".join(chr(ord(character) + 0xFEE0) if character != " " else character for character in token)
@@ -90,7 +91,7 @@ def test_fullwidth_characters_hide_no_token(token: str) -> None:
         assert token not in plain
 
 
-@pytest.mark.parametrize(
+@each_of(
     "text",
     [
         *("a < b > c", "x[0]", "list[int]", "<b>bold</b>", "a || b", "f(x) |> g", "if a<b|c>d:", "[a, b]", "<"),

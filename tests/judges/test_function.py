@@ -18,6 +18,8 @@ from qreward_plugins.judges import FunctionJudge, Judge
 from qreward_plugins.samples import Cause, RawScore, Sample, Verdict
 from qreward_plugins.sources.base import Reply
 
+from ..kit import each_of
+
 torch = pytest.importorskip("torch", reason="torch is not installed (pip install 'qreward-plugins[demo]')")
 
 Build = Callable[..., FunctionJudge]
@@ -38,7 +40,7 @@ def test_it_is_a_judge_that_sends_the_sample_alone(function: Build, sample: Samp
     assert judge.screen(replace(sample, response="")) is None
 
 
-@pytest.mark.parametrize(
+@each_of(
     "value",
     [
         0.5,
@@ -62,7 +64,7 @@ def test_numbers_of_all_kinds_are_scores(function: Build, value: Any) -> None:
     assert read(function(), torch.tensor(2)).score == 2.0
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("value", "said"),
     [
         (True, "return 1.0 or 0.0"),
@@ -144,7 +146,7 @@ def test_a_number_alone_has_no_named_components(function: Build) -> None:
         read(function(components=("acc",)), 1.0)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("acc", "correct"),
     [
         (True, True),

@@ -22,6 +22,8 @@ from qreward_plugins.samples import Cause, RawScore, Sample
 from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.sources.prefixes import shared_prefix
 
+from ..kit import each_of
+
 Build = Callable[..., LLMJudge]
 
 
@@ -74,7 +76,7 @@ def test_without_ground_truth_or_question_there_is_no_block_of_it(llm: Build, sa
     assert "reference answer" not in text
 
 
-@pytest.mark.parametrize("instructions", ["", "Be strict.", "{{ question }}", "{{ response }}{{ reference }}", None])
+@each_of("instructions", ["", "Be strict.", "{{ question }}", "{{ response }}{{ reference }}", None])
 def test_no_template_can_lose_a_block_or_the_rules(llm: Build, sample: Sample, instructions: str | None) -> None:
     judge = llm(instructions=instructions)
     request = judge.request(sample, attempt=0)
@@ -120,15 +122,13 @@ def test_parts_and_tool_calls_are_made_readable(llm: Build, sample: Sample) -> N
     assert '[assistant]\n[tool calls] [{"function":{"name":"add","arguments":"{}"}}]\n\n[tool]\n4' in shown
 
 
-@pytest.mark.parametrize(
-    "messages", [["text"], [None], [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}]]
-)
+@each_of("messages", [["text"], [None], [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}]])
 def test_unreadable_messages_are_input_errors(llm: Build, sample: Sample, messages: Any) -> None:
     with pytest.raises(InputError):
         llm().request(replace(sample, messages=messages), attempt=0)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("ground_truth", "shown"),
     [
         ("4", "4"),
@@ -152,9 +152,7 @@ def test_ground_truths_are_text_or_json(llm: Build, sample: Sample, ground_truth
     assert found.get("reference", "") == shown
 
 
-@pytest.mark.parametrize(
-    "ground_truth", [object(), {"a": object()}, [10**400], b"bytes", pytest.param(10**5000, id="huge")]
-)
+@each_of("ground_truth", [object(), {"a": object()}, [10**400], b"bytes", 10**5000])
 def test_ground_truths_without_a_form_are_input_errors(llm: Build, sample: Sample, ground_truth: Any) -> None:
     with pytest.raises(InputError, match="ground_truth"):
         llm().request(replace(sample, ground_truth=ground_truth), attempt=0)
@@ -219,7 +217,7 @@ def test_scores_are_mapped_and_correctness_defined(llm: Build, sample: Sample) -
     assert llm().verdict(request, answer(request, 7)).correct is None
 
 
-@pytest.mark.parametrize(
+@each_of(
     "finish_reason",
     [
         *("content_filter", "refusal", "SAFETY", "sensitive", "error", "ERROR", "abort", "network_error", "cancelled"),
@@ -234,15 +232,13 @@ def test_a_reply_that_did_not_end_by_itself_is_invalid_even_with_a_verdict(
         llm().verdict(request, replace(answer(request, 7), finish_reason=finish_reason))
 
 
-@pytest.mark.parametrize(
-    "finish_reason", ["", "stop", "STOP", "eos", "eos_token", "end_turn", "stop_sequence", "tool_calls"]
-)
+@each_of("finish_reason", ["", "stop", "STOP", "eos", "eos_token", "end_turn", "stop_sequence", "tool_calls"])
 def test_a_reply_that_came_to_its_end_is_read(llm: Build, sample: Sample, finish_reason: str) -> None:
     request = llm().request(sample, attempt=0)
     assert llm().verdict(request, replace(answer(request, 7), finish_reason=finish_reason)).score == 0.7
 
 
-@pytest.mark.parametrize("finish_reason", ["length", "max_tokens", "MAX_TOKENS", "model_length", "max_output_tokens"])
+@each_of("finish_reason", ["length", "max_tokens", "MAX_TOKENS", "model_length", "max_output_tokens"])
 def test_a_cut_off_reply_names_the_limit_even_with_a_verdict(llm: Build, sample: Sample, finish_reason: str) -> None:
     judge = llm(max_tokens=64)
     request = judge.request(sample, attempt=0)
@@ -276,7 +272,7 @@ def test_a_verdict_of_another_attempt_does_not_count(llm: Build, sample: Sample)
         judge.verdict(second, answer(first, 10))
 
 
-@pytest.mark.parametrize("response", ["", " \n\t", "\u200b\ufeff\u2060", "\u3164\u2800", "\x00"])
+@each_of("response", ["", " \n\t", "\u200b\ufeff\u2060", "\u3164\u2800", "\x00"])
 def test_an_empty_response_fails_by_policy(llm: Build, sample: Sample, response: str) -> None:
     verdict = llm(reward_range=(-1, 1)).screen(replace(sample, response=response))
     assert verdict is not None
@@ -288,7 +284,7 @@ def test_an_empty_response_fails_by_policy(llm: Build, sample: Sample, response:
     assert verdict.score == 0.25
 
 
-@pytest.mark.parametrize("response", ["0", ".", "<s>", "[INST]", "<|im_end|>", "\ue000", "\u0378", "😀", "<br>"])
+@each_of("response", ["0", ".", "<s>", "[INST]", "<|im_end|>", "\ue000", "\u0378", "😀", "<br>"])
 def test_a_visible_response_is_not_empty(llm: Build, sample: Sample, response: str) -> None:
     assert llm().screen(replace(sample, response=response)) is None
 
@@ -302,7 +298,7 @@ def test_a_response_that_names_a_token_reaches_the_judge_as_text(llm: Build, sam
     assert "\u2039" not in user(llm().request(sample, attempt=0))
 
 
-@pytest.mark.parametrize("response", [None, 4, b"4"])
+@each_of("response", [None, 4, b"4"])
 def test_a_response_that_is_no_text_is_not_screened(llm: Build, sample: Sample, response: Any) -> None:
     for judge in (llm(), llm(on_too_long="fail")):
         assert judge.screen(replace(sample, response=response)) is None
@@ -325,7 +321,7 @@ TOO_LONG = {
 }
 
 
-@pytest.mark.parametrize("label", list(TOO_LONG))
+@each_of("label", list(TOO_LONG))
 def test_a_text_that_is_cut_marks_the_verdict(llm: Build, sample: Sample, label: str) -> None:
     judge = llm(max_prompt_chars=1000, max_response_chars=1000, instructions="{{ extras.note }}")
     for keys, cut in ((TOO_LONG[label], True), ({"extras": {"note": "short"}}, False)):
@@ -337,8 +333,8 @@ def test_a_text_that_is_cut_marks_the_verdict(llm: Build, sample: Sample, label:
         assert judge.screen(replace(sample, **changed)) is None
 
 
-@pytest.mark.parametrize("label", list(TOO_LONG))
-@pytest.mark.parametrize("on_too_long", ["fail", "floor"])
+@each_of("label", list(TOO_LONG))
+@each_of("on_too_long", ["fail", "floor"])
 def test_what_is_too_long_fails_where_it_is_to_fail(llm: Build, sample: Sample, label: str, on_too_long: str) -> None:
     judge = llm(
         max_prompt_chars=1000,
@@ -378,8 +374,8 @@ def test_floors(llm: Build) -> None:
         assert judge.floor(Cause.INFRA) is None
 
 
-@pytest.mark.parametrize("key", ["floor", "correct_at"])
-@pytest.mark.parametrize("value", [-0.1, 1.1, 7])
+@each_of("key", ["floor", "correct_at"])
+@each_of("value", [-0.1, 1.1, 7])
 def test_numbers_outside_the_reward_range_are_mistakes(llm: Build, key: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=rf"judges\.quality\.{key}.*outside the reward range 0 to 1"):
         llm(**{key: value})

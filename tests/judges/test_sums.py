@@ -17,6 +17,8 @@ from qreward_plugins.samples import Cause, Failed, Sample, Verdict
 from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
 from qreward_plugins.simulation import run
 
+from ..kit import each_of
+
 KEY = b"a key that no policy can see"
 SOURCES = {
     "a": {"kind": "openai", "base_url": "http://a/v1", "model": "m"},
@@ -122,7 +124,7 @@ def test_sources_are_told_in_one_order_once_each(total: Any) -> None:
     assert verdict.source == "a"
 
 
-@pytest.mark.parametrize(("first", "second"), [*itertools.product([True, False], repeat=2)])
+@each_of(("first", "second"), [*itertools.product([True, False], repeat=2)])
 def test_it_is_cached_only_if_all_of_it_is(total: Any, first: bool, second: bool) -> None:
     verdict = total().added({"quality": Verdict(1, cached=first), "format": Verdict(1, cached=second)})
     assert verdict.cached == (first and second)
@@ -177,7 +179,7 @@ def test_floors_count_and_the_sum_says_so(total: Any) -> None:
     assert verdict.failure.detail == "quality: the response is empty; format: no score"
 
 
-@pytest.mark.parametrize("weights", [{"quality": 3e38, "format": 3e38}, {"quality": -3e38, "format": -3e38}])
+@each_of("weights", [{"quality": 3e38, "format": 3e38}, {"quality": -3e38, "format": -3e38}])
 def test_a_sum_that_is_no_number_is_a_failure(total: Any, weights: dict[str, float]) -> None:
     with pytest.raises(JudgeFailed, match="too large") as caught:
         total(weights).added({"quality": Verdict(1.0), "format": Verdict(1.0)})

@@ -16,6 +16,8 @@ from qreward_plugins.judges.fence import read_fences
 from qreward_plugins.judges.templates import MAX_STEPS, Page, Template
 from qreward_plugins.samples import Sample
 
+from ..kit import each_of
+
 Build = Callable[..., LLMJudge]
 
 
@@ -29,7 +31,7 @@ def mistakes(build: Build, **keys: Any) -> list[tuple[str, str]]:
     return [(mistake.path, str(mistake)) for mistake in caught.value.mistakes]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("source", "said"),
     [
         ("{{ response", "line 1 of the template"),
@@ -60,7 +62,7 @@ def test_a_template_that_cannot_be_is_a_mistake_with_its_path(llm: Build, source
         assert said in text
 
 
-@pytest.mark.parametrize(
+@each_of(
     "expression",
     [
         "response | upper",
@@ -206,7 +208,7 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
     assert not re.search("a{501}|b{501}", text)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("source", "said"),
     [
         ("{{ extras.missing }}", "missing"),

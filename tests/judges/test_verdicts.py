@@ -26,6 +26,8 @@ from qreward_plugins.judges.verdicts import (
     parse_verdict,
 )
 
+from ..kit import each_of
+
 NONCE = "0123456789ab"
 OTHER = "ba9876543210"
 
@@ -38,7 +40,7 @@ def read(text: str, **keys: Any) -> ParsedVerdict:
     return parse_verdict(text, nonce=NONCE, score_range=keys.pop("score_range", (0.0, 10.0)), **keys)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "text",
     [
         verdict(),
@@ -64,7 +66,7 @@ def test_one_verdict_under_the_nonce_is_read(text: str) -> None:
     assert read(text).score == 7.0
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "said"),
     [
         ("", "empty"),
@@ -120,7 +122,7 @@ def test_every_doubt_is_an_invalid_verdict(text: str, said: str) -> None:
     assert len(str(caught.value)) < MAX_EXCERPT_CHARS + 120
 
 
-@pytest.mark.parametrize(
+@each_of(
     "text",
     [
         f"[{verdict()}]",
@@ -146,7 +148,7 @@ def test_a_verdict_inside_an_array_or_another_object_is_none(text: str) -> None:
         read(text)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "text",
     [
         f"The set [0, 1) and f(x) = {{x}}: {verdict()}",
@@ -193,8 +195,8 @@ THINKING = [
 ]
 
 
-@pytest.mark.parametrize(("opens", "ends"), THINKING)
-@pytest.mark.parametrize("before", ["", "Okay. ", "\n\n"])
+@each_of(("opens", "ends"), THINKING)
+@each_of("before", ["", "Okay. ", "\n\n"])
 def test_a_draft_in_the_thinking_is_no_verdict(opens: str, ends: str, before: str) -> None:
     if opens.startswith(("analysis", "Here")):
         before = ""  # words rather than tokens count only where the reply begins with them
@@ -206,7 +208,7 @@ def test_a_draft_in_the_thinking_is_no_verdict(opens: str, ends: str, before: st
             read(text)
 
 
-@pytest.mark.parametrize("end", sorted({ends for _, ends in THINKING}))
+@each_of("end", sorted({ends for _, ends in THINKING}))
 def test_thinking_that_the_template_opened_has_only_its_end_in_the_reply(end: str) -> None:
     assert read(f"Perhaps {verdict(1)}? No.\n{end}\n{verdict()}").score == 7.0
     for text in (f"Perhaps {verdict(1)}\n{end}", f"Perhaps {verdict(1)}\n{end} I'd rather not say."):
@@ -214,7 +216,7 @@ def test_thinking_that_the_template_opened_has_only_its_end_in_the_reply(end: st
             read(text)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "said"),
     [
         (f"<think>{verdict(1)}</think>{verdict(2)}<think>{verdict(3)}</think>{verdict()}", "2 verdicts"),
@@ -229,16 +231,14 @@ def test_thinking_again_does_not_hide_a_second_verdict(text: str, said: str) -> 
         read(text)
 
 
-@pytest.mark.parametrize(
-    "mark", ["</think>", "<think>", "<THINK> and </THINK>", "[/THINK]", "◁/think▷", "<|channel|>final"]
-)
+@each_of("mark", ["</think>", "<think>", "<THINK> and </THINK>", "[/THINK]", "◁/think▷", "<|channel|>final"])
 def test_a_verdict_may_speak_of_thinking(mark: str) -> None:
     said = verdict(rationale=f"The response lacks its {mark}, which is odd.")
     for text in (said, f"<think>{verdict(1)}</think>{said}", f"Hm.</think>\n```json\n{said}\n```"):
         assert read(text).score == 7.0
 
 
-@pytest.mark.parametrize("mark", ["</think>", "<think> and </think>", "a </think> and another </think>", "[/THINK]"])
+@each_of("mark", ["</think>", "<think> and </think>", "a </think> and another </think>", "[/THINK]"])
 def test_a_quoted_end_before_the_id_ends_nothing(mark: str) -> None:
     said = json.dumps({"rationale": f"It lacks its {mark}.", "id": NONCE, "score": 7})
     for text in (said, f"<think>Hm {verdict(1)}</think>{said}", f"Perhaps {verdict(1)}.</think>{said}"):
@@ -248,7 +248,7 @@ def test_a_quoted_end_before_the_id_ends_nothing(mark: str) -> None:
             read(text)
 
 
-@pytest.mark.parametrize("mark", ["\uff1cthink\uff1e", "<th\u200bink>", "</\u2060details>", "\uff1canalysis\uff1e"])
+@each_of("mark", ["\uff1cthink\uff1e", "<th\u200bink>", "</\u2060details>", "\uff1canalysis\uff1e"])
 def test_a_verdict_may_quote_a_disguised_mark(mark: str) -> None:
     said = json.dumps({"id": NONCE, "rationale": f"It has {mark}.", "score": 7}, ensure_ascii=False)
     assert read(said).score == 7.0
@@ -257,7 +257,7 @@ def test_a_verdict_may_quote_a_disguised_mark(mark: str) -> None:
             read(text)
 
 
-@pytest.mark.parametrize("quoted", ["`<think>`", '"<think>"', "'<details>'", "\u201c<reasoning>\u201d", "`</think>`"])
+@each_of("quoted", ["`<think>`", '"<think>"', "'<details>'", "\u201c<reasoning>\u201d", "`</think>`"])
 def test_prose_may_quote_a_mark(quoted: str) -> None:
     assert read(f"The response has {quoted} in it.\n{verdict()}").score == 7.0
     assert read(f"<think>It has {quoted}. Perhaps {verdict(1)}?</think>{verdict()}").score == 7.0
@@ -266,12 +266,12 @@ def test_prose_may_quote_a_mark(quoted: str) -> None:
             read(text)
 
 
-@pytest.mark.parametrize("text", [f"```\n{verdict(1)}\n```</think>```json\n{verdict()}\n```"])
+@each_of("text", [f"```\n{verdict(1)}\n```</think>```json\n{verdict()}\n```"])
 def test_a_block_of_code_quotes_nothing(text: str) -> None:
     assert read(text).score == 7.0
 
 
-@pytest.mark.parametrize(
+@each_of(
     "rationale",
     [
         *("<one or two sentences>", "one or two sentences", "One or two sentences.", " <One or Two Sentences> "),
@@ -305,13 +305,13 @@ def test_components_are_checked_like_the_score() -> None:
             read(text, criteria=criteria)
 
 
-@pytest.mark.parametrize("value", [True, None, "3", 10.5, -1, [], {}])
+@each_of("value", [True, None, "3", 10.5, -1, [], {}])
 def test_a_component_that_is_no_number_in_range_is_invalid(value: object) -> None:
     with pytest.raises(InvalidReply, match="clarity"):
         read(verdict(components={"clarity": value}), criteria=("clarity",))
 
 
-@pytest.mark.parametrize("components", [None, [3], 3, "clarity"])
+@each_of("components", [None, [3], 3, "clarity"])
 def test_components_that_are_no_object_are_invalid(components: object) -> None:
     with pytest.raises(InvalidReply, match="components"):
         read(verdict(components=components), criteria=("clarity",))
@@ -372,7 +372,7 @@ def bombs(size: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("index", range(len(bombs(64))))
+@each_of("index", range(len(bombs(64))))
 def test_the_work_on_bombs_is_linear(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     text = bombs(64 * 1024)[index]
     consumed: list[int] = []
@@ -510,8 +510,8 @@ def test_a_scale_gives_the_number_one_would_write() -> None:
     assert Scale((1.0, 5.0), (-1.0, 1.0)).reward(3) == 0.0
 
 
-@pytest.mark.parametrize("mark", sorted({mark for pair in THINKING for mark in pair}))
-@pytest.mark.parametrize("change", [str, str.upper, str.lower, str.title])
+@each_of("mark", sorted({mark for pair in THINKING for mark in pair}))
+@each_of("change", [str, str.upper, str.lower, str.title])
 def test_no_mark_is_missed_because_a_text_was_not_searched(mark: str, change: Callable[[str], str]) -> None:
     for before in ("", " ", "so ", "so\n"):
         text = f"{before}{change(mark)} We need"

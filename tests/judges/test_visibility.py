@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import unicodedata
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.judges.control_tokens import is_blank
 
+from ..kit import each_of
 
-@pytest.mark.parametrize(
+
+@each_of(
     "text",
     [
         *("", " \n\t\r\x0b\x0c", "\u00a0\u2003\u3000", "\u2028\u2029", "\u200b\ufeff\u2060", "\x00\x07\x1b\x7f\x85"),
@@ -24,7 +25,7 @@ def test_white_space_and_invisible_characters_are_empty(text: str) -> None:
     assert is_blank(text)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "text",
     [
         *("\ue000", "\uf8ff", "\U000f0000", "\U0010fffd"),  # private use: a font may show it

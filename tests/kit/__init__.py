@@ -7,6 +7,7 @@
 - `players`: one step of each framework's fake trainer.
 - `leaks`: tasks, threads, sockets and processes that are left.
 - `disks`: a folder that cannot be written.
+- `tables`: a table of cases as one test.
 
     played = Stage({"a": 1.0, "b": hangs}).play(make_samples(8))
     assert played.all_scored
@@ -18,6 +19,7 @@ from .leaks import children_left, connections_left, no_thread_left, tasks_left, 
 from .players import FRAMEWORKS, Step, play
 from .programs import SAFETY_S, Program, wait_until
 from .stage import Played, Recorder, Stage, fails, hangs, scored_text, takes
+from .tables import each_of
 from .wire import Wired, by_word, overlap_of, wired
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "by_word",
     "children_left",
     "connections_left",
+    "each_of",
     "fails",
     "hangs",
     "make_config",

@@ -47,7 +47,6 @@ def sleeps(stand_ins):
 
 MODES = {
     "v1": [],
-    "colocate_async": ["trainer.v1.trainer_mode=colocate_async"],
     "legacy": ["trainer.use_v1=False"],
 }
 SEPARATE = (

@@ -102,7 +102,7 @@ def test_a_lone_survivor_trains_on_its_raw_score():
     reward = scoring(good=7.0, bad=ValueError("no"))
     with FakeVerlTrainer([GRPO], reward=reward, respond=saying("good", "bad", "bad", "bad")) as fake:
         step = fake.step()
-    assert [advantage for advantage in step.advantages if advantage is not None] == pytest.approx([7.0] * 4)
+    assert [advantage for advantage in step.advantages if advantage is not None] == pytest.approx([7.0] * 4, rel=1e-5)
 
 
 def test_v1_ends_where_nothing_is_left():
@@ -198,21 +198,6 @@ def test_a_filter_needs_its_metric():
         fake.step()
 
 
-def test_async_trainers_replace_failed_groups():
-    calls = []
-
-    def reward(data_source, solution_str, ground_truth, extra_info):
-        calls.append(1)
-        if len(calls) == 2:
-            raise ValueError("once")
-        return right(data_source, solution_str, ground_truth, extra_info)
-
-    with FakeVerlTrainer([GRPO, "trainer.v1.trainer_mode=colocate_async"], reward=reward) as fake:
-        steps = [fake.step() for _ in range(2)]
-    assert sum(step.metrics.get("training/rollout_failure/evicted_samples", 0) for step in steps) == 1
-    assert all(len(step.scores) == 16 and not any(step.padding) for step in steps)
-
-
 @BOTH
 def test_validation_with_several_responses(trainer):
     rows = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
@@ -220,7 +205,7 @@ def test_validation_with_several_responses(trainer):
     with FakeVerlTrainer(overrides, reward=right, respond=in_turns, val_rows=rows) as fake:
         validation = fake.validate()
     assert validation.metrics["val-core/fake/data/acc/mean@4"] == 0.5
-    assert 0.6 < validation.metrics["val-core/fake/data/acc/best@4/mean"] <= 1
+    assert validation.metrics["val-aux/fake/data/acc/std@4"] == 0.5
     assert len(validation.scores) == 8
 
 
@@ -341,7 +326,7 @@ def test_a_manager_of_ones_own_is_found_by_its_path(tmp_path):
 @pytest.mark.parametrize(
     "estimator",
     [
-        *("gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
+        *("gae", "grpo", "grpo_passk", "rloo", "opo", "gpg"),
         *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     ],
 )
@@ -361,47 +346,6 @@ def test_remax_takes_the_greedy_response_as_its_baseline():
     overrides = ["algorithm.adv_estimator=remax", LEGACY, "actor_rollout_ref.rollout.agent.num_workers=1"]
     with FakeVerlTrainer(overrides, reward=right, respond=respond) as fake:
         assert fake.step().advantages == [-1.0, 0.0, 0.0, 0.0] * 4
-
-
-KL = [GRPO, "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5"]
-
-
-def drifted(name, batch):
-    """The actor has drifted off its reference by 0.2 in each token."""
-    return {"old_log_probs": -1.0, "ref_log_prob": -1.2, "rollout_log_probs": -1.0}[name]
-
-
-@BOTH
-def test_the_kl_penalty_is_taken_off_every_token_before_advantages(trainer):
-    reward = scoring(good=1.0, poor=0.0)
-    with FakeVerlTrainer([*KL, *trainer], reward=reward, respond=saying("good", "poor so"), log_probs=drifted) as fake:
-        step = fake.step()
-    mask = step.batch.batch["response_mask"]
-    assert step.batch.batch["token_level_rewards"] - step.batch.batch["token_level_scores"] == pytest.approx(
-        -0.1 * mask
-    )
-    # 2 tokens and 3: 1 - 0.2 and 0 - 0.3.
-    assert step.metrics["critic/rewards/max"] == pytest.approx(0.8)
-    assert step.metrics["critic/rewards/min"] == pytest.approx(-0.3)
-    assert step.metrics["critic/score/min"] == 0.0
-    assert step.metrics["actor/reward_kl_penalty"] == pytest.approx(0.2)
-    assert step.metrics["actor/reward_kl_penalty_coeff"] == 0.5
-    assert step.advantages[0] == pytest.approx(0.55 / (0.55 * math.sqrt(4 / 3)), abs=1e-4)
-
-
-@BOTH
-def test_an_adaptive_coefficient_follows_the_divergence(trainer):
-    control = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=160", "algorithm.kl_ctrl.target_kl=0.1"]
-    with FakeVerlTrainer([*KL, *control, *trainer], reward=right, log_probs=drifted) as fake:
-        steps = [fake.step() for _ in range(3)]
-    # Twice the target, of which 20 % count; 16 rows of a horizon of 160.
-    told = [step.metrics["actor/reward_kl_penalty_coeff"] for step in steps]
-    assert told == pytest.approx([0.5, 0.5 * 1.02, 0.5 * 1.02**2])
-
-
-def test_an_unknown_controller_does_not_start():
-    with pytest.raises(NotImplementedError):
-        FakeVerlTrainer([*KL, "algorithm.kl_ctrl.type=wild"], reward=right)
 
 
 def test_it_runs_where_there_is_neither_verl_nor_torch_nor_ray():
@@ -499,3 +443,31 @@ def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch
         ModuleNotFoundError, match=r'FakeVerlTrainer needs numpy.*pip install "qreward-plugins\[testing\]"'
     ):
         _ = testing.FakeVerlTrainer
+
+
+REFUSED = (
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.rollout_correction.rollout_rs=token_k1",
+    "trainer.v1.trainer_mode=separate_async",
+    "reward.reward_manager.name=dapo",
+    "reward.reward_manager.name=remote",
+    "algorithm.adv_estimator=gdpo",
+)
+
+
+def test_what_is_not_played_is_refused_by_its_name():
+    for override in REFUSED:
+        with (
+            pytest.raises(NotImplementedError, match="not played") as caught,
+            FakeVerlTrainer([GRPO, override], reward=right) as fake,
+        ):
+            fake.step()
+        assert override.split("=")[1] in str(caught.value)
+    with pytest.raises(ValueError, match="fully_async"):
+        FakeVerlTrainer(experimental="two_steps_off")
+
+
+def test_a_corrected_rollout_that_is_bypassed_changes_no_reward():
+    bypass = ["algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token"]
+    with FakeVerlTrainer([GRPO, *bypass], reward=right, respond=in_turns) as fake:
+        assert fake.step().scores == [0.0, 1.0] * 8

@@ -12,6 +12,7 @@ import pytest
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
+from qreward_plugins.testing.verl import advantages
 from verl_adapter.queue import of_scored_rows
 from verl_adapter.rewards import is_absent, unpacked
 
@@ -173,7 +174,9 @@ def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_over
         assert told[0]["qreward/score/style"] == pytest.approx(0.7)
 
 
-def test_gdpo_never_adds_up_nothing(infos, rule):
+def test_gdpo_never_adds_up_nothing(infos, rule, monkeypatch):
+    monkeypatch.setattr(advantages, "NOT_PLAYED", frozenset())
+    monkeypatch.setitem(advantages.ESTIMATORS, "gdpo", advantages.grpo)  # what it adds up is read before
     gdpo = [
         "algorithm.adv_estimator=gdpo",
         "+algorithm.gdpo_reward_keys=[turns,bonus]",

@@ -62,13 +62,6 @@ def fake(*overrides, reward=lambda **_: {"score": 1.0, "a": 1.0, "b": 0.0}):
     return FakeVerlTrainer([OURS, "reward.num_workers=1", *overrides], reward=reward)
 
 
-def test_gdpo_works_in_the_legacy_trainer():
-    with fake(*GDPO, LEGACY, reward=lambda **row: {"score": 1.0, "a": len(row["solution_str"]) % 3, "b": 0.0}) as run:
-        step = run.step()
-    assert any(step.advantages)
-    assert "gdpo/a/mean" in step.metrics
-
-
 def test_gdpo_names_rewards_that_somebody_gives():
     with pytest.raises(ConfigurationError, match=r"algorithm\.gdpo_reward_keys: .*qreward/score/NAME"):
         fake(GDPO[0], GDPO[2], LEGACY)
@@ -81,8 +74,7 @@ def test_gdpo_names_rewards_that_somebody_gives():
             fake(*GDPO, LEGACY, *judge)
         assert [str(mistake.path) for mistake in caught.value.mistakes] == ["algorithm.gdpo_reward_keys"] * 2
         named = [GDPO[0], "+algorithm.gdpo_reward_keys=[qreward/score/style]", GDPO[2], LEGACY, *judge]
-        with fake(*named) as run:
-            assert len(run.step().scores) == 16
+        fake(*named).close()
 
 
 def test_passk_needs_two_samples_a_group():

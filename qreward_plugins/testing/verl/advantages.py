@@ -1,43 +1,43 @@
-"""The advantages that verl's trainers compute from rewards (core_algos.py), in float32 and in verl's order.
+"""The advantages that verl computes from rewards (core_algos.py, ray_trainer.py), in numpy and float64.
 
-Each estimator takes token rewards and the response mask as (rows, response length) and returns advantages and returns
-of that shape. The policy, its reference and the critic are played: the critic's values are whatever is handed in.
+A test asks of them which rows train and in which direction, so they agree with verl to 1e-6, not to the last bit. What
+no reward can change is not played.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from .float_sums import masked_mean32, mean32, std32, sum32
+from .protocol import VerlDataProto
 
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Both: TypeAlias = "tuple[Array, Array]"
 
-F = np.float32
-EPSILON = F(1e-6)
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """What an estimator gets. `baselines`: the greedy response's reward of each row (remax). `components`: by name, one
-    number a row (gdpo). `config`: verl's node `algorithm`.
+    """What an estimator gets: token rewards and the response mask as (rows, response length), and each row's group.
+
+    `baselines`: the greedy response's reward of each row (remax). `values`: the critic's. `config`: verl's node
+    `algorithm`.
     """
 
-    rewards: Floats
-    mask: np.ndarray[Any, Any]
-    uids: Sequence[Any] = ()
-    values: Floats | None = None
-    baselines: Floats | None = None
-    components: Mapping[str, Any] = field(default_factory=dict)
-    last: np.ndarray[Any, Any] | None = None
-    config: Any = None
+    rewards: Array
+    mask: Array
+    uids: Sequence[Any]
+    config: Any
+    values: Array | None = None
+    baselines: Array | None = None
 
     @property
-    def scores(self) -> Floats:
-        return np.array([sum32(row) for row in self.rewards], dtype=F)
+    def scores(self) -> Array:
+        return np.asarray(self.rewards.sum(axis=-1))
 
     @property
     def groups(self) -> dict[Any, list[int]]:
@@ -47,188 +47,103 @@ class Rewards:
         return groups
 
 
-Both: TypeAlias = "tuple[Floats, Floats]"
-
-
-def estimate(name: str, data: Rewards) -> Both:
-    """Advantages and returns. Raises `ValueError` for an estimator that verl does not know."""
-    if name not in ESTIMATORS:
-        raise ValueError(f"Unknown advantage estimator simply: {name}")
-    with np.errstate(all="ignore"):
-        return ESTIMATORS[name](data)
-
-
 def grpo(data: Rewards) -> Both:
     """A reward less the mean of its group, by the group's deviation. A row alone in its group keeps its reward."""
-    scores, by_std = data.scores, bool(data.config.get("norm_adv_by_std_in_grpo", True))
-    out = np.empty_like(scores)
-    for rows in data.groups.values():
-        group = scores[rows]
-        mean, std = (F(0), F(1)) if len(rows) == 1 else (mean32(group), std32(group))
-        out[rows] = (group - mean) / F(std + EPSILON) if by_std else group - mean
-    return _spread(out, data.mask)
+    by_std = bool(data.config.get("norm_adv_by_std_in_grpo", True))
 
+    def compare(group: Array, _: Array) -> Array:
+        mean, std = (0.0, 1.0) if len(group) == 1 else (group.mean(), group.std(ddof=1))
+        return np.asarray((group - mean) / (std + EPSILON) if by_std else group - mean)
 
-def grpo_vectorized(data: Rewards) -> Both:
-    """The same, adding up one by one. torch takes these square roots with MKL, which may be one bit off."""
-    scores, by_std = data.scores, bool(data.config.get("norm_adv_by_std_in_grpo", True))
-    out = np.empty_like(scores)
-    for rows in data.groups.values():
-        group = scores[rows]
-        mean, std = F(0), F(1)
-        centered = group - F(_one_by_one(group) / F(len(rows)))
-        if len(rows) > 1:
-            mean = F(_one_by_one(group) / F(len(rows)))
-            std = np.sqrt(F(_one_by_one(centered * centered) / F(len(rows) - 1)))
-        out[rows] = (group - mean) / F(std + EPSILON) if by_std else group - mean
-    return _spread(out, data.mask)
+    return _by_group(data, compare)
 
 
 def grpo_passk(data: Rewards) -> Both:
     """Only the best of a group has an advantage: its lead over the second. Raises `ValueError` for a group of one."""
-    scores, by_std = data.scores, bool(data.config.get("norm_adv_by_std_in_grpo", True))
-    out = np.zeros_like(scores)
-    for uid, rows in data.groups.items():
-        group = scores[rows]
-        if len(rows) < 2:
-            raise ValueError(f"Pass@k requires at least 2 samples per group. Got {len(rows)} for group {uid}.")
+    by_std = bool(data.config.get("norm_adv_by_std_in_grpo", True))
+
+    def compare(group: Array, _: Array) -> Array:
+        if len(group) < 2:
+            raise ValueError(f"Pass@k requires at least 2 samples per group. Got {len(group)}.")
         # NaN is greater than any number to torch, and of equal ones the first comes first.
-        order = sorted(range(len(rows)), key=lambda place: (np.isnan(group[place]), group[place]), reverse=True)
-        lead = F(group[order[0]] - group[order[1]])
-        out[rows[order[0]]] = lead / F(std32(group) + EPSILON) if by_std else lead
-    return _spread(out, data.mask)
+        order = sorted(range(len(group)), key=lambda place: (np.isnan(group[place]), group[place]), reverse=True)
+        lead = np.zeros_like(group)
+        lead[order[0]] = group[order[0]] - group[order[1]]
+        return np.asarray(lead / (group.std(ddof=1) + EPSILON) if by_std else lead)
 
-
-def gdpo(data: Rewards) -> Both:
-    """The components normalised each on its own by `grpo`, added up, and whitened over the batch."""
-    names = data.config.get("gdpo_reward_keys", None)
-    assert names, (
-        "GDPO requires 'algorithm.gdpo_reward_keys' listing the individual reward component keys returned by "
-        "compute_score (e.g. ['format_reward', 'accuracy_reward'])."
-    )
-    given = data.config.get("gdpo_reward_weights", None)
-    weights = [F(weight) for weight in given] if given is not None else [F(1)] * len(names)
-    total: Floats | None = None
-    for name, weight in zip(names, weights, strict=False):
-        assert name in data.components, (
-            f"GDPO reward key '{name}' not found in non_tensor_batch. Available keys: {list(data.components)}. "
-            f"Make sure your compute_score returns a dict containing '{name}'."
-        )
-        rewards = np.zeros(data.mask.shape, dtype=F)
-        assert data.last is not None
-        rewards[np.arange(len(rewards)), data.last] = np.asarray(data.components[name], dtype=F)
-        part = weight * grpo(Rewards(rewards, data.mask, data.uids, config=data.config))[0]
-        total = part if total is None else total + part
-    assert total is not None
-    out = _whitened(total, data.mask) * data.mask.astype(F)
-    return out, out
-
-
-def reinforce_plus_plus_baseline(data: Rewards) -> Both:
-    """A reward less the mean of its group, whitened over all tokens of the batch."""
-    scores = data.scores
-    out = np.empty_like(scores)
-    for rows in data.groups.values():
-        out[rows] = scores[rows] - (F(0) if len(rows) == 1 else mean32(scores[rows]))
-    tokens = _spread(out, data.mask)[0]
-    tokens = _whitened(tokens, data.mask) * data.mask.astype(F)
-    return tokens, tokens
+    return _by_group(data, compare)
 
 
 def rloo(data: Rewards) -> Both:
     """A reward less the mean of its siblings."""
-    scores = data.scores
-    out = scores.copy()
-    for rows in data.groups.values():
-        if len(rows) > 1:
-            count, others = F(len(rows)), F(len(rows) - 1)
-            out[rows] = scores[rows] * count / others - mean32(scores[rows]) * count / others
-    return _spread(out, data.mask)
 
+    def compare(group: Array, _: Array) -> Array:
+        count = len(group)
+        return group if count == 1 else np.asarray((group - group.mean()) * count / (count - 1))
 
-def rloo_vectorized(data: Rewards) -> Both:
-    """The same, in another order; a row that is alone in its group has no advantage."""
-    scores = data.scores
-    out = np.zeros_like(scores)
-    for rows in data.groups.values():
-        count = F(len(rows))
-        total = _one_by_one(scores[rows])
-        out[rows] = (count * scores[rows] - total) / max(F(count - F(1)), F(1)) * F(len(rows) > 1)
-    return _spread(out, data.mask)
+    return _by_group(data, compare)
 
 
 def opo(data: Rewards) -> Both:
     """A reward less the mean of its group, weighted by the lengths."""
-    scores, lengths = data.scores, data.mask.sum(axis=-1)
-    out = np.empty_like(scores)
-    for rows in data.groups.values():
-        baseline = F(0)
-        if len(rows) > 1:
-            weighted = sum32(lengths[rows].astype(F) * scores[rows])
-            baseline = F(weighted / F(lengths[rows].sum()))
-        out[rows] = scores[rows] - baseline
-    return _spread(out, data.mask)
+
+    def compare(group: Array, lengths: Array) -> Array:
+        return group if len(group) == 1 else np.asarray(group - (lengths * group).sum() / lengths.sum())
+
+    return _by_group(data, compare)
 
 
 def gpg(data: Rewards) -> Both:
     """A reward less the mean of its group, more the fewer rows of the batch have a reward."""
-    scores = data.scores
-    # torch divides a number by a tensor as the number times one over the tensor.
-    alpha = F(F(F(1) / F(max(int(np.count_nonzero(scores)), 1))) * F(len(scores)))
-    out = np.empty_like(scores)
-    for rows in data.groups.values():
-        out[rows] = alpha * (scores[rows] - (F(0) if len(rows) == 1 else mean32(scores[rows]))) / F(1)
-    return _spread(out, data.mask)
+    alpha = len(data.scores) / max(int(np.count_nonzero(data.scores)), 1)
+    return _by_group(data, lambda group, _: alpha * _centred(group))
+
+
+def reinforce_plus_plus_baseline(data: Rewards) -> Both:
+    """A reward less the mean of its group, whitened over all tokens of the batch."""
+    tokens = _whitened(_by_group(data, lambda group, _: _centred(group))[0], data.mask) * data.mask
+    return tokens, tokens
 
 
 def reinforce_plus_plus(data: Rewards) -> Both:
     """The discounted reward, whitened over all tokens of the batch."""
-    gamma, mask = F(data.config.gamma), data.mask.astype(F)
-    returns = np.zeros_like(data.rewards)
-    running = np.zeros(len(returns), dtype=F)
-    for column in range(returns.shape[1] - 1, -1, -1):
-        new = data.rewards[:, column] + gamma * running
-        returns[:, column] = new * mask[:, column]
-        running = new * mask[:, column] + running * (F(1) - mask[:, column])
-    return _whitened(returns, data.mask) * mask, returns
+    gamma, mask = float(data.config.gamma), data.mask
+    returns, running = np.zeros_like(data.rewards), np.zeros(len(data.rewards))
+    for column in reversed(range(returns.shape[1])):
+        now = data.rewards[:, column] + gamma * running
+        returns[:, column] = now * mask[:, column]
+        running = np.where(mask[:, column], now, running)
+    return _whitened(returns, mask) * mask, returns
 
 
 def remax(data: Rewards) -> Both:
     """The reward to come, less that of the greedy response."""
     if data.baselines is None:
         raise TypeError("compute_remax_outcome_advantage() missing 1 required positional argument: 'reward_baselines'")
-    mask = data.mask.astype(F)
-    rewards = data.rewards * mask
-    returns = np.cumsum(rewards[:, ::-1], axis=-1, dtype=np.float64).astype(F)[:, ::-1]
-    return returns - data.baselines[:, None] * mask, returns
+    returns = np.cumsum((data.rewards * data.mask)[:, ::-1], axis=-1)[:, ::-1]
+    return returns - data.baselines[:, None] * data.mask, returns
 
 
 def gae(data: Rewards) -> Both:
     """Generalised advantage estimates with the critic's values, whitened over all tokens of the batch."""
     assert data.values is not None
-    gamma, mask, values = float(data.config.gamma), data.mask.astype(F), data.values
-    discount = F(gamma * float(data.config.lam))
-    next_values = last = np.zeros(len(values), dtype=F)
-    columns = []
-    for column in range(values.shape[1] - 1, -1, -1):
-        there, other = mask[:, column], F(1) - mask[:, column]
-        delta = data.rewards[:, column] + F(gamma) * next_values - values[:, column]
-        now = delta + discount * last
-        next_values = values[:, column] * there + other * next_values
-        last = now * there + other * last
-        columns.append(last)
-    advantages = np.stack(columns[::-1], axis=1)
+    gamma, lam, values = float(data.config.gamma), float(data.config.lam), data.values
+    next_values, last = np.zeros(len(values)), np.zeros(len(values))
+    advantages = np.zeros_like(values)
+    for column in reversed(range(values.shape[1])):
+        there = data.mask[:, column]
+        now = data.rewards[:, column] + gamma * next_values - values[:, column] + gamma * lam * last
+        next_values = np.where(there, values[:, column], next_values)
+        last = np.where(there, now, last)
+        advantages[:, column] = last
     return _whitened(advantages, data.mask), advantages + values
 
 
 ESTIMATORS: dict[str, Callable[[Rewards], Both]] = {
     "gae": gae,
     "grpo": grpo,
-    "grpo_vectorized": grpo_vectorized,
     "grpo_passk": grpo_passk,
-    "gdpo": gdpo,
     "rloo": rloo,
-    "rloo_vectorized": rloo_vectorized,
     "opo": opo,
     "gpg": gpg,
     "remax": remax,
@@ -236,35 +151,98 @@ ESTIMATORS: dict[str, Callable[[Rewards], Both]] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
 
+NOT_PLAYED = frozenset(
+    {"gdpo", "grpo_vectorized", "rloo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline"}
+)
+"""Estimators of verl that this stand-in refuses by name."""
 
-TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
-"""Estimators that need probabilities of the actor, which is not played."""
+
+def compute_advantage(
+    data: VerlDataProto,
+    adv_estimator: Any,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> VerlDataProto:
+    """`verl.trainer.ppo.ray_trainer.compute_advantage`: sets `advantages` and `returns`.
+
+    Raises `ValueError` for an estimator that verl does not know, and `NotImplementedError` for one that is not played.
+    """
+    name, batch = str(adv_estimator), data.batch
+    if name in NOT_PLAYED or (config is not None and config.get("use_pf_ppo", False)):
+        what = f"algorithm.adv_estimator={name}" if name in NOT_PLAYED else "algorithm.use_pf_ppo"
+        raise NotImplementedError(f"{what} is not played by FakeVerlTrainer; it plays {', '.join(ESTIMATORS)}")
+    if name not in ESTIMATORS:
+        raise ValueError(f"Unknown advantage estimator simply: {name}")
+
+    def column(key: str) -> Array | None:
+        return np.asarray(batch[key], dtype=np.float64) if key in batch else None
+
+    rewards = column("token_level_rewards")
+    assert rewards is not None
+    with np.errstate(all="ignore"):
+        found = ESTIMATORS[name](
+            Rewards(
+                rewards=rewards,
+                mask=np.asarray(batch["response_mask"]),
+                uids=list(data.non_tensor_batch.get("uid", ())),
+                config=config,
+                values=column("values"),
+                baselines=column("reward_baselines"),
+            )
+        )
+        batch["advantages"], batch["returns"] = (each.astype(np.float32) for each in found)
+    return data
 
 
-def _spread(scores: Floats, mask: np.ndarray[Any, Any]) -> Both:
-    tokens = (scores[:, None] * mask.astype(F)).astype(F)
+def compute_advantage_for_multi_trajectories(
+    data: VerlDataProto, batch_keys: Sequence[str], adv_estimator: Any, **named: Any
+) -> VerlDataProto:
+    """V1's: with GRPO the last output of each session counts, and the session's other outputs get its advantage."""
+    if str(adv_estimator) != "grpo":
+        return compute_advantage(data, adv_estimator=adv_estimator, **named)
+    last: dict[str, tuple[int, int]] = {}
+    for row, key in enumerate(batch_keys):
+        session, _, index = key.rpartition("_")
+        if session not in last or last[session][0] < int(index):
+            last[session] = (int(index), row)
+    places = {session: place for place, session in enumerate(last)}
+    final = compute_advantage(data.select_idxs([row for _, row in last.values()]), adv_estimator=adv_estimator, **named)
+    first = np.asarray(final.batch["response_mask"]).argmax(axis=1)
+    scores = np.asarray(final.batch["advantages"])[np.arange(len(final)), first]
+    chosen = scores[[places[key.rpartition("_")[0]] for key in batch_keys]]
+    tokens = chosen[:, None] * np.asarray(data.batch["response_mask"]).astype(np.float32)
+    data.batch["advantages"], data.batch["returns"] = tokens, tokens.copy()
+    return data
+
+
+def _by_group(data: Rewards, compare: Callable[[Array, Array], Array]) -> Both:
+    """Each row's advantage at all its tokens. `compare` gets the scores and the lengths of a group."""
+    scores, lengths = data.scores, data.mask.sum(axis=-1)
+    out = np.empty_like(scores)
+    for rows in data.groups.values():
+        out[rows] = compare(scores[rows], lengths[rows])
+    tokens = out[:, None] * data.mask
     return tokens, tokens
 
 
-def _one_by_one(values: Floats) -> Any:
-    total = F(0)
-    for value in values:
-        total = F(total + value)
-    return total
+def _centred(group: Array) -> Array:
+    return group if len(group) == 1 else np.asarray(group - group.mean())
 
 
-def _whitened(values: Floats, mask: np.ndarray[Any, Any]) -> Any:
+def _whitened(values: Array, mask: Array) -> Array:
     """Mean 0 and variance 1 over the trained tokens. Raises `ValueError` where there are fewer than two of them."""
     count = int(mask.sum())
-    mean = masked_mean32(values, mask)
-    centered = values - mean
-    variance = masked_mean32(centered * centered, mask)
-    if count == 0:
-        raise ValueError("At least one element in the mask has to be 1.")
-    if count == 1:
-        raise ValueError("The sum of the mask is one, which can cause a division by zero.")
-    variance = F(variance * F(F(count) / F(count - 1)))
-    return (values - mean) * F(F(1) / np.sqrt(F(variance + F(1e-8))))
+    if count < 2:
+        raise ValueError(
+            "The sum of the mask is one, which can cause a division by zero."
+            if count
+            else "At least one element in the mask has to be 1."
+        )
+    trained = values[mask.astype(bool)]
+    return np.asarray((values - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8))
 
 
-__all__ = ["ESTIMATORS", "TOKEN_BASELINES", "Rewards", "estimate"]
+__all__ = ["ESTIMATORS", "NOT_PLAYED", "compute_advantage", "compute_advantage_for_multi_trajectories"]

@@ -20,15 +20,9 @@ from .metrics import data_metrics
 from .protocol import VerlDataProto
 from .results import VerlStep, VerlValidation
 from .reward_loop import RewardLoopManager
-from .rollout_correction import correct_rollout
-from .shaping import apply_kl_penalty, get_kl_controller
 
 Values = Callable[[VerlDataProto], Any]
 """Returns the critic's values of a batch: (rows, response length)."""
-LogProbs = Callable[[str, VerlDataProto], Any]
-"""Returns a policy's log probabilities of a batch, by verl's name of the column (`old_log_probs`, `ref_log_prob` or
-`rollout_log_probs`): (rows, response length).
-"""
 
 
 @dataclass
@@ -45,7 +39,6 @@ class Setup:
     seed: int
     reward: Any = None
     values: Values | None = None
-    log_probs: LogProbs | None = None
     logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
 
@@ -60,8 +53,7 @@ class TrainerBase(ABC):
         critic = config.critic.enable
         self.use_critic = bool(critic) if critic is not None else self._estimator == "gae"
         self.use_rm = bool(config.reward.reward_model.enable)
-        if config.algorithm.use_kl_in_reward:
-            self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+        _refuse_policy_terms(config.algorithm)
         self._rng = random.Random(setup.seed)
         self._make_loaders()
         self._batches = iter(self.train_dataloader)
@@ -134,28 +126,14 @@ class TrainerBase(ABC):
             columns = next(self._batches)
         return columns
 
-    def _advance(self, data: VerlDataProto, compute: Callable[..., VerlDataProto], **more: Any) -> Any:
-        """Token rewards and advantages of a batch that has `token_level_scores`, and the metrics of both. `compute` is
-        verl's function for advantages, which gets `more`, too.
+    def _advance(self, data: VerlDataProto, compute: Callable[..., VerlDataProto], **more: Any) -> VerlDataProto:
+        """Token rewards and advantages of a batch that has `token_level_scores`. `compute` is verl's function for
+        advantages, which gets `more`, too.
         """
         algorithm, batch = self.config.algorithm, data.batch
-        metrics: dict[str, Any] = {}
-        correction = self._correction()
-        if correction is not None:
-            batch["rollout_log_probs"] = self._log_probs("rollout_log_probs", data)
-        if algorithm.use_kl_in_reward or correction is not None:
-            name = "rollout_log_probs" if self._bypasses else "old_log_probs"
-            batch["old_log_probs"] = self._log_probs(name, data)
-        if algorithm.use_kl_in_reward:
-            batch["ref_log_prob"] = self._log_probs("ref_log_prob", data)
         if self.use_critic:
             batch["values"] = _like_mask(data, self.setup.values(data) if self.setup.values is not None else 0.0)
-        if algorithm.use_kl_in_reward:
-            data, metrics = apply_kl_penalty(data, self.kl_ctrl_in_reward, algorithm.kl_penalty)
-        else:
-            batch["token_level_rewards"] = batch["token_level_scores"]
-        if correction is not None:
-            metrics |= correct_rollout(data, correction)
+        batch["token_level_rewards"] = batch["token_level_scores"]
         data = compute(
             data,
             adv_estimator=algorithm.adv_estimator,
@@ -166,25 +144,7 @@ class TrainerBase(ABC):
             config=algorithm,
             **more,
         )
-        return data, metrics
-
-    @property
-    def _bypasses(self) -> bool:
-        """Bypass mode: the actor's probabilities are those of the inference engine, and its loss corrects them."""
-        return bool((self.config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False))
-
-    def _correction(self) -> Any:
-        """verl's node `algorithm.rollout_correction`; None if it has no effect here. Without `Setup.log_probs` and
-        without a weight or mask in the node, its metrics would describe a policy that does not exist here.
-        """
-        node = self.config.algorithm.get("rollout_correction")
-        if node is None or self._bypasses or not self.config.actor_rollout_ref.rollout.calculate_log_probs:
-            return None
-        asked = node.get("rollout_is") is not None or node.get("rollout_rs") is not None
-        return node if asked or self.setup.log_probs is not None else None
-
-    def _log_probs(self, name: str, data: VerlDataProto) -> Any:
-        return _like_mask(data, self.setup.log_probs(name, data) if self.setup.log_probs is not None else 0.0)
+        return data
 
     def _data_metrics(self, data: VerlDataProto, prompt_lengths: Any, response_lengths: Any) -> dict[str, Any]:
         batch = data.batch
@@ -194,11 +154,8 @@ class TrainerBase(ABC):
             advantages=batch["advantages"],
             returns=batch["returns"],
             mask=batch["response_mask"],
-            prompt_lengths=prompt_lengths,
-            response_lengths=response_lengths,
-            widths=(batch["prompts"].shape[1], batch["responses"].shape[1]),
+            lengths=(prompt_lengths, response_lengths),
             num_turns=data.non_tensor_batch["__num_turns__"],
-            values=batch["values"] if self.use_critic else None,
         )
 
     @property
@@ -244,3 +201,18 @@ class Tracking:
 
 def _like_mask(data: VerlDataProto, values: Any) -> Any:
     return np.broadcast_to(np.asarray(values, dtype=np.float32), data.batch["response_mask"].shape).copy()
+
+
+def _refuse_policy_terms(algorithm: Any) -> None:
+    """Raises `NotImplementedError` for what changes rewards by a policy, which is not played."""
+    correction = algorithm.get("rollout_correction") or {}
+    if correction.get("bypass_mode", False):  # then it corrects the actor's loss, not what is computed here
+        correction = {}
+    asked = {
+        "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "algorithm.rollout_correction.rollout_is": correction.get("rollout_is"),
+        "algorithm.rollout_correction.rollout_rs": correction.get("rollout_rs"),
+    }
+    for key, value in asked.items():
+        if value:
+            raise NotImplementedError(f"{key}={value} is not played by FakeVerlTrainer: it needs the policy's numbers")

@@ -17,7 +17,7 @@ import numpy as np
 from .legacy import LegacyTrainer
 from .protocol import VerlDataProto
 from .reward_functions import bind, default_compute_score, load_extern_object
-from .reward_managers import Registry, check_overlong, float32_column, overlong_penalty, with_penalty
+from .reward_managers import Registry, float32_column, not_played
 from .tensors import VerlTensor, as_float32
 
 VERSIONS = ("0.4", "0.5", "0.6", "0.7")
@@ -28,9 +28,6 @@ class AbstractRewardManager(ABC):
     """`verl.workers.reward_manager.AbstractRewardManager`: rewards of shape (rows, response length), each at the last
     token of its response; with `return_dict` under `reward_tensor`, beside `reward_extra_info` by key.
     """
-
-    takes_turns = False
-    """`num_turns` is in the extra info of a row."""
 
     def __init__(
         self, tokenizer: Any, num_examine: int, compute_score: Any = None, reward_fn_key: str = "data_source"
@@ -56,29 +53,19 @@ class AbstractRewardManager(ABC):
         ]
         infos: dict[str, list[Any]] = defaultdict(list)
         for row, result in enumerate(self._scores(data, texts)):
-            score = self._noted(result, infos, int(lengths[row]))
+            score = _noted(result, infos)
             rewards[row, lengths[row] - 1] = as_float32(score)
         return {"reward_tensor": rewards, "reward_extra_info": infos} if return_dict else rewards
-
-    def _noted(self, result: Any, infos: dict[str, list[Any]], length: int) -> Any:
-        if not isinstance(result, dict):
-            return result
-        for key, value in result.items():
-            infos[key].append(value)
-        return result["score"]
 
 
 class NaiveBatchManager(AbstractRewardManager):
     """`naive`: one row after the other. A number has no `acc` in these versions."""
 
-    takes_turns = True
-
     def _scores(self, data: VerlDataProto, texts: Sequence[str]) -> Iterator[Any]:
         for item, text in zip(data, texts, strict=True):
             columns = item.non_tensor_batch
             info = columns.get("extra_info", {})
-            if self.takes_turns:
-                info["num_turns"] = columns.get("__num_turns__")
+            info["num_turns"] = columns.get("__num_turns__")
             info["rollout_reward_scores"] = columns.get("reward_scores", {})
             yield self.compute_score(
                 data_source=columns[self.reward_fn_key],
@@ -86,30 +73,6 @@ class NaiveBatchManager(AbstractRewardManager):
                 ground_truth=columns["reward_model"]["ground_truth"],
                 extra_info=info,
             )
-
-
-class DAPOBatchManager(NaiveBatchManager):
-    """`dapo`: `naive` less the penalty for long responses; a number is `acc`."""
-
-    takes_turns = False
-
-    def __init__(
-        self, *arguments: Any, max_resp_len: int | None = None, overlong_buffer_cfg: Any = None, **named: Any
-    ) -> None:
-        super().__init__(*arguments, **named)
-        self.overlong_buffer_cfg, self.max_resp_len = overlong_buffer_cfg, max_resp_len
-        check_overlong(overlong_buffer_cfg, max_resp_len)
-
-    def _noted(self, result: Any, infos: dict[str, list[Any]], length: int) -> Any:
-        score = super()._noted(result if isinstance(result, dict) else {"score": result, "acc": result}, infos, length)
-        if not isinstance(result, dict):
-            infos["score"].pop()
-            if not infos["score"]:
-                del infos["score"]
-        penalty, extra = overlong_penalty(self.overlong_buffer_cfg, self.max_resp_len, length)
-        for key, value in extra.items():
-            infos[key].append(value)
-        return with_penalty(score, penalty)
 
 
 class BatchRewardManager(AbstractRewardManager):
@@ -138,13 +101,12 @@ class BatchRewardManager(AbstractRewardManager):
         data.batch["acc"] = float32_column([each["score"] if isinstance(each, dict) else each for each in results])
 
 
-class PrimeRewardManager:
-    """`prime` scores in a pool of processes; it is not played."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError(
-            "verl's reward manager `prime` is not played by FakeVerlTrainer; it scores like `naive`, in processes"
-        )
+def _noted(result: Any, infos: dict[str, list[Any]]) -> Any:
+    if not isinstance(result, dict):
+        return result
+    for key, value in result.items():
+        infos[key].append(value)
+    return result["score"]
 
 
 def batch_registry() -> Registry:
@@ -152,9 +114,9 @@ def batch_registry() -> Registry:
     return Registry(
         {
             "naive": NaiveBatchManager,
-            "dapo": DAPOBatchManager,
+            "dapo": not_played("dapo", "it scores like `naive`, less a penalty by length"),
             "batch": BatchRewardManager,
-            "prime": PrimeRewardManager,
+            "prime": not_played("prime", "it scores like `naive`, in processes"),
         }
     )
 

@@ -81,9 +81,8 @@ OPEN = (
 _OVERRIDE = re.compile(r"^(\+\+|\+|~)?([\w@./-]+)=", re.DOTALL)
 
 
-def compose_config(given: DictConfig | Mapping[str, Any] | Iterable[str], name: str = "ppo_trainer") -> DictConfig:
-    """The configuration of a run: a composed one as it is, a mapping laid over verl's defaults, or overrides. `name`:
-    the configuration that has the defaults.
+def compose_config(given: DictConfig | Mapping[str, Any] | Iterable[str]) -> DictConfig:
+    """The configuration of a run: a composed one as it is, a mapping laid over verl's defaults, or overrides.
 
     Raises what Hydra and OmegaConf raise: for a key that verl does not have `ConfigCompositionException` (the `+` is
     missing) with overrides, and `ConfigKeyError` with a mapping.
@@ -93,7 +92,7 @@ def compose_config(given: DictConfig | Mapping[str, Any] | Iterable[str], name: 
     overrides = [] if isinstance(given, Mapping) else list(given)
     if isinstance(given, str):
         raise TypeError(f"overrides are a list of texts, not {given!r}")
-    config = _composed(name, [_opened(_defaults(name), override) for override in overrides])
+    config = _composed([_opened(_defaults(), override) for override in overrides])
     return _laid_over(config, given) if isinstance(given, Mapping) else config
 
 
@@ -111,20 +110,20 @@ def check_config(config: DictConfig) -> None:
 
 
 @functools.cache
-def _defaults(name: str) -> DictConfig:
+def _defaults() -> DictConfig:
     """verl's defaults, to look keys up. They are composed once, which takes a third of a second, and never changed."""
-    config = _composed(name, [])
+    config = _composed([])
     OmegaConf.set_readonly(config, True)
     return config
 
 
-def _composed(name: str, overrides: list[str]) -> DictConfig:
+def _composed(overrides: list[str]) -> DictConfig:
     hydra = GlobalHydra.instance()
     before = hydra.hydra
     hydra.clear()
     try:
         with initialize_config_module(MODULE, version_base=None):
-            return compose(name, overrides=overrides)
+            return compose("ppo_trainer", overrides=overrides)
     finally:
         hydra.hydra = before
 

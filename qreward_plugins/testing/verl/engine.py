@@ -6,7 +6,7 @@ import inspect
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ..held import HeldGenerations
@@ -72,8 +72,6 @@ class VerlEngine:
     def __init__(self, respond: Respond, hold: Hold | None, tokenizer: Any, seed: int) -> None:
         self.tokenizer = tokenizer
         self.held: HeldGenerations[VerlDraft] = HeldGenerations()
-        self.weights: int | None = None
-        """The version of the weights, where the trainer tells it apart from its steps."""
         self._respond, self._hold, self._seed = respond, hold, seed
         self._asked: Counter[str] = Counter()
 
@@ -92,26 +90,21 @@ class VerlEngine:
             list(columns["raw_prompt"]), tokenize=False, add_generation_prompt=True
         )
         draft = VerlDraft(columns, prompt, str(columns["uid"]), number, validate, global_step, greedy)
-        began = self.weights
         split = "val" if validate else "train"
         self._asked[split] += 1
-        # How far generation got depends on time where it goes on beside the steps; who was asked how often does not.
-        step = global_step if self.weights is None else ""
-        rng = random.Random(f"{self._seed}/{split}/{step}/{self._asked[split]}")
+        rng = random.Random(f"{self._seed}/{split}/{global_step}/{self._asked[split]}")
         written = self._respond(draft, rng)
         written = await written if inspect.isawaitable(written) else written
-        whole = self._hold is None or not self._hold(draft) or await self.held.wait(draft)
+        if self._hold is not None and self._hold(draft):
+            await self.held.wait(draft)
         if isinstance(written, str):
             written = VerlOutput([written], num_turns=2)
         if not isinstance(written, (VerlOutput, list, tuple)):
             raise TypeError(f"respond returned an object of type {type(written).__name__}, not a text or a VerlOutput")
         outputs = [written] if isinstance(written, VerlOutput) else list(written)
         version = global_step if global_step < 1 else global_step - 1
-        first = version if began is None else began
-        last = self.weights if whole and self.weights is not None else first
-        versions = {"global_steps": last, "min_global_steps": first, "max_global_steps": last}
-        made = [self._tokens(output, prompt, response_length, versions) for output in outputs]
-        return made if whole else [_half(output) for output in made]
+        versions = {"global_steps": version, "min_global_steps": version, "max_global_steps": version}
+        return [self._tokens(output, prompt, response_length, versions) for output in outputs]
 
     def _tokens(self, output: VerlOutput, prompt: str, limit: int, versions: Mapping[str, int]) -> AgentOutput:
         ids: list[int] = []
@@ -131,9 +124,3 @@ class VerlEngine:
             reward_score=output.reward_score,
             extra_fields={**fields, **output.extra_fields},
         )
-
-
-def _half(output: AgentOutput) -> AgentOutput:
-    """What was written of an output that was aborted."""
-    end = len(output.response_ids) // 2
-    return replace(output, response_ids=output.response_ids[:end], response_mask=output.response_mask[:end])

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from .base import Setup, TrainerBase
+from .metrics import named
 from .protocol import TensorColumns, VerlDataProto
 from .results import VerlStep
-from .validation import named
 
 MODULE = "verl.trainer.ppo.ray_trainer"
 
@@ -58,8 +58,8 @@ class LegacyTrainer(TrainerBase):
     def _trained(self, batch: VerlDataProto) -> tuple[VerlDataProto, dict[str, Any]]:
         """The batch with all that is computed before it trains, and its metrics."""
         batch.batch["token_level_scores"] = _scores_of(batch)
-        batch, metrics = self._advance(batch, sys.modules[self.advantages_of].compute_advantage)
-        return batch, {**metrics, **self._metrics(batch)}
+        batch = self._advance(batch, sys.modules[self.advantages_of].compute_advantage)
+        return batch, self._metrics(batch)
 
     def _step_of(self, batch: VerlDataProto, logged: dict[str, Any], calls: int) -> VerlStep:
         """The step that trains `batch`. `logged`: what the tracker got; `calls`: the reward calls before it."""
@@ -77,7 +77,7 @@ class LegacyTrainer(TrainerBase):
             padding=[False] * len(batch),
         )
 
-    def _validate(self, merged: bool = False) -> dict[str, Any]:
+    def _validate(self) -> dict[str, Any]:
         sources: list[str] = []
         uids: list[str] = []
         texts: list[str] = []
@@ -141,18 +141,11 @@ class LegacyTrainer(TrainerBase):
     def _metrics(self, batch: VerlDataProto) -> dict[str, Any]:
         wide = batch.batch["prompts"].shape[1]
         attention = np.asarray(batch.batch["attention_mask"])
-        metrics = {
+        return {
             "training/global_step": self.global_steps,
             "training/epoch": (self.global_steps - 1) // max(len(self.train_dataloader), 1),
             **self._data_metrics(batch, attention[:, :wide].sum(axis=1), attention[:, wide:].sum(axis=1)),
         }
-        if self._estimator == "gdpo":
-            for key in self.config.algorithm.get("gdpo_reward_keys", None) or ():
-                if key in batch.non_tensor_batch:
-                    values = np.asarray(batch.non_tensor_batch[key], dtype=np.float32)
-                    for name, function in (("mean", np.mean), ("std", np.std), ("max", np.max), ("min", np.min)):
-                        metrics[f"gdpo/{key}/{name}"] = float(function(values))
-        return metrics
 
 
 def _from_columns(columns: Mapping[str, Any]) -> VerlDataProto:

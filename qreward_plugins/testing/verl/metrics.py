@@ -1,72 +1,113 @@
-"""The metrics of a step that rewards move (metric_utils.py, `compute_data_metrics`), in float32 as torch has them."""
+"""The metrics that rewards move (metric_utils.py): those of a step, and those of a validation.
+
+Not played: the shares of cut and of aborted responses, the critic's, and what verl draws by chance from the responses
+of a prompt (`best@`, `worst@`, `maj@`).
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from .float_sums import mean32, var32
+Nested: TypeAlias = "dict[str, dict[str, dict[str, float]]]"
+_Columns: TypeAlias = "dict[str, list[Any]]"
 
 
 def data_metrics(
-    *,
-    scores: Any,
-    rewards: Any,
-    advantages: Any,
-    returns: Any,
-    mask: Any,
-    prompt_lengths: Any,
-    response_lengths: Any,
-    widths: tuple[int, int],
-    num_turns: Any,
-    values: Any = None,
+    *, scores: Any, rewards: Any, advantages: Any, returns: Any, mask: Any, lengths: tuple[Any, Any], num_turns: Any
 ) -> dict[str, Any]:
-    """`critic/...`, `response_length/...`, `prompt_length/...` and `num_turns/...` of one step.
-
-    `scores` and `rewards` are sums by row; `widths` are those of the prompts' and the responses' tensors.
+    """`critic/...`, `prompt_length/...`, `response_length/...` and `num_turns/...` of one step. `scores` and `rewards`
+    are sums by row; `lengths` are those of the prompts and of the responses.
     """
     trained = np.asarray(mask).astype(bool)
-    lengths = np.asarray(response_lengths, dtype=np.float32)
-    prompts = np.asarray(prompt_lengths, dtype=np.float32)
-    there = lengths != 0
-    metrics: dict[str, Any] = {
-        **_spread("critic/score", np.asarray(scores)[there]),
-        **_spread("critic/rewards", np.asarray(rewards)[there]),
-        **_spread("critic/advantages", np.asarray(advantages)[trained]),
-        **_spread("critic/returns", np.asarray(returns)[trained]),
+    prompts, responses = (np.asarray(each, dtype=np.float64) for each in lengths)
+    there = responses != 0
+    columns = {
+        "critic/score": np.asarray(scores)[there],
+        "critic/rewards": np.asarray(rewards)[there],
+        "critic/advantages": np.asarray(advantages)[trained],
+        "critic/returns": np.asarray(returns)[trained],
+        "prompt_length": prompts,
+        "response_length": responses,
+        "num_turns": np.asarray(num_turns),
     }
-    if values is not None:
-        metrics |= _value_metrics(np.asarray(values)[trained], np.asarray(returns)[trained])
-    metrics |= _lengths("response_length", lengths, widths[1])
-    metrics |= _lengths("response_length_non_aborted", lengths[there], widths[1])
-    metrics["response/aborted_ratio"] = float(mean32(~there))
-    metrics |= _lengths("prompt_length", prompts, widths[0])
-    turns = np.asarray(num_turns, dtype=np.int32)
-    return metrics | {"num_turns/min": turns.min(), "num_turns/max": turns.max(), "num_turns/mean": turns.mean()}
+    return {name: value for column, values in columns.items() for name, value in _spread(column, values).items()}
 
 
-def _spread(name: str, values: Any) -> dict[str, float]:
-    if not len(values):
-        return dict.fromkeys((f"{name}/mean", f"{name}/max", f"{name}/min"), math.nan)
+def validation_metrics(
+    data_sources: Sequence[str],
+    sample_uids: Sequence[str],
+    infos: Mapping[str, Sequence[Any]],
+    seed: int = 42,
+    expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
+) -> Nested:
+    """`process_validation_metrics`: `{data source: {variable: {"mean@n": ..., "std@n": ...}}}`, the mean over prompts
+    of what the n responses of each show. None and texts are left out. `expected_acc_counts`: sessions that are missing
+    count as an `acc` of 0.
+    """
+    rows: dict[str, dict[str, _Columns]] = {}
+    for place, source in enumerate(data_sources):
+        columns = rows.setdefault(source, {}).setdefault(sample_uids[place], {})
+        for name, values in infos.items():
+            columns.setdefault(name, []).append(values[place])
+    _count_missing(rows, expected_acc_counts or {})
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for source, by_uid in rows.items():
+        for columns in by_uid.values():
+            for name, listed in columns.items():
+                for metric, value in _of_prompt(listed).items():
+                    found.setdefault(source, {}).setdefault(name, {}).setdefault(metric, []).append(value)
     return {
-        f"{name}/mean": float(mean32(values)),
-        f"{name}/max": float(np.max(values)),
-        f"{name}/min": float(np.min(values)),
+        source: {
+            name: {metric: float(np.mean(each)) for metric, each in metrics.items()}
+            for name, metrics in by_name.items()
+        }
+        for source, by_name in found.items()
     }
 
 
-def _lengths(name: str, lengths: Any, width: int) -> dict[str, float]:
-    if not len(lengths):
-        return {**_spread(name, lengths), f"{name}/clip_ratio": math.nan}
-    return {**_spread(name, lengths), f"{name}/clip_ratio": float(mean32(lengths == width))}
+def named(metrics: Nested, turns: Sequence[Any]) -> dict[str, Any]:
+    """The metrics under the names by which the tracker gets them."""
+    averages: dict[str, Any] = {}
+    for source, by_name in metrics.items():
+        core = "acc" if "acc" in by_name else "reward"
+        for name, by_metric in by_name.items():
+            most = max(int(metric.split("@")[-1]) for metric in by_metric)
+            for metric, value in by_metric.items():
+                is_core = name == core and metric == f"mean@{most}"
+                averages[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{metric}"] = value
+    return averages | (_spread("val-aux/num_turns", np.asarray(turns)) if len(turns) else {})
 
 
-def _value_metrics(values: Any, returns: Any) -> dict[str, float]:
-    spread = _spread("critic/values", values)
+def _spread(name: str, values: Any) -> dict[str, Any]:
     if not len(values):
-        return {**spread, "critic/vf_explained_var": math.nan}
-    with np.errstate(all="ignore"):
-        unexplained = np.float32(var32(returns - values) / np.float32(var32(returns) + np.float32(1e-5)))
-    return {**spread, "critic/vf_explained_var": float(np.float32(np.float32(1) - unexplained))}
+        return dict.fromkeys((f"{name}/mean", f"{name}/max", f"{name}/min"), np.nan)
+    return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
+
+
+def _count_missing(rows: dict[str, dict[str, _Columns]], expected: Mapping[tuple[str, str], int]) -> None:
+    with_acc = {
+        source
+        for source, by_uid in rows.items()
+        if any(value is not None for columns in by_uid.values() for value in columns.get("acc", ()))
+    }
+    for (source, uid), count in expected.items():
+        if source in with_acc:
+            columns = rows[source].setdefault(uid, {})
+            seen = [value for value in columns.get("acc", ()) if value is not None]
+            columns["acc_success_only"] = seen
+            columns["acc"] = seen + [0.0] * max(count - len(seen), 0)
+
+
+def _of_prompt(listed: Sequence[Any]) -> dict[str, float]:
+    values = [value for value in listed if value is not None]
+    if not values or isinstance(values[0], str):
+        return {}
+    count = len(values)
+    metrics = {f"mean@{count}": float(np.mean(values))}
+    return metrics if count == 1 else metrics | {f"std@{count}": float(np.std(values))}
+
+
+__all__ = ["data_metrics", "named", "validation_metrics"]

@@ -14,40 +14,29 @@ from pathlib import Path
 from typing import Any
 
 from ..stand_in_modules import stand_in_modules
+from .advantages import compute_advantage, compute_advantage_for_multi_trajectories
 from .base import Tracking
 from .batch_contract import REGISTRY as BATCH_REGISTRY
 from .batch_contract import AbstractRewardManager, BatchTrainer, batch_registry
 from .checkpoints import MODULE as CHECKPOINTS
 from .checkpoints import CheckpointEngineManager
-from .fully_async import ROLLOUTER as FULLY_ASYNC_ROLLOUTER
-from .fully_async import TRAINER as FULLY_ASYNC
-from .fully_async import FullyAsyncRollouter, FullyAsyncTrainer, TrainingStopException
 from .legacy import MODULE as LEGACY
 from .legacy import LegacyTrainer
+from .metrics import validation_metrics
 from .protocol import VerlDataProto, VerlDataProtoItem, pad_to_divisor
 from .reward_functions import default_compute_score, get_custom_reward_fn, load_extern_object
 from .reward_loop import MODULE as REWARD_LOOP
 from .reward_loop import RewardLoopManager, RewardLoopWorker, load_manager, resolve_manager
-from .reward_managers import (
-    DAPORewardManager,
-    GDPORewardManager,
-    NaiveRewardManager,
-    RateLimitedRewardManager,
-    Registry,
-    RemoteRewardManager,
-    RewardManagerBase,
-)
-from .shaping import apply_kl_penalty, compute_advantage
-from .trajectories import compute_advantage_for_multi_trajectories
+from .reward_managers import MANAGERS, NaiveRewardManager, Registry, RewardManagerBase
 from .transfer_queue import MODULE as REPLAY_BUFFER
 from .transfer_queue import ReplayBuffer, TransferQueue
 from .v1 import MODULE as V1
 from .v1 import V1Trainer
-from .validation import validation_metrics
 
 _log = logging.getLogger("verl")
 
 SEPARATION = "verl.experimental.separation.ray_trainer"
+FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_trainer"
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer"
 BATCH_CONTRACT = "verl.trainer.ppo.ray_trainer_0_4"
 """A name of our own, because the trainer of verl 0.4 to 0.7 has the same module name as that of 0.9."""
@@ -63,7 +52,7 @@ def verl_stand_in(modules: Mapping[str, Mapping[str, Any]] | None = None) -> Ite
     installed.
 
     They are `verl.DataProto`, both registries of reward managers (`register`, `get_reward_manager_cls`), their base
-    classes and the managers (`remote` and, of the older ones, `prime` cannot be made), `load_reward_manager`,
+    classes and the managers (only `naive` and, of the older ones, `batch` can be made), `load_reward_manager`,
     `get_custom_reward_fn` and `resolve_reward_manager_cls`, `default_compute_score`, `load_extern_object`,
     `RewardLoopManager` and `RewardLoopWorker`, the trainers, `Tracking`, and `transfer_queue`. Anything else under
     `verl` is a `ModuleNotFoundError`. `modules` are there as well.
@@ -97,11 +86,8 @@ def _is_ours(cls: type[Any]) -> bool:
 def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> dict[str, Mapping[str, Any]]:
     loop = {"RewardLoopWorker": RewardLoopWorker, "RewardLoopManager": _anew(RewardLoopManager, registry=registry)}
     managers = {
-        "DAPORewardManager": DAPORewardManager,
-        "GDPORewardManager": GDPORewardManager,
+        "DAPORewardManager": MANAGERS["dapo"],
         "NaiveRewardManager": NaiveRewardManager,
-        "RateLimitedRewardManager": RateLimitedRewardManager,
-        "RemoteRewardManager": RemoteRewardManager,
         "register": registry.register,
         "get_reward_manager_cls": registry.get,
     }
@@ -109,9 +95,8 @@ def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> dict
     v1 = _anew(V1Trainer, __module__=V1, __name__="PPOTrainer")
     separate = {"advantages_of": SEPARATION}
     one_step_off = type("OneStepOffRayTrainer", (legacy,), {**separate, "__module__": ONE_STEP_OFF})
-    rollouter = type("FullyAsyncRollouter", (FullyAsyncRollouter, legacy), {"__module__": FULLY_ASYNC_ROLLOUTER})
-    fully_async = type("FullyAsyncTrainer", (FullyAsyncTrainer, legacy), {**separate, "__module__": FULLY_ASYNC})
-    advantages = {"apply_kl_penalty": apply_kl_penalty, "compute_advantage": compute_advantage}
+    fully_async = type("FullyAsyncTrainer", (legacy,), {**separate, "__module__": FULLY_ASYNC})
+    advantages = {"compute_advantage": compute_advantage}
     validation = {"process_validation_metrics": validation_metrics}
     padding = {"pad_dataproto_to_divisor": pad_to_divisor}
     reward_loop = "verl.experimental.reward_loop"
@@ -124,12 +109,11 @@ def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> dict
         REWARD_LOOP: {**loop, **padding},
         f"{reward_loop}.reward_manager": managers,
         f"{reward_loop}.reward_manager.base": {"RewardManagerBase": RewardManagerBase},
-        f"{reward_loop}.reward_manager.dapo": {"DAPORewardManager": DAPORewardManager},
+        f"{reward_loop}.reward_manager.dapo": {"DAPORewardManager": MANAGERS["dapo"]},
         f"{reward_loop}.reward_manager.naive": {"NaiveRewardManager": NaiveRewardManager},
         f"{reward_loop}.reward_manager.registry": {"REWARD_MANAGER": registry.classes, **managers},
         "verl.experimental.fully_async_policy": {},
-        FULLY_ASYNC: {"FullyAsyncTrainer": fully_async, "TrainingStopException": TrainingStopException},
-        FULLY_ASYNC_ROLLOUTER: {"FullyAsyncRollouter": rollouter},
+        FULLY_ASYNC: {"FullyAsyncTrainer": fully_async},
         "verl.experimental.one_step_off_policy": {},
         ONE_STEP_OFF: {"OneStepOffRayTrainer": one_step_off},
         "verl.experimental.separation": {},

@@ -23,14 +23,13 @@ from omegaconf import DictConfig
 from ..fake_trainer import FakeTrainer
 from ..tokenizer import WordTokenizer
 from .actors import FakeRay
-from .base import LogProbs, Setup, Values
+from .base import Setup, Values
 from .batch_contract import VERSIONS
 from .configuration import check_config, compose_config
 from .data import DEFAULT_ROWS, Row
 from .engine import Hold, Respond, VerlDraft, VerlEngine, answer_by_chance
-from .fully_async import TRAINER as FULLY_ASYNC
 from .legacy import MODULE as LEGACY
-from .modules import BATCH_CONTRACT, ONE_STEP_OFF, verl_stand_in
+from .modules import BATCH_CONTRACT, FULLY_ASYNC, ONE_STEP_OFF, verl_stand_in
 from .results import VerlStep, VerlValidation
 from .reward_loop import Played
 from .v1 import MODULE as V1
@@ -50,10 +49,9 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     `config`: overrides as on verl's command line (`"reward.reward_manager.name=qreward"`, `"+reward_manager=qreward"`),
     a mapping laid over verl's defaults, or a composed configuration. The defaults are verl's, but for
     `data.train_batch_size` and `actor_rollout_ref.rollout.n`, which are 4, and the lengths of prompts and responses, 64
-    tokens. `trainer.use_v1` and `trainer.v1.trainer_mode` choose the trainer; `experimental` plays one that is
-    made of the legacy trainer: "one_step_off", or "fully_async". That one generates beside the steps, so the same seed
-    gives the same responses, but which of them make a batch is a matter of time. Its `step` raises verl's
-    `TrainingStopException` where its run ends: at the end of the data, and after a reward manager raised.
+    tokens. `trainer.use_v1` chooses the trainer; V1 is played in its synchronous mode. `experimental` plays the
+    legacy trainer under the name of one that is made of it ("one_step_off", "fully_async"), for hooks that look at it;
+    what those generate ahead is not played.
 
     `rows`: the data set, each row a question or a mapping as in verl's parquet files, with `ground_truth` for short;
     `val_rows`: that of the validation. `reward`: the reward function, in place of `reward.custom_reward_function.path`.
@@ -62,9 +60,10 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     `seed` fixes all that is random, which reward worker gets a sample among it. `timeout_s` bounds a step and a
     validation, where verl would wait for ever; None: it does.
 
-    Nothing trains, so a critic and policies are what the test says, of shape (rows, response length), or 0 without it:
-    `values(batch)` for the critic, and `log_probs(name, batch)` by verl's names of columns: `old_log_probs` (actor),
-    `ref_log_prob` (the reference of `algorithm.use_kl_in_reward`) and `rollout_log_probs` (the inference engine).
+    Nothing trains: the critic's values are what `values(batch)` says, of shape (rows, response length), or 0 without
+    it. What needs the numbers of a policy is refused with `NotImplementedError`, by its name in the configuration:
+    `algorithm.use_kl_in_reward`, `algorithm.rollout_correction`, asynchronous modes, and reward managers and estimators
+    that are not played.
 
     Reward workers are objects on one event loop, where verl has processes; `kill_worker` ends one. A reward manager
     with an `aclose` is closed at the end. `tracked` is what the tracker got: (step, metrics). While the trainer is
@@ -85,7 +84,6 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         respond: Respond = answer_by_chance,
         hold: Hold | None = None,
         values: Values | None = None,
-        log_probs: LogProbs | None = None,
         tokenizer: Any = None,
         experimental: str | None = None,
         version: str = "0.9",
@@ -98,9 +96,8 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
             raise ValueError(f"version is '0.9', or one of {', '.join(VERSIONS)} for their rewards, not {version!r}")
         if version != "0.9" and experimental is not None:
             raise ValueError(f"the trainer {experimental} is that of version '0.9'")
-        self.config = compose_config(config, f"{experimental}_ppo_trainer" if experimental else "ppo_trainer")
-        if experimental != "fully_async":
-            check_config(self.config)
+        self.config = compose_config(config)
+        check_config(self.config)
         self._trainer: Any = None
         self._ended: BaseException | None = None
         self._engine = VerlEngine(respond, hold, tokenizer if tokenizer is not None else WordTokenizer(), seed)
@@ -112,7 +109,7 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
             manager = sys.modules["verl.experimental.reward_loop.reward_loop"].RewardLoopManager
             manager.played = Played(self._ray, self._engine.tokenizer, reward)
             logged = sys.modules["verl.utils.tracking"].Tracking.logged
-            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward, values, log_probs, logged)
+            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward, values, logged)
             self._trainer = _trainer_class(self.config, experimental, version)(self.config, setup, queue)
             self._trainer.start()
             self._wait_for_workers()

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from .protocol import TensorColumns, VerlDataProto
-from .shaping import compute_advantage
 from .tensors import padded
 
 PADDED_PROMPT = 127
@@ -58,19 +57,6 @@ def padding_row(row: Row, uid: str, number: int, eos: int) -> dict[str, Any]:
     }
 
 
-def joined(batches: Sequence[VerlDataProto]) -> VerlDataProto:
-    """Batches of different widths as one."""
-    tensors = {}
-    for name in batches[0].batch:
-        rows = [row for batch in batches for row in np.asarray(batch.batch[name])]
-        tensors[name] = padded(rows, dtype=rows[0].dtype)
-    columns = {
-        name: np.concatenate([batch.non_tensor_batch[name] for batch in batches])
-        for name in batches[0].non_tensor_batch
-    }
-    return VerlDataProto(TensorColumns(tensors, batch_size=sum(map(len, batches))), columns)
-
-
 def add_infos(infos: dict[str, list[Any]], scores: Sequence[float], rows: Sequence[Row]) -> None:
     """Append the reward manager's values for rows of a validation: None where a row or those before it lack a key."""
     before = len(infos["reward"])
@@ -83,31 +69,8 @@ def add_infos(infos: dict[str, list[Any]], scores: Sequence[float], rows: Sequen
             infos.setdefault(name, [None] * (before + place)).append(value)
 
 
-def compute_advantage_for_multi_trajectories(
-    data: VerlDataProto, batch_keys: Sequence[str], adv_estimator: Any, **named: Any
-) -> VerlDataProto:
-    """With GRPO the last output of each session is what counts, and the others of the session get its advantage."""
-    if str(adv_estimator) != "grpo":
-        return compute_advantage(data, adv_estimator=adv_estimator, **named)
-    last: dict[str, tuple[int, int]] = {}
-    for row, key in enumerate(batch_keys):
-        session, _, index = key.rpartition("_")
-        if session not in last or last[session][0] < int(index):
-            last[session] = (int(index), row)
-    places = {session: place for place, session in enumerate(last)}
-    final = compute_advantage(data.select_idxs([row for _, row in last.values()]), adv_estimator=adv_estimator, **named)
-    first = np.asarray(final.batch["response_mask"]).argmax(axis=1)
-    scores = np.asarray(final.batch["advantages"])[np.arange(len(final)), first]
-    chosen = scores[[places[key.rpartition("_")[0]] for key in batch_keys]]
-    tokens = chosen[:, None] * np.asarray(data.batch["response_mask"]).astype(np.float32)
-    data.batch["advantages"], data.batch["returns"] = tokens, tokens.copy()
-    return data
-
-
 __all__ = [
     "add_infos",
-    "compute_advantage_for_multi_trajectories",
-    "joined",
     "padding_row",
     "rewards_batch",
     "training_batch",

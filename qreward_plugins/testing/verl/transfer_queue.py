@@ -56,38 +56,28 @@ class TransferQueue:
 
 
 class ReplayBuffer:
-    """Samples groups for a step. Sync: those that failed are sampled with what is left of them, unless
-    `refill_failed`. Async: those that failed, or are too old, are replaced. Both replace groups whose `metric` is the
-    same in all trajectories (DAPO).
+    """Samples groups for a synchronous step: those that failed with what is left of them, unless `refill_failed`. With
+    a `metric` it replaces groups that have one value of it in all trajectories (DAPO).
     """
 
     def __init__(
         self,
         queue: TransferQueue,
         *,
-        is_async: bool,
         metric: str | None,
         refill: Callable[[int], None],
         refill_failed: bool,
         max_inflight: int,
-        max_age: int | None,
-        drops_old: bool,
     ) -> None:
-        assert max_age is None or (isinstance(max_age, int) and max_age > 0), (
-            f"Invalid max off policy threshold: {max_age}, must be an integer greater than 0, or null to disable "
-            "off-policy version control"
-        )
-        if metric is not None and not is_async and max_inflight <= 0:
+        if metric is not None and max_inflight <= 0:
             raise ValueError("max_inflight_gen_batches must be a positive integer")
         self.evicted: list[str] = []
         self._dapo_classification_cache: dict[str, dict[str, float | None]] = {"train": {}, "val": {}}
         self._queue = queue
-        self._is_async = is_async
         self.filter_groups_metric = metric
         self._refill = refill
         self._refill_failed = refill_failed
         self._max_inflight = max_inflight
-        self._max_age, self._drops_old = max_age, drops_old
 
     @property
     def partitions(self) -> dict[str, list[str]]:
@@ -97,9 +87,9 @@ class ReplayBuffer:
             for name, prompts in self._queue.partitions.items()
         }
 
-    async def sample(self, step: int, partition: str, size: int) -> tuple[list[Prompt], dict[str, Any]]:
+    async def sample(self, partition: str, size: int) -> tuple[list[Prompt], dict[str, Any]]:
         """Wait for enough groups, replacing those that do not count. Raises `RuntimeError` where a group lacks the
-        metric of the filter, and in sync mode where nothing is left of all groups.
+        metric of the filter, and where nothing is left of all groups.
         """
         metrics: dict[str, Any] = {}
         training = partition == "train"
@@ -108,55 +98,38 @@ class ReplayBuffer:
         while True:
             self._queue.changed.clear()
             prompts = self._queue.partitions[partition]
-            stale, failed = self._to_evict(step, prompts) if training else (set(), set())
+            failed = self._without_rows(prompts) if training and self._refill_failed else set()
             filtered, counts = self._dapo_filtered_keys(partition)
-            evicted = stale | filtered | failed
-            self._evict(prompts, step, stale, filtered, failed, metrics)
+            self._evict(prompts, {"filter_groups": filtered, "rollout_failure": failed}, metrics)
             if counts:
                 metrics[FILTERED_COUNTS] = dict(Counter(metrics.get(FILTERED_COUNTS, {})) + counts)
             usable = [prompt for prompt in prompts.values() if prompt.status != "running"]
             inflight = len(prompts) - len(usable)
             enough = len(usable) >= size
-            if self._is_async and training:
-                if evicted:
-                    self._refill(len(evicted))
+            if failed and not filters and not enough:
+                self._refill(len(failed))
+                continue
+            if filters:
+                draining = draining or enough
+                credit = 0 if draining else credit + 2 * len(filtered) + len(failed)
+                count = min(credit, max(0, self._max_inflight - inflight))
+                if count > 0:
+                    self._refill(count)
+                    credit -= count
                     continue
-                if enough and not self._must_wait(step, prompts):
-                    return self._take(usable, prompts, partition, size), metrics
-            else:
-                if failed and not filters and not enough:
-                    self._refill(len(failed))
-                    continue
-                if filters:
-                    draining = draining or enough
-                    credit = 0 if draining else credit + 2 * len(filtered) + len(failed)
-                    count = min(credit, max(0, self._max_inflight - inflight))
-                    if count > 0:
-                        self._refill(count)
-                        credit -= count
-                        continue
-                if enough and not (filters and inflight):
-                    chosen = self._take(usable, prompts, partition, size)
-                    if filters and prompts:
-                        metrics["training/filter_groups/discarded_surplus_samples"] = len(prompts)
-                        prompts.clear()
-                    if training and not any(prompt.rows for prompt in chosen):
-                        raise RuntimeError(_NOTHING + ("" if self._refill_failed else _ENABLE))
-                    return chosen, metrics
+            if enough and not (filters and inflight):
+                chosen = self._take(usable, prompts, partition, size)
+                if filters and prompts:
+                    metrics["training/filter_groups/discarded_surplus_samples"] = len(prompts)
+                    prompts.clear()
+                if training and not any(prompt.rows for prompt in chosen):
+                    raise RuntimeError(_NOTHING + ("" if self._refill_failed else _ENABLE))
+                return chosen, metrics
             await self._queue.changed.wait()
 
-    def _to_evict(self, step: int, prompts: dict[str, Prompt]) -> tuple[set[str], set[str]]:
-        ended = [prompt for prompt in prompts.values() if prompt.status != "running"]
-        failures = [prompt for prompt in ended if prompt.status == "failure"]
-        if not self._is_async:
-            return set(), {each.uid for each in failures if self._refill_failed and not each.rows}
-        stale = {
-            prompt.uid
-            for prompt in ended
-            if self._drops_old and self._max_age and step - prompt.global_steps + 1 > self._max_age
-            if prompt.status == "finished"
-        }
-        return stale, {prompt.uid for prompt in failures}
+    @staticmethod
+    def _without_rows(prompts: Mapping[str, Prompt]) -> set[str]:
+        return {each.uid for each in prompts.values() if each.status == "failure" and not each.rows}
 
     def _dapo_filtered_keys(self, partition_id: str) -> tuple[set[str], Counter[float]]:
         """Groups whose samples have one value of the metric, and how many have which; under verl's name for it."""
@@ -195,39 +168,14 @@ class ReplayBuffer:
             )
         return found
 
-    def _evict(
-        self,
-        prompts: dict[str, Prompt],
-        step: int,
-        stale: set[str],
-        filtered: set[str],
-        failed: set[str],
-        metrics: dict[str, Any],
-    ) -> None:
-        if stale:
-            ages = [step - prompts[uid].global_steps + 1 for uid in stale]
-            prefix = "training/off_policy/evicted_samples"
-            before = metrics.get(prefix, 0)
-            mean = metrics.get(f"{prefix}_staleness/mean", 0.0) * before + float(np.mean(ages)) * len(ages)
-            metrics[prefix] = before + len(ages)
-            metrics[f"{prefix}_staleness/mean"] = mean / metrics[prefix]
-            metrics[f"{prefix}_staleness/max"] = max(metrics.get(f"{prefix}_staleness/max", 0), *ages)
-            metrics[f"{prefix}_staleness/min"] = min([metrics.get(f"{prefix}_staleness/min", ages[0]), *ages])
-        for name, uids in (("filter_groups", filtered), ("rollout_failure", failed)):
+    def _evict(self, prompts: dict[str, Prompt], why: Mapping[str, set[str]], metrics: dict[str, Any]) -> None:
+        for name, uids in why.items():
             if uids:
                 key = f"training/{name}/evicted_samples"
                 metrics[key] = metrics.get(key, 0) + len(uids)
-        for uid in stale | filtered | failed:
+        for uid in set().union(*why.values()):
             self.evicted.append(uid)
             del prompts[uid]
-
-    def _must_wait(self, step: int, prompts: dict[str, Prompt]) -> bool:
-        if self._drops_old or not self._max_age:
-            return False
-        return any(
-            prompt.status == "running" and step - prompt.global_steps + 1 >= self._max_age
-            for prompt in prompts.values()
-        )
 
     def _take(self, usable: Sequence[Prompt], prompts: dict[str, Prompt], partition: str, size: int) -> list[Prompt]:
         chosen = sorted(usable, key=lambda prompt: prompt.global_steps)[:size]

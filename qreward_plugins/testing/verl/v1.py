@@ -1,4 +1,7 @@
-"""verl's V1 trainer (trainer/ppo/v1): it submits prompts, and a queue returns their trajectories."""
+"""verl's V1 trainer (trainer/ppo/v1): it submits prompts, and a queue returns their trajectories.
+
+Only the synchronous mode is played: the asynchronous ones reward the same way, and differ in what the policy is.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from .agent_loop_tq import QueuedAgentLoops
-from .aggregated_metrics import MiniBatchMetrics
+from .agent_loop import QueuedAgentLoops
 from .base import Setup, TrainerBase
+from .metrics import named
 from .protocol import VerlDataProto
 from .results import VerlStep
-from .trajectories import add_infos, joined, padding_row, rewards_batch, training_batch
+from .trajectories import add_infos, padding_row, rewards_batch, training_batch
 from .transfer_queue import FILTERED_COUNTS, Prompt, ReplayBuffer, SampledKeys, TransferQueue
 from .transfer_queue import MODULE as REPLAY_BUFFER
-from .validation import named
 
 MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 
 class V1Trainer(TrainerBase):
-    """`PPOTrainer`: synchronous, or asynchronous with groups replaced and batches prepared ahead."""
+    """`PPOTrainer`, synchronous."""
 
     agent_loops: QueuedAgentLoops
 
@@ -31,15 +33,15 @@ class V1Trainer(TrainerBase):
         self.trainer_mode = str(config.trainer.v1.trainer_mode)
         if self.trainer_mode not in ("sync", "colocate_async", "separate_async"):
             raise ValueError(f"Unknown trainer: {self.trainer_mode}")
-        if self.trainer_mode == "separate_async":
-            _check_separate(config)
         self.queue = queue
-        self.sync_steps = int(config.trainer.v1[self.trainer_mode].get("parameter_sync_step", 1))
         self.replay_buffer = self._make_buffer(config)
         super().__init__(config, setup)
-        self._begun = False
 
     def _make_agent_loops(self, workers: Any) -> QueuedAgentLoops:
+        if self.trainer_mode != "sync":
+            raise NotImplementedError(
+                f"trainer.v1.trainer_mode={self.trainer_mode} is not played by FakeVerlTrainer; it plays sync"
+            )
         return QueuedAgentLoops(self.config, self.setup.engine, workers, self._rng, self.queue)
 
     def step(self) -> VerlStep:
@@ -47,22 +49,10 @@ class V1Trainer(TrainerBase):
         self.global_steps += 1
         self.agent_loops.dropped, self.replay_buffer.evicted = [], []
         calls = self.agent_loops.reward_calls
-        size = self.config.data.train_batch_size
-        assert size % self.sync_steps == 0, (
-            f"train_batch_size ({size}) must be divisible by parameter_sync_step ({self.sync_steps})"
-        )
-        self.setup.run(self._prepare())
-        aggregator = MiniBatchMetrics()
-        batches, keys = [], []
-        for _ in range(self.sync_steps):
-            batch, names, metrics = self._step_once(size // self.sync_steps)
-            aggregator.add(metrics, count=int((~batch.non_tensor_batch["is_padding"]).sum()))
-            batches.append(batch)
-            keys += names
-        if self.trainer_mode != "separate_async":
-            self.checkpoint_manager.update_weights(self.global_steps)
-        batch = joined(batches)
-        metrics = aggregator.aggregated()
+        size = int(self.config.data.train_batch_size)
+        self.setup.run(self._submit(size))
+        batch, keys, metrics = self._step_once(size)
+        self.checkpoint_manager.update_weights(self.global_steps)
         counts = metrics.pop(FILTERED_COUNTS, None)
         logged = self._log({**metrics, **self._metrics(batch)})
         if counts:
@@ -131,17 +121,10 @@ class V1Trainer(TrainerBase):
 
     async def _generate_and_sample(self, prompts: Sequence[dict[str, Any]]) -> list[Prompt]:
         self.agent_loops.submit(prompts, "val")
-        return (await self.replay_buffer.sample(self.global_steps, "val", len(prompts)))[0]
+        return (await self.replay_buffer.sample("val", len(prompts)))[0]
 
-    async def _prepare(self) -> None:
-        size = self.config.data.train_batch_size
-        if self.trainer_mode != "sync" and not self._begun:
-            chunk = self.config.data.get("gen_batch_size", None) or size
-            ahead = math.floor(float(self.config.trainer.v1[self.trainer_mode].num_warmup_batches) * size / chunk)
-            if ahead > 0:
-                self._add_prompts(ahead * chunk)
-        self._begun = True
-        self._add_prompts(size)
+    async def _submit(self, count: int) -> None:
+        self._add_prompts(count)
 
     def _add_prompts(self, count: int) -> None:
         """Submit exactly `count` prompts. Raises `ValueError` if they are no whole batches of the data loader."""
@@ -166,23 +149,22 @@ class V1Trainer(TrainerBase):
         ]
 
     def _step_once(self, size: int) -> tuple[VerlDataProto, list[str], dict[str, Any]]:
-        prompts, metrics = self.setup.run(self.replay_buffer.sample(self.global_steps, "train", size))
-        if self.trainer_mode != "separate_async":
-            self.checkpoint_manager.sleep_replicas()
+        prompts, metrics = self.setup.run(self.replay_buffer.sample("train", size))
+        self.checkpoint_manager.sleep_replicas()
         keys = [key for prompt in prompts for key in prompt.rows]
         self._reward_batch("train", keys)
         keys += self._pad(keys)
         rows = [self.queue.taken["train"][key] for key in keys]
         # Looked up by its name in verl, because hooks may have wrapped it there. Estimators get only the column `uid`.
         compute = sys.modules[MODULE].compute_advantage_for_multi_trajectories
-        data, logged = self._advance(training_batch(rows), compute, batch_keys=keys)
+        data = self._advance(training_batch(rows), compute, batch_keys=keys)
         data.non_tensor_batch |= {
             "__num_turns__": np.array([row["num_turns"] for row in rows]),
             "prompt_length": np.array([len(row["prompts"]) for row in rows]),
             "response_length": np.array([len(row["responses"]) for row in rows]),
             "is_padding": np.array([bool(row.get("is_padding")) for row in rows]),
         }
-        return data, keys, {**metrics, **logged}
+        return data, keys, metrics
 
     def _reward_batch(self, partition: str, keys: Sequence[str]) -> None:
         """Score a whole batch, if a colocated reward model takes turns with the rollout."""
@@ -243,47 +225,18 @@ class V1Trainer(TrainerBase):
                 "after replay-buffer sampling."
             )
             metric = str(filters.metric)
-        strategy = sampler.max_off_policy_strategy
-        assert strategy in ("drop", "wait"), (
-            f"Invalid max off policy strategy: {strategy}, must be one of ['drop', 'wait']"
-        )
-        is_async = self.trainer_mode != "sync"
         refill_failed = bool(sampler.get("sync_refill_failed_groups", False))
-        if metric is not None or refill_failed or is_async:
+        if metric is not None or refill_failed:
             config.data.gen_batch_size = 1
         # Looked up by its name in verl, because hooks may have wrapped it there.
         buffer: ReplayBuffer = sys.modules[REPLAY_BUFFER].ReplayBuffer(
             self.queue,
-            is_async=is_async,
             metric=metric,
             refill=self._add_prompts,
             refill_failed=refill_failed,
             max_inflight=int(filters.get("max_inflight_gen_batches", 1)) * int(config.data.train_batch_size),
-            max_age=sampler.max_off_policy_threshold,
-            drops_old=strategy == "drop",
         )
         return buffer
-
-
-def _check_separate(config: Any) -> None:
-    """What verl asserts before the trainer that is separate from the rollout starts. Raises `AssertionError`."""
-    size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    sync_step, rollout = config.trainer.v1.separate_async.parameter_sync_step, config.actor_rollout_ref.rollout
-    assert size == sync_step * mini, (
-        "train_batch_size must equal parameter_sync_step * ppo_mini_batch_size in separate async training, but got "
-        f"train_batch_size={size}, parameter_sync_step={sync_step}, ppo_mini_batch_size={mini}"
-    )
-    assert rollout.nnodes > 0, "nnodes must be > 0 in separate async training"
-    assert rollout.n_gpus_per_node > 0, "n_gpus_per_node must be > 0 in separate async training"
-    assert rollout.checkpoint_engine.backend != "naive", (
-        "please use nccl/nixl/mooncake, etc. backend for separate async training"
-    )
-    model = config.reward.reward_model
-    assert not model.enable or model.enable_resource_pool, (
-        "Colocate reward model (reward.reward_model.enable_resource_pool=False) is not supported in separate async "
-        "mode, because the standalone rollout never pauses to free GPU memory. Use standalone mode "
-        "(reward.reward_model.enable_resource_pool=True) instead."
-    )
 
 
 __all__ = ["MODULE", "V1Trainer"]

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,8 +168,6 @@ class Players:
                     "VERL_USE_EXTERNAL_MODULES": "verl_cpu,verl_scripted",
                     "VERL_RECORD": str(record),
                     "VERL_SCRIPT": scenario.script,
-                    # One of verl's own lines of INFO ends separate_async without hybrid replicas.
-                    "VERL_LOGGING_LEVEL": "WARN",
                 },
                 on_step=lambda step: None,
                 overrides=(
@@ -188,26 +185,6 @@ class Players:
             metrics.setdefault(data["step"], {}).update(data["data"])
         rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
         return rows, metrics, error
-
-    def _log_probs(self, scenario: Scenario) -> Callable:
-        """What verl's policies said of the same rows; without verl, something else."""
-        real = self.outcomes.get(("verl", scenario.name))
-        table = real.table if real is not None else {}
-
-        def log_probs(name, data):
-            out = np.zeros(data.batch["response_mask"].shape, np.float32)
-            for row, ids in enumerate(np.asarray(data.batch["responses"])):
-                length = int(np.flatnonzero(ids)[-1]) + 1 if ids.any() else 0
-                said = table.get(tuple(ids[:length].tolist()), {}).get(name)
-                said = (
-                    said
-                    if said is not None
-                    else [-0.5 - 0.01 * place * (name == "old_log_probs") for place in range(length)]
-                )
-                out[row, : len(said)] = said
-            return out
-
-        return log_probs
 
     def _fake(self, scenario: Scenario) -> tuple[list[dict], dict[int, dict], str]:
         configuration = self._configuration(self.folder / "fake" / scenario.name)
@@ -228,7 +205,6 @@ class Players:
                 respond=respond,
                 tokenizer=self.tokenizer,
                 experimental=scenario.experimental,
-                log_probs=self._log_probs(scenario),
             ) as trainer:
                 metrics[0] = dict(trainer.validate().metrics)
                 for _ in range(scenario.steps):

@@ -207,7 +207,10 @@ async def test_a_stopped_keeper_is_killed_and_the_next_one_gives_nothing_that_it
     old = keeper()
     os.kill(old.pid, signal.SIGSTOP)
     silent = asyncio.ensure_future(late.share())
-    await asyncio.sleep(0.1)
+    while not late.channel.kept_by:
+        await asyncio.sleep(0.01)
+    for _ in range(20):  # connected: now it sends its report, which nobody reads
+        await asyncio.sleep(0)
     silent.cancel()
     await asyncio.gather(silent, return_exceptions=True)
     # An engine does this after 30 s without an answer.

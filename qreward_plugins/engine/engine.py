@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from ..replicas.weights import Drain, Mode, Weights
-    from ..sources.transfers import WeightTransfer
+    from ..sources.replica_set import WeightTransfer
     from .portal import EnginePortal
 
 

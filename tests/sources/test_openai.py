@@ -24,7 +24,7 @@ from qreward_plugins.errors import (
     TransientError,
 )
 from qreward_plugins.sources import OpenAISource, http, http_reading
-from qreward_plugins.sources.prepared_post import PreparedPost
+from qreward_plugins.sources.aiohttp_client import PreparedPost
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 10.0

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.config import Batch
-from qreward_plugins.observers.waits import percentile
+from qreward_plugins.observers.batch_report import percentile
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply, Request
 

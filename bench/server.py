@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 
 from qreward_plugins import Outcome, RewardEngine, Sample
 from qreward_plugins.client import RewardClient
-from qreward_plugins.observers.waits import percentile
+from qreward_plugins.observers.batch_report import percentile
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sources import Reply, Request
 

@@ -27,16 +27,12 @@ from ..quotas.shared import SharedQuota
 from ..scheduling import FAILED, Batch, Breaker, Call, ErrorShare, Upstream
 from ..sharing.channels import OpenedChannel, open_channel, source_keys
 from ..system.ray_actors import missing_ray, ray_is_up
-from .debug_log import DebugLog
-from .invocation import Invocation, size_of
-from .items import Items
-from .keyed_calls import KeyedCalls, shared_name
+from .invocation import Invocation, Items, size_of
 from .limits import ANY_NUMBER, MOST_LEARNED, FunctionLimits
 from .options import Options
-from .pending import END_WITHIN_S, Pending, Raised, setter
-from .source import CallableSource, Kind
-from .statistics import AttemptStatistics, FunctionStatistics
-from .worker_functions import loader_of
+from .pending import END_WITHIN_S, KeyedCalls, Pending, Raised, setter, shared_name
+from .source import CallableSource, Kind, loader_of
+from .statistics import AttemptStatistics, DebugLog, FunctionStatistics
 
 KEYS_KEPT = 1024
 """Keys up to which one is kept for `idle_s`. Beyond, it is forgotten as soon as its limits allow a whole burst."""

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, TypeVar, overload
 from typing_extensions import ParamSpec, Self
 
 from .functions import Accelerated, ServedInLoop, ServedInThread
-from .items import Items
+from .invocation import Items
 from .pending import Pending, Raised, setter
 from .thread import loop_thread
 

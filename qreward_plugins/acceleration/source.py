@@ -6,13 +6,17 @@ import asyncio
 import functools
 import inspect
 import math
+import os
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
 from ..errors import (
+    ConfigurationError,
     EngineError,
     InputError,
+    Mistake,
     NotStarted,
     PermanentError,
     SampleFault,
@@ -26,10 +30,76 @@ from ..sources.base import Reply, Request
 from ..sources.threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from ..sources.worker_program import VALUE
 from ..sources.workers import CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
-from .invocation import Invocation
-from .notes import add_note
+from ..system.functions import PathLoader, describe
+from .invocation import Invocation, add_note, add_origin, text_of
 from .options import MOST_THREADS
-from .worker_functions import WorkerLoader, result_of
+
+
+class WorkerLoader:
+    """Loads the function in a worker process; picklable. `path` is `module:name` or `file.py:name`."""
+
+    def __init__(self, path: str) -> None:
+        self._loader = PathLoader(path)
+
+    def __call__(self) -> Callable[..., Any]:
+        found = self._loader()
+        return ResultOrError(getattr(found, "__wrapped__", found))
+
+
+class ResultOrError:
+    """Calls the function, and returns (True, its value) or (False, its exception)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+        try:
+            return True, self._function(*args, **kwargs)
+        except BaseException as error:
+            where = describe(error)
+            try:
+                content = pickle.dumps(error)
+                pickle.loads(content)
+            except Exception:
+                # An exception that cannot be pickled is replaced by one with its type and message.
+                content = pickle.dumps(RuntimeError(where))
+            return False, (content, where)
+
+
+def result_of(content: tuple[bool, Any]) -> Any:
+    """Return the value that a worker process sent. Raises the exception that it sent."""
+    fine, value = content
+    if fine:
+        return value
+    error: BaseException = pickle.loads(value[0])
+    add_origin(error, value[1])
+    raise error
+
+
+def loader_of(function: Callable[..., Any]) -> WorkerLoader:
+    """Return what loads `function` in another process. Raises `ConfigurationError` if it has no importable name."""
+    name = getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", "")
+    if not name or "<" in name or not module:
+        problem = f"process needs a function that can be imported, and {name or function!r} is local."
+        raise ConfigurationError(
+            [Mistake("mode", problem, 'Define it at the top level of a module, or use mode="thread".')],
+            origin="accelerate",
+        )
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        if spec is not None:
+            module = spec.name
+        elif file is not None and file.endswith(".py"):
+            module = os.path.abspath(file)
+        else:
+            problem = "process needs a function of a file, and this one was typed in."
+            raise ConfigurationError(
+                [Mistake("mode", problem, 'Put it into a module, or use mode="thread".')], origin="accelerate"
+            )
+    return WorkerLoader(f"{module}:{name}")
+
 
 Kind = Literal["async", "sync", "async_generator", "generator"]
 """What a function is."""
@@ -204,7 +274,7 @@ def _nothing() -> None:
 
 def _failure(error: BaseException, invocation: Invocation) -> SourceError:
     """The error that tells the scheduler whether to retry. It does not refer to `error`, whose frames refer to it."""
-    text = f"{type(error).__name__}: {one_line(_text(error), _MESSAGE_CHARS)}"
+    text = f"{type(error).__name__}: {one_line(text_of(error), _MESSAGE_CHARS)}"
     if isinstance(error, Throttled):
         retry_after_s = error.retry_after_s
         return Throttled(
@@ -213,7 +283,7 @@ def _failure(error: BaseException, invocation: Invocation) -> SourceError:
     try:
         again = invocation.options.retries_error(error)
     except Exception as problem:
-        add_note(error, f"not retried, because retry_on raised {type(problem).__name__}: {_text(problem)}")
+        add_note(error, f"not retried, because retry_on raised {type(problem).__name__}: {text_of(problem)}")
         return PermanentError(f"{text}; retry_on raised {type(problem).__name__}")
     return TransientError(text) if again else PermanentError(text)
 
@@ -224,10 +294,3 @@ def _cut_traceback(error: BaseException) -> None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in _OUR_FILES:
         traceback = traceback.tb_next
     error.__traceback__ = traceback
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return "(its message cannot be read)"

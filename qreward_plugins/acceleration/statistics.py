@@ -1,13 +1,74 @@
-"""The statistics of an accelerated function."""
+"""The statistics of an accelerated function, its debug log and its progress bar."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..observers import AttemptEnded, AttemptStarted, SourceGauges, Statistics
+from ..observers import AttemptEnded, AttemptStarted, CallEnded, Event, SourceGauges, SourceStateChanged, Statistics
 from ..scheduling import Upstream
+from ..secrets import one_line
+
+_log = logging.getLogger("qreward_plugins.accelerate")
+_CHARS = 300
+
+
+class DebugLog:
+    """An observer that writes one line for each event of an attempt or a call, at level DEBUG."""
+
+    def __call__(self, event: Event, /) -> None:
+        if not _log.isEnabledFor(logging.DEBUG):
+            return
+        if isinstance(event, AttemptStarted):
+            kind = "hedge" if event.hedge else "retry" if event.attempt else "attempt"
+            _log.debug("%s, call %d: %s %d starts, %d in flight", *_where(event), kind, event.attempt, event.in_flight)
+        elif isinstance(event, AttemptEnded):
+            detail = f": {one_line(event.detail, _CHARS)}" if event.detail else ""
+            _log.debug(
+                "%s, call %d: attempt %d %s after %.3f s%s",
+                *_where(event),
+                event.attempt,
+                "timed out" if event.timed_out else event.result,
+                event.seconds,
+                detail,
+            )
+        elif isinstance(event, CallEnded):
+            end = event.reason or "answered"
+            _log.debug("%s, call %d: %s, attempts: %d", event.judge, event.call, end, event.attempts)
+        elif isinstance(event, SourceStateChanged):
+            _log.debug("%s is %s: %s", event.source, event.state, one_line(event.problem, _CHARS))
+
+
+def _where(event: AttemptStarted | AttemptEnded) -> tuple[str, int]:
+    return event.judge, event.call
+
+
+@contextmanager
+def progress_of(name: str, total: int, shown: bool | None) -> Iterator[Callable[[], None] | None]:
+    """Show a bar on stderr while the context is open; yields what to call for each end. `shown`: None shows it only on
+    a terminal.
+    """
+    if shown is False or (shown is None and not sys.stderr.isatty()) or not total:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task(name.replace("[", r"\["), total=total)
+        yield lambda: progress.advance(task)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,8 @@ from ..engine.process_portals import close_process_portals
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, Facts, summary
 from ..samples import fits_float32
-from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
+from ..samples.check import Unreadable, mapping_or_unreadable, messages_of, name_or_unreadable, read_or_unreadable
 from ..samples.images import Image, attach, is_image_part
-from ..samples.prompts import messages_of
 from ..secrets import Redactor, described_error, environment_secrets, secrets_in, with_secrets
 from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of

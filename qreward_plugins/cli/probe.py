@@ -21,7 +21,7 @@ from ..judges import JudgeFailed, Leaf, kind_of
 from ..samples import RawScore, Sample, Verdict
 from ..scheduling import Upstream
 from ..sources import LOGITS, TEXT, Reply, Request
-from ..system.cancellation import abandon, cancel_all
+from ..system.threads import abandon, cancel_all
 
 END_WITHIN_S = 1.0
 """Longest wait in seconds for a call to end that was cancelled after its time limit."""

@@ -24,8 +24,8 @@ from ..samples.check import read_sample
 from ..scheduling import Cutoff, Dispatcher, Upstream
 from ..sharing.membership import Channel
 from ..sources import Source
-from ..system.cancellation import cancel_futures
 from ..system.streams import Stream
+from ..system.threads import cancel_futures
 from .difference import Difference
 from .lifetime import Lifetime
 from .reloader import Reloader

@@ -30,7 +30,7 @@ from ..scheduling.upstreams import with_draining
 from ..sharing.channels import OpenedChannel, channel_of, source_keys
 from ..sharing.membership import Channel, Membership
 from ..sources import Source
-from ..system.cancellation import abandon, cancel_all
+from ..system.threads import abandon, cancel_all
 from .remote import RemoteScoring, RemoteServer, open_server
 from .scoring import Scoring
 from .source_starts import SourceStarts, has_servers

@@ -37,8 +37,7 @@ from ..scheduling import Upstream
 from ..secrets import one_line
 from ..sharing.channels import channel_of, source_addresses, source_keys
 from ..sources.opening import same_keys
-from ..system.cancellation import abandon, cancel_all
-from ..system.threads import in_thread
+from ..system.threads import abandon, cancel_all, in_thread
 from .difference import Difference, difference, opened_anew, starts_servers
 from .lifetime import Lifetime
 

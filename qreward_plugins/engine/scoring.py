@@ -22,7 +22,7 @@ from ..scheduling.calls import T
 from ..secrets import one_line
 from ..sources import Source
 from ..sources.base import Request, ServedWeights
-from ..system.cancellation import abandon, cancel_all, cancel_futures
+from ..system.threads import abandon, cancel_all, cancel_futures
 from .judging import Calling, Judging, Pending
 
 _log = logging.getLogger("qreward_plugins.engine")

@@ -17,7 +17,7 @@ from ..judges import Leaf
 from ..samples import Sample
 from ..scheduling import Answer, Call, Member, Unanswered
 from ..sources import LOGITS, Reply
-from ..system.cancellation import abandon, cancel_all
+from ..system.threads import abandon, cancel_all
 from .scoring import Scoring
 from .trial import PAIRS, Pair, cause_of_equal
 

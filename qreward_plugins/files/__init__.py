@@ -7,9 +7,8 @@ complete, so that OUT never holds a part of the rows.
 
 from __future__ import annotations
 
-from .results import RESULT, to_result
 from .rollouts import Rollout, check_rollouts, message_list, read_rollouts, sample_of
-from .writing import RowWriter, open_writer, partial_path
+from .tables import RESULT, RowWriter, open_writer, partial_path, to_result
 
 __all__ = [
     "RESULT",

@@ -12,10 +12,7 @@ from ..errors import InputError
 from ..samples import Message, Sample
 from ..samples.images import Image, attach, is_empty_part, is_image_part
 from ..secrets import Redactor
-from .formats import check_output, format_of
-from .jsonl import as_json, read_jsonl
-from .parquet import read_parquet
-from .results import RESULT
+from .tables import RESULT, as_json, check_output, format_of, read_jsonl, read_parquet
 
 _RESPONSE_COLUMNS = ("response", "solution_str", "completion")
 _PROMPT_COLUMNS = ("messages", "prompt")

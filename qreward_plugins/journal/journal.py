@@ -11,19 +11,58 @@ is closed. The error is logged, and raised by `flush` and `aclose`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from ..errors import JournalError
 from ..samples import Outcome, Sample, Scored, Verdict
+from ..system.ray_actors import job_name
 from . import entries
 from .database import explained, open_database
-from .runs import current_run
 from .writer import Writer
+
+VARIABLE: Final = "QREWARD_RUN_ID"
+"""The environment variable that names the run, before anything else does."""
+
+_DIGITS: Final = 8
+
+
+def current_run() -> str:
+    """Return the id of the run that this process belongs to. Raises nothing.
+
+    It is the first of these: the value of `QREWARD_RUN_ID`; the job of Ray; the start of the workers by torchrun, or by
+    what uses it; a new id at each call. All but the first have 8 hexadecimal digits.
+    """
+    named = os.environ.get(VARIABLE, "").strip()
+    if named:
+        return named
+    shared = job_name() or _launched()
+    if shared is None:
+        return uuid.uuid4().hex[:_DIGITS]
+    return hashlib.blake2b(shared.encode(), digest_size=_DIGITS // 2).hexdigest()
+
+
+def _launched() -> str | None:
+    """Return the process that has launched the workers of this machine, and how often; None if none has."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return None
+    launcher = os.getppid()
+    with suppress(OSError):  # only Linux tells
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The system gives a process id to another process later, so the start, the 22nd field, tells them apart. The
+        # name of a program may hold blanks and parentheses.
+        started = Path(f"/proc/{launcher}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+        return f"launcher {boot} {launcher} {started} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return None
+
 
 _log = logging.getLogger("qreward_plugins.journal")
 
@@ -176,3 +215,6 @@ class Journal:
     def _close_reading(self) -> None:
         self._reader.shutdown(wait=True)
         self._reading.close()
+
+
+__all__ = ["VARIABLE", "current_run"]

@@ -3,7 +3,7 @@
 `events.py` defines all events. `statistics.py` counts them: a new metric is a field and a line there.
 """
 
-from .base import Observer, Observers, with_names
+from .base import Observer, Observers, load_observers, with_names
 from .events import (
     AttemptEnded,
     AttemptStarted,
@@ -19,7 +19,6 @@ from .events import (
     SampleSubmitted,
     SourceStateChanged,
 )
-from .loading import load_observers
 from .logs import BatchLog, FailureLog
 from .statistics import EngineStatistics, SourceGauges, SourceStatistics, Statistics
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..samples import Failed, Outcome, Scored
-from .waits import mean, percentile
+from .batch_report import mean, percentile
 
 MOST_COMPONENTS = 1_000
 """Most names of components that are kept: a function may return new names for every sample."""

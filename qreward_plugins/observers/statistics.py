@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 from ..samples import Scored
 from ..samples.spent import NO_USAGE
-from .batch_report import BatchReport
+from .batch_report import BatchReport, WaitBySize, Waits, percentile
 from .events import AttemptEnded, AttemptStarted, BatchEnded, CallEnded, RequestBatchSent, SampleEnded, SampleSubmitted
-from .waits import WaitBySize, Waits, percentile
 
 RECENT = 4096
 

@@ -7,13 +7,11 @@ of rollouts) are assumed, and the plan lists every assumption.
 
 from __future__ import annotations
 
-from .advice import Advice
-from .assumptions import Assumptions, RequestTime, parse_data_source, parse_latency
-from .bottleneck import Bottleneck, Wait
-from .lengths import Lengths, parse_lengths
-from .picture import draw_timeline
+from .advice import Advice, Bottleneck, Wait
+from .picture import Bar, Timeline, draw_timeline
 from .prediction import Plan, SourceUse, Spread, plan
-from .timeline import Bar, Timeline
+from .rollouts import Lengths, parse_lengths
+from .setting import Assumptions, RequestTime, parse_data_source, parse_latency
 
 __all__ = [
     "Advice",

@@ -18,8 +18,8 @@ from ..judges import kind_of as judge_kind_of
 from ..samples.spent import Usage
 from ..simulation import SimulatedServer, score_of
 from ..sources import Reply, Request, kind_of
-from .lengths import BYTES_PER_TOKEN
-from .timeline import Bar, BarEnd, BarKind
+from .picture import Bar, BarEnd, BarKind
+from .rollouts import BYTES_PER_TOKEN
 
 
 class Record:

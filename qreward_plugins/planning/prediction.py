@@ -11,15 +11,12 @@ from typing import Any
 from ..config import Config, load_config, sources_of
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError
-from ..observers.waits import percentile
-from .advice import Advice, advice_of, variations
-from .assumptions import Assumptions
-from .bottleneck import Bottleneck, Wait, bottleneck_of, waits_of
-from .lengths import Lengths
-from .rehearsal import Rehearsal, Run
-from .runner import Runner
-from .setting import Setting, set_up
-from .timeline import Timeline
+from ..observers.batch_report import percentile
+from .advice import Advice, Bottleneck, Wait, advice_of, bottleneck_of, variations, waits_of
+from .picture import Timeline
+from .rehearsal import Rehearsal, Run, Runner
+from .rollouts import Lengths
+from .setting import Assumptions, Setting, set_up
 
 FEWEST_SEEDS = 2
 SAMPLES_A_CHANGE = 4096

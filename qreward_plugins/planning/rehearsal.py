@@ -12,14 +12,20 @@ import contextlib
 import contextvars
 import itertools
 import logging
+import multiprocessing
+import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import TracebackType
+from typing import TypeAlias
 
 from ..config import Config
 from ..engine import RewardEngine
-from ..errors import ConfigurationError, Mistake
+from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import SourceStatistics
 from ..observers.batch_report import BatchReport
 from ..quotas.shares import shares
@@ -27,10 +33,82 @@ from ..samples import Failed, Outcome
 from ..scheduling.wait_reasons import WaitReason
 from ..simulation import Luck, Server, SimulatedServer, run
 from ..sources import kind_of
-from .lengths import tokens_of
+from .picture import Timeline, most_in_window
 from .played import PlayedSource, Record
-from .rollouts import Rollouts
-from .timeline import Timeline, most_in_window
+from .rollouts import Rollouts, tokens_of
+
+Task: TypeAlias = "tuple[Rehearsal, int, bool]"
+"""The rehearsal, its seed, and whether to keep the timeline."""
+
+
+class Runner:
+    """Runs tasks. It is a context manager that ends its processes. Their number does not change a result."""
+
+    def __init__(self, processes: int, progress: Callable[[int, int], None] | None = None) -> None:
+        self._progress = progress
+        self._done = self._total = 0
+        self._pool: ProcessPoolExecutor | None = None
+        if processes > 1:
+            # Forking is unsafe if the caller has threads.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin)
+
+    def run(self, tasks: Sequence[Task]) -> list[Run]:
+        """Run all tasks and return their results in order.
+
+        An error of `progress` passes through, and ends every process at once. Raises `EngineError` if a process dies.
+        """
+        self._total += len(tasks)
+        self._tell(0)
+        if self._pool is None:
+            return [self._one(task) for task in tasks]
+        futures = [self._pool.submit(_rehearse, task) for task in tasks]
+        waiting = set(futures)
+        while waiting:
+            # `progress` is called regularly, even without a new result, because it may raise to stop the run.
+            done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+            self._tell(len(done))
+        try:
+            return [future.result() for future in futures]
+        except BrokenProcessPool:
+            raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._pool is None:
+            return
+        # Python has a public way to do this from 3.14 on (`terminate_workers`).
+        workers = list((getattr(self._pool, "_processes", None) or {}).values())
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if error is not None:
+            for worker in workers:
+                worker.terminate()
+        self._pool.shutdown(wait=True)
+
+    def _one(self, task: Task) -> Run:
+        run = _rehearse(task)
+        self._tell(1)
+        return run
+
+    def _tell(self, done: int) -> None:
+        self._done += done
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _rehearse(task: Task) -> Run:
+    rehearsal, seed, record = task
+    return rehearsal.run(seed, record=record)
+
+
+def _begin() -> None:
+    # Ctrl-C reaches the whole process group; the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 
 AMPLE_DEADLINE_S = 360_000.0
 _WARM_UP = 64

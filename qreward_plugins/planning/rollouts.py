@@ -1,16 +1,156 @@
-"""Makes the samples of a rehearsal: rollouts with the assumed lengths and data sources, drawn for each seed."""
+"""Makes the samples of a rehearsal: rollouts with lengths and data sources that are drawn for each seed.
+
+The lengths are assumed, or read from a file. `length_share` tells from a journal how much longer long rollouts take.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
 
 from ..config import Config, judge_for
 from ..errors import InputError
+from ..files import read_rollouts
 from ..samples import Sample
-from .lengths import BYTES_PER_TOKEN, Lengths
+from .recorded import FEWEST, Recorded
+
+BYTES_PER_TOKEN = 4
+"""Assumed bytes of text per token."""
+LONGEST_TOKENS = 1_000_000
+_FORMS = "write a number of tokens (800), lognormal:MEAN:SIGMA (lognormal:800:0.6), or file:ROLLOUTS.jsonl"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of rollouts in tokens.
+
+    `mean` and `sigma` are those of a lognormal distribution (with sigma 0, all lengths are equal). If there are `seen`
+    lengths, lengths are drawn from them. If there are `rollouts`, these are used unchanged.
+    """
+
+    mean: float = 800.0
+    sigma: float = 0.6
+    seen: tuple[int, ...] = ()
+    rollouts: tuple[Sample, ...] = ()
+    origin: str = ""
+    """Where `seen` and `rollouts` come from, in words."""
+
+    def draw(self, count: int, rng: random.Random) -> list[int]:
+        """Draw `count` lengths of at least 1. Not for `rollouts`, which have their own lengths."""
+        if self.seen:
+            return [max(1, rng.choice(self.seen)) for _ in range(count)]
+        if not self.sigma:
+            return [max(1, round(self.mean))] * count
+        middle = math.log(self.mean) - self.sigma**2 / 2
+        return [
+            min(LONGEST_TOKENS, max(1, round(math.exp(middle + self.sigma * rng.gauss(0, 1))))) for _ in range(count)
+        ]
+
+    def describe(self) -> str:
+        """Describe the lengths in words."""
+        if self.rollouts:
+            return f"the rollouts of {self.origin}, {_mean_tokens(self.rollouts):,.0f} tokens in the mean"
+        if self.seen:
+            return f"{sum(self.seen) / len(self.seen):,.0f} tokens in the mean, from {self.origin}"
+        spread = f" in the mean (lognormal, sigma {self.sigma:g})" if self.sigma else ""
+        return f"{self.mean:,.0f} tokens{spread}"
+
+
+def parse_lengths(text: str, *, most: int, seed: int = 0) -> Lengths:
+    """Read `800`, `lognormal:800:0.6` or `file:rollouts.jsonl`.
+
+    Of a file, at most `most` rollouts are used, drawn at random. Raises `InputError`.
+    """
+    kind, separator, rest = text.strip().partition(":")
+    if separator and kind == "file":
+        return _of_file(Path(rest).expanduser(), most, seed)
+    parts = rest.split(":") if separator else [kind]
+    if (separator and kind != "lognormal") or len(parts) > 2:
+        raise InputError(f"--tokens {text!r} is no distribution of lengths; {_FORMS}")
+    try:
+        mean = float(parts[0])
+        sigma = (float(parts[1]) if len(parts) == 2 else Lengths.sigma) if separator else 0.0
+    except ValueError:
+        raise InputError(f"--tokens {text!r} is no distribution of lengths; {_FORMS}") from None
+    if not (1 <= mean <= LONGEST_TOKENS and 0 <= sigma <= 3):
+        raise InputError(f"--tokens {text!r}: the mean goes from 1 to {LONGEST_TOKENS:,} tokens, sigma from 0 to 3")
+    return Lengths(mean, sigma)
+
+
+def _of_file(path: Path, most: int, seed: int) -> Lengths:
+    rng = random.Random(f"rollouts {seed}")
+    kept: list[Sample] = []
+    for number, rollout in enumerate(read_rollouts(path)):
+        if len(kept) < most:
+            kept.append(rollout.sample)
+        elif (place := rng.randrange(number + 1)) < most:
+            kept[place] = rollout.sample
+    if not kept:
+        raise InputError(f"{path}: has no rows")
+    return Lengths(rollouts=tuple(kept), origin=str(path))
+
+
+def tokens_of(text: str) -> int:
+    """Return the assumed number of tokens of a text."""
+    return -(-len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
+
+
+def _mean_tokens(samples: Sequence[Sample]) -> float:
+    return sum(tokens_of(sample.response) for sample in samples) / len(samples)
+
+
+LENGTH_SHARE = 0.5
+"""The assumption without a journal."""
+_SIGMA = 0.3
+"""Standard deviation of the assumption. Few verdicts, or verdicts of similar lengths, change the assumption little."""
+_LEAST_NOISE = 1e-6
+
+Rows = Sequence[tuple[float, float]]
+"""Pairs of the length of a request, in units of the mean length, and its seconds."""
+
+
+def journal_rows(recorded: Mapping[str, Recorded], own_tokens: int) -> dict[str, Rows]:
+    """Return the rows of every source with enough of them, without the `own_tokens` that a judge adds to a request."""
+    lengths = {name: [max(1, tokens - own_tokens) for tokens, _ in one.timed] for name, one in recorded.items()}
+    lengths = {name: one for name, one in lengths.items() if len(one) >= FEWEST}
+    if not lengths:
+        return {}
+    usual = fmean(length for one in lengths.values() for length in one)
+    return {
+        name: [(length / usual, seconds) for length, (_, seconds) in zip(one, recorded[name].timed, strict=True)]
+        for name, one in lengths.items()
+    }
+
+
+def length_share(rows: Mapping[str, Rows]) -> float | None:
+    """Estimate the share by least squares for each source, weighted by certainty; None if no rows allow it."""
+    weight = weighted = 0.0
+    for one in rows.values():
+        mean_x, mean_s = fmean(x for x, _ in one), fmean(seconds for _, seconds in one)
+        scatter = math.fsum((x - mean_x) ** 2 for x, _ in one)
+        if scatter < _LEAST_NOISE:
+            continue
+        slope = math.fsum((x - mean_x) * (seconds / mean_s - 1) for x, seconds in one) / scatter
+        noise = math.fsum((seconds / mean_s - 1 - slope * (x - mean_x)) ** 2 for x, seconds in one) / len(one)
+        certainty = scatter / max(noise, _LEAST_NOISE)
+        weight += certainty
+        # Relative to the time of an average request, not of the requests that this source got.
+        weighted += certainty * slope / max(0.1, 1 + slope * (1 - mean_x))
+    if not weight:
+        return None
+    assumed = 1 / _SIGMA**2
+    return min(1.0, max(0.0, (weighted + assumed * LENGTH_SHARE) / (weight + assumed)))
+
+
+def relative_work(rows: Rows, share: float) -> float:
+    """Return the duration of the requests of these rows, as a multiple of an average request."""
+    return max(0.01, 1 - share + share * fmean(x for x, _ in rows)) if rows else 1.0
+
 
 _WORDS = "so we add the two numbers and check the sum once more before we write it down, "
 

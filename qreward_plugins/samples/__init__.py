@@ -1,8 +1,8 @@
 """Samples and what becomes of them: what is scored, its verdict, its outcome, and what it cost.
 
-- `sample`: `Sample`, `Verdict`, `Scored`, `Failed`. `spent`: attempts, tokens and dollars of an outcome.
-- `check`: reads foreign values, rejects what cannot be scored. `prompts`: messages of a framework's prompt.
-- `json_values`: values of samples as JSON. `frozen`: quick frozen dataclasses.
+- `sample`: `Sample`, `Verdict`, `Scored`, `Failed`; `Spent`: attempts, tokens and dollars of an outcome.
+- `check`: reads foreign values and prompts of frameworks, rejects what cannot be scored.
+- `json_values`: values of samples as JSON.
 - `images`: images of prompts and responses.
 """
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from .frozen import quick
 from .spent import NOTHING, Spent, Usage
 
 if TYPE_CHECKING:
     from .images import Image
+
+
+T = TypeVar("T")
+
 
 Split = Literal["train", "val"]
 Basis = Literal["judged", "floor"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..observers import BatchEnded, CallEnded, Observers
-from ..observers.waits import Waits
+from ..observers.batch_report import Waits
 from .blame import report
 from .calls import Answer, Unanswered
 from .jobs import Job

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Batch
 from ..observers import Observers, RequestBatchSent
-from ..system.cancellation import abandon, cancel_all
+from ..system.threads import abandon, cancel_all
 from .jobs import Job
 from .queue import ReadyQueue
 from .request_batch import RequestBatch

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..errors import TransientError
 from ..observers import AttemptStarted, Observers
-from ..system.cancellation import abandon, cancel_all
+from ..system.threads import abandon, cancel_all
 from .attempts import Attempt, AttemptError, report_end
 from .jobs import Job
 from .timers import TimeLimits

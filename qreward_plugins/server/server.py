@@ -28,7 +28,7 @@ from ..config import Config
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError
 from ..samples import Cause, Failed, Outcome, Sample
-from ..system.cancellation import cancel_futures
+from ..system.threads import cancel_futures
 from .access import OPEN_PATHS, Access
 from .facts import facts_of
 from .forms import FORMS, Form, Refused, ScoreRequest, json_reply, read_score, result_of

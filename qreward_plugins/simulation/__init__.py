@@ -4,17 +4,14 @@ There are two kinds of sources. `SimulatedServer` plays a `Server` with hidden w
 scenarios. `SimulatedSource` does what a test says, request by request.
 """
 
-from .answers import score_of
 from .bound import Job, makespan_bound_s
 from .clock import Deadlock, VirtualTimeLoop, run
-from .draws import Draw, Luck
-from .random_servers import random_faults, random_servers
+from .draws import Draw, Luck, Trace, score_of
 from .request_server import Served
 from .scenarios import SCENARIOS, Scenario, scenario
-from .servers import Fault, Server
+from .servers import Fault, Server, random_faults, random_servers
 from .simulated_server import SimulatedServer
 from .sources import Behaviour, SimulatedSource
-from .trace import Trace
 
 __all__ = [
     "SCENARIOS",

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..sources.function import processors
+from .cluster import ClusterSoaked, ClusterTally, check_cluster, soak_clusters
 from .cluster_plan import random_plan
-from .cluster_soak import ClusterSoaked, ClusterTally, check_cluster, soak_clusters
 from .promises import broken_promises, replay_differs
 from .soak import REPLAY_EVERY, Finding, Soaked, Tally, soak, soak_in_processes
 from .trial import random_trial

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..samples import Cause, Failed, Scored, Verdict
-from .answers import score_of
-from .budgets import bounded
 from .declared import declared_limits, sent_as_configured, sources_since
+from .draws import score_of
+from .order import bounded
 from .poison import poison_of
 from .record import CallRecord, Given, Record, Sent
 from .strict_limits import RequestBucket

@@ -15,12 +15,11 @@ from typing import Any, Literal
 from ..errors import Throttled
 from ..observers.batch_report import BatchReport
 from ..samples import Outcome, Sample
-from .draws import Luck
+from .draws import Luck, Trace
 from .poison import Poison
 from .request_server import Served
 from .servers import Server
 from .simulated_server import SimulatedServer
-from .trace import Trace
 from .trial import Call
 
 Ending = Literal["under way", "valid", "invalid", "throttled", "failed", "cancelled"]

@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import SourceError, Throttled, TransientError
-from .draws import Draw, Luck
+from .draws import Draw, Luck, Trace
 from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, TOO_LARGE_S, Poison, error_of
-from .server_limits import SIZE, ServerLimits
 from .servers import Server, phases
-from .trace import Trace
+from .strict_limits import SIZE, ServerLimits
 
 REFUSAL_S = 0.1
 """Round trip of a refused request: a refused connection, or a 429."""

@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 
 from ..judges import LLMJudge
 from ..samples import Sample
-from .answers import completion_tokens, prompt_tokens
 from .bound import Job, makespan_bound_s
-from .draws import Luck, normal
+from .draws import Luck, Trace, completion_tokens, normal, prompt_tokens
 from .servers import Fault, Server
 from .simulated_server import SimulatedServer
-from .trace import Trace
 
 T = TypeVar("T")
 

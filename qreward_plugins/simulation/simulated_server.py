@@ -11,12 +11,10 @@ from ..observers.statistics import ReplicaStatistics
 from ..samples.spent import Usage
 from ..sources.base import Reply, Request
 from ..sources.replicas import Replicas, RoutingHints, TriedReplicas
-from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
-from .draws import Luck
+from .draws import Luck, Trace, completion_tokens, prompt_tokens, verdict_text, work_of
 from .poison import ABSURD_LIMITS, ABSURD_TOKENS, OF_ONE_REPLY, Poison, poison_of
 from .request_server import RequestServer, Served
 from .servers import Server
-from .trace import Trace
 
 _FURTHER_CALL = 0.1
 """The part of its work for which a further call prolongs a request."""

@@ -19,10 +19,9 @@ from ..samples import Sample
 from .draws import normal
 from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of, replicas_of
 from .priorities import Priorities, random_priorities
-from .random_servers import random_servers
 from .reloads import Reload, random_reloads
 from .scenarios import JUDGE
-from .servers import Server
+from .servers import Server, random_servers
 
 DATA_SOURCES = ("math/easy", "math/hard", "code", "chat")
 EMPTY = "  \n"

@@ -1,6 +1,6 @@
 """Plays a trial: calls the unmodified production engine as the trial says, in virtual time, and records it.
 
-Only `inspector.py` reads private state of the engine.
+Only `record.py` reads private state of the engine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from ..judges import Ask, Judge
 from ..samples import Outcome, Sample, Scored, Verdict
 from ..scheduling import Cutoff
 from .clock import Deadlock, VirtualTimeLoop, run
-from .draws import Luck
+from .draws import Luck, Trace
 from .endpoint import Stage, endpoints_of
 from .inspector import Inspector
 from .order import priority_given
 from .record import CallRecord, Given, Record, WatchedServer
 from .reloads import Reload
-from .trace import Trace
 from .trial import Step, Trial
 
 MOST_STEPS = 400_000

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
 from typing import Any, Generic, TypeVar
 
-from .cancellation import abandon, cancel_all
+from .threads import abandon, cancel_all
 
 S = TypeVar("S")
 R = TypeVar("R")

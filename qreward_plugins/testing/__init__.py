@@ -5,11 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .faults import FaultKind, Faults, Outage, PlayFault
+from .faults import FaultKind, Faults, Latency, Outage, PlayFault
 from .judge_calls import JudgeCall, count_tokens, overlap_score
 from .judge_process import JudgeServerProcess
 from .judge_server import JudgeServer, JudgeServerError, serve_forever
-from .latency import Latency
 from .limits import ServerLimits
 from .report import Report, Violation
 from .scores import ScoreCall

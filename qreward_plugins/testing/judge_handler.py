@@ -16,10 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import orjson
 from aiohttp import web
 
-from .faults import FaultKind, FaultPlan, Faults, PlayFault
+from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
 from .faulty_replies import FaultInput, Written, play, sent_status
 from .judge_calls import Answer, JudgeCall, Refused, duration
-from .latency import Latency
 from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import RewardCall

@@ -9,11 +9,10 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import TYPE_CHECKING, TypedDict
 
-from .faults import Faults
+from .faults import Faults, Latency
 from .judge_calls import overlap_score
 from .judge_handler import Scorer
 from .judge_server import JudgeServer, JudgeServerError
-from .latency import Latency
 from .limits import ServerLimits
 from .report import Report
 from .routes import SCORE_PATH

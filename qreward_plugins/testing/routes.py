@@ -15,7 +15,14 @@ from .faults import FaultKind
 from .faulty_replies import ReplyForms
 from .faulty_scores import faulty_score
 from .faulty_verdicts import faulty_verdict
-from .judge_calls import Answer, Completion, JudgeCall, Refused, as_verdict, dump_verdict
+from .judge_calls import (
+    Answer,
+    Completion,
+    JudgeCall,
+    Refused,
+    as_verdict,
+    dump_verdict,
+)
 from .protocols import PROTOCOLS, Framed, Protocol
 from .protocols.reward_models import WIRES, RewardCall, read_rewards, rewards_of
 from .scores import as_score, read_score_call

@@ -233,7 +233,7 @@ def test_one_run_at_a_time_writes_an_out_and_an_earlier_one_stays_until_it_is_wh
 def test_a_disk_that_is_full_is_one_message_and_the_run_can_go_on(server, score, row, monkeypatch):
     with monkeypatch.context() as patch:
         full = OSError(28, "No space left on device")
-        patch.setattr("qreward_plugins.files.writing.as_json", lambda _: (_ for _ in ()).throw(full))
+        patch.setattr("qreward_plugins.files.tables.as_json", lambda _: (_ for _ in ()).throw(full))
         result = score([row(n) for n in range(3)])
     assert result.exit_code == 2
     assert "out.jsonl.partial: cannot be written (No space left on device)" in result.stderr

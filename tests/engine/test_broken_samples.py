@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored
 from qreward_plugins.config import load_config
-from qreward_plugins.journal import encoding
+from qreward_plugins.journal import keys as encoding
 from qreward_plugins.samples import check as sample_check
 from qreward_plugins.samples import json_values as bodies
 from qreward_plugins.samples.check import Rejected, Unreadable, read_sample

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from qreward_plugins.journal.encoding import Unencodable, encoded
+from qreward_plugins.journal.keys import Unencodable, encoded
 from qreward_plugins.samples import Sample
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -194,7 +194,7 @@ def test_a_value_that_cannot_be_told_from_others_is_refused(value: Any) -> None:
 def test_the_bytes_are_the_same_in_every_process() -> None:
     program = (
         "import numpy, decimal, datetime\n"
-        "from qreward_plugins.journal.encoding import encoded\n"
+        "from qreward_plugins.journal.keys import encoded\n"
         "extras = {'set': {'a', 'b', 'c', 'd', 1, None}, 'array': numpy.arange(6).reshape(2, 3),\n"
         "          'x': {'b': 1, 'a': 2}, 'd': decimal.Decimal('1.50'), 'bad': '\\ud800',\n"
         "          'when': datetime.datetime(2024, 1, 1)}\n"

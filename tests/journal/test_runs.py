@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.journal.runs import VARIABLE, current_run
+from qreward_plugins.journal.journal import VARIABLE, current_run
 
-PROGRAM = "from qreward_plugins.journal.runs import current_run; print(current_run())"
+PROGRAM = "from qreward_plugins.journal.journal import current_run; print(current_run())"
 LAUNCHER = f"""
 import subprocess, sys
 for _ in range(2):

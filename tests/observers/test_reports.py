@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins import Cause, Failed, Scored, Spent, Usage, Verdict
-from qreward_plugins.observers.batch_report import BatchReport, Part
+from qreward_plugins.observers.batch_report import KEPT, BatchReport, Part, WaitBySize, Waits
 from qreward_plugins.observers.facts import Facts, summary
-from qreward_plugins.observers.waits import KEPT, WaitBySize, Waits
 
 SCORED = Scored(Verdict(0.5, {"tone": 0.25}, judge="j", source="a", spent=Spent(2, Usage(10, 5), 1.5, 0.01)))
 FAILED = Failed(Cause.INFRA, "deadline", judge="j", spent=Spent(3, latency_s=4.0))

@@ -9,8 +9,8 @@ import pytest
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.journal import Journal
 from qreward_plugins.planning import Plan, plan
-from qreward_plugins.planning.length_effect import LENGTH_SHARE, length_share
 from qreward_plugins.planning.recorded import read_recorded
+from qreward_plugins.planning.rollouts import LENGTH_SHARE, length_share
 from qreward_plugins.simulation import Luck, Server, SimulatedServer, run
 
 WINDOW_S = 60.0

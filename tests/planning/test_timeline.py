@@ -9,7 +9,7 @@ import pytest
 
 from qreward_plugins import InputError
 from qreward_plugins.planning import Bar, draw_timeline
-from qreward_plugins.planning.timeline import most_in_window, rows
+from qreward_plugins.planning.picture import most_in_window, rows
 
 
 def bar(start_s: float, end_s: float, kind="first", end="answered") -> Bar:

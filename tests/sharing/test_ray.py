@@ -16,7 +16,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qrew
 
 from ray_job import LONG_S, boots, both_limits, comes, keeper, kill_process, pid_of, scored, start_workers, tree  # noqa: E402
 
-from qreward_plugins.journal.runs import current_run  # noqa: E402
+from qreward_plugins.journal.journal import current_run  # noqa: E402
 from qreward_plugins.sharing.ray_keeper import NAME  # noqa: E402
 from qreward_plugins.system.ray_actors import get_or_start, start_ahead  # noqa: E402
 from qreward_plugins.testing import JudgeServer  # noqa: E402

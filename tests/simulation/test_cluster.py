@@ -14,9 +14,8 @@ from qreward_plugins.sharing.keeper import Keeper
 from qreward_plugins.sharing.member import Member
 from qreward_plugins.sharing.share_table import WorkerState, _Lost
 from qreward_plugins.simulation.__main__ import main
-from qreward_plugins.simulation.cluster import Cluster
+from qreward_plugins.simulation.cluster import Cluster, check_cluster, soak_clusters, time_allowed_s
 from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, Worker, random_plan
-from qreward_plugins.simulation.cluster_soak import check_cluster, soak_clusters, time_allowed_s
 from qreward_plugins.simulation.cluster_worker import SimulatedWorker
 
 SEEDS = 30

@@ -28,7 +28,7 @@ from qreward_plugins.testing import (
     ServerLimits,
     serve_forever,
 )
-from qreward_plugins.testing import connections as connections_module
+from qreward_plugins.testing import judge_server as connections_module
 from qreward_plugins.testing.report import Tally
 
 from ..kit import connections_left

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .anthropic import Anthropic
-from .base import Framed, Protocol
+from .base import Events, Framed, Protocol
 from .chat import Chat
-from .events import Events
 from .gemini import Gemini
 from .responses import Responses
 

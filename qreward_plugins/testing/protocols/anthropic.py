@@ -11,18 +11,20 @@ from typing import Any, ClassVar
 
 from ..judge_calls import Completion, JudgeCall, Refused
 from .base import (
+    Events,
     Forms,
     Protocol,
     around,
     as_message,
     blocks_of,
     bound_of,
+    event,
     known_model,
     read_fields,
     schema_format,
+    tokens_of,
     words,
 )
-from .events import Events, event, tokens_of
 
 _VERSIONS = ("2023-06-01", "2026-10-21")
 _KNOWN = words(

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge_calls import Completion, JudgeCall, read_call
-from .base import Forms, Protocol
-from .events import Events, event, tokens_of
+from .base import Events, Forms, Protocol, event, tokens_of
 
 _AROUND = (
     b'{"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": "',

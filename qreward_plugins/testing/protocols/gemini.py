@@ -7,18 +7,20 @@ from typing import Any, ClassVar
 
 from ..judge_calls import Completion, JudgeCall, Refused
 from .base import (
+    Events,
     Forms,
     Protocol,
     around,
     as_message,
     bound_of,
     check_known,
+    event,
     known_model,
     read_fields,
     schema_format,
+    tokens_of,
     words,
 )
-from .events import Events, event, tokens_of
 
 _KNOWN = words("contents systemInstruction generationConfig safetySettings tools toolConfig cachedContent labels")
 _SETTINGS = words(

@@ -7,8 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge_calls import Completion, JudgeCall, Refused
-from .base import Forms, Protocol, around, as_message, blocks_of, bound_of, known_model, read_fields, words
-from .events import Events, event, tokens_of
+from .base import (
+    Events,
+    Forms,
+    Protocol,
+    around,
+    as_message,
+    blocks_of,
+    bound_of,
+    event,
+    known_model,
+    read_fields,
+    tokens_of,
+    words,
+)
 
 _KNOWN = words(
     "background include input instructions max_output_tokens metadata model parallel_tool_calls "

@@ -1,0 +1,359 @@
+"""Reads and writes tables of rollouts (JSON lines, Parquet), and determines their format from the name of the file.
+
+A file is written beside its place and renamed when it is complete, so that OUT never holds a part of the rows.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import orjson
+
+from ..errors import InputError
+from ..samples import Outcome, Scored
+from ..system.output_files import check_writable
+
+RESULT = "qreward"
+"""Name of the column that holds the outcome."""
+
+
+def to_result(outcome: Outcome) -> dict[str, Any]:
+    """Convert an outcome to plain values.
+
+    `outcome` is "scored", "floor" or "failed". `cause`, `reason` and `detail` say why a sample failed or why its reward
+    is a floor. `reward` is None only for a failed sample.
+    """
+    verdict = outcome.verdict if isinstance(outcome, Scored) else None
+    failed = outcome.failure
+    told = outcome.verdict if isinstance(outcome, Scored) else outcome
+    return {
+        "reward": outcome.reward,
+        "outcome": "failed" if verdict is None else "floor" if failed else "scored",
+        "cause": failed.cause.value if failed else None,
+        "reason": failed.reason if failed else None,
+        "detail": _text(failed.detail) if failed else None,
+        "components": {_text(name): value for name, value in verdict.components.items()} if verdict else {},
+        "steps": [{"offset": offset, "score": score} for offset, score in verdict.steps] if verdict else [],
+        "correct": verdict.correct if verdict else None,
+        "rationale": _text(verdict.rationale) if verdict else None,
+        "judge": told.judge,
+        "source": told.source,
+        "model": _text(verdict.model) if verdict else None,
+        "weight_version": _text(verdict.weight_version) if verdict else None,
+        "attempts": told.attempts,
+        "prompt_tokens": told.usage.prompt_tokens,
+        "completion_tokens": told.usage.completion_tokens,
+        "latency_s": told.latency_s,
+        "cost_usd": told.cost_usd,
+        "cached": verdict.cached if verdict else False,
+        "cut": verdict.cut if verdict else False,
+    }
+
+
+def _text(text: str) -> str:
+    # A judge may write lone surrogates, which UTF-8 and Arrow cannot hold.
+    return text.encode("utf-8", "replace").decode()
+
+
+Format = Literal["jsonl", "parquet"]
+
+_FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+def format_of(path: Path) -> Format:
+    """Return the format of a file by the suffix of its name. Raises `InputError` for other suffixes."""
+    kind = _FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise InputError(f"{path}: the name must end in .jsonl or .parquet")
+    return kind
+
+
+def check_output(out: Path, *, source: Path, overwrite: bool = False) -> None:
+    """Check that `out` can be written from `source`.
+
+    Raises `InputError` if the name, the folder or the combination of formats is invalid, or if `out` exists and
+    `overwrite` is false.
+    """
+    kind = format_of(out)
+    if kind == "parquet" and format_of(source) != "parquet":
+        raise InputError(f"{out}: parquet output needs parquet input, whose column types it keeps; write to .jsonl")
+    check_writable(out)
+    if out.resolve() == source.resolve():
+        raise InputError(f"{out}: is the input itself; name another file")
+    if out.exists() and not overwrite:
+        raise InputError(
+            f"{out}: exists; name another file, or replace it with --overwrite (verdicts from its journal are free)"
+        )
+
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the value of each line with the line's name ("line 7"), without blank lines. Raises `InputError`."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1:
+                    line = line.removeprefix(_BYTE_ORDER_MARK)
+                if line.strip():
+                    where = f"line {number}"
+                    yield where, _parsed(line, f"{path}, {where}")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def as_json(value: Any) -> bytes:
+    """Encode a value as one line of JSON. Types that JSON lacks become text, bytes become base64.
+
+    Raises `RecursionError` for a value that is nested hundreds of levels deep.
+    """
+    try:
+        return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        return json.dumps(_tamed(value), allow_nan=False).encode()
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode().rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start + 1} is not UTF-8"
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError:
+        # Python limits the length of integers that it parses.
+        problem = "an integer with thousands of digits"
+    raise InputError(f"{where}: not valid JSON ({problem})")
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value of a type that JSON lacks to text."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    return str(value)
+
+
+def _tamed(value: Any) -> Any:
+    """Convert a value for `json.dumps`: NaN to null, keys to text, and foreign types to text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): _tamed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_tamed(item) for item in value]
+    return _plain(value)
+
+
+_READ_ROWS = 64
+"""Number of rows that are held as Python values at a time; rows may be large."""
+
+_ROW_GROUP_ROWS = 1024
+
+
+def read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each row of a file with its name ("row 7"). Raises `InputError`."""
+    number = 0
+    with _parquet_file(path) as file, _read_errors(path):
+        for batch in file.iter_batches(batch_size=_READ_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number}", row
+
+
+class ParquetRows:
+    """Writes the rows of the parquet file `source`, each with its outcome, to the open file `target`.
+
+    Components become one JSON text, because their names differ between judges. A column `qreward` of the source is
+    replaced. Call `finish` at the end: a parquet file is unreadable until then.
+    """
+
+    def __init__(self, target: BinaryIO, source: Path) -> None:
+        self._arrow, parquet = _pyarrow()
+        self._open = ExitStack()
+        file = self._open.enter_context(_parquet_file(source))
+        self._batches = (batch for batch in file.iter_batches(batch_size=_ROW_GROUP_ROWS) if batch.num_rows)
+        self._batch: Any = next(self._batches, None)
+        self._results: list[dict[str, Any]] = []
+        self._column = self._arrow.field(RESULT, _result_type(self._arrow))
+        self._kept = [number for number, name in enumerate(file.schema_arrow.names) if name != RESULT]
+        schema = self._arrow.schema([file.schema_arrow.field(number) for number in self._kept])
+        self._schema = schema.with_metadata(file.schema_arrow.metadata).append(self._column)
+        self._writer = parquet.ParquetWriter(target, self._schema)
+
+    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
+        """Write the next row of the source with its outcome. `row` is ignored."""
+        result = to_result(outcome)
+        for nested in ("components", "steps"):
+            result[nested] = as_json(result[nested]).decode()
+        self._results.append(result)
+        if self._batch is not None and len(self._results) == self._batch.num_rows:
+            self._write_group()
+
+    def finish(self) -> None:
+        """Write the remaining rows and the footer, and close the source. The target stays open."""
+        with self._open:
+            try:
+                if self._results:
+                    self._write_group()
+            finally:
+                self._writer.close()
+
+    def _write_group(self) -> None:
+        batch = self._batch.slice(0, len(self._results))
+        columns = [batch.column(number) for number in self._kept]
+        columns.append(self._arrow.array(self._results, type=self._column.type))
+        self._writer.write_table(self._arrow.Table.from_arrays(columns, schema=self._schema))
+        self._results = []
+        self._batch = next(self._batches, None)
+
+
+def _result_type(arrow: Any) -> Any:
+    texts = (
+        *("outcome", "cause", "reason", "detail", "components", "steps", "rationale", "judge", "source", "model"),
+        "weight_version",
+    )
+    numbers = ("reward", "latency_s", "cost_usd")
+    counts = ("attempts", "prompt_tokens", "completion_tokens")
+    flags = ("correct", "cached", "cut")
+    kinds = dict.fromkeys(texts, arrow.string()) | dict.fromkeys(numbers, arrow.float64())
+    kinds |= dict.fromkeys(counts, arrow.int64()) | dict.fromkeys(flags, arrow.bool_())
+    return arrow.struct(list(kinds.items()))
+
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    _, parquet = _pyarrow()
+    with _read_errors(path), path.open("rb") as file:
+        yield parquet.ParquetFile(file)
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    arrow, _ = _pyarrow()
+    try:
+        yield
+    except arrow.ArrowException as error:
+        raise InputError(f"{path}: not a readable parquet file ({_first_line(error)})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or _first_line(error)})") from None
+    except (ValueError, OverflowError) as error:
+        # A timestamp may be too precise or too far away for Python.
+        raise InputError(f"{path}: contains a value that Python cannot represent ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise InputError("parquet files need pyarrow: pip install 'qreward-plugins[parquet]'") from None
+    return pyarrow, pyarrow.parquet
+
+
+class RowWriter:
+    """Writes rows in the order of the input to the partial file `path`."""
+
+    def __init__(self, rows: ParquetRows | _JsonRows, path: Path) -> None:
+        self._rows = rows
+        self._path = path
+
+    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
+        """Write a row with its outcome. Raises `InputError` if it cannot be written."""
+        with _write_errors(self._path):
+            self._rows.write(row, outcome)
+
+
+def partial_path(out: Path) -> Path:
+    """Return the path of the rows of an unfinished run."""
+    return out.with_name(out.name + ".partial")
+
+
+@contextmanager
+def open_writer(out: Path, *, source: Path) -> Iterator[RowWriter]:
+    """Open a writer of the rows of `source` to `out`. `check_rollouts` must have accepted both.
+
+    When the context exits without an error, the partial file replaces `out`. After an error the rows so far stay in the
+    partial file, which is readable. Raises `InputError` if the partial file cannot be written or another run writes it.
+    """
+    partial = partial_path(out)
+    with _open(partial, out) as file:
+        rows = ParquetRows(file, source) if format_of(out) == "parquet" else _JsonRows(file)
+        try:
+            yield RowWriter(rows, partial)
+        except BaseException:
+            with suppress(Exception):  # keep the original error
+                rows.finish()
+            raise
+        with _write_errors(partial):
+            rows.finish()
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(partial, out)
+
+
+class _JsonRows:
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
+        self._file.write(as_json({**row, RESULT: to_result(outcome)}) + b"\n")
+        self._file.flush()
+
+    def finish(self) -> None:
+        self._file.flush()
+
+
+@contextmanager
+def _open(partial: Path, out: Path) -> Iterator[BinaryIO]:
+    """Open the partial file, locked and empty. It is truncated after locking, because another run may own it."""
+    with _write_errors(partial):
+        file = partial.open("ab")
+    try:
+        if not _lock(file, partial):
+            raise InputError(f"{out}: another run is writing it; wait for that run, or name another file")
+        file.seek(0)
+        file.truncate()
+        yield file
+    finally:
+        with suppress(OSError):  # everything important was flushed before
+            file.close()
+
+
+def _lock(file: BinaryIO, partial: Path) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A run that just ended may have renamed the file that was opened here.
+        return os.path.samestat(os.fstat(file.fileno()), partial.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:
+        # Some network file systems do not support locks.
+        return True
+
+
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from None

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import anyio
 
 from ..sources.dialects import DIALECTS
-from ..sources.dialects.detection import Probe, Server, Undetected, ask, lister, open_session
+from .detection import Probe, Server, Undetected, ask, lister, open_session
 
 CONNECT_S = 5.0
 """Most seconds to connect."""

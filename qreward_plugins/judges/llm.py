@@ -32,8 +32,6 @@ DEFAULT_TOKENS = 512
 DEFAULT_THINKING_TOKENS = 8192
 """Longest completion of a model that thinks, in tokens."""
 
-_DECODER = json.JSONDecoder()
-_LAST_CHARS = 256
 """A stream brings at most this many characters at once after the end of a verdict; otherwise it is read to its end."""
 _MAX_REPLY_CHARS = 65_536
 _REPLY_CHARS_PER_TOKEN = 16
@@ -199,28 +197,7 @@ class LLMJudge(Leaf):
             judge=self.name,
             cut=bool(page.cut),
             thinking_tokens=self._thinking_tokens,
-            complete=_VerdictEnd(self, nonce),
         )
-
-    def verdict_end(self, nonce: str, text: str) -> int:
-        """Return where the verdict at the beginning of a text ends; 0 if the text does not begin with one. Prose and
-        thoughts before a verdict may announce another one, so such a reply is read to its end.
-        """
-        begin = len(text) - len(text.lstrip())
-        if text[begin : begin + 1] != "{" or "}" not in text[-_LAST_CHARS:]:
-            return 0
-        try:
-            _, end = _DECODER.raw_decode(text, begin)
-            parse_verdict(
-                text[begin:end],
-                nonce=nonce,
-                score_range=self._config.score_range,
-                criteria=self._criteria,
-                max_chars=self._max_reply_chars,
-            )
-        except (ValueError, RecursionError, InvalidReply):
-            return 0
-        return end
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -285,19 +262,6 @@ class LLMJudge(Leaf):
             cut=cut,
             raw=raw,
         )
-
-
-class _VerdictEnd:
-    """Tells where the verdict with this nonce ends: `Request.complete`. Each request that waits holds one."""
-
-    __slots__ = ("_judge", "_nonce")
-
-    def __init__(self, judge: LLMJudge, nonce: str) -> None:
-        self._judge = judge
-        self._nonce = nonce
-
-    def __call__(self, text: str) -> int:
-        return self._judge.verdict_end(self._nonce, text)
 
 
 def _parameters(config: LLMJudge.Config) -> dict[str, Any]:

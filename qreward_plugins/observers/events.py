@@ -118,10 +118,6 @@ class AttemptEnded(NamedTuple):
     """What went wrong; "" for a valid reply."""
     first_token_s: float | None = None
     """Seconds from sending to the first token; None for a reply that was not streamed."""
-    ended_early: bool = False
-    """Whether its stream was ended because the answer was complete."""
-    usage_estimated: bool = False
-    """Whether `usage` is an estimate, because the stream was ended before the source stated it."""
 
 
 class RequestBatchSent(NamedTuple):

@@ -108,11 +108,6 @@ class SourceStatistics(SourceGauges):
     """The part of `prompt_tokens` that the server read from its cache, as far as it says so."""
     thinking_tokens: int = 0
     """The part of `completion_tokens` that the model spent on thoughts, as far as the server says so."""
-    ended_early: int = 0
-    """Streams that were ended because the answer was complete."""
-    usage_estimated: int = 0
-    """Those of them whose tokens are estimated, because the source had not stated them yet. The sums of tokens and of
-    costs hold these estimates."""
 
     @property
     def mean_batch_size(self) -> float:
@@ -166,8 +161,6 @@ class _Counts:
     cost_usd: float = 0.0
     batches: int = 0
     batched: int = 0
-    ended_early: int = 0
-    usage_estimated: int = 0
 
 
 class _Source(_Counts):
@@ -276,8 +269,6 @@ class Statistics:
             source.latencies_s.append(event.seconds)
             if event.first_token_s is not None:
                 source.first_tokens_s.append(event.first_token_s)
-                source.ended_early += event.ended_early
-                source.usage_estimated += event.usage_estimated
             if event.usage is not NO_USAGE:
                 source.prompt_tokens += event.usage.prompt_tokens
                 source.completion_tokens += event.usage.completion_tokens

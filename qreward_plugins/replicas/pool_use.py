@@ -249,8 +249,8 @@ class PoolUse:
                 self._seen = -1
                 while not self._closing:
                     report: Report | None = self._result(owner.call("watch", self._user, self._seen))
-                    if report is None:
-                        return
+                    if report is None:  # this use has ended, or a restarted owner does not know it: join again
+                        break
                     self._report(report)
                     lost = 0 if report.ready else lost
             except owner.lost:

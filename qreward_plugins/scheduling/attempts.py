@@ -323,7 +323,7 @@ class Attempt:
 
     def _release(self) -> None:
         reply = self.reply
-        usage = reply.usage if reply is not None and not reply.usage_estimated else None
+        usage = reply.usage if reply is not None else None
         if usage is not None:
             self.reservation.release(
                 self.ended_at, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
@@ -374,8 +374,6 @@ def _ended(
         attempt.job.ended,
         "" if error is None or error == "cancelled" else short(str(error), DETAIL_CHARS),
         None if reply is None else reply.first_token_s,
-        reply is not None and reply.ended_early,
-        reply is not None and reply.usage_estimated,
     )
 
 

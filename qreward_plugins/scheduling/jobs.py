@@ -31,9 +31,6 @@ MAX_RESTARTS = 2
 MAX_FORGIVEN = 4
 """Attempts of one sample that may be given up because of their source without counting as its last failure."""
 
-MAX_SERVERS = 8
-"""Servers of a source with several that may refuse one request, before it is at fault whatever the source says."""
-
 NOWHERE: frozenset[str] = frozenset()
 """No source. A shared object: most jobs never fail, and thousands of them wait at once."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -19,8 +19,7 @@
                       try, like a transient failure. It counts neither against the job nor against the source
     begun             a job whose caller has a piece of the answer fails (`broken`), whatever ended its attempt
     one server's      a source with several servers says that some of them have refused the request, and another may
-    refusal           answer: another try, there or at another source, within its retry budget. Not a failure, and
-                      nobody's fault yet
+    refusal           answer: one more try, there or at another source. Not a failure, and nobody's fault yet
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is unusable: jobs without another source fail at once, and later jobs probe it
@@ -60,7 +59,7 @@ from ..samples.spent import NO_USAGE
 from ..sources.base import Reply
 from .attempts import Attempt, AttemptError, is_one_replicas, report_end
 from .backoff import Backoff
-from .jobs import MAX_FAULTS, MAX_SERVERS, Job, Jobs
+from .jobs import MAX_FAULTS, Job, Jobs
 from .preemption import Preemption
 from .ruled import RuledCalls
 from .upstream import Upstream
@@ -388,8 +387,8 @@ class RetryPolicy:
             # Like one that throttles a request, the server has done nothing with it.
             job.begun &= not job.call.once
             self._note_refusal(attempt, error)
+            # Once for each job, so the retry budget does not count it.
             if not (gone or job.ended):
-                self.backoff.until_budget(attempt, now)
                 self.retry(attempt, str(error))
             return
         job.barred |= {upstream.name}
@@ -413,7 +412,8 @@ class RetryPolicy:
         """
         job = attempt.job
         again = not job.begun or job.call.once
-        return error.refusal is not None and job.refused < MAX_SERVERS and again
+        first = not job.refused or attempt.request.refusal is None  # a hedge may have been sent before the refusal
+        return error.refusal is not None and first and again
 
     def _note_refusal(self, attempt: Attempt, error: PermanentError) -> None:
         """Note for its source that it, or one of its servers, refused a request. The others may be down meanwhile."""

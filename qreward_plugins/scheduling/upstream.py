@@ -271,7 +271,7 @@ class Upstream:
 
     def credible(self, request: Request, reply: Reply) -> Reply:
         """`reply` with its usage reduced to what is possible. The first reduction is logged."""
-        if reply.usage is None or reply.usage_estimated:
+        if reply.usage is None:
             return reply
         usage, cut_down = self._estimates.credible(self._demand(request), reply.usage)
         if cut_down and not self._estimates.doubted:
@@ -297,7 +297,7 @@ class Upstream:
         if usage is not None:
             # Of the usage of a request with several calls, the part of each is known only if they are alike.
             alike = attempt.request_batch is None or attempt.request_batch.uniform
-            rose = not reply.usage_estimated and self._estimates.learn(
+            rose = self._estimates.learn(
                 self._demand(request), request.size, usage, cut_down=reply.usage_doubted or not alike
             )
             if rose and self.quota.most_tokens < math.inf:

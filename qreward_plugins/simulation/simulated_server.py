@@ -10,9 +10,8 @@ from ..errors import QRewardError
 from ..observers.statistics import ReplicaStatistics
 from ..samples.spent import Usage
 from ..sources.base import Reply, Request
-from ..sources.lease import RoutingHints
+from ..sources.lease import RoutingHints, TriedReplicas
 from ..sources.replicas import Replicas
-from ..sources.tried_replicas import TriedReplicas
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .draws import Luck
 from .poison import ABSURD_LIMITS, ABSURD_TOKENS, OF_ONE_REPLY, Poison, poison_of
@@ -153,11 +152,11 @@ class SimulatedServer(RequestServer):
         loop = asyncio.get_running_loop()
         tried = request.refusal if isinstance(request.refusal, TriedReplicas) else None
         failure: QRewardError | None = None
-        with await self._replicas.admit(RoutingHints(tried=tried)) as lease:
+        with self._replicas.acquire(loop.time(), RoutingHints(tried=tried)) as lease:
             on_sent()
             try:
-                # The first one is sound.
-                served = await serve(poison if lease.replica is self._replicas.all[0] else "refused")
+                # The last one is broken.
+                served = await serve("refused" if lease.replica is self._replicas.all[-1] else poison)
             except QRewardError as error:
                 failure = error
             except asyncio.CancelledError:

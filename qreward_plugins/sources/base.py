@@ -49,9 +49,6 @@ class Request:
     thinking_tokens: int = 0
     """Tokens that a source whose model thinks adds to `max_tokens`, because the judge's own number is a default for
     models that do not. 0: none."""
-    complete: Callable[[str], int] | None = field(default=None, repr=False, compare=False)
-    """How many characters of a text are a whole answer; 0 for none. So a source can end a streamed reply early. It must
-    not raise. None: a stream is read to its end. It is not sent."""
     on_text: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
     """Called with each further piece of the answer, without thoughts, by a source whose reply is streamed. All
     pieces so far, joined, are a prefix of `Reply.text`. It does not raise. It is not sent. None: nobody reads the
@@ -182,11 +179,6 @@ class Reply:
     thinking: str = field(default="", repr=False)
     first_token_s: float | None = None
     """Seconds from sending the request to the first token, if the reply was streamed."""
-    ended_early: bool = False
-    """Whether the stream was ended because the answer was complete (`Request.complete`)."""
-    usage_estimated: bool = False
-    """Whether `usage` is an estimate, because a stream was ended before the server stated its usage. The quota keeps
-    what the request has reserved."""
     weights: ServedWeights | None = None
     """The weights that gave the reply; None if the source does not know them."""
     on_judged: Callable[[bool, float], object | None] | None = field(default=None, repr=False, compare=False)
@@ -241,8 +233,8 @@ class Source(Protocol):
 
         Raises a `SourceError`, or `InvalidReply` for an answer that cannot be a verdict: the model or a content filter
         refused, or the value of a service is not JSON. A source with several servers says by `PermanentError.refusal`
-        that another one may answer a request that this one refused. It is asked again, with `Request.refusal`, at
-        most `scheduling.jobs.MAX_SERVERS` times.
+        that another one may answer a request that this one refused. It is asked once
+        more, with `Request.refusal`.
 
         Calls `on_sent` when the request is written to the connection, because a server's limits count from then on; a
         local source calls it before it starts. Only connecting has a time limit here: the scheduler cancels an attempt

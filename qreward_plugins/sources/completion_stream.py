@@ -81,11 +81,6 @@ class CompletionStream(StreamReader):
         choice = {"index": 0, "message": message, "finish_reason": self._finish}
         return {"model": self._model, "choices": [choice], "usage": self._usage}
 
-    def with_text(self, body: dict[str, Any], text: str) -> dict[str, Any]:
-        [choice] = body["choices"]
-        choices = [{**choice, "message": {**choice["message"], "content": text}}]
-        return {**body, "choices": choices, "usage": self._usage}
-
 
 def _text_of(delta: dict[str, Any], key: str) -> str:
     value = delta.get(key)

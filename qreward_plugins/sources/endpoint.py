@@ -26,13 +26,12 @@ from .endpoint_kind import EndpointKind
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply, Streaming
 from .kind import class_path
-from .lease import NO_HINTS, Lease, RoutingHints
+from .lease import NO_HINTS, Lease, RoutingHints, TriedReplicas
 from .parameter_demands import ParameterDemands
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
 from .replicas import Replicas
-from .replies import Answer, streamed_reply
+from .replies import Answer
 from .stream_passing import StreamPassing
-from .tried_replicas import TriedReplicas
 
 _SHUTS_DOWN = b"cannot schedule new futures after shutdown"
 """How vLLM answers new requests while it finishes the others; its `/health` still says 200."""
@@ -148,22 +147,13 @@ class Endpoint(EndpointKind):
         return self._finished(reply, lease)
 
     async def _send_streamed(self, request: Request, streaming: Streaming, on_sent: Callable[[], None]) -> Reply:
-        http: HTTPReply | None = None
-        try:
-            asks = streaming.reader.ASKS
-            body = self._bodies.text_only(request, asks) or await self._bodies.with_images(request, asks)
-            url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
-        finally:
-            refused = self.streamed(http, None if http is None else lease.replica)
-        if refused is not None:
-            # Its answer to another request tells whether it refuses streams or everything.
-            lease.undecided()
-            raise refused
+        asks = streaming.reader.ASKS
+        body = self._bodies.text_only(request, asks) or await self._bodies.with_images(request, asks)
+        url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
         now = asyncio.get_running_loop().time()
         reply = self._finished(lease.read(now, self.answer(url, http).reply), lease)
         self._replicas.used(lease.replica, reply.usage)
-        facts = http.stream
-        return reply if facts is None else streamed_reply(reply, facts, request.demand(self))
+        return reply if http.stream is None else replace(reply, first_token_s=http.stream.first_token_s)
 
     async def send_batch(
         self, requests: Sequence[Request], *, on_sent: Callable[[], None]
@@ -203,7 +193,7 @@ class Endpoint(EndpointKind):
         """
         loop = asyncio.get_running_loop()
         most = len(requests) * self._max_reply_bytes
-        with await self._replicas.admit(self._hints(requests)) as lease:
+        with self._replicas.acquire(loop.time(), self._hints(requests)) as lease:
             url = (self._urls if streaming is None else self._stream_urls)[lease.replica.base_url]
             try:
                 http = await self._http.post(

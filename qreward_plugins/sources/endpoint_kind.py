@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..config.source_models import EndpointConfig
-from ..errors import SourceError
 from ..quotas.demand import completion_bound, of_messages
 from .base import Request
-from .http_reading import HTTPReply, Streaming
+from .http_reading import Streaming
 from .kind import SourceKind
 from .lists import Lists
 from .provider import Provider, provider_of
-from .replica import Replica
 from .replies import Answer
 
 
@@ -98,10 +96,4 @@ class EndpointKind(SourceKind):
 
     def streaming(self, request: Request) -> Streaming | None:
         """Return how the reply to `request` is streamed. Default: None, it is not."""
-        return None
-
-    def streamed(self, http: HTTPReply | None, replica: Replica | None) -> SourceError | None:
-        """Take note of the reply of `replica` to a request that asked for a stream; None if there was none. Return an
-        error if it may have refused to stream. Default: does nothing.
-        """
         return None

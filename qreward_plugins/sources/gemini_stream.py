@@ -85,9 +85,3 @@ class GeminiStream(StreamReader):
         if text is not None:
             parts.append({"text": text})
         return {"index": 0, "content": {"role": "model", "parts": parts}, "finishReason": self._finish}
-
-    def with_text(self, body: dict[str, Any], text: str) -> dict[str, Any]:
-        [candidate] = body["candidates"]
-        parts = [part for part in candidate["content"]["parts"] if part.get("thought")]
-        content = {"role": "model", "parts": [*parts, {"text": text}]}
-        return {**body, "candidates": [{**candidate, "content": content}], "usageMetadata": self._known_usage()}

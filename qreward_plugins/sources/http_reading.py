@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import orjson
 from yarl import URL
@@ -27,10 +27,6 @@ _STREAM_FACTOR = 64
 # A server that closes a stream properly does so at once after its last event. Then the connection is used again.
 _STREAM_END_S = 0.5
 _STREAM_END_BYTES = 4096
-# A judge that is done ends its stream right after its verdict; ending the stream here would cost the connection.
-_GRACE_S = 0.1
-# Characters in which an answer is looked for, in all looks at one stream. It takes about 20 ms.
-_MOST_LOOKED_AT = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +34,11 @@ class StreamFacts:
     """Facts that only a streamed reply has.
 
     `first_token_s`: seconds from sending the request to the first token; None without any. `tokens`: number of events
-    with a part of the answer. `cut`: the client ended the stream, because the answer was complete.
+    with a part of the answer.
     """
 
     first_token_s: float | None
     tokens: int
-    cut: bool
 
 
 # Not frozen: it is made for every call, and a frozen one takes three times as long.
@@ -63,29 +58,13 @@ class HTTPReply:
 
 @dataclass(slots=True)
 class Streaming:
-    """How a streamed reply is read. `idle_s`: most seconds between two events; None: any number. `complete` is
-    that of the request, and so is `on_text`. `thoughts_first`: the model thinks, and some servers leave its thoughts in
-    the answer.
+    """How a streamed reply is read. `idle_s`: most seconds between two events; None: any number. `on_text` is that of
+    the request.
     """
 
     reader: StreamReader
     idle_s: float | None = None
-    complete: Callable[[str], int] | None = None
-    thoughts_first: bool = False
     on_text: Callable[[str], None] | None = None
-    _left: int = _MOST_LOOKED_AT
-
-    def may_end(self, reader: StreamReader) -> bool:
-        """Whether the stream may end before its server ends it. A text that may be thoughts is read to its end: a
-        verdict in thoughts is a draft.
-        """
-        return self.complete is not None and self._left > 0 and (bool(reader.thoughts) or not self.thoughts_first)
-
-    def length_of(self, text: str) -> int:
-        """Return how many characters of `text` are a whole answer; 0 for none."""
-        # Each look takes time in proportion to the text, so a long text in small pieces would take quadratic time.
-        self._left -= len(text)
-        return 0 if self.complete is None else self.complete(text)
 
 
 class Timer(Protocol):
@@ -186,9 +165,6 @@ class Reading:
     async def _stream(self, incoming: Incoming, streaming: Streaming) -> HTTPReply | SourceError:
         reader, parser, loop = streaming.reader, EventParser(self.limit), asyncio.get_running_loop()
         size, first_at, passed_on = 0, None, 0
-        answer: str | None = None
-        by_then: dict[str, Any] = {}
-        over = False
         try:
             with incoming.within(None) as timer:
                 async for chunk in incoming.chunks():
@@ -198,16 +174,8 @@ class Reading:
                     for event in parser.feed(chunk):
                         if event.keeps_alive:
                             continue
-                        if answer is None:
-                            timer.restart(streaming.idle_s)
-                        before = len(reader.text)
+                        timer.restart(streaming.idle_s)
                         reader.read(event)
-                        if answer is None and len(reader.text) > before and streaming.may_end(reader):
-                            length = streaming.length_of(reader.text)
-                            if length:
-                                answer, by_then = reader.text[:length], reader.body()
-                                # Most servers end here, too. Then the connection is kept, and the usage is known.
-                                timer.restart(_GRACE_S)
                         if reader.ended:
                             break
                     if len(reader.text) + len(reader.thoughts) > self.limit:
@@ -219,30 +187,19 @@ class Reading:
                         passed_on = len(reader.text)
                     if reader.ended:
                         break
-            over = timer.expired
-            if answer is None and over:
+            if timer.expired:
                 raise StreamBroken(f"no event within {streaming.idle_s:g} s")
-            if answer is None and not reader.whole:
+            if not reader.whole:
                 raise StreamBroken("a stream that ended before the answer was whole")
         except Exception as error:
             incoming.abort()
-            if answer is None and isinstance(error, StreamBroken):
+            if isinstance(error, StreamBroken):
                 return TransientError(f"{self.where} answered with {error}", status=incoming.status)
-            if answer is None:
-                raise
-            # The answer is complete, whatever follows it.
-            over = True
-        body = reader.body()
-        cut = answer is not None and (over or not reader.whole or "error" in body)
-        if answer is not None:
-            # How much of what follows an answer is seen depends on the speed of the server, so none of it counts.
-            body = reader.with_text(by_then, answer)
-        if cut:
-            incoming.abort()
-        elif reader.ended:
+            raise
+        if reader.ended:
             await self._drain(incoming)
-        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, reader.tokens, cut)
-        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(body), facts)
+        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, reader.tokens)
+        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(reader.body()), facts)
 
     async def _pass_on(self, incoming: Incoming, passing: StreamPassing) -> HTTPReply | SourceError:
         """Pass each event of a stream on at once."""
@@ -273,7 +230,7 @@ class Reading:
                 return TransientError(f"{self.where} answered with {error}", status=incoming.status)
             raise
         await self._drain(incoming)
-        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, passing.events, False)
+        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, passing.events)
         return HTTPReply(incoming.status, incoming.headers, orjson.dumps(passing.facts()), facts)
 
     async def _drain(self, incoming: Incoming) -> None:

@@ -108,14 +108,6 @@ class SourceKind(ABC):
         return (class_path(self), self._node.version, own, messages, dict(request.parameters), sample)
 
     @classmethod
-    def resolved(cls, name: str, config: Any) -> Any:
-        """Return the configuration with what only the server can tell. Called when an engine opens the source `name`.
-
-        Default: `config`. Raises `ConfigurationError`.
-        """
-        return config
-
-    @classmethod
     def answered(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the types of answer that a source with these settings gives. The settings may be wrong, and are never
         complete. Default: `answers`.

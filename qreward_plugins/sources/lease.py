@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, TransientError
 from .prefixes import Prefix
 from .replica import Replica
-from .tried_replicas import TriedReplicas
 
 if TYPE_CHECKING:
     from .replicas import Replicas
+
+_log = logging.getLogger("qreward_plugins.sources")
 
 T = TypeVar("T")
 
@@ -21,6 +23,24 @@ _PATIENCE = 3.0
 """A call that is cancelled earlier than this many times the mean time of an answer does not count as a failure of its
 replica: it may have been hedged.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class TriedReplicas:
+    """The replicas that one call was sent to in vain: those that refused it (400, 413, 422), with the last error, and
+    those whose reply was invalid. The next request of the call carries it (`Request.refusal`), and goes to another one.
+    """
+
+    refused: tuple[Replica, ...] = ()
+    error: str = ""
+    invalid: tuple[Replica, ...] = ()
+
+    def others(self, replicas: Sequence[Replica]) -> Sequence[Replica]:
+        """Return those of `replicas` to which the call goes next: those not tried, else those that did not refuse it,
+        else all.
+        """
+        left = [replica for replica in replicas if replica not in self.refused]
+        return [replica for replica in left if replica not in self.invalid] or left or replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,34 +189,36 @@ class Lease:
         that it goes to another replica.
         """
         self.replica.judged(valid, now)
-        if valid:
-            if self._tried is not None:
-                self._tried.answered_by(self.replica, now)
-            return None
         tried = self._tried or TriedReplicas()
-        tried.unanswered_by(self.replica)
-        return tried
-
-    def _refused(self, now: float, error: str) -> TriedReplicas | None:
-        """Record that the replica refused the request; return what its next request carries, None if it is at fault."""
-        of, tried = self._of, self._tried or TriedReplicas()
-        tried.refused_by(self.replica, error, began_at=self._began_at)
-        if not self._recorded:
-            self._recorded = True
-            self.replica.refused(now, began_at=self._began_at)
-        if not tried.is_at_fault(of.up, more_later=of.more_later):
-            return tried
-        tried.found_at_fault()
+        if not valid:
+            return replace(tried, invalid=(*tried.invalid, self.replica))
+        for replica in tried.refused:
+            if replica is self.replica:
+                continue
+            replica.refused_alone()
+            if not replica.refuses_alone:
+                replica.refuses_alone = True
+                _log.warning(
+                    "%s, and the replica %s answers the same request; give all replicas the same model, chat template "
+                    "and longest context",
+                    tried.error,
+                    self.replica.base_url,
+                )
         return None
 
-    def _note_unanswered(self) -> None:
-        """Note that this replica does not decide about a refusal by another one."""
-        if self._tried is not None:
-            self._tried.unanswered_by(self.replica)
-
-    def undecided(self) -> None:
-        """Record that the end of the call says nothing of the replica."""
+    def _refused(self, now: float, error: str) -> TriedReplicas | None:
+        """Record that the replica refused the request. Return what its next request carries, to another replica; None
+        if the request is at fault: a second one refused it, or there is no other.
+        """
+        tried = self._tried or TriedReplicas()
         self._recorded = True
+        if tried.refused or all(replica is self.replica for replica in self._of.up):
+            for replica in (*tried.refused, self.replica):
+                replica.forgiven()
+            return None
+        if self._of.others_answer(self.replica):
+            self.replica.refused(now, began_at=self._began_at)
+        return replace(tried, refused=(self.replica,), error=error)
 
     def answered(self, now: float) -> None:
         """Record that the replica answered."""
@@ -214,7 +236,6 @@ class Lease:
             error.of_one_replica = self._of.others_answer(self.replica)
         if not self._recorded:
             self._recorded = True
-            self._note_unanswered()
             self.replica.failed(now, began_at=self._began_at, draining=draining)
 
     def cancelled(self, now: float) -> None:
@@ -225,7 +246,6 @@ class Lease:
         if self._recorded:
             return
         self._recorded = True
-        self._note_unanswered()
         waited_s, usual_s = now - self._began_at, self._of.mean_answer_s
         is_long = usual_s is not None and waited_s > _PATIENCE * usual_s
         if is_long and self.replica.answered_at < self._began_at:

@@ -117,7 +117,3 @@ class MessageStream(StreamReader):
     def _known_usage(self) -> dict[str, Any] | None:
         # `message_start` states the tokens of the beginning only.
         return self._usage if self.whole else None
-
-    def with_text(self, body: dict[str, Any], text: str) -> dict[str, Any]:
-        others = [block for block in body["content"] if block["type"] == "thinking"]
-        return {**body, "content": [*others, {"type": "text", "text": text}], "usage": self._known_usage()}

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
 from pydantic import SecretStr
 from yarl import URL
 
-from ..config.nodes import Flag, takes
+from ..config.nodes import Flag
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
 from ..errors import (
-    ConfigurationError,
     InvalidReply,
     Mistake,
     PermanentError,
     QRewardError,
-    SourceError,
     TransientError,
 )
 from ..quotas.demand import Demand, completion_bound
@@ -28,20 +25,14 @@ from ..secrets import without_secrets
 from .base import Reply, Request
 from .completions import CompletionAnswer
 from .dialects import DIALECTS, Dialect, Refusal
-from .dialects.detection import Server, Undetected, detect
 from .endpoint import Endpoint
 from .http_reading import HTTPReply, Streaming
 from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
-from .replica import Replica
 from .replies import Answer, Problem, json_of, name_of
 from .stream_passing import StreamPassing, progress_of
-from .stream_probe import StreamProbe
 
-_AUTO = "auto"
-_NO_STREAM = (400, 405, 406, 415, 422, 501)
-"""How servers refuse a request because of `stream`. A path of its own may also be unknown (404)."""
 _GENERATES = (":generateContent", ":streamGenerateContent")
 
 
@@ -63,13 +54,12 @@ class OpenAISource(Endpoint):
         model: ModelName
         """Name of the model on the server."""
 
-        dialect: Literal["openai", "openai_reasoning", "responses", "anthropic", "gemini", "auto"] = "openai"
+        dialect: Literal["openai", "openai_reasoning", "responses", "anthropic", "gemini"] = "openai"
         """How requests are written and replies are read. `openai` (default): chat completions, as every compatible
         server reads them. `openai_reasoning`: the same for OpenAI's reasoning models, which refuse `max_tokens` and
         `temperature`. `responses`: OpenAI's responses. `anthropic`: Anthropic's messages. `gemini`: Gemini's
-        generateContent. `auto`: the server is asked when an engine is made, with a few small requests beyond the
-        limits, and the log says what was found. `parameters` holds keys of the dialect. Only `openai` and `gemini` send
-        the judge's `temperature`."""
+        generateContent. `parameters` holds keys of the dialect. Only `openai` and `gemini` send the judge's
+        `temperature`. `qreward init` finds the dialect of a server."""
 
         structured_output: Literal["native", "tool"] = "native"
         """How the dialect `anthropic` asks for a judge's `json_schema`. `native` (default): by `output_config`. `tool`:
@@ -79,11 +69,9 @@ class OpenAISource(Endpoint):
         """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
         says otherwise. Default: false."""
 
-        stream: Annotated[Literal["auto"] | Flag, takes("`auto`, true or false")] = False
-        """Read replies as server-sent events, as they come. A reply ends as soon as the verdict is complete: the
-        connection is closed, so that the server can stop. What would follow is not seen, so a second verdict does not
-        make it invalid. `true`: always. `auto`: if the server streams; one request finds out, and a refusal costs it
-        another try. A server that refuses other requests, too, decides nothing. `false` (default): never."""
+        stream: Flag = False
+        """Read replies as server-sent events, as they come. So `timeouts.idle_s` ends a reply that stops coming, and
+        the time to the first token is known. Default: false."""
 
         timeouts: StreamTimeouts = StreamTimeouts()
 
@@ -108,7 +96,6 @@ class OpenAISource(Endpoint):
         self._own_headers = frozenset(name.lower() for name in config.headers)
         self._reader = dialect.stream if config.stream else None
         self._idle_s = config.timeouts.idle_s
-        self._stream_probe = StreamProbe(None if config.stream == "auto" else bool(config.stream))
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -188,48 +175,7 @@ class OpenAISource(Endpoint):
         return Demand(passed.texture, passed.overhead, bound or request.max_completion_tokens)
 
     def streaming(self, request: Request) -> Streaming | None:
-        if self._reader is None or not self._stream_probe.asks(asyncio.get_running_loop().time()):
-            return None
-        thoughts_first = self._thinks and self._dialect.shows_thoughts
-        return Streaming(self._reader(), self._idle_s, request.complete, thoughts_first, request.on_text)
-
-    def streamed(self, http: HTTPReply | None, replica: Replica | None) -> SourceError | None:
-        probe = self._stream_probe
-        if not probe.asking:
-            return None
-        status = 0 if http is None else http.status
-        refuses = status in _NO_STREAM or (status == 404 and self._dialect.stream_path is not None)
-        if http is None or replica is None or not refuses:
-            probe.learned(http.stream is not None if http is not None and 200 <= status < 300 else None)
-            return None
-        probe.refused(replica, asyncio.get_running_loop().time())
-        problem = f"source {self._name!r} answered {status} to a request for a stream; it is asked again without one"
-        return TransientError(problem, status=status)
-
-    @classmethod
-    def resolved(cls, name: str, config: Any) -> Any:
-        if config.dialect != _AUTO or not all(url.startswith("http") for url in config.urls):
-            return config
-        options = config.httpx
-        unused = (
-            [] if options is None else [key for key in ("proxy", "cert", "auth") if getattr(options, key) is not None]
-        )
-        if unused:
-            problem = f"auto asks the server without httpx.{unused[0]}."
-            raise ConfigurationError([Mistake(f"sources.{name}.dialect", problem, f"Name it: {', '.join(DIALECTS)}.")])
-        key = os.environ.get(config.api_key_env or "", "") if config.api_key is None else _revealed(config.api_key)
-        headers = {header: _revealed(value) for header, value in config.headers.items()}
-        server = Server(config.urls, config.model, key.strip(), headers, config.verify_tls, config.timeouts.connect_s)
-        try:
-            found = detect(name, server).dialect
-        except Undetected as error:
-            problem = str(error)
-        else:
-            return config.model_copy(update={"dialect": found})
-        dialects = ", ".join(DIALECTS)
-        raise ConfigurationError(
-            [Mistake(f"sources.{name}.dialect", f"auto cannot tell it: {problem}.", f"Name it: {dialects}.")]
-        )
+        return None if self._reader is None else Streaming(self._reader(), self._idle_s, request.on_text)
 
     @property
     def model(self) -> str:
@@ -258,9 +204,7 @@ class OpenAISource(Endpoint):
 
     @property
     def reads(self) -> object:
-        identity = self._dialect.identity(self._model)
-        # A reply that is ended early may read differently. With `auto` it counts as streamed, whatever the server does.
-        return identity if self._reader is None else (identity, "stream")
+        return self._dialect.identity(self._model)
 
     def body(self, request: Request) -> Mapping[str, Any]:
         parameters = dict(request.parameters)
@@ -292,8 +236,7 @@ def _revealed(secret: SecretStr) -> str:
 
 
 def _dialect_of(config: OpenAISource.Config) -> Dialect:
-    # A plan opens no connection; it takes an undetected dialect for the most frequent one.
-    return DIALECTS["openai" if config.dialect == _AUTO else config.dialect]
+    return DIALECTS[config.dialect]
 
 
 def _path(config: OpenAISource.Config, path: str) -> str:
@@ -347,7 +290,4 @@ def _stream_mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -
     for key, count in counts.items():
         if count is not None and count != 1:
             mistakes.append(Mistake(f"{path}.parameters.{key}", "a stream carries one completion.", "Leave it out."))
-    if config.stream == "auto" and parameters.get("stream_options") is not None:
-        problem = "a server that does not stream would refuse it."
-        mistakes.append(Mistake(f"{path}.parameters.stream_options", problem, "Set stream to true, or leave it out."))
     return mistakes

@@ -20,15 +20,14 @@ def kind_of(config: SourceConfig) -> type[SourceKind]:
 
 
 def open_source(name: str, config: SourceConfig) -> Source:
-    """Make the source `name` of the configuration. Its first request connects, or starts workers; only a source that
-    must ask its server for a part of its configuration (`SourceKind.resolved`) connects here.
+    """Make the source `name` of the configuration. Its first request connects, or starts workers.
 
     Raises ConfigurationError for mistakes that depend on the environment: an unset key, a function that cannot be
     loaded, a kind of another package whose constructor raises.
     """
     kind = kind_of(config)
     try:
-        source = kind(name, kind.resolved(name, config))
+        source = kind(name, config)
         if source.name == name:
             return source
         problem = f"its name is {source.name!r}; its `__init__` must call `super().__init__(name, config)`"

@@ -18,12 +18,8 @@ LONGEST_BACKOFF_S = 60.0
 DRAINING_BACKOFF_S = 15.0
 """Seconds for which a replica is avoided after it said that it shuts down."""
 
-FIRST_CALLS = 16
-START_S = 0.25
-"""A replica has at most `FIRST_CALLS` calls under way in the first `START_S` seconds after its first call, until one of
-them has ended. A broken one mostly refuses sooner than that, and would otherwise get thousands at once."""
-IN_A_ROW = 3
-"""Calls in a row that a replica refused, or answered invalidly, from which this hardly comes from the calls."""
+INVALID_IN_A_ROW = 3
+"""Invalid replies in a row that count as a failure: they hardly come from the calls."""
 
 PREFIXES_KEPT = 1024
 """Prefixes that are remembered for each replica, to estimate which prompts its cache holds."""
@@ -47,7 +43,6 @@ class Replica:
     """One base URL. Times are seconds of the event loop's clock."""
 
     __slots__ = (
-        "_avoided_at",
         "_backoff_s",
         "_cache_use",
         "_cached",
@@ -55,21 +50,16 @@ class Replica:
         "_failed_at",
         "_failures",
         "_failures_in_a_row",
-        "_first_at",
         "_invalid_in_a_row",
         "_prefix_hits",
         "_prefix_tokens",
         "_prefixes",
         "_prompt",
         "_read_at",
-        "_refused_at",
-        "_refused_in_a_row",
-        "_suspected_at",
         "_trial",
         "answered_at",
         "base_url",
         "in_flight",
-        "invalid_alone",
         "last_used",
         "mark",
         "pending_tokens",
@@ -90,20 +80,12 @@ class Replica:
         self.requests = 0
         self.answered_at = -math.inf
         """Time of its last answer; minus infinity before the first one since it came up."""
-        self._first_at = math.inf
-        """Time of its first call since it came up; minus infinity once one of its calls has ended."""
-        self._refused_in_a_row = self._invalid_in_a_row = 0
-        self._refused_at = -math.inf
+        self._invalid_in_a_row = 0
         self._failures = 0
         self._failures_in_a_row = 0
         self._failed_at = 0.0
-        self._avoided_at = 0.0
-        """Time from which its backoff counts: that of its last failure, or of a refusal while it was half-open."""
         self._backoff_s = 0.0
         self._draining = False
-        self._suspected_at: float | None = None
-        """Time of its last refusal, unless it has answered since then or the request was at fault; or of its last
-        invalid reply, if these are `IN_A_ROW`."""
         self._trial: object | None = None
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._prefix_hits = self._prefix_tokens = 0
@@ -112,8 +94,6 @@ class Replica:
         self._read_at = 0.0
         self.refuses_alone = False
         """Whether a warning has said that it refuses what another one answers."""
-        self.invalid_alone = False
-        """Whether a warning has said that its replies are invalid, and those of another one are not."""
 
     def health(self, now: float) -> Health:
         if self.mark != "up":
@@ -121,7 +101,7 @@ class Replica:
         if not self._failures_in_a_row:
             return "up"
         # The difference is negative if the failure comes from an event loop whose clock is ahead.
-        if 0 <= now - self._avoided_at < self._backoff_s:
+        if 0 <= now - self._failed_at < self._backoff_s:
             return "draining" if self._draining else "backing_off"
         return "half_open"
 
@@ -131,58 +111,8 @@ class Replica:
         return self.mark == "up" and not self._failures_in_a_row
 
     def takes_calls(self, now: float) -> bool:
-        """Whether it may get a call while others are there. A half-open one gets one call at a time, and one that has
-        just come up a few (`FIRST_CALLS`).
-
-        One that has refused a request gets none for `FIRST_BACKOFF_S`, then one at a time, until it answers or the
-        request is found at fault; so does one with `IN_A_ROW` invalid replies, until one is valid. A broken one refuses
-        sooner than others answer, so it would get most of the calls.
-        """
-        if self._on_trial(now):
-            return self._trial is None
-        return self.is_trusted and not self.starts_in_s(now)
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether it is up, and neither its failures nor its refusals nor its invalid replies speak against it."""
-        return self.is_healthy and self._suspected_at is None
-
-    @property
-    def refuses_all(self) -> bool:
-        """Whether it refused the last calls, and has no other one that it may yet answer."""
-        return self._refused_in_a_row >= IN_A_ROW and not self.in_flight
-
-    @property
-    def answers_invalidly(self) -> bool:
-        """Whether its last replies were invalid."""
-        return self._invalid_in_a_row >= IN_A_ROW
-
-    def answers_others(self, since: float) -> bool:
-        """Whether its refusal of a request that was sent to it at `since` says something of the request: it has
-        answered others meanwhile, or before and without refusing several in a row since then.
-        """
-        if self.refuses_alone:
-            return False
-        if self.answered_at >= since:
-            return True
-        return self.answered_at > -math.inf and self.is_healthy and self._refused_in_a_row < IN_A_ROW
-
-    def erred_since(self, at: float) -> bool:
-        """Whether it has refused or failed a request after `at`."""
-        return self._refused_at > at or (self._failures_in_a_row > 0 and self._failed_at > at)
-
-    def starts_in_s(self, now: float) -> float:
-        """Seconds for which it takes no further call, because it has just come up and has `FIRST_CALLS` under way."""
-        if self.in_flight < FIRST_CALLS or not 0 <= now - self._first_at < START_S:
-            return 0.0
-        return self._first_at + START_S - now
-
-    def _on_trial(self, now: float) -> bool:
-        """Whether it gets one call at a time."""
-        health = self.health(now)
-        if health == "up" and self._suspected_at is not None:
-            return not 0 <= now - self._suspected_at < FIRST_BACKOFF_S
-        return health == "half_open"
+        """Whether it may get a call while others are there. A half-open one gets one call at a time."""
+        return self.is_healthy or (self._trial is None and self.health(now) == "half_open")
 
     def knows(self, prefix: int) -> bool:
         """Whether a prompt with this prefix was sent to it."""
@@ -192,10 +122,8 @@ class Replica:
 
     def began(self, call: object, tokens: int, prefix: Prefix | None, prompt_tokens: int, now: float) -> None:
         """Count a call that is sent to it, until `ended`."""
-        if self._trial is None and self._on_trial(now):
+        if self._trial is None and self.health(now) == "half_open":
             self._trial = call
-        if self._first_at == math.inf:
-            self._first_at = now
         self.in_flight += 1
         self.pending_tokens += tokens
         self.requests += 1
@@ -217,69 +145,54 @@ class Replica:
             self._trial = None
 
     def answered(self, now: float) -> None:
-        """Record that it answered."""
+        """Record that it answered. Only a valid reply ends the avoidance of one whose replies were invalid."""
         self.answered_at = now
-        self._first_at = -math.inf
-        self._refused_in_a_row = 0
-        if not self.answers_invalidly:
-            self._suspected_at = None
-        self._failures_in_a_row = 0
-        self._draining = False
+        if self._invalid_in_a_row < INVALID_IN_A_ROW:
+            self.forgiven()
 
     def judged(self, valid: bool, now: float) -> None:
         """Record whether its answer was a valid one for the judge that asked."""
         if not valid:
             self._invalid_in_a_row += 1
-            if self.answers_invalidly:
-                self._suspected_at = now
+            if self._invalid_in_a_row >= INVALID_IN_A_ROW:
+                self.failed(now, began_at=now)
         elif self._invalid_in_a_row:
-            self._invalid_in_a_row, self._suspected_at = 0, None
+            self._invalid_in_a_row = 0
+            self.forgiven()
 
     def failed(self, now: float, *, began_at: float, draining: bool = False) -> None:
         """Record that a call which began at `began_at` was not answered, or not with what is an answer."""
         self._failures += 1
-        self._first_at = -math.inf
-        waits = 0 <= now - self._avoided_at < self._backoff_s
+        self._avoid(now, began_at=began_at, draining=draining)
+
+    def _avoid(self, now: float, *, began_at: float, draining: bool = False) -> None:
+        waits = 0 <= now - self._failed_at < self._backoff_s
         if self._failures_in_a_row and began_at <= self._failed_at and waits and not (draining and not self._draining):
             # Of the calls that were under way together, the first failure tells all. Otherwise a crash under load would
             # keep the replica out for the longest time at once.
             return
         self._failures_in_a_row += 1
-        self._failed_at = self._avoided_at = now
+        self._failed_at = now
         self._draining = draining
         self._backoff_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self._failures_in_a_row - 1, 16))
         if draining:
             self._backoff_s = max(self._backoff_s, DRAINING_BACKOFF_S)
 
     def refused(self, now: float, *, began_at: float) -> None:
-        """Record that it refused a request, sent at `began_at`, which another replica may answer: neither an answer nor
-        a failure. A half-open one has not shown that it answers, so it is avoided for as long again. Another one is
-        suspect if it has answered nothing since then (`takes_calls`).
-        """
-        self._first_at, self._refused_at = -math.inf, now
-        if self.answered_at < began_at:
-            self._refused_in_a_row += 1
-        if self.health(now) == "half_open":
-            self._avoided_at = now
-        elif self.answered_at < began_at:
-            self._suspected_at = now
-
-    def refusal_confirmed(self) -> None:
-        """Record that a request which it refused is at fault. One that refuses all its calls stays suspect until it
-        answers: two broken ones agree.
-        """
-        self._avoided_at = self._failed_at
-        if not (self.refuses_all or self.answers_invalidly):
-            self._suspected_at = None
-
-    def refusal_contradicted(self, now: float, *, began_at: float) -> None:
-        """Record that another replica answered what it had refused in a call which began at `began_at`. If it has
-        answered nothing since then, this is a failure. Otherwise it refuses only some requests, and takes the others.
+        """Record that it refused a request, sent at `began_at`, which another replica is asked now. Unless it has
+        answered others meanwhile, it is avoided until that one says who is at fault: a broken replica refuses sooner
+        than others answer, so it would get most of the calls.
         """
         if self.answered_at < began_at:
-            self.failed(now, began_at=began_at)
-        else:
-            self._failures += 1
+            self._avoid(now, began_at=began_at)
+
+    def refused_alone(self) -> None:
+        """Record that another replica answered what it has refused: that was a failure."""
+        self._failures += 1
+
+    def forgiven(self) -> None:
+        """Record that nothing speaks against it: it answered, or a request that it refused is at fault."""
+        self._failures_in_a_row, self._draining = 0, False
 
     def used(self, usage: Usage) -> None:
         """Count the usage that a reply states."""
@@ -288,11 +201,9 @@ class Replica:
 
     def reset(self) -> None:
         """Forget its failures and its prefixes: another server may have taken its place."""
-        self._failures_in_a_row, self._draining = 0, False
-        self._refused_in_a_row = self._invalid_in_a_row = 0
-        self._suspected_at = None
-        self.answered_at, self._first_at = -math.inf, math.inf
-        self.refuses_alone = self.invalid_alone = False
+        self.forgiven()
+        self._invalid_in_a_row, self.answered_at = 0, -math.inf
+        self.refuses_alone = False
         self._prefixes.clear()
 
     # Its KV cache

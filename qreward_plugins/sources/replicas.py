@@ -6,7 +6,6 @@ replica has a health of its own. `routing.py` has the strategies.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -84,11 +83,6 @@ class Replicas:
         return [replica for replica in self._replicas if replica.mark == "up"]
 
     @property
-    def more_later(self) -> bool:
-        """Whether replicas that are not up may take a call later."""
-        return len(self.up) < len(self._replicas) + self.absent
-
-    @property
     def routing(self) -> Routing:
         return self._routing
 
@@ -144,23 +138,6 @@ class Replicas:
         tokens = 1 if hints is NO_HINTS else self._tokens(hints)
         return Lease(self, replica, hints, tokens, now)
 
-    async def admit(self, hints: RoutingHints) -> Lease:
-        """Wait while all replicas that the request may go to have just come up and have enough calls for that
-        (`Replica.starts_in_s`); then `acquire` one. Cancelling leaves nothing behind.
-        """
-        loop = asyncio.get_running_loop()
-        while wait_s := self._wait_s(loop.time()):  # noqa: ASYNC110 - it waits for a time, not a change
-            await asyncio.sleep(wait_s)
-        return self.acquire(loop.time(), hints)
-
-    def _wait_s(self, now: float) -> float:
-        if not self.several:
-            return 0.0
-        starting = [wait_s for replica in self._replicas if (wait_s := replica.starts_in_s(now))]
-        if not starting or any(replica.takes_calls(now) for replica in self.up):
-            return 0.0
-        return min(starting)
-
     def _chosen(self, now: float, hints: RoutingHints) -> Replica:
         if len(self._replicas) == 1 and self._replicas[0].mark == "up" and hints.tried is None:
             return self._replicas[0]
@@ -171,13 +148,8 @@ class Replicas:
                 raise SourceHeld(f"source {self._name!r}: {held}")
             raise TransientError(f"source {self._name!r}: no replica is up")
         if hints.tried is not None:
-            up = hints.tried.next(up, more_later=self.more_later)
-            if not up:
-                raise TransientError(f"{hints.tried.problem}; other replicas are not up")
-            # One that is tried out would often cost the call another try.
-            up = [replica for replica in up if replica.is_trusted] or up
-        candidates = [replica for replica in up if replica.takes_calls(now)]
-        candidates = candidates or [replica for replica in up if not replica.refuses_all] or [*up]
+            up = hints.tried.others(up)
+        candidates = [replica for replica in up if replica.takes_calls(now)] or up
         same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
         return chosen(candidates, self._routing, hints.prefix, same_prefix=same_prefix, now=now)
 

@@ -16,13 +16,11 @@ import orjson
 from yarl import URL
 
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
-from ..quotas.demand import Demand
 from ..samples.spent import Usage
 from ..secrets import Redactor
 from .base import Reply, Request, Source
-from .http_reading import HTTPReply, StreamFacts
+from .http_reading import HTTPReply
 from .lists import Lists, divided
-from .prefixes import BYTES_PER_TOKEN
 from .rate_limit_headers import pause_of, retry_after_s
 
 _UNUSABLE = {
@@ -319,19 +317,3 @@ def _count(value: Any) -> int | None:
 def name_of(value: Any) -> str:
     """Return a name that a reply states, truncated to 200 characters; "" for a value that is not a text."""
     return value[:_LONGEST_NAME_CHARS] if isinstance(value, str) else ""
-
-
-def streamed_reply(reply: Reply, facts: StreamFacts, demand: Demand) -> Reply:
-    """Return a reply with what its stream told. If the stream was ended before the server stated its usage, that is
-    estimated from the `demand` of the request.
-    """
-    usage, estimated = reply.usage, False
-    if usage is None and facts.cut:
-        usage, estimated = Usage(demand.texture.size // BYTES_PER_TOKEN + demand.overhead, facts.tokens), True
-    return replace(
-        reply,
-        usage=usage,
-        first_token_s=facts.first_token_s,
-        ended_early=facts.cut,
-        usage_estimated=estimated,
-    )

@@ -88,11 +88,6 @@ class ResponseStream(StreamReader):
             output.append(_message({"type": "output_text", "text": self.text}))
         return output
 
-    def with_text(self, body: dict[str, Any], text: str) -> dict[str, Any]:
-        output = [*_thoughts_of(self.thoughts), _message({"type": "output_text", "text": text})]
-        status = "incomplete" if body["status"] == "incomplete" else "completed"
-        return {**body, "status": status, "output": output, "usage": self._last.get("usage")}
-
 
 def _thoughts_of(thoughts: str) -> list[dict[str, Any]]:
     return [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": thoughts}]}] if thoughts else []

@@ -150,15 +150,7 @@ class StreamReader(ABC):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """Return the body of the same reply without streaming, as far as it has been read; it has the key `error` only
-        if the server sent an error. The usage of a body that is not whole must not be too small: leave it out.
-        """
-
-    @abstractmethod
-    def with_text(self, body: dict[str, Any], text: str) -> dict[str, Any]:
-        """Return `body`, which this reader has returned before, with the text of its answer cut down to `text`, and
-        with the usage that is known now.
-        """
+        """Return the body of the same reply without streaming; it has the key `error` only if the server sent one."""
 
 
 def text_in(part: Mapping[str, Any], key: str) -> str:

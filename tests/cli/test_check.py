@@ -290,7 +290,7 @@ def test_the_lines_to_train_with_name_the_file_whatever_its_path(tmp_path, folde
 
 def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, write_config, tmp_path):
     servers = {"a": "http://127.0.0.1:9/v1", "b": "framework://judge/v1"}
-    write_config(servers, source={"api_key_env": "QREWARD_NO_SUCH_KEY", "dialect": "auto"})
+    write_config(servers, source={"api_key_env": "QREWARD_NO_SUCH_KEY"})
     result = check("--offline")
     assert result.exit_code == 0, result.output
     assert "valid, with 2 sources, 1 judge, 0 routes; nothing was asked" in result.stdout

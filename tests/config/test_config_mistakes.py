@@ -172,7 +172,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.price.per_request", -1, "", "must be 0 or more, not -1."),
         ("sources.fast.verify_tls", "perhaps", "", "must be true or false."),
         ("sources.fast.verify_tls", 0, "", "must be true or false, not 0."),
-        ("sources.fast.stream", 1, "", "must be `auto`, true or false, not 1."),
+        ("sources.fast.stream", 1, "", "must be true or false, not 1."),
         ("sources.fast.model", 4, "", "must be text. Put it in quotes."),
         ("sources.fast.model", "", "", "must be text that is not empty."),
         ("sources.fast.api_key", "", "", "must be text that is not empty."),

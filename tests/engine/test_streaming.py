@@ -34,23 +34,7 @@ async def test_verdicts_are_those_without_a_stream(tree):
             assert math.isnan(engine.statistics().sources["a"].first_token_p50_s)
     assert [outcome.reward for outcome in streamed] == [outcome.reward for outcome in plain]
     assert 0 < source.first_token_p50_s <= source.latency_p95_s
-    # The server ends its streams right after the verdict, so no connection is lost and no usage unknown.
-    assert source.ended_early == source.usage_estimated == 0
     assert [outcome.verdict.spent.usage for outcome in streamed] == [outcome.verdict.spent.usage for outcome in plain]
-
-
-@pytest.mark.anyio
-async def test_a_judge_that_goes_on_talking_is_cut_off(tree):
-    def talkative(call):
-        return json.dumps({"id": call.nonce, "rationale": "right", "score": 10}) + " so it is." * 150
-
-    with JudgeServer(talkative, stream_interval_s=0.004) as server:
-        async with RewardEngine(tree(server)) as engine:
-            outcomes = await engine.score_all([make_sample(n) for n in range(8)])
-            source = engine.statistics().sources["a"]
-    assert source.ended_early == source.usage_estimated == 8
-    assert 8 * 10 < source.completion_tokens < 8 * 120
-    assert all(isinstance(outcome, Scored) and outcome.reward == 1 for outcome in outcomes)
 
 
 @pytest.mark.anyio

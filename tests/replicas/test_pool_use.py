@@ -91,13 +91,14 @@ class Owner:
         else:
             answer.set_exception(inner.exception())
 
-    def die(self):
-        """Fail all calls, and begin anew."""
+    def die(self, *, between_calls=False):
+        """Fail all calls, or have none under way; and begin anew."""
         self.ending = asyncio.ensure_future(self.actor._stop(self.actor._pool))
         self.actor = PoolActor()
         for future in self.futures:
             if not future.done():
-                future.set_exception(ConnectionError())
+                # The next call then finds an actor that knows no user, and says so.
+                future.set_result(None) if between_calls else future.set_exception(ConnectionError())
 
     def release(self):
         pass
@@ -148,15 +149,15 @@ def owner(monkeypatch):
 SPEC = PoolSpec("own", "vllm", "first", Topology(), in_place=True)
 
 
-async def test_a_pool_that_is_lost_is_started_again_with_what_it_had(owner):
+@pytest.mark.parametrize("between_calls", [False, True])
+async def test_a_pool_that_is_lost_is_started_again_with_what_it_had(owner, between_calls):
     lost, use = owner(), PoolUse(SPEC)
     await use.start()
     await use.update_weights(Update("v", "/w"))
     await use.sleep()
     assert (use.weights.version, use.asleep) == ("v", True)
-    waking = asyncio.ensure_future(use.sleep())
-    await waking
-    lost.die()
+    await use.sleep()
+    lost.die(between_calls=between_calls)
     await comes(lambda: len(lost.joined) == 2 and use.states)
     assert lost.joined == [(Weights(), False), (use.weights, True)]
     assert (use.weights.version, [state.state for state in use.states]) == ("v", ["asleep"])

@@ -7,7 +7,7 @@ import json
 import shutil
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import HTTPSource, OpenAISource, Request
+from qreward_plugins.testing import FaultKind, Faults
 
 KEY = "sk-test-0123456789abcdefghij"
 Script = Callable[["Exchange"], Awaitable[None]]
@@ -139,6 +140,28 @@ def completion(content: Any = "fine", **more: Any) -> dict[str, Any]:
 def completed() -> Callable[..., dict[str, Any]]:
     """The body of a completion."""
     return completion
+
+
+class NextFault:
+    """Plays one fault after the other at one server: `each` yields a kind, which the next request meets."""
+
+    def __init__(self) -> None:
+        self.faults = Faults(script=self._next, huge_bytes=4_000_000, drip_interval_s=0.0)
+        self._pending: list[str] = []
+
+    def each(self, kinds: Iterable[FaultKind]) -> Iterator[FaultKind]:
+        for kind in kinds:
+            self._pending.append(kind.value)
+            yield kind
+            assert not self._pending, f"{kind} was not played"
+
+    def _next(self, number: int) -> str | None:
+        return self._pending.pop() if self._pending else None
+
+
+@pytest.fixture
+def next_fault() -> NextFault:
+    return NextFault()
 
 
 @pytest.fixture(params=["aiohttp", "httpx"])

@@ -129,24 +129,6 @@ def test_thoughts_are_apart_from_the_answer(dialect: str) -> None:
     assert reply.model
 
 
-@pytest.mark.parametrize("dialect", THOUGHTS)
-def test_a_part_of_a_stream_is_the_part_of_a_reply(dialect: str) -> None:
-    """What has been read when the answer is complete is a reply of its own, and states no usage that is too small."""
-    events = THOUGHTS[dialect]
-    at = next(at for at in range(len(events)) if read(dialect, *events[:at]).text == "fine")
-    reader = read(dialect, *events[:at])
-    assert not reader.whole
-    by_then = reader.body()
-    early = reply_of(dialect, reader.with_text(by_then, "fin"))
-    assert (early.text, early.thinking) == ("fin", "hm")
-    assert early.usage == (Usage(100, 7) if dialect == "gemini" else None)
-    # The rest was read, and only its usage counts.
-    for event in events[at:]:
-        reader.read(Event("", orjson.dumps(event)))
-    late = reply_of(dialect, reader.with_text(by_then, "fin"))
-    assert (late.text, late.thinking, late.usage) == ("fin", "hm", Usage(100, 7))
-
-
 def test_the_input_of_the_tool_is_read_as_it_was_written() -> None:
     call = [
         *block(1, type="tool_use", id="t", name="verdict", input={}),

@@ -1,4 +1,4 @@
-"""Streamed replies over real connections, with both clients: every fault, silence, early ends, and `auto`."""
+"""Streamed replies over real connections, with both clients: every fault, silence, and what cannot be streamed."""
 
 from __future__ import annotations
 
@@ -35,28 +35,26 @@ async def outcome_of(source: Any, request: Any) -> Reply | QRewardError:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind.stage == "stream"], ids=str)
 async def test_every_fault_of_a_stream_has_its_class(
-    kind: FaultKind, dialect: str, open_source: Any, request_of: Any
+    dialect: str, open_source: Any, request_of: Any, next_fault: Any
 ) -> None:
-    faults = Faults(script=[kind.value], huge_bytes=4_000_000, drip_interval_s=0.0)
-    with JudgeServer(lambda call: TEXT, faults=faults) as server:
+    with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
         settings = {"max_reply_bytes": 50_000, "timeouts": {"idle_s": 0.2}}
         source = open_source(server.base_url, stream=True, dialect=dialect, **settings)
-        outcome = await outcome_of(source, request_of(**PARAMETERS))
-        if kind.value in GOOD:
-            assert isinstance(outcome, Reply), outcome
-            assert "fine fine" in outcome.text
-            assert json.loads(outcome.text)["score"] == 5
-        else:
-            assert type(outcome) is TransientError, outcome
-        if kind.value in SILENT:
-            assert "no event within 0.2 s" in str(outcome)
-        # The next one is read well, over whatever connection.
-        after = await outcome_of(source, request_of(**PARAMETERS))
-        assert isinstance(after, Reply), after
+        for kind in next_fault.each(kind for kind in FaultKind if kind.stage == "stream"):
+            outcome = await outcome_of(source, request_of(**PARAMETERS))
+            if kind.value in GOOD:
+                assert isinstance(outcome, Reply), (kind, outcome)
+                assert "fine fine" in outcome.text
+                assert json.loads(outcome.text)["score"] == 5
+            else:
+                assert type(outcome) is TransientError, (kind, outcome)
+            if kind.value in SILENT:
+                assert "no event within 0.2 s" in str(outcome)
+            # The next one is read well, over whatever connection.
+            after = await outcome_of(source, request_of(**PARAMETERS))
+            assert isinstance(after, Reply), (kind, after)
         await source.aclose()
-        assert server.report().faults == {kind.value: 1}
 
 
 async def test_other_faults_have_the_same_class_as_without_a_stream(open_source: Any, request_of: Any) -> None:
@@ -69,25 +67,26 @@ async def test_other_faults_have_the_same_class_as_without_a_stream(open_source:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize(
-    "kind", [None, *(kind.value for kind in FaultKind if kind.stage == "verdict" and kind.value not in UNTOLD)]
-)
 async def test_what_a_stream_says_is_what_a_reply_says(
-    dialect: str, kind: str | None, open_source: Any, request_of: Any
+    dialect: str, open_source: Any, request_of: Any, next_fault: Any
 ) -> None:
-    outcomes = []
-    for stream in (True, False):
-        with JudgeServer(lambda call: TEXT, faults=Faults(script=[kind])) as server:
-            source = open_source(server.base_url, stream=stream, dialect=dialect)
-            outcomes.append(await outcome_of(source, request_of(**PARAMETERS)))
-            after = await outcome_of(source, request_of(max_tokens=10))
-            assert isinstance(after, Reply), after
-            assert (after.finish_reason, after.first_token_s is not None) == ("length", stream)
+    kinds = [kind for kind in FaultKind if kind.stage == "verdict" and kind.value not in UNTOLD]
+    with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
+        sources = [(stream, open_source(server.base_url, stream=stream, dialect=dialect)) for stream in (True, False)]
+        outcomes: dict[bool, list[Any]] = {True: [], False: []}
+        for stream, source in sources:
+            outcomes[stream].append(await outcome_of(source, request_of(**PARAMETERS)))
+            for _ in next_fault.each(kinds):
+                outcomes[stream].append(await outcome_of(source, request_of(**PARAMETERS)))
+                after = await outcome_of(source, request_of(max_tokens=10))
+                assert isinstance(after, Reply), after
+                assert (after.finish_reason, after.first_token_s is not None) == ("length", stream)
             await source.aclose()
-    assert type(outcomes[0]) is type(outcomes[1]), outcomes
-    for name in ("text", "thinking", "usage", "model", "finish_reason"):
-        assert getattr(outcomes[0], name, None) == getattr(outcomes[1], name, None)
-    assert kind or isinstance(outcomes[0], Reply)
+    assert isinstance(outcomes[True][0], Reply)
+    for kind, streamed, plain in zip([None, *kinds], outcomes[True], outcomes[False], strict=True):
+        assert type(streamed) is type(plain), kind
+        for name in ("text", "thinking", "usage", "model", "finish_reason"):
+            assert getattr(streamed, name, None) == getattr(plain, name, None), kind
 
 
 async def test_only_a_stream_has_a_first_token(open_source: Any, request_of: Any) -> None:
@@ -101,55 +100,8 @@ async def test_only_a_stream_has_a_first_token(open_source: Any, request_of: Any
                 assert getattr(reply, name) == getattr(other, name)
         assert reply.first_token_s is not None
         assert other.first_token_s is None
-        assert not reply.ended_early
         await streamed.aclose()
         await plain.aclose()
-
-
-def enough(text: str) -> int:
-    return text.find("}") + 1
-
-
-@pytest.mark.parametrize(
-    ("dialect", "continuous"),
-    [("openai", False), ("openai", True), ("responses", False), ("anthropic", False), ("gemini", True)],
-)
-async def test_a_stream_ends_as_soon_as_the_answer_is_complete(
-    open_source: Any, request_of: Any, dialect: str, continuous: bool
-) -> None:
-    text = '{"score": 5}' + " and on" * 200
-    options = {"stream_options": {"continuous_usage_stats": True}} if continuous and dialect == "openai" else {}
-    with JudgeServer(lambda call: text, stream_interval_s=0.01) as server:
-        source = open_source(server.base_url, stream=True, dialect=dialect, parameters=options)
-        request = request_of(max_tokens=2000)
-        object.__setattr__(request, "complete", enough)
-        reply = await outcome_of(source, request)
-        assert isinstance(reply, Reply), reply
-        assert reply.text == '{"score": 5}'
-        assert reply.ended_early
-        assert reply.usage_estimated is not continuous
-        assert reply.usage is not None
-        assert 3 <= reply.usage.completion_tokens < 40
-        assert reply.usage.prompt_tokens > 0
-        # The server sees the end of the connection, and stops.
-        await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 0, timeout_s=1.5)
-        await source.aclose()
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_auto_streams_where_the_server_does_and_asks_only_once(
-    dialect: str, open_source: Any, request_of: Any
-) -> None:
-    for streams in (True, False):
-        with JudgeServer(lambda call: TEXT, streams=streams) as server:
-            source = open_source(server.base_url, stream="auto", dialect=dialect)
-            outcomes = await asyncio.gather(*(outcome_of(source, request_of(**PARAMETERS)) for _ in range(8)))
-            refused = [outcome for outcome in outcomes if not isinstance(outcome, Reply)]
-            assert [type(outcome) for outcome in refused] == ([] if streams else [TransientError])
-            after = await outcome_of(source, request_of(**PARAMETERS))
-            assert isinstance(after, Reply), after
-            assert (after.first_token_s is not None) is streams
-            await source.aclose()
 
 
 async def test_a_server_that_ignores_the_wish_is_read_as_it_answers(
@@ -218,7 +170,6 @@ async def test_cancelling_a_stream_closes_its_connection(open_source: Any, reque
         ({"stream": True, "parameters": {"stream": False}}, "parameters.stream", "a key of its own"),
         ({"parameters": {"stream": True}}, "parameters.stream", "a key of its own"),
         ({"parameters": {"stream_options": {"include_usage": True}}}, "parameters.stream_options", "not streamed"),
-        ({"stream": "auto", "parameters": {"stream_options": {}}}, "parameters.stream_options", "would refuse it"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(settings: Any, path: str, said: str) -> None:
@@ -227,23 +178,6 @@ def test_what_cannot_be_streamed_is_refused(settings: Any, path: str, said: str)
     [mistake] = caught.value.mistakes
     assert mistake.path == f"sources.a.{path}"
     assert said in mistake.problem
-
-
-async def test_auto_finds_out_that_gemini_s_path_of_streams_is_unknown(
-    serve: Any, open_source: Any, request_of: Any
-) -> None:
-    async def script(exchange: Any) -> None:
-        if ":streamGenerateContent?alt=sse" in exchange.head:
-            exchange.reply({"error": {"message": "no such path"}}, "404 Not Found")
-        else:
-            parts = [{"text": "fine"}]
-            exchange.reply({"candidates": [{"content": {"parts": parts}, "finishReason": "STOP"}]})
-
-    async with serve(script) as server:
-        source = open_source(server.base_url, stream="auto", dialect="gemini")
-        assert type(await outcome_of(source, request_of())) is TransientError
-        assert (await outcome_of(source, request_of())).text == "fine"
-        await source.aclose()
 
 
 async def test_a_tool_that_is_streamed_is_the_verdict(open_source: Any, request_of: Any) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
 
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yarl import URL
 
 from qreward_plugins.sources.completion_stream import CompletionStream
-from qreward_plugins.sources.http_reading import HTTPReply, Incoming, Reading, Streaming, Timer
 from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
 
 
@@ -133,72 +127,3 @@ def test_an_error_in_the_middle_is_the_body(data: bytes) -> None:
 def test_lies_are_refused(data: list[bytes], said: str) -> None:
     with pytest.raises(StreamBroken, match=said):
         read(*data)
-
-
-class Chunks(Incoming):
-    """A reply of server-sent events, without a connection. Its clock stands still."""
-
-    def __init__(self, *events: bytes) -> None:
-        self.status, self.headers = 200, {"Content-Type": "text/event-stream"}
-        self._events = events
-        self.expired = False
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        for event in self._events:
-            yield b"data: " + event + b"\n\n"
-
-    @contextmanager
-    def within(self, seconds: float | None) -> Iterator[Timer]:
-        yield self
-
-    def restart(self, seconds: float | None) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
-
-
-def streamed(*data: bytes, complete: Callable[[str], int], **options: Any) -> dict[str, Any]:
-    """Return the body that is read from a stream."""
-    reading = Reading(
-        "a", URL("http://judge.invalid/v1"), 2**22, Streaming(CompletionStream(), None, complete, **options)
-    )
-    reply = asyncio.run(reading.read(Chunks(*data)))
-    assert isinstance(reply, HTTPReply), reply
-    body: dict[str, Any] = orjson.loads(reply.body)
-    return body
-
-
-def one_brace(text: str) -> int:
-    return text.find("}") + 1
-
-
-@pytest.mark.parametrize("finish", ["stop", "length", "content_filter"])
-def test_what_follows_an_answer_does_not_count_at_any_speed(finish: str) -> None:
-    usage = orjson.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
-    whole = streamed(chunk("{}"), chunk("{2}"), chunk(finish=finish), usage, complete=one_brace)
-    cut = streamed(chunk("{}"), chunk("{2}"), complete=one_brace)
-    assert whole["choices"] == cut["choices"]
-    assert whole["choices"][0]["message"]["content"] == "{}"
-    assert whole["usage"]["prompt_tokens"] == 3
-
-
-def test_a_text_that_may_be_thoughts_is_read_to_its_end() -> None:
-    data = (chunk("{}"), chunk("</think>{2}"), chunk(finish="stop"))
-    body = streamed(*data, complete=one_brace, thoughts_first=True)
-    assert body["choices"][0]["message"]["content"] == "{}</think>{2}"
-    thought = orjson.dumps({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
-    body = streamed(thought, *data, complete=one_brace, thoughts_first=True)
-    assert body["choices"][0]["message"]["content"] == "{}"
-
-
-def test_an_answer_is_looked_for_in_a_bounded_number_of_characters() -> None:
-    looked = 0
-
-    def complete(text: str) -> int:
-        nonlocal looked
-        looked += len(text)
-        return 0
-
-    streamed(*[chunk("}" * 1000)] * 1000, chunk(finish="stop"), complete=complete)
-    assert looked < 20_000_000

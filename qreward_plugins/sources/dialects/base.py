@@ -61,8 +61,6 @@ class Dialect(ABC):
     """The key of a reply that holds the list of answers, or of their parts."""
     foreign: ClassVar[Mapping[str, str]] = {}
     """Keys of other dialects, and what to write instead."""
-    shows_thoughts: ClassVar[bool] = False
-    """Whether some servers of it leave the thoughts of a model in its answer."""
     sends_temperature: ClassVar[bool] = True
     """Whether a judge's temperature is sent. False: current models of this dialect refuse it."""
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -24,7 +24,6 @@ class Completions(Dialect):
     stream = CompletionStream
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     bound_holds_budget = False
-    shows_thoughts = True
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages",)
     answers_in = "choices"
 
@@ -58,7 +57,6 @@ class ReasoningCompletions(Completions):
     title = "OpenAI chat completions of reasoning models"
     bound = (_REASONING_BOUND,)
     bound_holds_budget = True
-    shows_thoughts = False
     sends_temperature = False
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"logprobs": (), "top_logprobs": ()}
 

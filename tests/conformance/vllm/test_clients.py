@@ -9,10 +9,12 @@ import asyncio
 import base64
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,13 +29,26 @@ import yaml
 from qreward_plugins.server.transport import QRewardSyncTransport, QRewardTransport
 
 from .servers import get
-from .test_early_ends import generated, running
 
 anthropic = pytest.importorskip("anthropic")
 httpx2 = pytest.importorskip("httpx2")
 openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.anyio
+
+
+def generated(url: str) -> int:
+    """Return how many tokens the server has generated since its start."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        found = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", reply.read().decode(), re.MULTILINE)
+    return sum(int(float(count)) for count in found)
+
+
+def running(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        [count] = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", reply.read().decode(), re.MULTILINE)
+    return float(count)
+
 
 CALLS = 72
 """Calls of each SDK under each limit."""

@@ -1,20 +1,17 @@
-"""Finds the dialect of a chat server by asking it (`dialect: auto`).
+"""Finds the dialect of a chat server by asking it, for `qreward init`.
 
 1. The list of models at `/models` differs between OpenAI-compatible servers, Anthropic and Gemini.
 2. A server without a list is told by the paths that answer an empty request with a complaint about it.
 3. An OpenAI-compatible server gets one request of at most 16 tokens, because only an answer shows whether the model
    refuses `max_tokens` and `temperature`.
 
-The order is fixed, so the same server always gives the same dialect. A dialect that was found is kept for the process.
-These requests do not count in the quotas of the source.
+The order is fixed, so the same server always gives the same dialect. These requests do not count in any quota.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +21,10 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from ..http import proxy_for
-from ..rate_limit_headers import announced_limits
-from ..replies import Problem, json_of
-from .base import Dialect
-from .chat import Completions
-from .gemini import Gemini
-from .messages import Messages
-from .responses import Responses
-
-_log = logging.getLogger("qreward_plugins.sources")
+from ..sources.dialects import DIALECTS, Dialect
+from ..sources.http import proxy_for
+from ..sources.rate_limit_headers import announced_limits
+from ..sources.replies import Problem, json_of
 
 _MOST_BYTES = 4_194_304
 _TRIES = 3
@@ -42,8 +33,7 @@ _PROBE_TOKENS = 16
 _ABSENT = (404, 405, 501)
 _COMPLAINT = (400, 422)
 _REFUSED_PARAMETER = ("unsupported_parameter", "unsupported_value")
-_CHAT, _MESSAGES, _RESPONSES, _GEMINI = Completions(), Messages(), Responses(), Gemini()
-_found: dict[tuple[object, ...], Detected] = {}
+_CHAT, _MESSAGES, _RESPONSES, _GEMINI = (DIALECTS[name] for name in ("openai", "anthropic", "responses", "gemini"))
 
 
 class Undetected(Exception):
@@ -72,31 +62,6 @@ class Detected:
     dialect: str
     why: str
     announced: Mapping[str, float] = field(default_factory=dict)
-
-
-def detect(name: str, server: Server) -> Detected:
-    """Return the dialect of the source `name`. Blocks until its server answered. Raises `Undetected`."""
-    known = (server.urls, server.model, tuple(sorted(name.lower() for name in server.headers)))
-    if known not in _found:
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.append(asyncio.run(ask(server)))
-            except Exception as error:
-                outcome.append(error)
-
-        # The caller may run in an event loop, which cannot run another one.
-        thread = threading.Thread(target=run, name="qreward-dialect", daemon=True)
-        thread.start()
-        thread.join()
-        if isinstance(outcome[0], Undetected):
-            raise Undetected(str(outcome[0])) from None
-        if isinstance(outcome[0], Exception):
-            raise Undetected(f"asking it failed with {type(outcome[0]).__name__}") from None
-        _found[known] = outcome[0]
-        _log.info("source %s: dialect %s, because %s", name, _found[known].dialect, _found[known].why)
-    return _found[known]
 
 
 async def ask(server: Server) -> Detected:

@@ -1,9 +1,9 @@
-"""`dialect: auto` is told by what the server answers."""
+"""`qreward init` tells the dialect of a server by what it answers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,50 +11,27 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins import RewardEngine, Sample, Scored
-from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.sources.dialects import detection
+from qreward_plugins.cli import detection
 from qreward_plugins.testing import JudgeServer
 
 KEY = "sk-test-0123456789abcdefghij"
-SAMPLE = Sample([{"role": "user", "content": "6 * 7?"}], "42", ground_truth="42")
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection, "_found", {})
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "_PAUSE_S", 0.0)
 
 
-def config(base_url: str, **settings: Any) -> dict[str, Any]:
-    source = {"kind": "openai", "base_url": base_url, "model": "judge", "dialect": "auto", "api_key": KEY, **settings}
-    return {"sources": {"a": source}, "judges": {"main": {"kind": "llm"}}}
+def found(base_url: str) -> str:
+    server = detection.Server((base_url,), "judge", KEY, {}, verify_tls=True, connect_s=5.0)
+    return asyncio.run(detection.ask(server)).dialect
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    ("protocols", "dialect"),
-    [
-        (["openai", "responses", "anthropic", "gemini"], "openai"),
-        (["openai"], "openai"),
-        (["responses"], "responses"),
-        (["anthropic"], "anthropic"),
-        (["gemini"], "gemini"),
-    ],
-)
-async def test_the_server_tells_its_dialect(
-    protocols: list[str], dialect: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with JudgeServer(lambda call: 0.5, protocols=protocols, api_key=KEY) as server, caplog.at_level(logging.INFO):
-        async with RewardEngine(config(server.base_url)) as engine:
-            assert engine.upstreams["a"].source.dialect.name == dialect  # type: ignore[attr-defined]
-            assert isinstance(await engine.score(SAMPLE), Scored)
-        asked = server.report().requests
-        RewardEngine(config(server.base_url))
-        assert server.report().requests == asked
-    [said] = [record.getMessage() for record in caplog.records if "dialect" in record.getMessage()]
-    assert said.startswith(f"source a: dialect {dialect}, because ")
-    assert KEY not in caplog.text
+def test_the_server_tells_its_dialect() -> None:
+    dialects = ["openai", "responses", "anthropic", "gemini"]
+    for protocols in (dialects, *([dialect] for dialect in dialects)):
+        with JudgeServer(lambda call: 0.5, protocols=protocols, api_key=KEY) as server:
+            assert found(server.base_url) == protocols[0]
 
 
 class Scripted(BaseHTTPRequestHandler):
@@ -98,11 +75,6 @@ LIST = {"object": "list", "data": [{"id": "judge", "object": "model"}]}
 UNSUPPORTED = {"error": {"code": "unsupported_parameter", "message": "Use max_completion_tokens."}}
 
 
-def found(base_url: str) -> str:
-    engine = RewardEngine(config(base_url))
-    return str(engine.upstreams["a"].source.dialect.name)  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("answers", "dialect"),
     [
@@ -136,35 +108,14 @@ def test_a_server_without_a_list_is_told_by_its_paths(answers: Any, dialect: str
     ],
 )
 def test_one_error_if_it_cannot_be_told(answers: Any, says: str, scripted: Any) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(detection.Undetected) as caught:
         found(scripted(answers))
-    [mistake] = caught.value.mistakes
-    assert mistake.path == "sources.a.dialect"
-    assert says in mistake.problem
+    assert says in str(caught.value)
     assert KEY not in str(caught.value)
 
 
 def test_a_server_that_is_not_there() -> None:
     with JudgeServer(lambda call: 0.5) as server:
         url = server.base_url
-    with pytest.raises(ConfigurationError, match=r"no answer \(Connection refused\)"):
-        RewardEngine(config(url))
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"proxy": "http://127.0.0.1:9"}, "proxy"),
-        ({"proxy": "socks5://127.0.0.1:9"}, "proxy"),
-        ({"cert": "client.pem"}, "cert"),
-        ({"auth": "signing:make"}, "auth"),
-    ],
-)
-def test_no_server_is_asked_past_the_options_of_the_client(options: dict[str, Any], key: str) -> None:
-    with JudgeServer(lambda call: 0.5) as server:
-        node = config(server.base_url, client="httpx", httpx=options)
-        if key == "auth":
-            del node["sources"]["a"]["api_key"]
-        with pytest.raises(ConfigurationError, match=rf"auto asks the server without httpx\.{key}"):
-            RewardEngine(node)
-        assert server.report().requests == 0
+    with pytest.raises(detection.Undetected, match=r"no answer \(Connection refused\)"):
+        found(url)

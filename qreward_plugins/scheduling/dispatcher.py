@@ -18,13 +18,12 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from ..config import Scheduling
 from ..errors import input_problem
-from ..observers import BatchEnded, Observers, ReplicaChanged
+from ..observers import BatchEnded, Observers
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
@@ -36,14 +35,12 @@ from .rules import OPEN
 from .runner import Runner
 from .timers import Deadlines, Pump
 from .upstream import Upstream
-from .upstreams import Moves, Upstreams, with_draining
+from .upstreams import Moves, Upstreams, listen, with_draining
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
 AGAIN_S = 0.25
 """Seconds from a step that failed because of a bug to the next one."""
-ROOM_TO_SPARE = 2
-"""Calls that a source must have room for, so that one of them may start without the planner."""
 FEW_JOBS = 8
 """Jobs up to which the end of an attempt looks whether any of them waits. With more, a step looks."""
 
@@ -157,24 +154,7 @@ class Dispatcher:
     def _adopt(self, upstreams: Iterable[Upstream]) -> None:
         """Open the request batches of these sources, and listen to those whose replicas come, go and change."""
         open_all(upstreams, self._queue, on_change=self._pump.ask, observers=self._observers)
-        for upstream in upstreams:
-            listen = getattr(upstream.source, "listen", None)
-            if listen is not None:
-                listen(partial(self._replicas_changed, upstream))
-
-    def _replicas_changed(self, upstream: Upstream) -> None:
-        """Handle a change in the event loop, because any thread may call this. A source may take calls again, or stop
-        taking them.
-        """
-
-        def handle() -> None:
-            source: Any = upstream.source
-            for change in source.look():
-                self._observers.emit(ReplicaChanged(self._loop.time(), *change))
-            self._pump.ask()
-
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(handle)
+        listen(upstreams, self._loop, self._observers, on_change=self._pump.ask)
 
     def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
@@ -228,33 +208,13 @@ class Dispatcher:
         self._jobs[job] = None
         batch.add(job)
         self._deadlines.add(job)
-        upstream = self._at_once(job, now)
+        upstream = None if self._arrived else self._planner.at_once(job, now)
         if upstream is not None:
             self._start_attempt(job, upstream, now, hedge=False)
         else:
             self._arrived.append(job)
             self._pump.ask()
         return job
-
-    def _at_once(self, job: Job, now: float) -> Upstream | None:
-        """The source at which a single job with rules of its own may start without the planner; None: it has to wait
-        for the next step. Nothing waits and its source has room to spare, so no order is to be kept.
-        """
-        rules = job.call.rules
-        if rules is None or rules.hedges or job.batch.together or len(job.call.sources) != 1:
-            # Hedges are the planner's.
-            return None
-        upstream = self._upstreams[job.call.sources[0]]
-        quota = upstream.quota
-        ready = not (
-            self._queue
-            or self._arrived
-            or upstream.request_batches is not None
-            or quota.most_tokens < math.inf
-            or quota.valid_until < math.inf  # other processes have to learn first what waits here
-            or not upstream.breaker.closed
-        )
-        return upstream if ready and upstream.has_room(ROOM_TO_SPARE, now) else None
 
     def _safely(self, act: Callable[[Job], None], job: Job) -> None:
         """Do something with `job`. If that fails because of a bug, end the job, so that the others go on."""
@@ -288,25 +248,6 @@ class Dispatcher:
 
     # Jobs that wait
 
-    def _queue_arrived(self, now: float) -> None:
-        """Order and queue the jobs that have arrived. The first jobs of a batch are ordered together, so that the
-        longest go first: they wait until the journal was searched for the whole batch.
-        """
-        arrived, self._arrived = self._arrived, []
-        by_batch: dict[Batch, list[Job]] = {}
-        for job in arrived:
-            if job.ended:
-                continue
-            if job.batch.together and job.batch.lookups and not job.batch.arranged:
-                self._arrived.append(job)
-            else:
-                by_batch.setdefault(job.batch, []).append(job)
-        for batch, jobs in by_batch.items():
-            batch.arranged = True
-            self._planner.arrange(jobs, now)
-            for job in jobs:
-                self._safely(self.enqueue, job)
-
     def enqueue(self, job: Job) -> None:
         """Queue a job for the sources that it may go to now, and again when it may go to the next one. Fail it if no
         source can ever take it. Nothing happens to a job that has ended.
@@ -328,7 +269,9 @@ class Dispatcher:
             fitting = frozenset([name for name in eligible if not self._upstreams[name].oversize(job.request)])
             half_at = (job.submitted_at + job.deadline_at) / 2
             if fitting and any(self._upstreams[name].up(now) for name in fitting):
-                eligible = fitting
+                for name in eligible - fitting:
+                    job.back_off(name, half_at)
+                eligible = job.eligible(now)
             elif not fitting and not job.last and now < half_at:
                 # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
                 job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
@@ -342,6 +285,7 @@ class Dispatcher:
     def _backoff_over(self, job: Job) -> None:
         job.backoff_timer = None
         if not (job.live or job.undecided):
+            self._retry_policy.backoff.renew(job, self._loop.time())
             self._safely(self.enqueue, job)
 
     def _no_longer_waits(self, job: Job) -> None:
@@ -376,11 +320,16 @@ class Dispatcher:
         if not self._jobs and not len(self._runner) and self._planner.nothing_to_plan(now, under_way=False):
             return math.inf
         if self._arrived:
-            self._queue_arrived(now)
+            ready, self._arrived = self._planner.arrange(self._arrived, now)
+            for job in ready:
+                self._safely(self.enqueue, job)
         for attempt in self._planner.aged(now):
             self._preemption.check_age(attempt, now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._runner)):
-            self._start_attempt(job, upstream, now, hedge=hedge)
+            try:
+                self._start_attempt(job, upstream, now, hedge=hedge)
+            except Exception as error:
+                self._bug(job, error)
         too_large, self._planner.too_large = self._planner.too_large, []
         for job in too_large:
             self.enqueue(job)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ..config import Scheduling
 from .attempts import Attempt
+from .batches import Batch
 from .forecast import Forecast
 from .hedging import Hedges
 from .jobs import Job
@@ -39,6 +40,8 @@ LONGEST_IDLE_S = 0.25
 """Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
 """Longest time, in seconds, for which an expensive source is left out before the planner checks that again."""
+ROOM_TO_SPARE = 2
+"""Calls that a source must have room for, so that one of them may start without the planner."""
 FAILED_HERE = 1.5
 """Factor on the expected latency at the source that has just failed the job."""
 
@@ -81,8 +84,27 @@ class Planner:
         self.forecast.change(prefer_cost=self._prefer_cost)
         self._hedges.change(budget=settings.hedge_budget if settings.hedge else 0.0, eager=not self._prefer_cost)
 
-    def arrange(self, jobs: Sequence[Job], now: float) -> None:
-        """Order the jobs that were submitted together: set `Job.precedence`."""
+    def arrange(self, arrived: Sequence[Job], now: float) -> tuple[list[Job], list[Job]]:
+        """Order jobs that have arrived, batch by batch. Return those that are ready, and those that have to wait until
+        the journal was searched for their whole batch: its first jobs are ordered together, so that the longest go
+        first.
+        """
+        ready: dict[Batch, list[Job]] = {}
+        waiting: list[Job] = []
+        for job in arrived:
+            if job.ended:
+                continue
+            if job.batch.together and job.batch.lookups and not job.batch.arranged:
+                waiting.append(job)
+            else:
+                ready.setdefault(job.batch, []).append(job)
+        for batch, jobs in ready.items():
+            batch.arranged = True
+            self._order(jobs, now)
+        return [job for jobs in ready.values() for job in jobs], waiting
+
+    def _order(self, jobs: Sequence[Job], now: float) -> None:
+        """Set `Job.precedence` of jobs that were submitted together."""
         for job in jobs:
             job.precedence = float(job.size)
         per_window = per_window_of(jobs, self._upstreams, self.forecast, now) if jobs[0].batch.together else None
@@ -195,6 +217,25 @@ class Planner:
             elif (wait := upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
         self.wake_at = min(self.wake_at, self._hedges.wake_at, self._timed_hedges.wake_at)
+
+    def at_once(self, job: Job, now: float) -> Upstream | None:
+        """The source at which a single job with rules of its own may start without the planner; None: it has to wait
+        for the next step. Nothing waits and its source has room to spare, so no order is to be kept.
+        """
+        rules = job.call.rules
+        if rules is None or rules.hedges or job.batch.together or len(job.call.sources) != 1:
+            # Hedges are the planner's.
+            return None
+        upstream = self._upstreams[job.call.sources[0]]
+        quota = upstream.quota
+        ready = not (
+            self.queue
+            or upstream.request_batches is not None
+            or quota.most_tokens < math.inf
+            or quota.valid_until < math.inf  # other processes have to learn first what waits here
+            or not upstream.breaker.closed
+        )
+        return upstream if ready and upstream.has_room(ROOM_TO_SPARE, now) else None
 
     # Earliest finish
 

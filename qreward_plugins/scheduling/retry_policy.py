@@ -16,10 +16,10 @@
                       after `max_attempts` failures; failures that no sample can have caused do not count
                       (`Health.excuses`). After a time-out that does, it goes after all other samples, for a while
     one replica's     the first failure of a job at one of several servers of a source, while another answers: another
-                      try, like a transient failure. It counts neither against the job nor against the source
-    begun             a job whose caller has a piece of the answer fails (`broken`), whatever ended its attempt
+                      try. It counts neither against the job nor against the source
+    begun             a job whose caller has a piece of the answer fails (`broken`)
     one server's      a source with several servers says that some of them have refused the request, and another may
-    refusal           answer: one more try, there or at another source. Not a failure, and nobody's fault yet
+    refusal           answer: one more try, there or at another source. Not a failure
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is unusable: jobs without another source fail at once, and later jobs probe it
@@ -27,12 +27,10 @@
                       they go again in requests of half the size, or each alone if the results could not be matched to
                       the calls, or after a time limit (another whole limit may be more than the deadlines allow). The
                       source sees one failure. If no sample can be to blame, the requests stay as large as they were.
-                      A 429 halves a job's requests every second time: one call, or their number, may be too much
+                      A 429 halves a job's requests every third time: one call, or their number, may be too much
 
-A call with fixed rules of its own (`Call.rules`) goes by `ruled.py` instead.
-
-A job that has another attempt under way does not fail yet. Its deadline always ends it. Its attempts are then
-cancelled, or left to end if late answers are wanted; the result never changes.
+A call with fixed rules of its own (`Call.rules`) goes by `ruled.py` instead. A job that has another attempt under way
+does not fail yet. Its deadline always ends it.
 
 `preemption.py` ends some attempts earlier, `backoff.py` says when the next one may begin.
 """
@@ -72,9 +70,7 @@ about the request, so it needs less than an invalid reply does."""
 
 
 class RetryPolicy:
-    """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock.
-
-    `max_attempts` bounds a job's failed attempts. `keeps_late`: attempts of a failed job that have been sent are left
+    """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock. `max_attempts` bounds a job's failed attempts. `keeps_late`: attempts of a failed job that have been sent are left
     to end, and its caller is told the answer.
     """
 
@@ -207,7 +203,7 @@ class RetryPolicy:
         job.throttled += 1
         # A server that throttles a request has done nothing with it.
         job.begun &= not job.call.once
-        if attempt.together > 1 and not job.throttled % 2:
+        if attempt.together > 1 and not job.throttled % 3:
             job.go_with(attempt.together // 2)
         self.backoff.after_throttled(job, upstream, pause_s or 0.0, now, alone=alone)
         if not gone:
@@ -416,7 +412,7 @@ class RetryPolicy:
         return error.refusal is not None and first and again
 
     def _note_refusal(self, attempt: Attempt, error: PermanentError) -> None:
-        """Note for its source that it, or one of its servers, refused a request. The others may be down meanwhile."""
+        """Note for its source that it, or one of its servers, refused a request."""
         upstream = attempt.upstream
         if error.status in OF_THE_REQUEST and error.refusal is None:
             # The source is up: it has read the request.

@@ -34,9 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from qreward_plugins.config.source_models import Routing
-from qreward_plugins.sources.lease import Lease, RoutingHints
-from qreward_plugins.sources.prefixes import Prefix
-from qreward_plugins.sources.replicas import Replicas
+from qreward_plugins.sources.replica import Prefix
+from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 
 BLOCK = 16
 

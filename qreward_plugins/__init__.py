@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .samples import Cause, Failed, Message, Outcome, Sample, Scored, Split, Verdict
     from .samples.spent import Spent, Usage
     from .scheduling import Cutoff
-    from .sources.transfers import WeightTransfer
+    from .sources.replica_set import WeightTransfer
 
 __version__ = "0.2.0"
 
@@ -86,7 +86,7 @@ _NAMES = {
     "samples": "Cause Failed Message Outcome Sample Scored Split Verdict",
     "samples.spent": "Spent Usage",
     "scheduling": "Cutoff",
-    "sources.transfers": "WeightTransfer",
+    "sources.replica_set": "WeightTransfer",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -68,16 +68,28 @@ def floor_of(room):
     return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def modules():
     """(parts of the path below the package, syntax tree, number of lines) of every module."""
     package = ROOT / "qreward_plugins"
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text()
-        yield path.relative_to(package).with_suffix("").parts, ast.parse(text), len(text.splitlines())
+    return [
+        (path.relative_to(package).with_suffix("").parts, tree_of(path), len(path.read_text().splitlines()))
+        for path in sorted(package.rglob("*.py"))
+    ]
 
 
+@functools.cache
 def imports():
     """(importing module, imported module) for every import inside the package, as parts below the package."""
+    return list(_imports())
+
+
+def _imports():
     for parts, tree, _ in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
@@ -142,6 +154,7 @@ def test_no_ceiling_is_broken(what):
     assert counted()[what] <= CEILINGS[what]
 
 
+@functools.cache
 def imports_at_start(path):
     """The files of this package that a module imports when it is imported itself, without those for type checkers."""
     package = ROOT / "qreward_plugins"
@@ -169,7 +182,7 @@ def imports_at_start(path):
             if isinstance(node, ast.stmt | ast.ExceptHandler):
                 yield from walk(ast.iter_child_nodes(node))
 
-    return set(walk(ast.parse(path.read_text()).body)) - {path}
+    return set(walk(tree_of(path).body)) - {path}
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -201,7 +214,7 @@ def test_scheduling_knows_neither_samples_nor_judges():
 def test_the_core_knows_no_framework():
     wrong = []
     for path in sorted((ROOT / "qreward_plugins").rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         in_functions = {
             id(node)
             for function in ast.walk(tree)
@@ -229,7 +242,7 @@ def test_the_core_knows_no_framework():
 def names_from_the_core(folder):
     """(file, module, name) for every import from this package."""
     for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qreward_plugins"):
                 for alias in node.names:
                     yield path.relative_to(ROOT), node.module, alias.name
@@ -248,21 +261,21 @@ def test_adapters_import_public_names_only():
     assert set(adapters.__all__) == {name for _, module, name in found if module == "qreward_plugins.adapters"}
 
 
-@pytest.mark.parametrize("folder", ["hydra_plugins", "recipes"])
-def test_recipes_import_nothing_private(folder):
+def test_recipes_import_nothing_private():
     wrong = [
         f"{path}: {module}.{name}"
+        for folder in ("hydra_plugins", "recipes")
         for path, module, name in names_from_the_core(folder)
         if any(part.startswith("_") for part in (*module.split("."), name))
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", qreward_plugins.__all__)
-def test_every_public_name_is_there_and_knows_its_home(name):
-    home = getattr(getattr(qreward_plugins, name), "__module__", "qreward_plugins")
-    assert home.startswith("qreward_plugins") or name in ("Event", "Outcome", "Split")
-    assert name in dir(qreward_plugins)
+def test_every_public_name_is_there_and_knows_its_home():
+    for name in qreward_plugins.__all__:
+        home = getattr(getattr(qreward_plugins, name), "__module__", "qreward_plugins")
+        assert home.startswith("qreward_plugins") or name in ("Event", "Outcome", "Split"), name
+        assert name in dir(qreward_plugins)
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -297,6 +310,6 @@ def test_the_version_is_that_of_the_distribution():
     assert version("qreward-plugins") == qreward_plugins.__version__
 
 
-@pytest.mark.parametrize("package", ["qreward_plugins", "verl_adapter", "slime_adapter", "roll_adapter"])
-def test_every_package_says_that_it_is_typed(package):
-    assert (ROOT / package / "py.typed").is_file()
+def test_every_package_says_that_it_is_typed():
+    for package in ("qreward_plugins", "verl_adapter", "slime_adapter", "roll_adapter"):
+        assert (ROOT / package / "py.typed").is_file()

@@ -118,7 +118,7 @@ FEATURES: dict[tuple[int, str], str] = {
         """,
     (25, "one limit over all processes"): """
         sharing/test_machine.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken
-        sharing/test_ray.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_nobody_waits
+        sharing/test_ray.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken
         sharing/test_machine.py::test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other
         server/test_remote_engine.py::test_many_engines_keep_one_limit
         """,

@@ -24,9 +24,8 @@ from ..secrets import one_line
 from ..sources import threads
 from ..sources.base import Reply, Request
 from ..sources.threads import FunctionRaised, ThreadSlots, TooManyAbandoned
-from ..sources.worker import CannotLoad, ValueTooLarge, WorkerDied
-from ..sources.worker_pool import CannotStart, PoolClosed, WorkerPool
 from ..sources.worker_program import VALUE
+from ..sources.workers import CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
 from .invocation import Invocation
 from .notes import add_note
 from .options import MOST_THREADS

@@ -134,7 +134,7 @@ class EngineConfig(Node):
 
     reload: Flag = False
     """`on`: watch the YAML file of the configuration, and apply its changes while the engine runs, or refuse them as a
-    whole with one line in the log (docs/reload.md). Default: off."""
+    whole with one line in the log (docs/limits.md). Default: off."""
 
     shared: Annotated[Literal["auto", "ray", "machine", "local", "off"], BeforeValidator(_off)] = "auto"
     """How several processes share the limits of the same sources. A keeper gives each process the share of each limit
@@ -179,7 +179,7 @@ class Route(Node):
 
 
 class ModelRoute(Node):
-    """Which sources answer the clients that ask for a model; see docs/clients.md."""
+    """Which sources answer the clients that ask for a model; see docs/server.md."""
 
     sources: Annotated[
         tuple[SourceName, ...],

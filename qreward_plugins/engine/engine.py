@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from ..replicas.weights import Drain, Mode, Weights
-    from ..sources.transfers import WeightTransfer
+    from ..sources.replica_set import WeightTransfer
     from .portal import EnginePortal
 
 
@@ -340,7 +340,7 @@ class RewardEngine:
         """Apply another configuration: `config`, or by default the content of the engine's file. Return what differs.
 
         It is checked as a whole and applied in one step of the event loop, or refused as a whole. Samples under way
-        keep their judges. Attempts at a removed source end there, and no new ones start. docs/reload.md lists what can
+        keep their judges. Attempts at a removed source end there, and no new ones start. docs/limits.md lists what can
         change. `engine.reload` goes on watching the same file. `retune` changes the limits of one source only.
 
         Call it from the engine's event loop. Raises `ConfigurationError` for mistakes and for changes that need a

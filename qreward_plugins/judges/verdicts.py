@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ..errors import InvalidReply
-from ..sources.strict_json import MAX_NESTING, raw_decode, too_deep
+from ..sources.values import MAX_NESTING, raw_decode, too_deep
 from .sample_texts import readable
 from .thinking import Mark, hides_marks, marks_in, may_have_marks, thinking_spans
 

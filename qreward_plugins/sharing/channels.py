@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 
 from ..config import Config
 from ..errors import ConfigurationError, Mistake
+from ..sources.kind import Provider, joined
 from ..sources.opening import provider_of
-from ..sources.provider import Provider, joined
 from ..system.ray_actors import missing_ray, ray_is_up, start_ahead
 from .membership import Channel
 from .ray_keeper import NAME, KeeperActor, RayKeeper

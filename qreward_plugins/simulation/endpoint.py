@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from ..config.source_models import BaseURLs, Batch, EndpointConfig
 from ..errors import ConfigurationError, Mistake
 from ..sources.base import Reply, Request
-from ..sources.kind import TEXT, SourceKind
-from ..sources.provider import Provider, address
+from ..sources.kind import TEXT, Provider, SourceKind, address
 from .simulated_server import SimulatedServer
 
 KIND = f"{__name__}:SimulatedEndpoint"

@@ -10,8 +10,7 @@ from ..errors import QRewardError
 from ..observers.statistics import ReplicaStatistics
 from ..samples.spent import Usage
 from ..sources.base import Reply, Request
-from ..sources.lease import RoutingHints, TriedReplicas
-from ..sources.replicas import Replicas
+from ..sources.replicas import Replicas, RoutingHints, TriedReplicas
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .draws import Luck
 from .poison import ABSURD_LIMITS, ABSURD_TOKENS, OF_ONE_REPLY, Poison, poison_of

@@ -12,14 +12,12 @@ from .base import Reply, Request, Source
 
 if TYPE_CHECKING:
     from ..config.source_models import BaseURLs, EndpointConfig, FreeMapping, ModelName, SourceConfig, URLs
-    from .endpoint import Endpoint
-    from .endpoint_kind import EndpointKind
+    from .endpoint import Endpoint, EndpointKind
     from .function import FunctionSource
     from .http_reading import HTTPReply
-    from .kind import LOGITS, TEXT, VALUE, SourceKind
+    from .kind import LOGITS, TEXT, VALUE, Provider, SourceKind
     from .openai import OpenAISource
     from .opening import kind_of, open_source
-    from .provider import Provider
     from .rate_limit_headers import announced_limits, retry_after_s
     from .replies import Answer, Problem, json_of, usage_of
     from .reward_model import RewardModelSource
@@ -58,14 +56,12 @@ __all__ = [
 ]
 
 _NAMES = {
-    ".endpoint": "Endpoint",
-    ".endpoint_kind": "EndpointKind",
+    ".endpoint": "Endpoint EndpointKind",
     ".function": "FunctionSource",
     ".http_reading": "HTTPReply",
-    ".kind": "LOGITS TEXT VALUE SourceKind",
+    ".kind": "LOGITS TEXT VALUE Provider SourceKind",
     ".openai": "OpenAISource",
     ".opening": "kind_of open_source",
-    ".provider": "Provider",
     ".rate_limit_headers": "announced_limits retry_after_s",
     ".replies": "Answer Problem json_of usage_of",
     ".reward_model": "RewardModelSource",

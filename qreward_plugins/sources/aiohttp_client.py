@@ -10,10 +10,12 @@ Requests go out as `PreparedPost`s. The session posts those with a proxy or with
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
@@ -22,11 +24,193 @@ from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
-from .aiohttp_reply import AiohttpReply
-from .compression import ACCEPTED, Undecodable
 from .http import KEEP_ALIVE_S, Connecting, HTTPClient, os_reason
-from .http_reading import HTTPReply, Reading
-from .prepared_post import TESTED_VERSION, PreparedPost
+from .http_reading import ACCEPTED, Decoder, HTTPReply, Incoming, Reading, Timer, Undecodable, decoder_of
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDictProxy
+
+
+class AiohttpReply(Incoming):
+    """Reads `content`. `close` closes the connection, and ends the reading with an error."""
+
+    headers: CIMultiDictProxy[str]
+
+    def __init__(
+        self, status: int, headers: CIMultiDictProxy[str], content: aiohttp.StreamReader, close: Callable[[], None]
+    ) -> None:
+        self.status = status
+        self.headers = headers
+        self._content = content
+        self._close = close
+        self._decoded: _Decoded | None = None
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        if self._decoded is None and self.headers.get("Content-Encoding"):
+            # A header that comes twice is a list (RFC 9110, section 5.3).
+            decoder = decoder_of(", ".join(self.headers.getall("Content-Encoding")))
+            # One for all readers, so that the next one goes on where the last one stopped.
+            self._decoded = None if decoder is None else _Decoded(self._content, decoder)
+        return self._decoded or self._content.iter_any()
+
+    async def body(self, limit: int) -> bytes | None:
+        if self.headers.get("Content-Encoding"):
+            return await super().body(limit)
+        content = self._content
+        first = await content.readany()
+        if content.at_eof():  # mostly the whole body has come with the headers
+            return first if len(first) <= limit else None
+        body = bytearray(first)
+        while len(body) <= limit and not content.at_eof():
+            body += await content.readany()
+        return bytes(body) if len(body) <= limit else None
+
+    def within(self, seconds: float | None) -> AbstractContextManager[Timer]:
+        return _within(self._close, seconds)
+
+    def abort(self) -> None:
+        self._close()
+
+
+class _Decoded(AsyncIterator[bytes]):
+    """A compressed body, decompressed piece by piece."""
+
+    def __init__(self, content: aiohttp.StreamReader, decoder: Decoder) -> None:
+        self._content = content
+        self._decoder = decoder
+        self._pieces: Iterator[bytes] = iter(())
+
+    async def __anext__(self) -> bytes:
+        while True:
+            for piece in self._pieces:
+                return piece
+            chunk = await self._content.readany()
+            if not chunk:
+                self._decoder.end()
+                raise StopAsyncIteration
+            self._pieces = self._decoder.feed(chunk)
+
+
+@contextmanager
+def _within(close: Callable[[], None], seconds: float | None) -> Iterator[_Timer]:
+    timer = _Timer(close)
+    timer.restart(seconds)
+    try:
+        yield timer
+    except Exception:
+        if not timer.expired:
+            raise
+    finally:
+        timer.restart(None)
+
+
+class _Timer:
+    """Closes the connection when its time is up, which ends the reading with an error. A time-out around the read could
+    swallow a cancellation that arrives at the same moment.
+    """
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._handle: asyncio.TimerHandle | None = None
+        self.expired = False
+
+    def restart(self, seconds: float | None) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        self._handle = None
+        if seconds is not None and not self.expired:
+            self._handle = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self.expired = True
+        self._close()
+
+
+TESTED_VERSION = (3, 11) <= tuple(map(int, aiohttp.__version__.split(".")[:2])) <= (3, 14)
+"""Whether the installed version of aiohttp is one of those that this module was tested with."""
+_FRAMING = ("Content-Encoding", "Expect", "Transfer-Encoding")
+"""Headers with which the body does not simply follow the head."""
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_SWITCHING_PROTOCOLS = 101
+
+
+class PreparedPost:
+    """Posts JSON to `url` over the connections of `session`, with the headers of the session."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: URL) -> None:
+        assert session.connector is not None
+        self._connector = session.connector
+        self._timeout = session.timeout
+        self._loop = asyncio.get_running_loop()
+        # aiohttp chooses a connection by it. Its headers are those that aiohttp would send.
+        self._request = aiohttp.ClientRequest(
+            "POST",
+            url,
+            headers=session.headers,
+            data=aiohttp.BytesPayload(b"", content_type="application/json"),
+            loop=self._loop,
+            session=session,
+        )
+        headers = self._request.headers
+        self.can_send = not any(name in headers for name in _FRAMING)
+        """Whether a body can simply follow the head; otherwise only the session can send it."""
+        headers.pop("Content-Length", None)
+        lines = [f"POST {url.raw_path_qs} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        if any(map(_CONTROL.search, lines)):
+            raise ValueError("a header must not hold a line break or another control character")
+        self._head = "\r\n".join([*lines, "Content-Length: "]).encode()
+
+    async def send(self, body: bytes, on_sent: Callable[[], None]) -> PooledReply:
+        """Send a request, and return its reply when its headers have come. The caller has to `release` the reply.
+
+        Calls `on_sent` right before the request is written; if that raises, nothing is written. Cancelling closes the
+        connection. Raises what `aiohttp.ClientSession.post` raises.
+        """
+        try:
+            connection = await self._connector.connect(self._request, [], self._timeout)
+        except asyncio.TimeoutError as error:
+            raise aiohttp.ConnectionTimeoutError(f"Connection timeout to host {self._request.url}") from error
+        try:
+            protocol, transport = connection.protocol, connection.transport
+            if protocol is None or transport is None or transport.is_closing():
+                raise aiohttp.ClientConnectionError("the connection was lost before the request was written")
+            protocol.set_response_params(read_until_eof=True, auto_decompress=False)
+            on_sent()
+            transport.write(b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
+            message, content = await protocol.read()
+            while 100 <= message.code < 200 and message.code != _SWITCHING_PROTOCOLS:
+                message, content = await protocol.read()
+        except BaseException:
+            if not self._loop.is_closed():
+                connection.close()
+            raise
+        # The connection is free as soon as the whole reply has come: mostly now.
+        content.on_eof(connection.release)
+        return PooledReply(message, content, connection, self._loop)
+
+
+class PooledReply(AiohttpReply):
+    """A reply that holds a connection of the pool until it is read or released."""
+
+    def __init__(
+        self, message: Any, content: aiohttp.StreamReader, connection: Any, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(message.code, message.headers, content, self._abort)
+        self._connection = connection
+        self._loop = loop
+
+    def release(self) -> None:
+        """Give the connection back. It is closed if the reply was not read to its end."""
+        if not self._loop.is_closed():
+            self._connection.release()
+
+    def _abort(self) -> None:
+        content = self._content
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientConnectionError("Connection closed"))
+        if not self._loop.is_closed():
+            self._connection.close()
+
 
 _DNS_CACHE_S = 30
 _LARGE_BODY_BYTES = 2**20
@@ -51,7 +235,7 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
                 ssl=self._connecting.verify_tls,
             ),
             headers={"Accept-Encoding": ACCEPTED, **self._headers},
-            # See `compression`.
+            # See `http_reading`.
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, connect=self._connecting.connect_s),

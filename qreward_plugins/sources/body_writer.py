@@ -1,22 +1,147 @@
 """Defines `BodyWriter`, which writes the bodies of one source's requests as JSON.
 
 A value that JSON cannot hold, and an image that cannot be sent, fail the sample and not the source. Images take long to
-encode, so a body with images is written in a thread.
+encode, so a body with images is written in a thread. `Lists` joins several bodies into one request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ..errors import InputError, SampleRefused
+from ..quotas.demand import Texture
 from ..samples.images import EncodedImage
 from ..samples.json_values import encoded, images_written, with_parameters
-from .base import Request
+from ..samples.spent import Usage
+from .base import Request, Source
 from .image_parts import request_has_images
-from .lists import Lists
 from .threads import ThreadSlots
+
+_LONGEST_KEPT_BYTES = 8192
+_MOST_KEPT = 64
+_IMMUTABLE = (str, int, float, bool, type(None))
+
+
+class ParameterDemands:
+    """The demands of the parameters of one source. `completion_bound` returns the most completion tokens that a body
+    allows; None if it sets no bound.
+    """
+
+    def __init__(self, completion_bound: Callable[[Mapping[str, Any]], int | None]) -> None:
+        self._completion_bound = completion_bound
+        self._kept: dict[bytes, tuple[Texture, int | None]] = {}
+        self._last: Mapping[str, Any] = {}
+        self._of_last: tuple[Texture, int | None] | None = None
+
+    def of(self, body: Mapping[str, Any]) -> tuple[Texture, int | None]:
+        """Return the texture of a body without its prompt, and its bound on a completion."""
+        if self._of_last is not None and _same(body, self._last):
+            return self._of_last
+        sent = encoded(body, image=lambda image: str(image.tokens))
+        found = self._kept.get(sent)
+        if found is None:
+            # Some servers put schemas, tools and documents into the prompt, and scoring services get texts under any
+            # key.
+            rest = {key: value for key, value in body.items() if not isinstance(value, (int, float)) and key != "model"}
+            images: list[int] = []
+
+            def counted(image: EncodedImage) -> str:
+                images.append(image.tokens)
+                return ""
+
+            texts = [encoded(rest, image=counted)] if rest else []
+            found = Texture.of(texts, images=sum(images)), self._completion_bound(body)
+            if len(sent) <= _LONGEST_KEPT_BYTES:
+                if len(self._kept) >= _MOST_KEPT:
+                    self._kept.clear()
+                self._kept[sent] = found
+        if len(sent) <= _LONGEST_KEPT_BYTES:
+            self._last, self._of_last = dict(body), found
+        return found
+
+
+def _same(body: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two bodies have the very same values, which cannot change. Equality would take True for 1."""
+    return len(body) == len(other) and all(
+        type(value) in _IMMUTABLE and other.get(key, body) is value for key, value in body.items()
+    )
+
+
+Items = Callable[[Any], list[Any]]
+
+
+def one(value: Any) -> list[Any]:
+    """The value of a key in the body of one call is one item of the list."""
+    return [value]
+
+
+def several(value: Any) -> list[Any]:
+    """The value of a key is a list already, in the body of one call, too."""
+    return list(value)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """How a server takes several calls. `keys`: the keys of the body whose values become lists, each with the function
+    that turns the value of one call into items. `parts` returns the results of a reply: the index of each, None if it
+    has none, and the result as the reply to one call; it may raise LookupError, TypeError or ValueError.
+    """
+
+    keys: Mapping[str, Items]
+    parts: Callable[[Any], Sequence[tuple[Any, Any]]]
+
+    def join(self, bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return one body for several calls."""
+        joined = {key: [item for body in bodies for item in items(body[key])] for key, items in self.keys.items()}
+        return {**bodies[0], **joined}
+
+    def take_apart(self, content: Any, count: int) -> list[Any] | str:
+        """Return the results of a reply to `count` calls, in their order; or what is wrong with the reply."""
+        try:
+            parts = list(self.parts(content))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return "no list of results"
+        if len(parts) != count:
+            return f"{len(parts):,} results for {count} calls"
+        if all(index is None for index, _ in parts):
+            return "results without an index"
+        # True is 1 in Python.
+        by_index = {index: part for index, part in parts if type(index) is int}
+        if by_index.keys() != set(range(count)):
+            return "results whose indices are not those of the calls"
+        return [by_index[index] for index in range(count)]
+
+
+def numbered(items: Any, part: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    """The results of a server that states the index of each. Raises TypeError if `items` is no list of objects."""
+    if not isinstance(items, list):
+        raise TypeError
+    return [(item.get("index"), part(item)) for item in items]
+
+
+def in_order(items: Any, part: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    """The results of a server that keeps the order and states no index."""
+    if not isinstance(items, list):
+        raise TypeError
+    return [(position, part(item)) for position, item in enumerate(items)]
+
+
+def divided(usage: Usage, requests: Sequence[Request], source: Source) -> list[Usage]:
+    """Divide the usage of a reply among its calls, by the lengths of their prompts. The parts add up to it."""
+    weights = [max(1, request.demand(source).prompt) for request in requests]
+    total, done, parts = sum(weights), 0, []
+    for weight in weights:
+        before, done = done, done + weight
+        prompt, completion = (
+            tokens * done // total - tokens * before // total
+            for tokens in (usage.prompt_tokens, usage.completion_tokens)
+        )
+        parts.append(Usage(prompt, completion))
+    return parts
+
 
 _THREADS = 2
 """Threads that decode and encode images. There are few, because each may need 200 MB for an image."""

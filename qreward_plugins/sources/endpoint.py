@@ -1,37 +1,115 @@
 """Defines `Endpoint`, the base class of every source over HTTP: replicas, key, headers, sending, errors.
 
 The constructor checks the whole configuration and reports all mistakes at once. `send` only encodes, posts (`http`) and
-reads (`replies`). What differs from kind to kind is in `endpoint_kind`.
+reads (`replies`). What differs from kind to kind are the methods of `EndpointKind`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from yarl import URL
 
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError, SourceHeld
 from ..observers.statistics import ReplicaStatistics
-from ..quotas.demand import Demand, Texture
+from ..quotas.demand import Demand, Texture, completion_bound, of_messages
 from ..secrets import Redactor, names_secret, secrets_in
 from .base import Reply, Request, apart, identity_of
-from .body_writer import BodyWriter
-from .cache_use import CacheUse
+from .body_writer import BodyWriter, Lists, ParameterDemands
 from .clients import open_client, slots_of
-from .endpoint_kind import EndpointKind
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply, Streaming
-from .kind import class_path
-from .lease import NO_HINTS, Lease, RoutingHints, TriedReplicas
-from .parameter_demands import ParameterDemands
-from .prefixes import BYTES_PER_TOKEN, shared_prefix
-from .replicas import Replicas
+from .kind import Provider, SourceKind, class_path, provider_of
+from .replicas import NO_HINTS, Lease, Replicas, RoutingHints, TriedReplicas
 from .replies import Answer
+from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix
 from .stream_passing import StreamPassing
+
+
+class EndpointKind(SourceKind):
+    """The protocol of a kind of source over HTTP: path, headers, body, and how replies are read.
+
+    `Config` has the key `url: URLs`, or the key that its `URL_KEY` names.
+    """
+
+    Config: ClassVar[type[EndpointConfig]] = EndpointConfig
+
+    REQUIRED = ("answers", "ANSWER")
+
+    ANSWER: ClassVar[type[Answer]]
+    """The class that reads a reply."""
+    PATH: ClassVar[str] = ""
+    """The path that is appended to each URL."""
+    KEY_HEADER: ClassVar[tuple[str, str]] = ("Authorization", "Bearer ")
+    """The name of the header that carries the key, and the text before the key in its value."""
+    HEADERS: ClassVar[Mapping[str, str]] = {}
+    """Further headers of every request. They are not secret, and headers of the configuration override them."""
+
+    usual_latency_s = 0.5
+
+    @abstractmethod
+    def body(self, request: Request) -> Mapping[str, Any]:
+        """Return the body of a request, without the configured parameters. Raises `InputError` for a value that JSON
+        cannot hold.
+        """
+
+    @classmethod
+    def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
+        """Return what the provider counts requests by: the URLs, the model, the key and the headers."""
+        return provider_of(config, environment, cls.key_header(config))
+
+    @classmethod
+    def key_header(cls, config: Any) -> tuple[str, str]:
+        """Return the name of the header that carries the key, and the text before the key. Default: `KEY_HEADER`."""
+        return cls.KEY_HEADER
+
+    @classmethod
+    def plain_headers(cls, config: Any) -> Mapping[str, str]:
+        """Return the headers of every request that are not secret. Default: `HEADERS`."""
+        return cls.HEADERS
+
+    @property
+    def bound_key(self) -> tuple[str, ...]:
+        """The path of the key in the body that bounds a completion. Default: `max_tokens`."""
+        return ("max_tokens",)
+
+    @property
+    def containers(self) -> tuple[str, ...]:
+        """The keys of the body that hold several settings, which `parameters` change one by one. Default: none."""
+        return ()
+
+    def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
+        """Remove the prompt from a body. Return its texts, the tokens of its images, and those of the chat template and
+        of other parts. Default: the chat messages.
+        """
+        messages = body.pop("messages", None)
+        return of_messages(messages) if isinstance(messages, (list, tuple)) else ([], 0, 0)
+
+    def completion_bound(self, body: Mapping[str, Any]) -> int | None:
+        """Return the most completion tokens that a body allows; None if it sets no bound."""
+        return completion_bound(body)
+
+    @property
+    def lists(self) -> Lists | None:
+        """How its server takes several calls in one request; None (default): it takes one. A kind that defines it has
+        the key `batch: Batch | None = None` in its `Config`.
+        """
+        return None
+
+    @property
+    def reads(self) -> object:
+        """The settings that change how replies are read, for the journal's key. Default: None, there are none."""
+        return None
+
+    def streaming(self, request: Request) -> Streaming | None:
+        """Return how the reply to `request` is streamed. Default: None, it is not."""
+        return None
+
 
 _SHUTS_DOWN = b"cannot schedule new futures after shutdown"
 """How vLLM answers new requests while it finishes the others; its `/health` still says 200."""

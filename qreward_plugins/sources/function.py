@@ -37,11 +37,9 @@ from ..system.functions import Function, Loader, PathLoader, describe, is_transi
 from . import worker_program as program
 from .base import Reply, Request
 from .function_arguments import FunctionArguments, unpicklable
-from .kind import VALUE, SourceKind
-from .provider import Provider
+from .kind import VALUE, Provider, SourceKind
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
-from .worker import CallOverdue, CannotLoad, ValueTooLarge, WorkerDied
-from .worker_pool import CannotStart, PoolClosed, WorkerPool
+from .workers import CallOverdue, CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
 
 SPARE_WORKERS = 8
 """Additional worker processes for the last tries of samples that hung. More would overload a small machine."""

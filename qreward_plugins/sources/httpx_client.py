@@ -1,6 +1,6 @@
 """Posts requests with httpx: HTTP/2, SOCKS proxies, client certificates, and any `httpx.Auth`.
 
-It behaves as the client over aiohttp. Two things need care; `httpx_reply` has that of replies:
+It behaves as the client over aiohttp. Two things need care:
 
 - httpx reports that a request is sent through the extension `trace` of httpcore.
 - If requests wait in httpx's pool and are cancelled, their slots stay taken for ever (httpx 0.28, httpcore 1.0.9). So
@@ -14,6 +14,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeAlias
 
@@ -23,10 +24,86 @@ from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
 from ..secrets import Redactor
-from .compression import ACCEPTED, Undecodable
 from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, os_reason
-from .http_reading import HTTPReply, Reading
-from .httpx_reply import HttpxIncoming
+from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading, Timer, Undecodable, decoder_of
+
+_MOST_WRAPPERS = 8
+"""Streams around that of httpcore: those of httpx and of its authentication."""
+
+
+class HttpxIncoming(Incoming):
+    """A reply whose body is still to be read."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.status = response.status_code
+        self.headers = response.headers
+        self._response = response
+        # One for all readers, so that the next one goes on where the last one stopped, and that it can be closed.
+        self._chunks = self._decoded()
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        return self._chunks
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+        await self._response.aclose()
+
+    async def _decoded(self) -> AsyncGenerator[bytes, None]:
+        if self._response.is_closed:
+            # Its `httpx.Auth` has read it.
+            yield self._response.content
+            return
+        decoder = decoder_of(self.headers.get("Content-Encoding"))
+        # `aiter_raw` would give the connection back to the pool before it is checked.
+        assert isinstance(self._response.stream, httpx.AsyncByteStream)
+        async for chunk in self._response.stream:
+            if decoder is None:
+                yield chunk
+                continue
+            for piece in decoder.feed(chunk):
+                yield piece
+        if _has_more(self._response.stream):
+            await self._response.extensions["network_stream"].aclose()
+        if decoder is not None:
+            decoder.end()
+
+    @contextmanager
+    def _within(self, seconds: float | None) -> Iterator[_Timer]:
+        with anyio.CancelScope() as scope:
+            timer = _Timer(scope)
+            timer.restart(seconds)
+            yield timer
+
+    def within(self, seconds: float | None) -> AbstractContextManager[Timer]:
+        return self._within(seconds)
+
+    def abort(self) -> None:
+        """Do nothing: a response that is closed before its end closes its connection."""
+
+
+def _has_more(stream: Any) -> bool:
+    """Whether a server has sent more than the reply that ends here, over HTTP/1.1. httpcore would take it for the reply
+    to the next request on this connection, which asks about another sample.
+    """
+    for _ in range(_MOST_WRAPPERS):
+        state = getattr(getattr(stream, "_connection", None), "_h11_state", None)
+        if state is not None:
+            return bool(state.trailing_data[0])
+        stream = getattr(stream, "_stream", None) or getattr(stream, "_httpcore_stream", None)
+    return False
+
+
+class _Timer:
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self._scope = scope
+
+    @property
+    def expired(self) -> bool:
+        return self._scope.cancelled_caught
+
+    def restart(self, seconds: float | None) -> None:
+        self._scope.deadline = float("inf") if seconds is None else anyio.current_time() + seconds
+
 
 _LIMIT = "qreward_max_reply_bytes"
 _TOKEN_REPLY_BYTES = 1_048_576

@@ -23,8 +23,8 @@ from ..errors import (
 from ..quotas.demand import Demand, completion_bound
 from ..secrets import without_secrets
 from .base import Reply, Request
-from .completions import CompletionAnswer
 from .dialects import DIALECTS, Dialect, Refusal
+from .dialects.chat import CompletionAnswer
 from .endpoint import Endpoint
 from .http_reading import HTTPReply, Streaming
 from .kind import TEXT

@@ -10,8 +10,7 @@ from ..config.source_models import SourceConfig
 from ..errors import ConfigurationError, Mistake
 from ..secrets import described_error
 from .base import Source
-from .kind import SourceKind
-from .provider import Provider
+from .kind import Provider, SourceKind
 
 
 def kind_of(config: SourceConfig) -> type[SourceKind]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..observers.statistics import Health, ReplicaStatistics
 from ..samples.spent import Usage
 from .base import ServedWeights
-from .prefixes import Prefix
 
 FIRST_BACKOFF_S = 1.0
 """Seconds for which a replica is avoided after its first failure in a row. Each further one doubles the time."""
@@ -37,6 +37,14 @@ class ReplicaChange(NamedTuple):
     before: str
     version: str
     problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The shared part of a prompt: a hash of it, and its size in tokens (estimated)."""
+
+    key: int
+    tokens: int
 
 
 class Replica:

@@ -2,18 +2,195 @@
 
 A strategy narrows the replicas down. If one is left, that one is chosen; if several are equal, or the strategy does not
 know enough, the next strategy goes on with them. In the end, the one that was used least recently is chosen.
+
+`shared_prefix` finds what siblings share, and `CacheUse` reads how full the KV caches of the servers are.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import aiohttp
+from yarl import URL
 
 from ..config.source_models import Routing, RoutingStrategy
-from .prefixes import Prefix
-from .replica import Replica
+from .base import Request
+from .replica import Prefix, Replica
+
+BYTES_PER_TOKEN = 4
+"""Bytes of English text for each token."""
+_UNKNOWN_TOKENS = 1024
+"""Tokens of a prompt without a response in it that count as shared, unless `prefix_tokens` says otherwise."""
+_SHORTEST_RESPONSE = 16
+"""A shorter response may occur in the question, too, so its place in a prompt is not looked for."""
+
+
+def shared_prefix(request: Request, most_tokens: int | None = None) -> Prefix | None:
+    """Return the shared part of a request, of which the first `most_tokens` count; None if there is no text in it.
+
+    The hash (BLAKE2b, RFC 7693) is the same in every process, so that the siblings of a group that are scored in
+    different processes go to the same replica.
+    """
+    limit: int | None
+    if request.passed is not None:
+        pieces, limit = list(_texts_of(request.passed.body)), most_tokens or _UNKNOWN_TOKENS
+    elif request.messages:
+        pieces, ends = _before_the_response(request)
+        limit = most_tokens if ends or most_tokens is not None else _UNKNOWN_TOKENS
+    else:
+        # Scoring services get the sample; the question is what its siblings share.
+        pieces, limit = list(_texts(request.sample.messages)), most_tokens
+    room = None if limit is None else limit * BYTES_PER_TOKEN
+    hashed, size = hashlib.blake2b(digest_size=8), 0
+    for piece in pieces:
+        data = piece.encode("utf-8", "surrogatepass")
+        if room is not None:
+            data = data[: room - size]
+        hashed.update(len(data).to_bytes(8, "big"))
+        hashed.update(data)
+        size += len(data)
+    return Prefix(int.from_bytes(hashed.digest(), "big"), -(-size // BYTES_PER_TOKEN)) if size else None
+
+
+def _before_the_response(request: Request) -> tuple[list[str], bool]:
+    """Return the texts before the response, and whether the response was found."""
+    response: object = request.sample.response
+    sought = request.nonce
+    if not sought and isinstance(response, str) and len(response) >= _SHORTEST_RESPONSE:
+        sought = response
+    pieces: list[str] = []
+    for text in _texts(request.messages):
+        found = text.find(sought) if sought else -1
+        if found >= 0:
+            return [*pieces, text[:found]], True
+        pieces.append(text)
+    return pieces, False
+
+
+def _texts_of(body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of a client's own request, in the order in which servers write them into the prompt."""
+    for key in ("system", "instructions", "messages", "input", "contents"):
+        value = body.get(key)
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _texts(value)
+
+
+def _texts(messages: Iterable[Any]) -> Iterator[str]:
+    """Yield the texts of messages. Other values are skipped: data sets do not hold only texts in messages."""
+    for message in messages:
+        content = message.get("content", message.get("parts")) if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, (list, tuple)) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield str.__str__(text)
+
+
+EVERY_S = 1.0
+"""Seconds between two readings of a replica."""
+WITHIN_S = 3.0
+"""Seconds for a reading. vLLM under load takes half a second."""
+MOST_BYTES = 1_048_576
+"""Most bytes of metrics that are read. vLLM has 80 kB."""
+
+_NAMES = (
+    b"vllm:kv_cache_usage_perc",
+    b"vllm:gpu_cache_usage_perc",
+    b"sglang:token_usage",
+    b"llamacpp:kv_cache_usage_ratio",
+)
+"""Shares from 0 to 1 in all of them, vLLM's too. The second is that of older versions of vLLM."""
+
+
+class CacheUse:
+    """Keeps the readings of replicas fresh while they are used. `verify_tls` is that of their source.
+
+    It sends no key: the metrics of these servers are open, and a key must not go where none is needed.
+    """
+
+    def __init__(self, *, verify_tls: bool) -> None:
+        self._verify_tls = verify_tls
+        self._task: asyncio.Task[None] | None = None
+        self._read_at = -math.inf
+        self._closed = False
+
+    def refresh(self, replicas: Sequence[Replica], now: float) -> None:
+        """Start a reading of `replicas` in the background if the last one is old; `now` is the event loop's time."""
+        if self._closed or 0 <= now - self._read_at < EVERY_S:
+            return
+        task = self._task
+        if task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop():
+            return
+        self._read_at = now
+        self._task = asyncio.get_running_loop().create_task(self._read_all(tuple(replicas)), name="qreward-kv-cache")
+
+    async def aclose(self) -> None:
+        """End the reading that is under way. Idempotent."""
+        self._closed = True
+        task, self._task = self._task, None
+        if task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop():
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _read_all(self, replicas: Iterable[Replica]) -> None:
+        timeout = aiohttp.ClientTimeout(total=WITHIN_S)
+        connector = aiohttp.TCPConnector(ssl=self._verify_tls)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
+            await asyncio.gather(*(self._read(session, replica) for replica in replicas))
+
+    async def _read(self, session: aiohttp.ClientSession, replica: Replica) -> None:
+        use = None
+        try:
+            async with session.get(metrics_url(replica.base_url), allow_redirects=False) as reply:
+                if reply.status == 200:
+                    use = cache_use_in(await _body(reply))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            pass  # a server without metrics has no reading, and what is wrong with it shows in its calls
+        replica.cache_read(use, asyncio.get_running_loop().time())
+
+
+async def _body(reply: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in reply.content.iter_chunked(65_536):
+        body += chunk
+        if len(body) > MOST_BYTES:
+            break
+    return bytes(body[:MOST_BYTES])
+
+
+def metrics_url(base_url: str) -> URL:
+    """Return the address of a server's metrics: `/metrics`, beside the `/v1` of its API."""
+    url = URL(base_url)
+    path = url.path.rstrip("/")
+    return url.with_path(f"{path.removesuffix('/v1')}/metrics")
+
+
+def cache_use_in(metrics: bytes) -> float | None:
+    """Return the share of the KV cache that is in use, from 0 to 1; None if the metrics do not say it. Of several
+    engines in a server, the fullest counts.
+    """
+    found: list[float] = []
+    text = b"\n" + metrics
+    for name in _NAMES:
+        at = text.find(b"\n" + name)
+        while at >= 0:
+            end = text.find(b"\n", at + 1)
+            line = text[at + 1 : None if end < 0 else end]
+            # Of the rest of the line, the labels are in braces, and a time may follow the value.
+            words = line[len(name) :].rpartition(b"}")[2].split()
+            if line[len(name) : len(name) + 1] in (b"{", b" ", b"\t") and words:
+                with suppress(ValueError):
+                    found.append(float(words[0]))
+            at = text.find(b"\n" + name, at + 1)
+    return max((share for share in found if 0.0 <= share <= 1.0), default=None)
+
 
 STALE_S = 5.0
 """Seconds after which a reading of a KV cache does not count any more."""

@@ -20,7 +20,7 @@ from qreward_plugins.judges.fence import cap, draw_nonce, read_fences, shared_no
 from qreward_plugins.judges.sample_texts import readable
 from qreward_plugins.samples import Cause, RawScore, Sample
 from qreward_plugins.sources.base import Reply, Request
-from qreward_plugins.sources.prefixes import shared_prefix
+from qreward_plugins.sources.routing import shared_prefix
 
 from ..kit import each_of
 

@@ -322,22 +322,3 @@ def test_without_an_actor_a_failed_trajectory_gets_the_mean_of_its_process(
     assert scores(failed) == pytest.approx(0.125 + 0.4)
     assert int(failed.batch["response_mask"].sum()) == 0
     assert "the barrier of groups does not answer (ZeroDivisionError" in caplog.text
-
-
-def test_the_trajectories_of_a_job_of_ray_meet_in_an_actor(pool) -> None:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-
-        def settle(trajectory: str, reward: float | None) -> float | None:
-            return barrier.settle("g", trajectory, reward, size=3, wait_s=LONG_S, running=lambda: True)
-
-        waiting = pool.submit(settle, "failed", None)
-        elsewhere = ray.remote(num_cpus=0)(settle)
-        assert ray.get([elsewhere.remote("one", 0.25), elsewhere.remote("two", 0.75)]) == [None, None]
-        assert waiting.result(LONG_S) == 0.5
-        assert settle("late", 0.125) == 0.5
-        ray.kill(barrier.shared_actor(barrier.NAME, barrier.BarrierActor), no_restart=False)
-        assert barrier.settle("h", "one", 0.25, size=2, wait_s=LONG_S, running=lambda: True) is None
-    finally:
-        ray.shutdown()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,6 +20,7 @@ from qreward_plugins.journal.runs import current_run  # noqa: E402
 from qreward_plugins.sharing.ray_keeper import NAME  # noqa: E402
 from qreward_plugins.system.ray_actors import get_or_start, start_ahead  # noqa: E402
 from qreward_plugins.testing import JudgeServer  # noqa: E402
+from roll_adapter import barrier  # noqa: E402
 
 # Ray leaves sockets and log files of its own to the garbage collector.
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]
@@ -67,20 +69,7 @@ def test_an_engine_has_its_keeper_started_before_anything_is_scored(cluster):
     assert ray.get(worker.boot.remote(), timeout=LONG_S) == ""  # it has asked for nothing yet
 
 
-def test_what_the_idle_leave_is_the_busy_one_s_until_they_begin(workers, server):
-    busy, other = workers
-    long = busy.score.remote(range(3 * PER_WINDOW))
-    comes(lambda: server.report().requests >= PER_WINDOW)
-    short = other.score.remote(range(1000, 1000 + PER_WINDOW // 2))
-    first, later = ray.wait([long, short], timeout=LONG_S)
-    assert (first, later) == ([short], [long])
-    assert scored(*ray.get([short, long], timeout=LONG_S))
-    report = server.report()
-    assert report.violations_total == 0, report.violations[:5]
-    assert report.requests == 3.5 * PER_WINDOW
-
-
-def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_nobody_waits(workers, server):
+def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken(workers, server):
     before, already = boots(workers), server.report().requests
     scoring = [worker.score.remote(range(2000, 2000 + 3 * PER_WINDOW // 2)) for worker in workers]
     comes(lambda: server.report().requests >= already + PER_WINDOW)
@@ -115,3 +104,17 @@ def test_an_engine_that_is_closed_gives_back_what_it_had(workers, server):
     assert statistics["workers"] == 1
     assert scored(*ray.get([staying.score.remote(range(3000, 3000 + PER_WINDOW))], timeout=LONG_S))
     assert server.report().violations_total == 0
+
+
+def test_the_trajectories_of_roll_s_job_meet_in_an_actor(cluster):
+    def settle(trajectory, reward):
+        return barrier.settle("g", trajectory, reward, size=3, wait_s=LONG_S, running=lambda: True)
+
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(settle, "failed", None)
+        elsewhere = ray.remote(num_cpus=0)(settle)
+        assert ray.get([elsewhere.remote("one", 0.25), elsewhere.remote("two", 0.75)]) == [None, None]
+        assert waiting.result(LONG_S) == 0.5
+    assert settle("late", 0.125) == 0.5
+    ray.kill(barrier.shared_actor(barrier.NAME, barrier.BarrierActor), no_restart=False)
+    assert barrier.settle("h", "one", 0.25, size=2, wait_s=LONG_S, running=lambda: True) is None

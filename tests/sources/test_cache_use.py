@@ -11,8 +11,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.sources.cache_use import MOST_BYTES, CacheUse, cache_use_in, metrics_url
 from qreward_plugins.sources.replica import Replica
+from qreward_plugins.sources.routing import MOST_BYTES, CacheUse, cache_use_in, metrics_url
 
 VLLM = b"""\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.

@@ -10,7 +10,7 @@ from yarl import URL
 
 from qreward_plugins.errors import TransientError
 from qreward_plugins.secrets import Redactor
-from qreward_plugins.sources.completions import CompletionAnswer
+from qreward_plugins.sources.dialects.chat import CompletionAnswer
 from qreward_plugins.sources.http_reading import HTTPReply
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins.errors import TransientError
-from qreward_plugins.sources.compression import Undecodable, decoder_of
+from qreward_plugins.sources.http_reading import Undecodable, decoder_of
 
 pytestmark = pytest.mark.anyio
 

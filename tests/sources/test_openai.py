@@ -24,7 +24,7 @@ from qreward_plugins.errors import (
     TransientError,
 )
 from qreward_plugins.sources import OpenAISource, http, http_reading
-from qreward_plugins.sources.prepared_post import PreparedPost
+from qreward_plugins.sources.aiohttp_client import PreparedPost
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 10.0
@@ -438,7 +438,7 @@ async def test_cancelling_closes_the_connection(serve: Any, open_source: Any, re
         await source.aclose()
 
 
-async def test_a_thousand_requests_of_which_a_third_are_cancelled_leak_nothing(
+async def test_hundreds_of_requests_of_which_a_third_are_cancelled_leak_nothing(
     serve: Any, open_source: Any, request_of: Any, completed: Any
 ) -> None:
     chance = random.Random(7)
@@ -476,9 +476,9 @@ async def test_a_thousand_requests_of_which_a_third_are_cancelled_leak_nothing(
                 except asyncio.CancelledError:
                     return "cancelled"
 
-        results = await asyncio.gather(*(one(number) for number in range(1000)))
-        assert results.count("cancelled") == len(hanging) > 250
-        assert results.count("fine") == 1000 - len(hanging)
+        results = await asyncio.gather(*(one(number) for number in range(400)))
+        assert results.count("cancelled") == len(hanging) > 90
+        assert results.count("fine") == 400 - len(hanging)
         [(session, _)] = source._http._sessions.values()
         if isinstance(session, dict):
             [session] = session.values()

@@ -9,7 +9,7 @@ import pytest
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources.base import Request
 from qreward_plugins.sources.passed_requests import PassedRequest
-from qreward_plugins.sources.prefixes import Prefix, shared_prefix
+from qreward_plugins.sources.routing import Prefix, shared_prefix
 
 LONG = "a response of some length"
 

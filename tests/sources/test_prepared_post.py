@@ -15,10 +15,9 @@ import pytest
 from yarl import URL
 
 from qreward_plugins.errors import TransientError
-from qreward_plugins.sources.aiohttp_client import AiohttpClient
-from qreward_plugins.sources.compression import ACCEPTED
+from qreward_plugins.sources.aiohttp_client import TESTED_VERSION, AiohttpClient, PreparedPost
 from qreward_plugins.sources.http import Connecting
-from qreward_plugins.sources.prepared_post import TESTED_VERSION, PreparedPost
+from qreward_plugins.sources.http_reading import ACCEPTED
 
 pytestmark = pytest.mark.anyio
 

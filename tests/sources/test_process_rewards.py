@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from qreward_plugins import Sample
 from qreward_plugins.errors import ConfigurationError, InvalidReply, QRewardError
 from qreward_plugins.sources import Request, RewardModelSource
-from qreward_plugins.sources.chat_template import ChatTemplate
-from qreward_plugins.sources.process_rewards import MOST_STEPS, StepTokenizer
+from qreward_plugins.sources.rendering import MOST_STEPS, ChatTemplate, StepTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.anyio

@@ -8,9 +8,8 @@ import pytest
 
 from qreward_plugins.config.source_models import Routing
 from qreward_plugins.errors import InvalidReply, PermanentError, Throttled, TransientError
-from qreward_plugins.sources.lease import Lease, RoutingHints, TriedReplicas
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, INVALID_IN_A_ROW
-from qreward_plugins.sources.replicas import Replicas
+from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints, TriedReplicas
 
 REFUSED = PermanentError("source 's' (a/v1) answered 400 (too long)", status=400)
 

@@ -13,10 +13,8 @@ from qreward_plugins.config.source_models import Routing, RoutingStrategy
 from qreward_plugins.errors import TransientError
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources.base import ServedWeights
-from qreward_plugins.sources.lease import Lease, RoutingHints
-from qreward_plugins.sources.prefixes import Prefix
-from qreward_plugins.sources.replica import DRAINING_BACKOFF_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S
-from qreward_plugins.sources.replicas import Replicas
+from qreward_plugins.sources.replica import DRAINING_BACKOFF_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Prefix
+from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 
 LEAST_REQUESTS = Routing(strategies=("least_requests",))
 

@@ -19,7 +19,7 @@ from qreward_plugins.errors import (
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.secrets import Redactor
 from qreward_plugins.sources import Reply
-from qreward_plugins.sources.completions import CompletionAnswer
+from qreward_plugins.sources.dialects.chat import CompletionAnswer
 from qreward_plugins.sources.http_reading import HTTPReply
 
 KEY = "sk-test-0123456789abcdefghij"

@@ -26,7 +26,7 @@ from qreward_plugins.errors import (
 from qreward_plugins.samples import Failed, Scored
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import Request, RewardModelSource
-from qreward_plugins.sources.chat_template import ChatTemplate
+from qreward_plugins.sources.rendering import ChatTemplate
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 10.0

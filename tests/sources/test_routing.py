@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from qreward_plugins.config.source_models import EndpointConfig, Routing, RoutingStrategy
-from qreward_plugins.sources.lease import RoutingHints
-from qreward_plugins.sources.prefixes import Prefix
-from qreward_plugins.sources.replicas import Replicas
-from qreward_plugins.sources.routing import SLACK, STALE_S
+from qreward_plugins.sources.replicas import Replicas, RoutingHints
+from qreward_plugins.sources.routing import SLACK, STALE_S, Prefix
 
 
 def of(count: int, *strategies: RoutingStrategy) -> Replicas:

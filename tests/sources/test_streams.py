@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.sources.completion_stream import CompletionStream
+from qreward_plugins.sources.dialects.chat import CompletionStream
 from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
 
 

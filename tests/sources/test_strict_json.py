@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.sources.strict_json import MAX_NESTING, strict_decoder, too_deep
+from qreward_plugins.sources.values import MAX_NESTING, strict_decoder, too_deep
 
 JSON: Any = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False) | st.text(),

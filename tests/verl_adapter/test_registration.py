@@ -65,17 +65,15 @@ def test_the_key_that_verl_ignores_is_noticed(arguments, warned):
         assert plugin.ignored_selection(program, arguments) is None
 
 
-@pytest.mark.parametrize("as_module", [True, False])
-def test_the_program_that_still_reads_the_key_is_told_by_the_command_line(tmp_path, as_module):
+def test_the_program_that_still_reads_the_key_is_told_by_the_command_line(tmp_path):
     """The plugin is imported while the parent package of the program is, when `sys.argv[0]` is still "-m"."""
     package = tmp_path / "trainers"
     package.mkdir()
     load = "from verl_adapter import plugin\nimport sys\n"
     said = "print(plugin.ignored_selection(plugin._program(), sys.argv[1:]))\n"
-    (package / "__init__.py").write_text(load + said if as_module else "")
-    (package / "fully_async_main.py").write_text("" if as_module else load + said)
-    started = ["-m", "trainers.fully_async_main"] if as_module else [str(package / "fully_async_main.py")]
-    command = [sys.executable, *started, "reward_model.reward_manager=qreward", "data.seed=1"]
+    (package / "__init__.py").write_text(load + said)
+    (package / "fully_async_main.py").write_text("")
+    command = [sys.executable, "-m", "trainers.fully_async_main", "reward_model.reward_manager=qreward", "data.seed=1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.getcwd(), str(tmp_path)))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None"]

@@ -2,14 +2,183 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ...errors import InvalidReply, QRewardError
 from ...quotas.demand import of_messages
-from ..base import Request
-from ..completion_stream import CompletionStream
-from ..completions import CompletionAnswer
+from ..base import Reply, Request
+from ..rate_limit_headers import announced_limits
+from ..replies import Answer, Problem, name_of, usage_of
+from ..streams import StreamBroken, StreamReader, text_in
 from .base import NO_EFFORT, Dialect, Refusal, is_on
+
+_BROKEN_OFF = ("error", "abort", "aborted", "cancelled")
+"""Values of `finish_reason` for a fault of the provider, which does not depend on the question."""
+_THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
+"""What is in the type of a part that holds thoughts: `thinking` (Mistral, Cohere), `reasoning`, `reasoning_text`."""
+_FILTERED = ("content_filter", "refusal")
+"""Values of `finish_reason` for an answer that was withheld because of the question; the judge rejects those."""
+
+
+class CompletionAnswer(Answer):
+    """One HTTP reply to a chat completion request."""
+
+    __slots__ = ()
+
+    def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
+        choices = body.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        if isinstance(choice, dict) and choice.get("error"):
+            return self.error_of(Problem.of(choice))
+        message = choice.get("message") if isinstance(choice, dict) else None
+        if not isinstance(choice, dict) or not isinstance(message, dict):
+            return self.unreadable("no choices[0].message", self.http.body)
+        ended = name_of(choice.get("finish_reason"))
+        if ended.lower() in _BROKEN_OFF:
+            return self.unreadable(f"a reply that the provider broke off (finish_reason {ended!r})")
+        usage = usage_of(body.get("usage"))
+        text, refusal = _text(message.get("content"))
+        if text is None:
+            return self.unreadable("a message content of the wrong type", self.http.body)
+        refusal = refusal or name_of(message.get("refusal"))
+        if refusal and not text:
+            return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(refusal)}")
+        thinking = _thinking(message)
+        unanswered = not text.strip() and (message.get("content") is None or thinking)
+        # A reply that ended in its thoughts is no fault of the source: the judge says which number to raise.
+        ended_in_thoughts = ended == "length" and (thinking or (usage and usage.thinking_tokens))
+        if unanswered and not ended_in_thoughts and ended.lower() not in _FILTERED:
+            what = "reasoning and no answer" if thinking else "a content of null"
+            return self.unreadable(f"{what} (finish_reason {ended or 'null'!r})")
+        return Reply(
+            text=text,
+            thinking=thinking,
+            usage=usage,
+            model=name_of(body.get("model")),
+            finish_reason=ended,
+            announced=announced_limits(self.http.headers),
+        )
+
+
+def _thinking(message: Mapping[str, Any]) -> str:
+    """Return the reasoning beside a message's content; "..." if it is not readable. Servers use several keys for it."""
+    for key in ("reasoning_content", "reasoning", "reasoning_details"):
+        stated = message.get(key)
+        if stated:
+            return stated if isinstance(stated, str) else "..."
+    content = message.get("content")
+    return "..." if isinstance(content, list) and has_thoughts(content) else ""
+
+
+def _text(content: Any) -> tuple[str | None, str]:
+    """Return the text and the refusal in a message's content; the text is None if the type is unknown."""
+    if content is None:
+        return "", ""
+    if isinstance(content, str):
+        return content, ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return None, ""
+    refusals = [part["refusal"] for part in content if isinstance(part.get("refusal"), str)]
+    return text_of_parts(content), "".join(refusals)
+
+
+def text_of_parts(parts: list[dict[str, Any]]) -> str:
+    """Return the answer in the parts of a content. Thoughts may be such parts, too; a verdict in them is a draft."""
+    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str) and not _is_thought(part))
+
+
+def has_thoughts(parts: list[Any]) -> bool:
+    """Whether thoughts are among the parts of a content."""
+    return any(isinstance(part, dict) and _is_thought(part) for part in parts)
+
+
+def _is_thought(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    return isinstance(kind, str) and _THOUGHT.search(kind) is not None
+
+
+_THOUGHTS = ("reasoning_content", "reasoning")
+
+
+class CompletionStream(StreamReader):
+    """The chunks of one chat completion.
+
+    A server may leave out `[DONE]` and the usage, but not the `finish_reason`. Several choices, text after the
+    `finish_reason`, and parts that are not text are refused: then it is unknown what the answer is.
+    """
+
+    ASKS: ClassVar[Mapping[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model: Any = None
+        self._usage: Any = None
+        self._finish: Any = None
+        self._refusal = ""
+
+    def take(self, event: dict[str, Any], name: str) -> None:
+        # vLLM sends an error as data, others under the event's name.
+        if event.get("error") or name == "error":
+            self.fail(event.get("error") or event)
+            return
+        self._model = event.get("model") or self._model
+        self._usage = event.get("usage") or self._usage
+        # Some servers write null instead of [] beside the usage.
+        choices = event.get("choices")
+        if choices is None:
+            choices = []
+        if not isinstance(choices, list) or len(choices) > 1:
+            raise StreamBroken("an event with more than one choice")
+        for choice in choices:
+            if not isinstance(choice, dict):
+                raise StreamBroken("an event with a choice of the wrong type")
+            if choice.get("index") not in (0, None):
+                raise StreamBroken("a second choice")
+            self._take_choice(choice)
+
+    def _take_choice(self, choice: dict[str, Any]) -> None:
+        if choice.get("error"):
+            self.fail(choice["error"])
+            return
+        delta = choice.get("delta") or {}
+        if not isinstance(delta, dict):
+            raise StreamBroken("an event with a delta of the wrong type")
+        text, refusal = _text_of(delta, "content"), _text_of(delta, "refusal")
+        thoughts = "".join(_text_of(delta, key) for key in _THOUGHTS)
+        content = delta.get("content")
+        if not thoughts and (delta.get("reasoning_details") or (isinstance(content, list) and has_thoughts(content))):
+            thoughts = "..."
+        if self._finish is not None and (text or refusal):
+            raise StreamBroken("text after the finish_reason")
+        self.add(text, thoughts)
+        self._refusal += refusal
+        self.tokens += bool(refusal and not text and not thoughts)
+        finish = choice.get("finish_reason")
+        # Some servers write "" instead of null until the end.
+        if finish is not None and finish != "":
+            self._finish = finish
+            self.whole = True
+
+    def body(self) -> dict[str, Any]:
+        if self.error is not None:
+            return {"error": self.error}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self._refusal:
+            message["refusal"] = self._refusal
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts
+        choice = {"index": 0, "message": message, "finish_reason": self._finish}
+        return {"model": self._model, "choices": [choice], "usage": self._usage}
+
+
+def _text_of(delta: dict[str, Any], key: str) -> str:
+    value = delta.get(key)
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        return text_of_parts(value)
+    return text_in(delta, key)
+
 
 _REASONING_BOUND = "max_completion_tokens"
 

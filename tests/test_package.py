@@ -47,23 +47,13 @@ CEILINGS = {
 NO_NOUNS = {
     "binding",
     "closing",
-    "culprits",
     "findable",
-    "finishing",
-    "giving_up",
     "loading",
     "opening",
-    "oversize",
     "passed_requests",
-    "placing",
-    "probing",
     "reloading",
     "ruled",
-    "running",
-    "splitting",
     "streaming",
-    "undecided",
-    "waiting",
     "wiring",
 }
 

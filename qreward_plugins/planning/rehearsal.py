@@ -30,7 +30,7 @@ from ..observers import SourceStatistics
 from ..observers.batch_report import BatchReport
 from ..quotas.shares import shares
 from ..samples import Failed, Outcome
-from ..scheduling.wait_reasons import WaitReason
+from ..scheduling.batches import WaitReason
 from ..simulation import Luck, Server, SimulatedServer, run
 from ..sources import kind_of
 from .picture import Timeline, most_in_window

@@ -5,9 +5,9 @@ from .breaker import Breaker
 from .calls import Answer, Call, Caller, CallFailed, Unanswered
 from .dispatcher import Dispatcher
 from .jobs import Job
+from .latency import Speed
 from .queue import ReadyQueue
 from .rules import FAILED, OPEN, ErrorShare, Rules
-from .speed import Speed
 from .upstream import Upstream
 from .upstreams import Moves, Upstreams, open_upstreams
 

@@ -2,19 +2,17 @@
 
 Without it a source that refuses at once would look like the fastest of all, and every waiting sample would use up its
 attempts there instead of waiting a little for a healthy source. A source that accepts requests and never answers is
-worse: nothing fails until a time limit of minutes has passed. So silence (`silence.py`) opens it, too.
+worse: nothing fails until a time limit of minutes has passed. So silence (`health.py`) opens it, too.
 
 How often an open source is probed depends on the samples that wait. If other sources can take them, the cooldown before
 each probe doubles, up to a minute. If none can, the source is `needed`, and probes follow each other at `pace_s`, which
-`probing` sets. In both cases one answer closes the breaker.
+`probes.py` sets. In both cases one answer closes the breaker.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Set
-
-from .culprits import Culprits
 
 FAILURES_TO_OPEN = 5
 """Fewest failures in a row that open it."""
@@ -30,6 +28,36 @@ FIRST_PROBE_GAP_S = 2.0
 LONGEST_PROBE_GAP_S = 5.0
 """Seconds after which another probe starts beside an overdue one; they grow from the first to the longest."""
 _PROBE_GAP_GROWTH = 1.5
+_MOST_CULPRITS = 64
+
+
+class Culprits:
+    """Counts how many different samples must be to blame for the failures of a source since it last answered.
+
+    A request of several calls fails because of any of them. So the count is that of failed requests of which no two
+    have a sample in common. It is never too high.
+    """
+
+    def __init__(self) -> None:
+        self._apart: list[Set[int]] = []
+
+    def __len__(self) -> int:
+        return len(self._apart)
+
+    def __contains__(self, sample: int) -> bool:
+        return any(sample in request for request in self._apart)
+
+    def add(self, samples: Set[int]) -> None:
+        """Note a failed request, which carried these samples."""
+        common = [request for request in self._apart if not request.isdisjoint(samples)]
+        if len(common) == 1 and samples < common[0]:
+            self._apart.remove(common[0])  # fewer samples can have caused it
+        if (not common or samples < common[0]) and len(self._apart) < _MOST_CULPRITS:
+            self._apart.append(samples)
+
+    def clear(self) -> None:
+        """Forget them, because the source has answered."""
+        self._apart.clear()
 
 
 class Breaker:
@@ -173,7 +201,7 @@ class Breaker:
 
     def is_doubted_by_few(self, samples: Set[int]) -> bool:
         """Whether it may have opened because of one or two samples, and `samples` holds others."""
-        return 0 < len(self.failing) < SAMPLES_TO_OPEN and not self.failing.all_failed_alone(samples)
+        return 0 < len(self.failing) < SAMPLES_TO_OPEN and any(sample not in self.failing for sample in samples)
 
     def _open(self, now: float) -> None:
         self.closed = False

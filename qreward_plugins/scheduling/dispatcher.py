@@ -15,35 +15,32 @@ import asyncio
 import contextvars
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ..config import Scheduling
 from ..errors import input_problem
 from ..observers import BatchEnded, Observers
-from .arrivals import Arrivals
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
-from .bug_log import BugLog
 from .calls import Answer, Call, Caller, Unanswered
-from .jobs import Job
-from .placing import Placing
+from .jobs import Job, why_no_source, why_not_in_time
 from .planner import Planner
-from .reasons import why_no_source, why_not_in_time
 from .request_batches import close_all, open_all, send_all_ready
 from .retry_policy import RetryPolicy
 from .rules import OPEN
-from .running import Running
-from .slices import TimeSlices
-from .source_changes import SourceChanges
+from .runner import Runner
 from .timers import Deadlines, Pump
 from .upstream import Upstream
-from .upstreams import Moves, Upstreams, with_draining
-from .waiting import Waiting
+from .upstreams import Moves, Upstreams, listen, with_draining
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
+AGAIN_S = 0.25
+"""Seconds from a step that failed because of a bug to the next one."""
 FEW_JOBS = 8
 """Jobs up to which the end of an attempt looks whether any of them waits. With more, a step looks."""
 
@@ -81,50 +78,18 @@ class Dispatcher:
         self._retry_policy = RetryPolicy(
             self, upstreams, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late, observers=observers
         )
-        giving_up = self._retry_policy.giving_up
-        self._planner = Planner(
-            upstreams,
-            settings or Scheduling(),
-            on_too_large=self.enqueue,
-            on_aged=giving_up.check_age,
-            on_overdue=giving_up.probe,
-            explains=observers.reads(BatchEnded),
-        )
-        self._slices = TimeSlices(
-            upstreams, self._planner.queue, on_slice_over=giving_up.preempt, on_spare=self._start_on_spare
-        )
+        self._preemption = self._retry_policy.preemption
+        self._planner = Planner(upstreams, settings or Scheduling(), explains=observers.reads(BatchEnded))
+        self._queue = self._planner.queue
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
-        self._bugs = BugLog()
-        self._deadlines = Deadlines(self._loop, self._expire_safely)
-        self._arrivals = Arrivals(self._planner, enqueue=self.enqueue, on_bug=self._bug, log_bug=self._bugs.add)
+        self._arrived: list[Job] = []
+        """Jobs that were submitted and are not queued yet. Some of them may have ended."""
+        self._deadlines = Deadlines(self._loop, partial(self._safely, self.expire))
         self._max_attempts = max_attempts
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse, context=context)
-        self._waiting = Waiting(
-            self._loop,
-            upstreams,
-            self._planner.queue,
-            self._retry_policy.backoff,
-            on_queued=self._pump.ask,
-            on_barred=self._no_source_left,
-            on_bug=self._bug,
-        )
-        self._running = Running(self._loop, observers=observers, on_ended=self._attempt_ended, on_settled=self._settled)
-        self._placing = Placing(
-            self._jobs,
-            upstreams,
-            self._planner,
-            arrivals=self._arrivals,
-            waiting=self._waiting,
-            running=self._running,
-            undecided=self._retry_policy.undecided,
-            slices=self._slices,
-            start=self._start_attempt,
-            on_bug=self._bug,
-        )
-        self._source_changes = SourceChanges(self._loop, observers=observers, on_change=self._pump.ask)
-        self._open_request_batches()
-        self._source_changes.listen(upstreams.values())
+        self._runner = Runner(self._loop, observers, on_ended=self._attempt_ended, on_settled=self._settled)
+        self._adopt(upstreams.values())
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
@@ -139,19 +104,19 @@ class Dispatcher:
 
     def waiting_jobs(self) -> Iterable[Job]:
         """Jobs that are queued, or avoid all their sources for a while."""
-        return (job for job in self._jobs if not (job.live or job.undecided) and job in self._waiting)
+        return (job for job in self._jobs if not (job.live or job.undecided) and job.waits)
 
     def stuck_jobs(self) -> list[Job]:
         """Jobs that nothing will ever start or end: any is a bug. For tests; call it between two steps of the event
         loop.
         """
-        now = self._loop.time()
-        arrived = self._arrivals.jobs
-        return [
-            job
-            for job in self._jobs
-            if not (job.live or job.undecided or job in arrived) and self._waiting.stuck(job, now)
-        ]
+        now, arrived = self._loop.time(), set(self._arrived)
+
+        def stuck(job: Job) -> bool:
+            timer = job.backoff_timer
+            return not (job.entry or (timer is not None and timer.when() >= now))
+
+        return [job for job in self._jobs if not (job.live or job.undecided or job in arrived) and stuck(job)]
 
     def look_again(self) -> None:
         """Pump again, because what a source allows has changed."""
@@ -164,14 +129,13 @@ class Dispatcher:
         sources that may answer them now (`moves`); a call that has none left fails (`no_source`).
         """
         gone = self._upstreams.change(upstreams, moves)
-        self._open_request_batches()
-        self._source_changes.listen(self._upstreams.values())
+        self._adopt(self._upstreams.values())
         self._planner.change(settings)
         self._max_attempts = max_attempts
         self._retry_policy.change(max_attempts, gone)
         for job in list(self._jobs):
             try:
-                waits = job in self._waiting
+                waits = job.waits
                 job.forget_sources(gone)
                 self._upstreams.settle(job.call)
                 if not gone.isdisjoint(job.call.sources):
@@ -187,9 +151,10 @@ class Dispatcher:
         """Let `call` name the sources that may answer it now."""
         self._upstreams.settle(call)
 
-    def _open_request_batches(self) -> None:
-        queue = self._planner.queue
-        open_all(self._upstreams.values(), queue, on_change=self._pump.ask, observers=self._observers)
+    def _adopt(self, upstreams: Iterable[Upstream]) -> None:
+        """Open the request batches of these sources, and listen to those whose replicas come, go and change."""
+        open_all(upstreams, self._queue, on_change=self._pump.ask, observers=self._observers)
+        listen(upstreams, self._loop, self._observers, on_change=self._pump.ask)
 
     def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
@@ -199,13 +164,13 @@ class Dispatcher:
 
     def call_back(self, upstream: Upstream, *, sent: bool) -> None:
         """Cancel the attempts at a source that have not been sent, with `sent` all, and queue their jobs again."""
-        self._retry_policy.giving_up.call_back(upstream, sent=sent)
+        self._preemption.call_back(upstream, sent=sent)
 
     def _cut_off(self, batch: Batch) -> None:
         """Fail what is left of a batch whose cut-off has come."""
         now = self._loop.time()
         for job in [job for job in self._jobs if job.batch is batch]:
-            if self._retry_policy.undecided.settle(job):
+            if self._retry_policy.settle(job):
                 continue
             waited = now - job.submitted_at
             self.fail(job, "cutoff", f"the batch stopped waiting after {waited:.1f} s, its quorum was in")
@@ -243,17 +208,18 @@ class Dispatcher:
         self._jobs[job] = None
         batch.add(job)
         self._deadlines.add(job)
-        upstream = self._placing.at_once(job, now)
+        upstream = None if self._arrived else self._planner.at_once(job, now)
         if upstream is not None:
             self._start_attempt(job, upstream, now, hedge=False)
         else:
-            self._arrivals.add(job)
+            self._arrived.append(job)
             self._pump.ask()
         return job
 
-    def _expire_safely(self, job: Job) -> None:
+    def _safely(self, act: Callable[[Job], None], job: Job) -> None:
+        """Do something with `job`. If that fails because of a bug, end the job, so that the others go on."""
         try:
-            self.expire(job)
+            act(job)
         except Exception as error:
             self._bug(job, error)
 
@@ -273,41 +239,102 @@ class Dispatcher:
             self.fail(job, "closed", "the engine was closed before the sample was scored")
 
     async def aclose(self) -> None:
-        """Fail every job, and wait until every attempt has released its quota (`Running.aclose`). May be repeated."""
+        """Fail every job, and wait until every attempt has released its quota (`Runner.aclose`). May be repeated."""
         self.close()
-        await self._running.aclose()
+        await self._runner.aclose()
         await close_all(with_draining(self._upstreams))
         self._let_drained_go()
         self._planner.close()
 
-    # Placing jobs
+    # Jobs that wait
 
     def enqueue(self, job: Job) -> None:
-        """Let a job wait for its sources. Fail it if no source can ever take it."""
-        self._waiting.enqueue(job)
+        """Queue a job for the sources that it may go to now, and again when it may go to the next one. Fail it if no
+        source can ever take it. Nothing happens to a job that has ended.
+        """
+        if job.ended:
+            return
+        now = self._loop.time()
+        self._no_longer_waits(job)
+        for name in job.call.sources:
+            if self._upstreams[name].too_large(job.request):
+                job.barred |= {name}
+        if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
+            self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
+            return
+        if job.last and now >= job.last_until:
+            job.last = False
+        eligible = job.eligible(now)
+        if eligible:
+            fitting = frozenset([name for name in eligible if not self._upstreams[name].oversize(job.request)])
+            half_at = (job.submitted_at + job.deadline_at) / 2
+            if fitting and any(self._upstreams[name].up(now) for name in fitting):
+                for name in eligible - fitting:
+                    job.back_off(name, half_at)
+                eligible = job.eligible(now)
+            elif not fitting and not job.last and now < half_at:
+                # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
+                job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
+                job.go_last(half_at)
+            self._queue.push(job, eligible)
+            self._pump.ask()
+        again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
+        if again_at < math.inf:
+            job.backoff_timer = self._loop.call_at(again_at, self._backoff_over, job)
 
-    def _no_source_left(self, job: Job) -> None:
-        self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
+    def _backoff_over(self, job: Job) -> None:
+        job.backoff_timer = None
+        if not (job.live or job.undecided):
+            self._retry_policy.backoff.renew(job, self._loop.time())
+            self._safely(self.enqueue, job)
+
+    def _no_longer_waits(self, job: Job) -> None:
+        self._queue.discard(job)
+        if job.backoff_timer is not None:
+            job.backoff_timer.cancel()
+            job.backoff_timer = None
+
+    # Steps
 
     def _step(self, now: float) -> float:
         """Send what can be sent now; return the time of the next step."""
         try:
-            due_at = self._placing.place(now)
+            due_at = self._place(now)
         except Exception as error:
-            # A bug here must not make all jobs wait for their deadlines.
-            self._bugs.add("planning failed; samples go in the order in which they came", error)
-            due_at = self._placing.place_plainly(now)
+            _log.error("planning failed: this is a bug", exc_info=error)
+            due_at = now + AGAIN_S
         due_at = min(due_at, send_all_ready(with_draining(self._upstreams), now))
         self._let_drained_go()
         if self._on_pumped is not None:
             try:
                 self._on_pumped()
             except Exception as error:
-                self._bugs.add("the callback after each pump failed", error)
+                _log.error("the callback after each pump failed: this is a bug", exc_info=error)
         if self._observers.watched:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.problem(now))
         return due_at
+
+    def _place(self, now: float) -> float:
+        """Start everything that may go now; return the time by which to do it again."""
+        if not self._jobs and not len(self._runner) and self._planner.nothing_to_plan(now, under_way=False):
+            return math.inf
+        if self._arrived:
+            ready, self._arrived = self._planner.arrange(self._arrived, now)
+            for job in ready:
+                self._safely(self.enqueue, job)
+        for attempt in self._planner.aged(now):
+            self._preemption.check_age(attempt, now)
+        for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._runner)):
+            try:
+                self._start_attempt(job, upstream, now, hedge=hedge)
+            except Exception as error:
+                self._bug(job, error)
+        too_large, self._planner.too_large = self._planner.too_large, []
+        for job in too_large:
+            self.enqueue(job)
+        self._retry_policy.decide(others_live=False)
+        return min(self._planner.wake_at, self._preemption.end_slices(self._queue, now))
 
     def _let_drained_go(self) -> None:
         for upstream in self._upstreams.take_drained():
@@ -316,7 +343,7 @@ class Dispatcher:
 
     def _bug(self, job: Job, error: Exception) -> None:
         """End a job that the scheduler cannot handle, so that the others go on."""
-        self._bugs.add("the scheduler failed on a sample", error)
+        _log.error("the scheduler failed on a sample: this is a bug", exc_info=error)
         self.fail(job, "bug", f"unexpected {type(error).__name__}; see the log")
 
     def _excuse(self, since: float, now: float) -> None:
@@ -326,10 +353,7 @@ class Dispatcher:
 
     # Attempts
 
-    def _start_on_spare(self, job: Job, upstream: Upstream, now: float) -> None:
-        self._start_attempt(job, upstream, now, hedge=False, spare=True)
-
-    def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool, spare: bool = False) -> None:
+    def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool) -> None:
         if job.ended:
             return
         if job.attempts:
@@ -339,14 +363,11 @@ class Dispatcher:
                 # The objects of a sample may behave differently the second time. That must not stop the pump.
                 self.fail(job, "input", input_problem(error))
                 return
-        if not hedge:
-            self._waiting.started(job)
+        if job.backoff_timer is not None:
+            job.backoff_timer.cancel()
+            job.backoff_timer = None
         expected_s = self._planner.forecast.expected_s(upstream, job.size)
-        attempt = self._running.start(job, upstream, now, expected_s=expected_s, hedge=hedge, spare=spare)
-        try:
-            self._planner.started(attempt)
-        except Exception as error:
-            self._bugs.add("an attempt is not watched", error)
+        self._planner.started(self._runner.start(job, upstream, now, expected_s=expected_s, hedge=hedge))
 
     def _attempt_ended(self, attempt: Attempt, error: AttemptError | None) -> None:
         self._retry_policy.ended(attempt, error, attempt.ended_at)
@@ -377,14 +398,14 @@ class Dispatcher:
         for job in self._jobs:
             if not job.live:
                 return False
-        under_way = bool(self._jobs) or len(self._running) > 0
+        under_way = bool(self._jobs) or len(self._runner) > 0
         return self._planner.nothing_to_plan(self._loop.time(), under_way=under_way)
 
     # Ends
 
     def expire(self, job: Job) -> None:
         """Fail a job whose deadline has come."""
-        if job.ended or self._retry_policy.undecided.settle(job):
+        if job.ended or self._retry_policy.settle(job):
             return
         now = self._loop.time()
         waited, detail = now - job.submitted_at, why_not_in_time(job, self._upstreams, now)
@@ -410,8 +431,7 @@ class Dispatcher:
         if job.entry:
             # Jobs behind it may go now.
             self._pump.ask()
-        if job in self._waiting:
-            self._waiting.discard(job)
+        self._no_longer_waits(job)
         self._deadlines.discard(job)
         keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late and job.call.on_text is None
         for attempt in job.live:
@@ -423,4 +443,4 @@ class Dispatcher:
             try:
                 job.caller.ended(result)
             except Exception as error:
-                self._bugs.add("a caller failed on its result", error)
+                _log.error("a caller failed on its result: this is a bug", exc_info=error)

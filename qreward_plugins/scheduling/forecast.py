@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .attempts import Attempt
 from .jobs import Job
+from .latency import Tail
 from .queue import ReadyQueue
-from .tail import Tail
 from .upstream import Upstream
 
 FIRST_GUESS_S = 3.0

@@ -2,20 +2,27 @@
 
 Four things open the circuit: failures in a row, silence, invalid replies, and refusals (a key, a URL). A response can
 provoke each of them, so the circuit opens only if several different samples met the same. One answer closes it.
+
+Silence: a source that accepts requests and never answers fails none of them until a time limit of minutes has passed.
+The ages of its attempts tell earlier that it is down: if it were well, some of them would have been answered.
+
+Invalid replies: a source that answers every sample with prose is broken. A source that answers some samples with prose
+and others validly was provoked by those responses. Two measures tell these apart, because a batch may hold many
+responses that provoke. A source is *degraded* if most of its last replies are invalid: other sources are preferred
+then. It *can judge* if a small share of its replies over a longer time is valid.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Set
+from collections import deque
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 from ..quotas.quota import Quota
-from .breaker import SAMPLES_TO_OPEN, Breaker
-from .culprits import Culprits
-from .silence import DOUBTED_AT, SILENT_AT, Silence
-from .validity import Validity
+from .breaker import SAMPLES_TO_OPEN, Breaker, Culprits
+from .latency import Speed, Tail
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -31,6 +38,66 @@ PROBES_TO_UNUSABLE = 12
 pause, because refusals are quick."""
 PROBES_WHILE_UNUSABLE = 3
 """The same for a source that is unusable: then samples that were submitted since fail, too."""
+SILENT_AT = 9.0
+"""Overdue answers from which a source is silent. A healthy source reaches this number with probability exp(-9)."""
+DOUBTED_AT = 4.0
+"""Overdue answers from which the planner leaves a source out."""
+SLOWED = 2.0
+"""Factor by which a source may be slower than usual without being silent. Requests that are sent together are late
+together, so their ages are not independent."""
+SHORTEST_SILENCE_S = 3.0
+"""Shortest silence, in seconds, however quick the source: garbage collection or a busy machine is no breakdown."""
+_FRESH_S = 0.05
+"""Seconds for which a count of overdue answers is used again."""
+LEAST_VALID = 0.04
+"""Share of valid replies from which a source can judge."""
+_WINDOW = 50
+"""Number of last replies that decide whether a source is degraded."""
+_LEAST_REPLIES = 10
+"""Fewest replies that decide it."""
+_MEMORY = 500
+"""Approximate number of replies behind the share of valid ones; older ones fade exponentially."""
+
+
+class Silence:
+    """Counts the overdue answers of one source. Times are seconds of the event loop's clock."""
+
+    def __init__(self, live: Mapping[Attempt, None], speed: Speed, tail: Tail) -> None:
+        self._live, self._speed = live, speed
+        self.tail = tail
+        """Shared by the sources of an event loop, so that they learn together."""
+        self._heard_at = -math.inf
+        self._missing = 0.0
+        self._counted_at = -math.inf
+
+    def heard(self, now: float) -> None:
+        """Note that the source ended an attempt: an answer, an error or a refusal."""
+        self._heard_at = now
+        self._counted_at = -math.inf
+
+    def excuse(self, *, since: float, now: float) -> None:
+        """Leave out the time from `since` to `now`, in which this process could not read answers."""
+        self._counted_at = -math.inf
+        if self._heard_at > -math.inf:
+            self._heard_at = min(now, self._heard_at + now - since)
+
+    def missing(self, now: float) -> float:
+        """The expected number of answers since the last sign of life."""
+        if not self._live or not self._speed.known:
+            return 0.0
+        # Time without any request under way is no silence.
+        if now - max(self._heard_at, next(iter(self._live)).started_at) < SHORTEST_SILENCE_S:
+            return 0.0
+        if now - self._counted_at >= _FRESH_S:
+            self._counted_at = now
+            # Calls that share a request are answered together.
+            self._missing = sum(self._missing_of(attempt, now) / attempt.together for attempt in self._live)
+        return self._missing
+
+    def _missing_of(self, attempt: Attempt, now: float) -> float:
+        longest_s = SLOWED * attempt.longest_s
+        age_s, when_heard_s = now - attempt.started_at, self._heard_at - attempt.started_at
+        return self.tail.hazard(age_s / longest_s) - self.tail.hazard(when_heard_s / longest_s)
 
 
 class Health:
@@ -41,7 +108,10 @@ class Health:
 
     def __init__(self, name: str, quota: Quota, breaker: Breaker, silence: Silence, *, local: bool) -> None:
         self._name, self._quota, self._breaker, self._silence, self._local = name, quota, breaker, silence, local
-        self._validity = Validity()
+        self._last: deque[bool] = deque(maxlen=_WINDOW)
+        """Whether each of its last replies was valid."""
+        self._valid_at = -math.inf
+        self._valid = self._replies = 0.0
         self.unusable = ""
         """Why it is unusable: it refused so many different samples that no response can have provoked it. Samples that
         are submitted later probe it, and one answer ends this. "" if it is usable."""
@@ -61,16 +131,18 @@ class Health:
     @property
     def degraded(self) -> bool:
         """Whether most of its last replies were invalid."""
-        return self._validity.degraded
+        return len(self._last) >= _LEAST_REPLIES and 2 * self._last.count(False) > len(self._last)
 
     @property
     def reliable(self) -> bool:
         """Whether most of its last replies were valid; `False` while there are too few to tell."""
-        return self._validity.reliable
+        return len(self._last) >= _LEAST_REPLIES and 2 * self._last.count(True) > len(self._last)
 
     def judges_since(self, at: float) -> bool:
-        """Whether it gave a valid reply after `at`, and not only by chance."""
-        return self._validity.judges_since(at)
+        """Whether it gave a valid reply after `at`, and can judge: then a response provoked each invalid reply. The
+        share of valid replies rules out replies that are valid by chance.
+        """
+        return self._valid_at >= at and self._valid >= LEAST_VALID * self._replies
 
     def looks_dead(self, now: float) -> bool:
         """Whether answers are overdue, or the last attempts failed."""
@@ -110,9 +182,13 @@ class Health:
         `alternative`.
         """
         if valid and probe:
-            self._validity.forgive()
-        self._validity.learn(valid, now)
-        if valid or not (alternative and self._validity.degraded):
+            self._last.clear()
+        self._last.append(valid)
+        self._valid += valid - self._valid / _MEMORY
+        self._replies += 1 - self._replies / _MEMORY
+        if valid:
+            self._valid_at = now
+        if valid or not (alternative and self.degraded):
             self._breaker.succeeded()
         elif probe:
             self._breaker.failed(now, probe=True, in_flight=self._quota.in_flight)

@@ -12,7 +12,7 @@ the next (in simulation, one shared budget made small batches take three times a
 An attempt of a latency-sensitive member is hedged as if no jobs were queued. No hedge takes the place that a job of
 higher priority waits for.
 
-`tail.py` learns how much longer an attempt of a certain age will take. The first success ends the other attempts.
+`latency.Tail` learns how much longer an attempt of a certain age will take. The first success ends the other attempts.
 
 Jeffrey Dean and Luiz Andre Barroso, "The Tail at Scale", Communications of the ACM 56(2), 2013.
 """
@@ -22,14 +22,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from .attempts import Attempt
 from .forecast import Forecast
-from .giving_up import GIVE_UP_AFTER_S
+from .health import SHORTEST_SILENCE_S
 from .jobs import Job
+from .preemption import GIVE_UP_AFTER_S
 from .queue import ReadyQueue
-from .silence import SHORTEST_S as SHORTEST_SILENCE_S
 from .upstream import Upstream
 from .upstreams import with_draining
 
@@ -71,7 +71,7 @@ _EVERY_S = 0.05
 
 class Hedges:
     """Chooses hedges, and counts them against the budget. `budget`: most hedges of a batch, as a share of its samples.
-    `eager`: whether to hedge attempts that are not overdue. `on_aged` is called with each attempt that is checked.
+    `eager`: whether to hedge attempts that are not overdue.
 
     Times are seconds of the event loop's clock.
     """
@@ -84,14 +84,12 @@ class Hedges:
         *,
         budget: float,
         eager: bool = True,
-        on_aged: Callable[[Attempt, float], None],
     ) -> None:
         self._upstreams = upstreams
         self._queue = queue
         self._forecast = forecast
         self._budget = budget
         self._eager = eager
-        self._on_aged = on_aged
         self._coming: list[tuple[float, int, Attempt]] = []
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
@@ -140,8 +138,9 @@ class Hedges:
         self._coming.clear()
         self._urgent.clear()
 
-    def advance(self, now: float) -> None:
-        """Check the attempts that have reached their next stage."""
+    def advance(self, now: float) -> list[Attempt]:
+        """The attempts that have reached their next stage."""
+        aged = []
         while self._coming and self._coming[0][0] <= now:
             attempt = heapq.heappop(self._coming)[2]
             if attempt.result or attempt.job.ended:
@@ -150,8 +149,9 @@ class Hedges:
             self.watch(attempt, now)
             age = attempt.age(now)
             attempt.late, attempt.overdue = age >= LATE_AT, age >= OVERDUE_AT
-            self._on_aged(attempt, now)
+            aged.append(attempt)
         self.wake_at = self._coming[0][0] if self._coming else math.inf
+        return aged
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:
         """The hedges to start now. `drained`: no job is queued."""

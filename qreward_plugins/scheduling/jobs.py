@@ -17,6 +17,7 @@ from .calls import Answer, Call, Caller, Unanswered
 if TYPE_CHECKING:
     from .attempts import Attempt
     from .batches import Batch, Member
+    from .upstream import Upstream
 
 MAX_HEDGES = 5
 """Hedges of one sample in all. More than one, because a hedge may fail, too."""
@@ -46,12 +47,10 @@ class Rank(NamedTuple):
     batches by when it was submitted, so that neither single jobs nor batches starve.
     """
 
-    suspect: bool
-    """`Job.suspect`: it goes after all others, whatever their priority."""
+    last: bool
+    """`Job.last`: it goes after all others, whatever their priority."""
     priority: int
     """The user's priority, negated."""
-    hopeless: bool
-    """`Job.hopeless`: no source can answer it before its deadline."""
     number: int
     """Number of the job's batch; for a single job, of the last batch that was begun before it."""
     single: bool
@@ -70,12 +69,6 @@ class ThrottledAt(NamedTuple):
     ended_at: float
     alone: int
     """How often the source had throttled the sample again, while it accepted others."""
-    times: int
-    """How often the source had throttled the sample at all."""
-    first_order: int
-    """`order` of the first of these attempts."""
-    before: int
-    """Number of 429s of the source before the first of these."""
 
 
 @dataclass(eq=False, slots=True)
@@ -104,8 +97,6 @@ class Job:
     """Attempts that ended, in the order in which they ended."""
     attempts: int = 0
     failures: int = 0
-    failed_at: float = math.inf
-    """Time of its first failure; infinity if there was none."""
     probes_left: int = 0
     """Free tries: number of probes that may still fail before a failure counts. A failed probe says little about its
     sample."""
@@ -128,29 +119,22 @@ class Job:
     """Sources that will never answer this sample."""
     backoff_until: Mapping[str, float] = field(init=False)
     """Sources that failed this sample, with the time from which they may be asked again. `back_off` changes it."""
-    oversize_at: frozenset[str] = NOWHERE
-    """Sources whose whole token window it may exceed, while another source has room for it."""
     not_before: float = 0.0
     """Time before which no source may be asked, because the retry budget was used up."""
     invalid_at: frozenset[str] = NOWHERE
     """Sources that gave an invalid reply."""
     faults: int = 0
     """Number of attempts that hung in a local function or crashed it."""
-    suspect: bool = False
-    """Whether all other samples go first: a local function failed on it, or an attempt took a whole time limit. The
-    next one may take as long again."""
-    suspected_at: float = 0.0
-    """When an attempt of it last took a whole time limit."""
-    reconsider_at: float | None = None
-    """When to check whether the samples that go before it have gone, so that it need not let later ones go first, too.
-    None: it is not suspect, or for a local function."""
-    answers_before: Mapping[str, int] = field(init=False)
-    """By local function: how many answers it had given when it last failed this sample."""
+    last: bool = False
+    """Whether it goes after all others, whatever their priority, because it may harm them: it may take a place for a
+    whole time limit again, or an empty window, or no source can answer it before its deadline."""
+    last_until: float = math.inf
+    """Time at which `last` ends."""
+    raised_at: tuple[str, int] = ("", 0)
+    """The local function that raised on it last, and how many answers it had given then."""
     most_together: int = ANY_NUMBER
     """Most calls that one request may carry if it carries this one. It falls when a request of several calls fails,
     because one of them may be to blame for that."""
-    failed_together: int = 0
-    """Number of requests of several calls that failed with this one, for no known reason."""
     refused_for: str = ""
     """`SampleRefused.reason` of the last source that refused this sample; "" if none did."""
     refused_at: frozenset[str] = NOWHERE
@@ -159,14 +143,12 @@ class Job:
     """By source: what those of its servers did that refused it or answered invalidly, so that another one is asked."""
     refused: int = 0
     """Number of attempts that such servers refused."""
-    undecided: bool = False
-    """Whether all its tries are used up, and its outcome depends on whether its sources answer other samples."""
+    undecided: str = ""
+    """What happened last, if all its tries are used up and its outcome depends on whether its sources answer others."""
     last_problem: str = ""
     last_source: str = ""
     precedence: float = 0.0
     """Its sort key within its batch; a higher one is served earlier. By default its size."""
-    hopeless: bool = False
-    """Whether no source can answer it before its deadline. Jobs that can meet theirs go first."""
     first_at: float | None = None
     """When its first attempt started."""
     begun: bool = False
@@ -178,7 +160,12 @@ class Job:
 
     def __post_init__(self) -> None:
         self.size = self.request.size
-        self.backoff_until = self.throttled_at = self.answers_before = self.refusals = _NOTHING
+        self.backoff_until = self.throttled_at = self.refusals = _NOTHING
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is queued, or avoids sources for a while."""
+        return bool(self.entry) or self.backoff_timer is not None
 
     @property
     def hedgeable(self) -> bool:
@@ -207,9 +194,8 @@ class Job:
         number = self.batch.number if joint else self.after
         own = self.member.priority
         return Rank(
-            self.suspect,
+            self.last,
             -(self.batch.priority if own is None else own),
-            self.hopeless,
             number,
             not joint,
             self.attempts == 0,
@@ -227,18 +213,24 @@ class Job:
         """The sources that this job may go to now. Their limits and health are not considered."""
         if self.not_before > now:
             return NOWHERE
-        if not (self.barred or self.oversize_at or self.backoff_until):
+        if not (self.barred or self.backoff_until):
             return set_of(self.call.sources)
         return frozenset(
-            name
-            for name in self.call.sources
-            if name not in self.barred and name not in self.oversize_at and self.backoff_until.get(name, now) <= now
+            name for name in self.call.sources if name not in self.barred and self.backoff_until.get(name, now) <= now
         )
 
     def throttled_alone(self, source: str) -> int:
         """How often `source` throttled it again, while it accepted other samples."""
         last = self.throttled_at.get(source)
         return 0 if last is None else last.alone
+
+    def go_last(self, until: float = math.inf) -> None:
+        """Let all others go first until this time, on the event loop's clock."""
+        self.last, self.last_until = True, until
+
+    def go_with(self, most: int) -> None:
+        """Go in requests of at most this number of calls from now on."""
+        self.most_together = min(self.most_together, max(1, most))
 
     def back_off(self, source: str, until: float | None) -> None:
         """Avoid a source until this time, on the event loop's clock; None: use it again."""
@@ -250,25 +242,21 @@ class Job:
         self.live.remove(attempt)
         self.past += (attempt,)
 
-    def next_backoff_end(self, now: float) -> float | None:
-        """The earliest time at which its backoff from a source ends; None if there is none."""
+    def next_backoff_end(self, now: float) -> float:
+        """The earliest time at which its backoff from a source ends; infinity if there is none."""
         if self.not_before > now:
             return self.not_before
-        if not self.backoff_until:
-            return None
-        ends = [at for name, at in self.backoff_until.items() if at > now and name not in self.barred]
-        return min(ends, default=None)
+        ends = (at for name, at in self.backoff_until.items() if at > now and name not in self.barred)
+        return min(ends, default=math.inf)
 
     def forget_sources(self, names: frozenset[str]) -> None:
         """Forget what these sources did with it, because their names mean nothing or other sources from now on."""
         if not names:
             return
         self.barred -= names
-        self.oversize_at -= names
         self.invalid_at -= names
         self.refused_at -= names
         self.backoff_until = {name: at for name, at in self.backoff_until.items() if name not in names}
-        self.answers_before = {name: count for name, count in self.answers_before.items() if name not in names}
         self.refusals = {name: refusal for name, refusal in self.refusals.items() if name not in names}
 
     def let_go(self) -> None:
@@ -305,6 +293,29 @@ class Job:
 def set_of(sources: tuple[str, ...]) -> frozenset[str]:
     """The names of a tuple as a set: the calls of a judge share one."""
     return frozenset(sources)
+
+
+def why_not_in_time(job: Job, upstreams: Mapping[str, Upstream], now: float) -> str:
+    """Return why a job has no answer at its deadline."""
+    asked = " and ".join(attempt.upstream.name for attempt in job.live)
+    if job.last_problem or asked:
+        return job.last_problem or f"{asked} had not answered"
+    problems = filter(None, (upstreams[name].problem(now) for name in job.call.sources))
+    return "; ".join(["no source could take it in time", *problems])
+
+
+def why_no_source(job: Job, upstreams: Mapping[str, Upstream]) -> str:
+    """Return why no source can ever take a job."""
+    if not job.call.sources:
+        return "its sources were removed by a reload of the configuration"
+    if job.last_problem:
+        return job.last_problem
+    barred = [upstreams[name] for name in job.barred]
+    reasons = [
+        f"{upstream.name}: {upstream.health.unusable or upstream.too_large(job.request) or 'it cannot take it'}"
+        for upstream in barred
+    ]
+    return "no source can take it (" + "; ".join(sorted(reasons)) + ")"
 
 
 class Jobs(Protocol):

@@ -1,15 +1,29 @@
-"""Pauses of a throttled source: as long as it asks for, or growing from 429 to 429 if it states no time.
+"""Throttling: how long a source pauses after a 429, and whether that 429 is due to its limits or to its own sample.
 
-A 429 that arrives during a pause, or to a request that was sent before it began, neither starts a new pause nor adds
-growth. It prolongs the pause only if it states a `Retry-After` that ends later.
+A source pauses as long as it asks for, or growing from 429 to 429 if it states no time. A 429 that arrives during a
+pause, or to a request that was sent before it began, neither starts a new pause nor adds growth. It prolongs the pause
+only if it states a `Retry-After` that ends later.
 
 One request probes the source every minute of a pause, or every second if the source states no time, and an answer ends
 the pause. So an absurd `Retry-After` of one reply cannot keep all samples from the source.
+
+Some servers answer a request that they will never accept, such as a too long one, with 429 (OpenAI: "Request too large
+for ... on tokens per min"). If such a 429 paused its source or lowered its limits, one sample would take the source
+from all others (promise P11). A server that has reached a limit throttles other samples, too, and accepts none that are
+sent later. So a 429 counts for the source if another sample was throttled since the source last accepted a request. It
+does not count if the source has throttled this sample before and has since accepted a later request.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from .jobs import ThrottledAt
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
 
 FIRST_S = 1.0
 LONGEST_S = 60.0
@@ -23,6 +37,13 @@ _MOST_BURSTS = 4
 and single requests probe the source meanwhile."""
 _LATER_S = 0.05
 """A pause is prolonged only by more than this: smaller differences come from the network."""
+_ACCEPTED_AFTER_S = 0.1
+"""Least age, in seconds, from which a request under way counts as accepted: servers reject at once."""
+_MOST = 4
+"""Number of samples that are remembered."""
+_REFUSED_AFTER = 7
+"""429s to a sample alone, in a row, that are a refusal. A server that throttles half of all requests by chance does
+this to one sample in 100."""
 
 
 class Pauses:
@@ -106,4 +127,63 @@ class Pauses:
         return until - now
 
 
-__all__ = ["FIRST_S", "LONGEST_S", "PROBE_AFTER_S", "Pauses"]
+class ThrottledSamples:
+    """The samples that a source throttles. Times are seconds of the event loop's clock."""
+
+    __slots__ = ("_accepted", "_at", "_longest_s", "_samples", "_source", "accepted_at")
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._samples: dict[int, tuple[int, float]] = {}
+        """Throttled samples by number, no later request was accepted: order of the request, when it may go again."""
+        self._at = -math.inf
+        """Time of the last 429 that was not a repeated one to the same sample."""
+        self._longest_s = 0.0
+        """Longest time that a 429 took, in seconds."""
+        self._accepted = 0
+        """Order of the last request that was accepted."""
+        self.accepted_at = -math.inf
+        """When it began."""
+
+    def accepted(self, attempt: Attempt) -> None:
+        """Note that a request was accepted."""
+        if attempt.order > self._accepted:
+            self._accepted, self.accepted_at = attempt.order, attempt.started_at
+
+    def note(self, attempt: Attempt, live: Iterable[Attempt], retry_after_s: float | None, now: float) -> int:
+        """Note a 429 that asks for a pause; return how many other samples are throttled, too. If none is, it may be due
+        to its own sample. One to several calls together never is. `live`: the attempts under way at the source.
+
+        `ThrottledAt.alone` counts how often a sample was throttled again while no other one was.
+        """
+        job, samples = attempt.job, attempt.samples
+        self._longest_s = max(self._longest_s, now - attempt.started_at)
+        accepted_after_s = max(_ACCEPTED_AFTER_S, 2 * self._longest_s)
+        for other in live:
+            if other.sent and other.sent_at <= now - accepted_after_s:
+                self.accepted(other)
+        last = job.throttled_at.get(self._source)
+        again = last is not None and len(samples) == 1 and (last.order < self._accepted or last.alone > 0)
+        alone = last.alone + (last.ended_at >= self._at) if last is not None and again else 0
+        job.throttled_at = {**job.throttled_at, self._source: ThrottledAt(attempt.order, now, alone)}
+        if again:
+            return 0
+        self._at = now
+        self._samples = {number: one for number, one in self._samples.items() if one[0] > self._accepted}
+        others = len(self._samples.keys() - samples)
+        if others < _MOST:
+            self._samples[job.sequence] = attempt.order, now + (retry_after_s or 0.0)
+        return others if attempt.together == 1 else max(1, others)
+
+    def refuses(self, attempt: Attempt, live: Iterable[Attempt]) -> bool:
+        """Whether the source will never accept the sample of `attempt`. While others are in flight, they may have taken
+        its place.
+        """
+        alone = attempt.job.throttled_alone(self._source)
+        return alone >= _REFUSED_AFTER and all(other is attempt for other in live)
+
+    def shortest_s(self, retry_after_s: float, now: float) -> float:
+        """The shortest pause that a sample was told and that is not over, in seconds. A longer one may be due to its
+        own sample.
+        """
+        return min((until - now for _, until in self._samples.values() if until > now), default=retry_after_s)

@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 from ..config import Scheduling
 from .attempts import Attempt
-from .finishing import Finishing
+from .batches import Batch
 from .forecast import Forecast
 from .hedging import Hedges
 from .jobs import Job
+from .latency import SAFETY
 from .order import per_window_of, windows_order
-from .probing import Probing
+from .probes import pace, probing_job
 from .queue import ReadyQueue
-from .speed import SAFETY
 from .strategies import strategy
 from .timed_hedges import TimedHedges
 from .upstream import Upstream
@@ -40,6 +40,10 @@ LONGEST_IDLE_S = 0.25
 """Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
 """Longest time, in seconds, for which an expensive source is left out before the planner checks that again."""
+ROOM_TO_SPARE = 2
+"""Calls that a source must have room for, so that one of them may start without the planner."""
+FAILED_HERE = 1.5
+"""Factor on the expected latency at the source that has just failed the job."""
 
 
 class Placement(NamedTuple):
@@ -51,39 +55,25 @@ class Placement(NamedTuple):
 
 
 class Planner:
-    """Decides which job goes to which source. `on_too_large` is called with a job that is too large for a source that
-    it was queued for, `on_aged` with each attempt at certain ages, `on_overdue` with overdue probes that must make
-    room. `explains`: record why each source waits (`Upstream.wait_reasons`), because reports of batches are read. Times
-    are seconds of the event loop's clock.
+    """Decides which job goes to which source. `explains`: record why each source waits (`Upstream.wait_reasons`),
+    because reports of batches are read. Times are seconds of the event loop's clock.
     """
 
-    def __init__(
-        self,
-        upstreams: Mapping[str, Upstream],
-        settings: Scheduling,
-        *,
-        on_too_large: Callable[[Job], None],
-        on_aged: Callable[[Attempt, float], None],
-        on_overdue: Callable[[Attempt, float], None] = lambda attempt, now: None,
-        explains: bool = True,
-    ) -> None:
+    def __init__(self, upstreams: Mapping[str, Upstream], settings: Scheduling, *, explains: bool = True) -> None:
         self._upstreams = upstreams
-        self._on_too_large = on_too_large
         self._explains = explains
         self._settings = settings
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
-        self._probing = Probing(upstreams, self.queue, on_overdue=on_overdue)
         self._prefer_cost = settings.prefer == "cost"
         self.forecast = Forecast(upstreams, self.queue, prefer_cost=self._prefer_cost)
-        self.finishing = Finishing(upstreams, self.queue, self.forecast)
         budget = settings.hedge_budget if settings.hedge else 0.0
-        self._hedges = Hedges(
-            upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost, on_aged=on_aged
-        )
+        self._hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost)
         self._timed_hedges = TimedHedges(upstreams, self.queue, self.forecast)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
+        self.too_large: list[Job] = []
+        """Queued jobs that have become too large for a source that they were queued for."""
 
     def change(self, settings: Scheduling) -> None:
         """Go on with other settings and upstreams."""
@@ -94,8 +84,27 @@ class Planner:
         self.forecast.change(prefer_cost=self._prefer_cost)
         self._hedges.change(budget=settings.hedge_budget if settings.hedge else 0.0, eager=not self._prefer_cost)
 
-    def arrange(self, jobs: Sequence[Job], now: float) -> None:
-        """Order the jobs that were submitted together: set `Job.precedence`."""
+    def arrange(self, arrived: Sequence[Job], now: float) -> tuple[list[Job], list[Job]]:
+        """Order jobs that have arrived, batch by batch. Return those that are ready, and those that have to wait until
+        the journal was searched for their whole batch: its first jobs are ordered together, so that the longest go
+        first.
+        """
+        ready: dict[Batch, list[Job]] = {}
+        waiting: list[Job] = []
+        for job in arrived:
+            if job.ended:
+                continue
+            if job.batch.together and job.batch.lookups and not job.batch.arranged:
+                waiting.append(job)
+            else:
+                ready.setdefault(job.batch, []).append(job)
+        for batch, jobs in ready.items():
+            batch.arranged = True
+            self._order(jobs, now)
+        return [job for jobs in ready.values() for job in jobs], waiting
+
+    def _order(self, jobs: Sequence[Job], now: float) -> None:
+        """Set `Job.precedence` of jobs that were submitted together."""
         for job in jobs:
             job.precedence = float(job.size)
         per_window = per_window_of(jobs, self._upstreams, self.forecast, now) if jobs[0].batch.together else None
@@ -144,6 +153,10 @@ class Planner:
             elif attempt.result == "cancelled" and (attempt.request_batch is None or attempt.request_batch.abandoned):
                 self.forecast.tail.given_up(age)
 
+    def aged(self, now: float) -> list[Attempt]:
+        """The attempts that have reached the next of certain ages."""
+        return self._hedges.advance(now)
+
     def close(self) -> None:
         """Forget the attempts, because they refer to their samples."""
         self._hedges.close()
@@ -169,9 +182,8 @@ class Planner:
     def placements(self, now: float, *, in_flight: Callable[[], int]) -> Iterator[Placement]:
         """What to send now. The caller must start each placement before it asks for the next one."""
         self.wake_at = math.inf
-        self._hedges.advance(now)
         self.queue.look(now)
-        self._probing.look(now)
+        pace(self._upstreams, self.queue)
         self.queue.by_deadline = self.forecast.under_pressure(now)
         wait_reasons = {name: upstream.wait_reason(now) for name, upstream in self._upstreams.items()}
         for job, upstream in self._timed_hedges.choose(now):
@@ -195,7 +207,7 @@ class Planner:
         for name, upstream in self._upstreams.items():
             head, ready = self.queue.first(name), upstream.breaker.wait_s(now) <= 0
             if head is not None and not upstream.breaker.closed and ready:
-                head = self._probing.choose(upstream, now)
+                head = probing_job(upstream, self.queue, now)
             tokens = upstream.tokens(head.request) if head is not None else 0
             upstream.wait_reason(now, tokens)
             if head is None:
@@ -204,12 +216,31 @@ class Planner:
                 self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
             elif (wait := upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
-        self.wake_at = min(self.wake_at, self._hedges.wake_at, self._timed_hedges.wake_at, self._probing.wake_at)
+        self.wake_at = min(self.wake_at, self._hedges.wake_at, self._timed_hedges.wake_at)
+
+    def at_once(self, job: Job, now: float) -> Upstream | None:
+        """The source at which a single job with rules of its own may start without the planner; None: it has to wait
+        for the next step. Nothing waits and its source has room to spare, so no order is to be kept.
+        """
+        rules = job.call.rules
+        if rules is None or rules.hedges or job.batch.together or len(job.call.sources) != 1:
+            # Hedges are the planner's.
+            return None
+        upstream = self._upstreams[job.call.sources[0]]
+        quota = upstream.quota
+        ready = not (
+            self.queue
+            or upstream.request_batches is not None
+            or quota.most_tokens < math.inf
+            or quota.valid_until < math.inf  # other processes have to learn first what waits here
+            or not upstream.breaker.closed
+        )
+        return upstream if ready and upstream.has_room(ROOM_TO_SPARE, now) else None
 
     # Earliest finish
 
     def _by_finish(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
-        mean_s = {upstream.name: self.finishing.mean_s(upstream) for upstream in self._upstreams.values()}
+        mean_s = {upstream.name: self._mean_s(upstream) for upstream in self._upstreams.values()}
         used = [
             upstream
             for upstream in self._upstreams.values()
@@ -255,7 +286,7 @@ class Planner:
         head = self._head(upstream, now)
         if head is not None and head.call.choose is not None:
             return head
-        if upstream.preempted and upstream.breaker.closed and head is not None and not head.suspect:
+        if upstream.preempted and upstream.breaker.closed and head is not None and not head.last:
             # Its last calls hung. A short job is more likely to end, and its latency tells how long the others may
             # take.
             return self.queue.smallest(upstream.name)
@@ -267,45 +298,64 @@ class Planner:
         if near:
             return head
         by_deadline = (upstream.name, head.rank.priority) in self.queue.by_deadline
-        if by_deadline and now + SAFETY * self.finishing.expected_s(upstream, head) <= head.deadline_at:
+        if by_deadline and now + SAFETY * self._expected_s(upstream, head) <= head.deadline_at:
             return head
         left_s = self.forecast.end(upstream, now) - now
         size = min(upstream.speed.size_within(left_s / SAFETY), self._balanced_size(upstream, left_s, now))
         size -= upstream.joined_size(head)
         job = head if head.size <= size else self._largest_within(upstream, size, head)
         if job is not None:
-            return self._urgent(upstream, job, left_s, now) or job
+            # A job of higher priority goes first, even if it is larger, unless it would end earlier elsewhere.
+            higher = self.queue.higher(upstream.name, job)
+            return next((each for each in higher if self.finishes_first(upstream, each, now)), job)
         least = self.queue.smallest(upstream.name)
-        if least is not None and SAFETY * self.finishing.expected_s(upstream, least) <= left_s:
+        if least is not None and SAFETY * self._expected_s(upstream, least) <= left_s:
             return least
-        if self.finishing.first(upstream, head, now):
+        if self.finishes_first(upstream, head, now):
             return head
         self.wake_at = min(self.wake_at, now + LONGEST_IDLE_S)
         return None
 
-    def _urgent(self, upstream: Upstream, job: Job, left_s: float, now: float) -> Job | None:
-        """Return a job of higher priority than `job` that a slow source should take first although it is larger, or
-        None. `left_s`: seconds until everything that waits will be done.
+    def finishes_first(self, upstream: Upstream, job: Job, now: float) -> bool:
+        """Whether no other source would finish `job` before `upstream` does: the wait and the expected latency there
+        count.
         """
-        for waiting in self.queue.higher(upstream.name, job):
-            if SAFETY * self.finishing.expected_s(upstream, waiting.least) <= left_s:
-                return waiting.least
-            urgent = self.finishing.one_of(upstream, waiting, now)
-            if urgent is not None:
-                return urgent
-        return None
+
+        def takes_s(other: Upstream) -> float:
+            factor = FAILED_HERE if job.failures and job.last_source == other.name else 1.0
+            return factor * self._expected_s(other, job)
+
+        here_s = takes_s(upstream)
+        for name in job.call.sources:
+            other = self._upstreams[name]
+            if other is upstream or name in job.barred or self.forecast.unneeded(other, now):
+                continue
+            wait_s = max(self.forecast.wait_s(other, job, now), job.backoff_until.get(name, now) - now)
+            if wait_s + takes_s(other) < here_s:
+                return False
+        return True
+
+    def _expected_s(self, upstream: Upstream, job: Job) -> float:
+        """Latency to expect of the request that `job` would go in."""
+        return self.forecast.expected_s(upstream, upstream.joined_size(job) + job.size)
+
+    def _mean_s(self, upstream: Upstream) -> float:
+        """Latency to expect of a request of average size."""
+        waiting = len(self.queue)
+        mean_size = self.queue.total_size / max(1, waiting)
+        return self.forecast.expected_s(upstream, mean_size * upstream.calls_per_request(waiting, mean_size))
 
     def _head(self, upstream: Upstream, now: float) -> Job | None:
         """The first job for `upstream`. If time is short, jobs that no source can end in time go behind the others."""
         if not upstream.breaker.closed:
-            return self._probing.choose(upstream, now)
+            return probing_job(upstream, self.queue, now)
         while (head := self.queue.first(upstream.name)) is not None and self._hopeless(head, upstream, now):
             self.queue.demote(head)
         return head
 
     def _hopeless(self, job: Job, upstream: Upstream, now: float) -> bool:
         by_deadline = self.queue.by_deadline
-        if not by_deadline or job.hopeless or (upstream.name, job.rank.priority) not in by_deadline:
+        if not by_deadline or job.last or (upstream.name, job.rank.priority) not in by_deadline:
             return False
         if self.forecast.guesses:
             return False
@@ -378,13 +428,13 @@ class Planner:
         because it would never be sent.
         """
         if upstream.too_large(job.request):
-            self._on_too_large(job)
+            self.too_large.append(job)
             return False
         return upstream.wait_for_s(job, now) <= 0
 
     def _never_idle(self, now: float) -> Iterator[Placement]:
         """One job for the fastest source that can send it, however slow that is."""
-        for upstream in sorted(self._upstreams.values(), key=self.finishing.mean_s):
+        for upstream in sorted(self._upstreams.values(), key=self._mean_s):
             able = upstream.takes_calls(now) and not self.forecast.unneeded(upstream, now)
             job = self._head(upstream, now) if able else None
             if job is not None and self._fits(job, upstream, now):

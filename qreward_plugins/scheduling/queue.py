@@ -14,7 +14,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .jobs import Job, Rank
@@ -22,6 +22,7 @@ from .jobs import Job, Rank
 Item = tuple[float, int, int, Job]
 Due = tuple[float, int, int, Job]
 _LEAST_COMPACTED = 64
+_MOST_OF_A_RANK = 16
 
 
 class Level(NamedTuple):
@@ -31,17 +32,6 @@ class Level(NamedTuple):
     priority: int
     jobs: int
     due_at: float
-
-
-class Waiting(NamedTuple):
-    """Jobs of one rank that may go to the same sources."""
-
-    first: Job
-    """The first by precedence: the largest, unless the jobs were planned."""
-    least: Job
-    """The last by precedence."""
-    between: Callable[[float, float], Iterator[Job]]
-    """The jobs whose sizes are between two bounds, in bytes, both included."""
 
 
 class _Shelf:
@@ -143,18 +133,6 @@ class _Shelf:
                 return items[index][3]
         return None
 
-    def between(self, low: float, high: float) -> Iterator[Job]:
-        """The jobs of at least `low` and at most `high` bytes, the first by precedence first."""
-        items = self._sorted()
-        planned = bool(items) and items[-1][3].batch.planned
-        start = len(items) if planned else bisect.bisect_right(items, (high, math.inf))
-        for index in range(start - 1, -1, -1):
-            job = items[index][3]
-            if job.entry == items[index][2] and low <= job.size <= high:
-                yield job
-            elif job.size < low and not planned:
-                return
-
     def tail(self) -> Job | None:
         """The job that is served last."""
         return next((item[3] for item in self._sorted() if item[3].entry == item[2]), None)
@@ -223,10 +201,10 @@ class ReadyQueue:
             self._ranked.remove(shelf)
 
     def demote(self, job: Job) -> None:
-        """Move a queued job that cannot meet its deadline behind all others of its priority."""
+        """Move a queued job that cannot meet its deadline behind all others."""
         eligible = self._of[job.entry].eligible
         self.discard(job)
-        job.hopeless = True
+        job.go_last()
         self.push(job, eligible)
 
     def count(self, source: str) -> int:
@@ -242,7 +220,7 @@ class ReadyQueue:
             if most_together is not None and shelf.rank.together != -most_together:
                 continue
             by_deadline = (source, shelf.rank.priority) in self.by_deadline
-            if best is not None and (shelf.rank[:3] > best.rank[:3] if by_deadline else shelf.rank > best.rank):
+            if best is not None and (shelf.rank[:2] > best.rank[:2] if by_deadline else shelf.rank > best.rank):
                 break
             if source in shelf.eligible:
                 job = shelf.first(by_deadline=by_deadline)
@@ -254,7 +232,7 @@ class ReadyQueue:
         """The sort key of a queued job for `source`: the lowest goes first."""
         rank = job.rank
         if (source, rank.priority) in self.by_deadline:
-            return (*rank[:3], job.deadline_at, job.tie_break)
+            return (*rank[:2], job.deadline_at, job.tie_break)
         if rank.single and self._of[job.entry].coming:
             return (*rank, job.sequence)
         return (*rank, -job.precedence, job.sequence)
@@ -291,19 +269,21 @@ class ReadyQueue:
         return best
 
     def higher_waits(self, source: str, job: Job) -> bool:
-        """Whether a job of higher priority than `job` waits for `source`. Suspect jobs, which go last, do not count."""
+        """Whether a job of higher priority than `job` waits for `source`. Jobs that go last do not count."""
         for shelf in self._ranked:
             if source in shelf.eligible:
-                return not shelf.rank.suspect and shelf.rank.priority < job.rank.priority
+                return not shelf.rank.last and shelf.rank.priority < job.rank.priority
         return False
 
-    def higher(self, source: str, job: Job) -> Iterator[Waiting]:
-        """The jobs of each rank of higher priority than `job` that wait for `source`."""
+    def higher(self, source: str, job: Job) -> Iterator[Job]:
+        """Jobs of each rank of higher priority than `job` that wait for `source`: the first few, and the last."""
         for shelf in self._ranked:
             if shelf.rank[:2] >= job.rank[:2]:
                 return
-            if source in shelf.eligible and (head := shelf.head()) and (tail := shelf.tail()):
-                yield Waiting(head, tail, shelf.between)
+            if source in shelf.eligible:
+                yield from itertools.islice(shelf.jobs(), _MOST_OF_A_RANK)
+                if (tail := shelf.tail()) is not None:
+                    yield tail
 
     def jobs(self, source: str) -> Iterator[Job]:
         """The jobs that `source` may serve, shelf by shelf in order of rank."""
@@ -316,9 +296,9 @@ class ReadyQueue:
         return ((shelf.eligible, shelf.live) for shelf in self._ranked)
 
     def levels(self) -> Iterator[Level]:
-        """The queued jobs by rank. The deadline of suspect and hopeless jobs is infinity here."""
+        """The queued jobs by rank. The deadline of jobs that go last is infinity here."""
         for shelf in self._ranked:
-            due_at = math.inf if shelf.rank.hopeless or shelf.rank.suspect else shelf.due_at
+            due_at = math.inf if shelf.rank.last else shelf.due_at
             yield Level(shelf.eligible, shelf.rank.priority, shelf.live, due_at)
 
 

@@ -16,7 +16,7 @@ from ..errors import InvalidReply, PermanentError, QRewardError, SourceError, Th
 from ..quotas.reservation import Reservation
 from ..sources.base import Reply
 from .jobs import Job
-from .speed import SAFETY
+from .latency import SAFETY
 
 if TYPE_CHECKING:
     from .attempts import Attempt

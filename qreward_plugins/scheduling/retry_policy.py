@@ -1,10 +1,9 @@
 """Decides what the end of an attempt means for its job and its source.
 
     answer            the job ends, its other attempts are cancelled
-    invalid reply     another try, `Call.invalid_retries` times: elsewhere, or at the same source if that judges most
-                      samples and the others would answer much later. Then the job fails as invalid, or as garbage
-                      if its sources give all other jobs invalid replies, too. With `Call.clear_blame` this is decided
-                      once another job was answered, or none is left
+    invalid reply     another try, `Call.invalid_retries` times, elsewhere if another source is up. Then the job fails
+                      as invalid, or as garbage if its sources give all other jobs invalid replies, too. With
+                      `Call.clear_blame` this is decided once another job was answered, or none is left
     throttled         the source pauses, unless it may have throttled this sample only; the job goes to the front of the
                       queue and may go elsewhere at once. Not a failure, until its source is idle, has accepted others
                       and throttles it still: that is a refusal (`ThrottledSamples`)
@@ -17,22 +16,23 @@
                       after `max_attempts` failures; failures that no sample can have caused do not count
                       (`Health.excuses`). After a time-out that does, it goes after all other samples, for a while
     one replica's     the first failure of a job at one of several servers of a source, while another answers: another
-                      try, like a transient failure. It counts neither against the job nor against the source
-    begun             a job whose caller has a piece of the answer fails (`broken`), whatever ended its attempt
+                      try. It counts neither against the job nor against the source
+    begun             a job whose caller has a piece of the answer fails (`broken`)
     one server's      a source with several servers says that some of them have refused the request, and another may
-    refusal           answer: one more try, there or at another source. Not a failure, and nobody's fault yet
+    refusal           answer: one more try, there or at another source. Not a failure
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is unusable: jobs without another source fail at once, and later jobs probe it
+    several calls     if a whole request of several calls fails, one of them may be to blame, so none uses up a try:
+                      they go again in requests of half the size, or each alone if the results could not be matched to
+                      the calls, or after a time limit (another whole limit may be more than the deadlines allow). The
+                      source sees one failure. If no sample can be to blame, the requests stay as large as they were.
+                      A 429 halves a job's requests every third time: one call, or their number, may be too much
 
-A call with fixed rules of its own (`Call.rules`) goes by `ruled.py` instead.
+A call with fixed rules of its own (`Call.rules`) goes by `ruled.py` instead. A job that has another attempt under way
+does not fail yet. Its deadline always ends it.
 
-If the attempt shared its request with others, and the whole request failed, `splitting.py` decides instead.
-
-A job that has another attempt under way does not fail yet. Its deadline always ends it. Its attempts are then
-cancelled, or left to end if late answers are wanted; the result never changes.
-
-`giving_up.py` ends some attempts earlier, `backoff.py` says when the next one may begin.
+`preemption.py` ends some attempts earlier, `backoff.py` says when the next one may begin.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from ..samples.spent import NO_USAGE
 from ..sources.base import Reply
 from .attempts import Attempt, AttemptError, is_one_replicas, report_end
 from .backoff import Backoff
-from .giving_up import GivingUp
 from .jobs import MAX_FAULTS, Job, Jobs
+from .preemption import Preemption
 from .ruled import RuledCalls
-from .splitting import Splitting
-from .undecided import Undecided
 from .upstream import Upstream
 
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses of servers that refuse this one request."""
+REFUSES_WITHIN_S = 600.0
+"""Seconds before a job in which a valid reply shows that its source refuses only this one. A refusal states that it is
+about the request, so it needs less than an invalid reply does."""
 
 
 class RetryPolicy:
-    """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock.
-
-    `max_attempts` bounds a job's failed attempts. `keeps_late`: attempts of a failed job that have been sent are left
+    """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock. `max_attempts`
+    bounds a job's failed attempts. `keeps_late`: attempts of a failed job that have been sent are left
     to end, and its caller is told the answer.
     """
 
@@ -88,18 +88,17 @@ class RetryPolicy:
         self._jobs = jobs
         self._observers = observers
         self._upstreams = upstreams
-        self._max_attempts = max_attempts
+        self.max_attempts = max_attempts
         self.keeps_late = keeps_late
         self.backoff = Backoff(jobs, upstreams, rng)
-        self.giving_up = GivingUp(self, max_attempts=max_attempts)
-        self.splitting = Splitting(self)
-        self.undecided = Undecided(jobs, upstreams)
+        self.preemption = Preemption(self, upstreams)
+        self._undecided: dict[Job, None] = {}
+        """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
         self.ruled = RuledCalls(self, jobs, upstreams, rng)
 
     def change(self, max_attempts: int, gone: frozenset[str]) -> None:
         """Go on with another bound, and without what is known of the sources in `gone`."""
-        self._max_attempts = max_attempts
-        self.giving_up.max_attempts = max_attempts
+        self.max_attempts = max_attempts
         self.backoff.forget_sources(gone)
 
     def cancelled(self, attempt: Attempt, now: float) -> None:
@@ -147,7 +146,7 @@ class RetryPolicy:
         elif isinstance(error, Throttled):
             self._throttled(attempt, error, now, gone=gone)
         elif together and not (isinstance(error, SourceUnusable) and error.certain):
-            self.splitting.failed(attempt, error, now)
+            self.request_failed(attempt, error, now)
         elif isinstance(error, PermanentError):
             self._permanent(attempt, error, now, gone=gone)
         elif gone:
@@ -181,14 +180,13 @@ class RetryPolicy:
             asked = reply.on_judged(valid, now)
         if asked is not None:
             job.refusals = {**job.refusals, upstream.name: asked}
-        self.backoff.earned(upstream, now)
         if was_open and upstream.breaker.closed:
             self.backoff.release(upstream)
-            self.giving_up.source_recovered(upstream, now - attempt.started_at, now)
+            self.preemption.source_recovered(upstream, now - attempt.started_at, now)
         elif upstream.local:
             self.backoff.release(upstream)
         if valid:
-            self.undecided.decide(others_live=True)
+            self.decide(others_live=True)
 
     def _throttled(self, attempt: Attempt, error: Throttled, now: float, *, gone: bool) -> None:
         job, upstream = attempt.job, attempt.upstream
@@ -206,7 +204,8 @@ class RetryPolicy:
         job.throttled += 1
         # A server that throttles a request has done nothing with it.
         job.begun &= not job.call.once
-        self.splitting.throttled(attempt)
+        if attempt.together > 1 and not job.throttled % 3:
+            job.go_with(attempt.together // 2)
         self.backoff.after_throttled(job, upstream, pause_s or 0.0, now, alone=alone)
         if not gone:
             self.retry(attempt, problem)
@@ -216,16 +215,49 @@ class RetryPolicy:
         if is_one_replicas(attempt, error):
             self.transient(attempt, error, now, excused=True)
             return
-        if attempt.timed_out:
-            upstream.quota.timed_out(now, sent_at=attempt.started_at)
-        if upstream.health.failed(now, probe=attempt.decides, samples=attempt.samples, error=str(error)):
-            self.giving_up.source_fails(upstream, now)
+        self._source_failed(attempt, error, now)
         # A job that failed just now may have been the last that its batch waited for, which ended this one.
         if not job.ended:
             excused = upstream.health.excuses(attempt)
             if attempt.timed_out and not excused:
-                self.backoff.after_timeout(job, now)
+                self.backoff.behind_others(job, now)
             self.transient(attempt, error, now, excused=excused)
+
+    def _source_failed(self, attempt: Attempt, error: SourceError, now: float) -> None:
+        upstream = attempt.upstream
+        if attempt.timed_out:
+            upstream.quota.timed_out(now, sent_at=attempt.started_at)
+        if upstream.health.failed(now, probe=attempt.decides, samples=attempt.samples, error=str(error)):
+            self.preemption.source_fails(upstream, now)
+
+    def request_failed(self, attempt: Attempt, error: InvalidReply | SourceError, now: float) -> None:
+        """Split the calls of a request that failed with `error`, except a 429 or an error that is certain to concern
+        all calls. Called for each of its attempts.
+        """
+        job, upstream = attempt.job, attempt.upstream
+        passes = None if not isinstance(error, TransientError) or isinstance(error, SampleFault) else error
+        if attempt.speaks and passes:
+            raised = upstream.local and not isinstance(error, NotStarted)  # because of a sample, or a service behind it
+            if not (raised or is_one_replicas(attempt, error)):
+                self._source_failed(attempt, passes, now)
+        elif attempt.speaks and isinstance(error, PermanentError):
+            self._source_refused(attempt, error, now)
+        if job.ended or attempt.given_up:
+            return
+        halves = isinstance(error, PermanentError) or (passes and not attempt.timed_out)
+        if not (passes and upstream.health.excuses(attempt)):
+            job.go_with(attempt.together // 2 if halves else 1)
+        if passes:
+            self.transient(attempt, passes, now, excused=True)
+        else:
+            self.retry(attempt, str(error))
+
+    def _source_refused(self, attempt: Attempt, error: PermanentError, now: float) -> None:
+        if isinstance(error, SourceUnusable):
+            if attempt.upstream.health.refused(attempt, str(error), now, certain=error.certain):
+                self._fail_stranded()
+        else:
+            self._note_refusal(attempt, error)
 
     def _invalid(self, attempt: Attempt, error: InvalidReply, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
@@ -239,24 +271,69 @@ class RetryPolicy:
         else:
             self._blame(attempt, str(error))
 
+    # Who is to blame for invalid replies and refusals
+
     def _blame(self, attempt: Attempt, problem: str) -> None:
-        """Fail a job that its sources could not judge, now or when it is known whether they judge others."""
+        """Fail a job that its sources could not judge, now or when it is known whether they judge others: if they do,
+        this job provoked what it got, and a floor may stand for its verdict; otherwise they are broken.
+        """
         job = attempt.job
-        job.last_problem = problem
-        if self.undecided.add(job, problem):
+        job.last_problem = job.undecided = problem
+        if not job.call.clear_blame or self._judges_others(job):
+            self.settle(job)
+        else:
+            self._undecided[job] = None
             job.ended_attempt(attempt)
+
+    def decide(self, *, others_live: bool) -> None:
+        """End the jobs for which it is known now who is to blame. `others_live`: other jobs are still under way."""
+        for job in list(self._undecided):
+            if self._judges_others(job) or (not others_live and self._none_left(job)):
+                self.settle(job)
+
+    def settle(self, job: Job) -> bool:
+        """End `job` by what is known now; return whether it was undecided."""
+        problem, job.undecided = job.undecided, ""
+        self._undecided.pop(job, None)
+        if not problem:
+            return False
+        judges = self._judges_others(job)
+        if job.refused_at and not job.invalid_at:
+            if judges and job.call.clear_blame:
+                self._jobs.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
+            else:
+                self._jobs.fail(job, "no_source", problem)
+        elif not judges and all(self._upstreams[name].health.degraded for name in job.invalid_at | job.refused_at):
+            self._jobs.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
+        else:
+            self._jobs.fail(job, "invalid", problem, invalid=True)
+        return True
+
+    def _judges_others(self, job: Job) -> bool:
+        """Whether one of its sources has given another job a valid reply since `job` was submitted or, if `job` was
+        refused, shortly before.
+        """
+        since = job.submitted_at if job.invalid_at else job.submitted_at - REFUSES_WITHIN_S
+        return any(self._upstreams[name].health.judges_since(since) for name in job.invalid_at | job.refused_at)
+
+    def _none_left(self, job: Job) -> bool:
+        """Whether no other job is left that the sources of `job` could answer."""
+        names = job.invalid_at | job.refused_at
+        if any(self._upstreams[name].live for name in names):
+            return False
+        return not any(names & (set(other.call.sources) - other.barred) for other in self._jobs.waiting_jobs())
 
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
-        if job.undecided:
-            self.undecided.discard(job)
+        self._undecided.pop(job, None)
         if job.backoff_until:
             self.backoff.forget(job)
+
+    # Failures
 
     def transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         """Try again after a failure that may pass. `excused`: it does not count as a failure of the job."""
         job = attempt.job
-        job.failed_at = min(job.failed_at, now)
         if excused:
             job.excused += 1
         elif attempt.probe and job.probes_left > 0:
@@ -264,14 +341,14 @@ class RetryPolicy:
             job.probes_left -= 1
         else:
             job.failures += 1
-        if not excused and job.failures >= self._max_attempts and not self._others_live(attempt):
+        if not excused and job.failures >= self.max_attempts and not self._others_live(attempt):
             self._jobs.fail(job, "exhausted", str(error))
             return
         if job.begun:
             self._jobs.fail(job, "broken", str(error))
             return
         if not attempt.probe:
-            # Probes need no backoff, because `probing` sets their pace.
+            # Probes need no backoff, because `probes.py` sets their pace.
             self.backoff.after_failure(attempt, now)
         self.backoff.until_budget(attempt, now)
         self.retry(attempt, str(error))
@@ -279,12 +356,11 @@ class RetryPolicy:
     def _raised(self, attempt: Attempt, error: SourceError, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
         job.failures += 1
-        job.suspect = True
-        before = job.answers_before.get(upstream.name)
-        if before is None:
-            job.answers_before = {**job.answers_before, upstream.name: upstream.answers}
-        is_to_blame = before is not None and upstream.answers > before
-        if (is_to_blame or job.failures >= self._max_attempts) and not self._others_live(attempt):
+        job.go_last()
+        name, answers = job.raised_at
+        is_to_blame = name == upstream.name and upstream.answers > answers
+        job.raised_at = upstream.name, upstream.answers
+        if (is_to_blame or job.failures >= self.max_attempts) and not self._others_live(attempt):
             self._jobs.fail(job, "exhausted", str(error))
             return
         self.backoff.after_raised(job, upstream, now)
@@ -294,7 +370,7 @@ class RetryPolicy:
         """Try again, after all other samples, unless the sample has had its tries."""
         job = attempt.job
         job.faults += 1
-        job.suspect = True
+        job.go_last()
         if (had_whole_limit or job.faults >= MAX_FAULTS) and not self._others_live(attempt):
             self._jobs.fail(job, error.reason, str(error))
         else:
@@ -307,7 +383,7 @@ class RetryPolicy:
             job.refusals = {**job.refusals, upstream.name: error.refusal}
             # Like one that throttles a request, the server has done nothing with it.
             job.begun &= not job.call.once
-            self.note_refusal(attempt, error)
+            self._note_refusal(attempt, error)
             # Once for each job, so the retry budget does not count it.
             if not (gone or job.ended):
                 self.retry(attempt, str(error))
@@ -315,13 +391,9 @@ class RetryPolicy:
         job.barred |= {upstream.name}
         if isinstance(error, SampleRefused):
             job.refused_for = error.reason
-        if isinstance(error, SourceUnusable):
-            if upstream.health.refused(attempt, str(error), now, certain=error.certain):
-                self.fail_stranded()
-        else:
-            if error.status in OF_THE_REQUEST:
-                job.refused_at |= {upstream.name}
-            self.note_refusal(attempt, error)
+        if error.status in OF_THE_REQUEST and not isinstance(error, SourceUnusable):
+            job.refused_at |= {upstream.name}
+        self._source_refused(attempt, error, now)
         if gone or job.ended:
             return
         if job.call.refusal_ends and not isinstance(error, (SourceUnusable, SampleRefused)):
@@ -340,8 +412,8 @@ class RetryPolicy:
         first = not job.refused or attempt.request.refusal is None  # a hedge may have been sent before the refusal
         return error.refusal is not None and first and again
 
-    def note_refusal(self, attempt: Attempt, error: PermanentError) -> None:
-        """Note for its source that it, or one of its servers, refused a request. The others may be down meanwhile."""
+    def _note_refusal(self, attempt: Attempt, error: PermanentError) -> None:
+        """Note for its source that it, or one of its servers, refused a request."""
         upstream = attempt.upstream
         if error.status in OF_THE_REQUEST and error.refusal is None:
             # The source is up: it has read the request.
@@ -350,7 +422,7 @@ class RetryPolicy:
         else:
             upstream.breaker.abandoned(probe=attempt.decides)
 
-    def fail_stranded(self) -> None:
+    def _fail_stranded(self) -> None:
         """Fail the waiting jobs that have no source left."""
         for job in list(self._jobs.waiting_jobs()):
             names = [name for name in job.call.sources if name not in job.barred]

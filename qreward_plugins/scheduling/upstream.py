@@ -21,15 +21,12 @@ from ..quotas.retries import RetryBudget
 from ..quotas.tokens import TokenEstimates
 from ..sources import Source
 from ..sources.base import Reply, Request
+from .batches import WaitReason, WaitReasons
 from .breaker import Breaker
-from .health import Health
-from .pauses import Pauses
+from .health import Health, Silence
+from .latency import Speed, Tail
+from .pauses import Pauses, ThrottledSamples
 from .rules import ErrorShare
-from .silence import Silence
-from .speed import Speed
-from .tail import Tail
-from .throttled_samples import ThrottledSamples
-from .wait_reasons import WaitReason, WaitReasons
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -61,8 +58,6 @@ class Upstream:
         """Whether a call of it that takes far longer than usual is ended when others wait."""
         self.error_share: ErrorShare | None = None
         """Tells by its errors when fewer requests should be in flight, of calls with `rules`; None: by time-outs."""
-        self.spare = int(getattr(source, "spare", 0))
-        """Spare workers: number of last tries of samples that hung that it can run in addition to its concurrency."""
         self.preempted = 0
         """Number of calls in a row that were ended because others waited. A call that ends by itself resets it."""
         self.quota = quota
@@ -76,8 +71,6 @@ class Upstream:
         """Attempts that started here."""
         self.answers = 0
         """Replies that it gave, valid or not."""
-        self.most_answered = 0
-        """Number of calls of the largest request that it answered."""
         self.live: dict[Attempt, None] = {}
         """Attempts under way here."""
         self.silence = Silence(self.live, self.speed, Tail())
@@ -159,30 +152,14 @@ class Upstream:
         most = self.quota.most_tokens
         return most < math.inf and self.tokens(request) > most
 
-    @property
-    def oversize_bounds(self) -> tuple[object, float, float]:
-        """What `oversize` depends on beside the request, and the length of its window in seconds."""
-        return self._estimates.state, self.quota.most_tokens, self.quota.per_window()[1]
-
-    def reserve(
-        self, request: Request, now: float, *, spare: bool = False, shares_request: bool = False
-    ) -> Reservation:
-        """Take what an attempt of `request` needs from the quota.
-
-        `spare`: it runs on a spare worker, so it needs no concurrency. `shares_request`: it shares a request that has a
+    def reserve(self, request: Request, now: float, *, shares_request: bool = False) -> Reservation:
+        """Take what an attempt of `request` needs from the quota. `shares_request`: it shares a request that has a
         reservation, so it needs tokens only.
         """
         if self._ignores_tokens:
-            return self.quota.reserve(0, 0, now, spare=spare, shares_request=shares_request)
+            return self.quota.reserve(0, 0, now, shares_request=shares_request)
         prompt, completion = self._estimates.most(self._demand(request))
-        return self.quota.reserve(prompt, completion, now, spare=spare, shares_request=shares_request)
-
-    @property
-    def free_spares(self) -> int:
-        """Number of further last tries that its spare workers can run; 0 if its requests are limited."""
-        if not self.spare or not self.breaker.closed or self.health.unusable or self.quota.rate_per_s < math.inf:
-            return 0
-        return self.spare - sum(attempt.reservation.spare for attempt in self.live)
+        return self.quota.reserve(prompt, completion, now, shares_request=shares_request)
 
     def wait_s(self, tokens: float, now: float) -> float:
         """Seconds until a request of `tokens` may go; infinity if that depends on other requests.
@@ -331,8 +308,6 @@ class Upstream:
 
     def _request_answered(self, attempt: Attempt, reply: Reply, now: float) -> None:
         """Learn from the answer to a request, whatever number of calls it carried."""
-        if attempt.request_batch is not None:
-            self.most_answered = max(self.most_answered, attempt.request_batch.count)
         self._throttled.accepted(attempt)
         self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
@@ -377,7 +352,7 @@ class Upstream:
 
     def refuses(self, attempt: Attempt) -> bool:
         """Whether it throttles the sample of `attempt` for what it is, and so will never accept it."""
-        return self._throttled.refuses(attempt, self.live, self.requests)
+        return self._throttled.refuses(attempt, self.live)
 
     def throttled(
         self, retry_after_s: float | None, sent_at: float, now: float, *, others: float = math.inf, error: str = ""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 from ..config import Config
 from ..errors import ConfigurationError, Mistake
+from ..observers import Observers, ReplicaChanged
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..sources import Source, open_source
@@ -69,6 +73,31 @@ def with_draining(upstreams: Mapping[str, Upstream]) -> Iterable[Upstream]:
     if isinstance(upstreams, Upstreams) and upstreams.draining:
         return [*upstreams.values(), *upstreams.draining]
     return upstreams.values()
+
+
+def listen(
+    upstreams: Iterable[Upstream],
+    loop: asyncio.AbstractEventLoop,
+    observers: Observers,
+    *,
+    on_change: Callable[[], None],
+) -> None:
+    """Listen to the sources whose replicas come, go and change. `on_change` is called in the event loop after each
+    change, because a source may take calls again, or stop taking them.
+    """
+
+    def handle(source: Any) -> None:
+        for change in source.look():
+            observers.emit(ReplicaChanged(loop.time(), *change))
+        on_change()
+
+    def changed(source: Any) -> None:  # any thread may call this
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(handle, source)
+
+    for upstream in upstreams:
+        if (listens := getattr(upstream.source, "listen", None)) is not None:
+            listens(partial(changed, upstream.source))
 
 
 def open_upstreams(

@@ -45,8 +45,8 @@ class Inspector:
         self._engine, self._servers = engine, servers
         self._dispatcher = engine.dispatcher()
         self.order.watch(self._dispatcher)
-        running = self._dispatcher._running
-        running._on_settled = self._noting(running._on_settled)
+        runner = self._dispatcher._runner
+        runner._on_settled = self._noting(runner._on_settled)
 
     def _noting(self, settled: Callable[[Attempt, asyncio.Task[None]], None]) -> Callable[..., None]:
         def note_and_settle(attempt: Attempt, task: asyncio.Task[None]) -> None:

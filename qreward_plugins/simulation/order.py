@@ -180,8 +180,7 @@ class Order:
     def watch(self, dispatcher: Dispatcher) -> None:
         """Check each attempt that `dispatcher` starts from now on."""
         self._dispatcher = dispatcher
-        placing = dispatcher._placing
-        placing._start = self._looking(placing._start)
+        dispatcher._start_attempt = self._looking(dispatcher._start_attempt)  # type: ignore[method-assign]
 
     def add(self, sample: Sample, priority: int) -> None:
         """Record the priority of a sample that is submitted."""
@@ -213,13 +212,11 @@ class Order:
     def _may_go(self, job: Job, upstream: Upstream, now: float) -> bool:
         """Whether a waiting job may go to a source, as far as that depends on the job."""
         name, dispatcher = upstream.name, self._dispatcher
-        if job.live or job.undecided or job.ended or job in dispatcher._arrivals.jobs or job.deadline_at <= now:
+        if job.live or job.undecided or job.ended or job in dispatcher._arrived or job.deadline_at <= now:
             return False
         if name not in job.call.sources or name in job.barred or upstream.too_large(job.request):
             return False
-        if job.suspect or name in job.oversize_at:
-            return False
-        if job in dispatcher._waiting._oversize and upstream.oversize(job.request):
+        if job.last or upstream.oversize(job.request):
             return False
         # A timer of this very moment may still have to run.
         return max(job.not_before, job.backoff_until.get(name, now - 1)) < now - _LEAST_S
@@ -238,7 +235,7 @@ class Order:
         if planner._choose is not None or len(self._dispatcher._upstreams) == 1:
             return False
         with _untouched(planner.forecast):
-            return not planner.finishing.first(upstream, job, now)
+            return not planner.finishes_first(upstream, job, now)
 
     def _priority(self, job: Job) -> int:
         return self._priorities[_name(job)]

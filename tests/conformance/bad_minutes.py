@@ -34,6 +34,6 @@ BAD_MINUTES: Mapping[str, Mapping[str, Any]] = {
 
 def shorter(judge: Judge) -> Judge:
     """The same judge, away for half the time and warm sooner, for fake trainers. (Whole minutes without a judge are
-    played in virtual time, in tests/scheduling and by the soak.)
+    played in virtual time, in tests/engine and by the soak.)
     """
     return judge if judge.away_s is None else replace(judge, away_s=AWAY_S / 2, cold_s=0.2)

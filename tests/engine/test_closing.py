@@ -106,7 +106,7 @@ def test_a_call_that_swallows_its_cancellation_does_not_hold_up_closing(caplog):
 
 
 def test_a_portal_closes_although_a_call_swallows_its_cancellation(monkeypatch):
-    monkeypatch.setattr("qreward_plugins.scheduling.running.CLOSE_WITHIN_S", 0.05)
+    monkeypatch.setattr("qreward_plugins.scheduling.runner.CLOSE_WITHIN_S", 0.05)
     with engine_of({"a": Stays("a")}).portal() as portal:
         outcome = portal.score(SAMPLE, deadline_s=0.05)
     assert outcome.reason == "deadline"

@@ -6,10 +6,7 @@ import math
 
 import pytest
 
-from qreward_plugins.errors import TransientError
-from qreward_plugins.samples import Scored
 from qreward_plugins.scheduling.breaker import FAILURES_TO_OPEN, FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S, Breaker
-from qreward_plugins.simulation import run
 
 
 def opened(now=100.0):
@@ -59,31 +56,3 @@ def test_an_answer_of_an_attempt_from_before_closes_it():
     breaker = opened()
     breaker.succeeded()
     assert breaker.wait_s(100.0) == 0
-
-
-def test_quick_errors_in_a_burst_do_not_close_a_source_that_answers_most(stage):
-    import asyncio
-
-    source = stage.add("a", limits={"concurrency": 200})
-    send = source.send
-
-    async def errs_quickly(request, *, on_sent):
-        if len(source.arrivals) % 10 == 0:
-            source.arrivals.append(0.0)
-            on_sent()
-            raise TransientError("500")
-        return await send(request, on_sent=on_sent)
-
-    source.send = errs_quickly
-    source.behaviour = lambda *_: 5.0
-
-    async def main():
-        dispatcher = stage.dispatcher()
-        futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=300) for _ in range(100)]
-        await asyncio.sleep(1)
-        assert stage.upstreams["a"].breaker.closed
-        outcomes = await asyncio.gather(*futures)
-        await dispatcher.aclose()
-        return outcomes
-
-    assert all(isinstance(outcome, Scored) for outcome in run(main()))

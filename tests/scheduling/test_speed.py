@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.scheduling import Speed
-from qreward_plugins.scheduling.speed import SHORTEST_S
+from qreward_plugins.scheduling.latency import SHORTEST_S
 
 answers = st.lists(st.tuples(st.integers(0, 5000), st.floats(0.0, 100.0)), min_size=1, max_size=60)
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from qreward_plugins.scheduling.tail import Tail
+from qreward_plugins.scheduling.latency import Tail
 
 AGES = [0.05 * step for step in range(1, 800)]
 

@@ -283,7 +283,7 @@ def hedges_go_before_higher_priorities(monkeypatch):
 
 
 def a_slow_source_takes_what_is_small_whatever_its_priority(monkeypatch):
-    monkeypatch.setattr(Planner, "_urgent", lambda self, upstream, job, left_s, now: None)
+    monkeypatch.setattr(ReadyQueue, "higher", lambda self, source, job: iter(()))
 
 
 def one_replica_refuses_for_all(monkeypatch):

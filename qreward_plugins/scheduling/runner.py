@@ -1,4 +1,4 @@
-"""The attempts under way in an event loop, each with its task. It starts them, and cleans up after them."""
+"""The runner starts the attempts of an event loop, each in a task, and cleans up after them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOSE_WITHIN_S = 5.0
 """Longest time, in seconds, for which closing waits for attempts that were cancelled."""
 
 
-class Running:
+class Runner:
     """Runs attempts, and tells `observers` of their starts.
 
     `on_ended` is called with each attempt and its end, unless its task was cancelled. Then `on_settled` is called with
@@ -30,8 +30,8 @@ class Running:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        *,
         observers: Observers,
+        *,
         on_ended: Callable[[Attempt, AttemptError | None], None],
         on_settled: Callable[[Attempt, asyncio.Task[None]], None],
     ) -> None:
@@ -45,19 +45,17 @@ class Running:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(
-        self, job: Job, upstream: Upstream, now: float, *, expected_s: float, hedge: bool, spare: bool
-    ) -> Attempt:
-        """Reserve the quota for the next attempt of `job`, and run it in a task; `spare`: on a spare worker."""
+    def start(self, job: Job, upstream: Upstream, now: float, *, expected_s: float, hedge: bool) -> Attempt:
+        """Reserve the quota for the next attempt of `job`, and run it in a task."""
         if job.first_at is None:
             job.first_at = now
-        batches = None if spare else upstream.request_batches
+        batches = upstream.request_batches
         batch = batches.place(job, now) if batches is not None else None
         attempt = Attempt(
             job,
             upstream,
             job.request_to(upstream.name),
-            upstream.reserve(job.request, now, spare=spare, shares_request=batch is not None),
+            upstream.reserve(job.request, now, shares_request=batch is not None),
             now,
             expected_s=expected_s,
             probe=not upstream.breaker.closed,

@@ -1,0 +1,426 @@
+"""Whose fault a failure is, and what follows: outages, hangs, garbage, refusals, poison. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from qreward_plugins import (
+    Cause,
+    InvalidReply,
+    PermanentError,
+    Scored,
+    SourceUnusable,
+    Throttled,
+    TransientError,
+)
+from qreward_plugins.errors import SampleFault
+from qreward_plugins.scheduling.jobs import MAX_RESTARTS
+from qreward_plugins.simulation import SimulatedSource
+from qreward_plugins.sources import Reply
+
+from ..kit import Stage, fails, hangs, make_sample, make_samples, scored_text
+from ..kit.stage import NEVER_S
+
+BROKEN = TransientError("answered 503", status=503)
+POISON = "poison"
+
+
+def options(limits=None, *, hedge=False, judge=None, total_s=30, **engine):
+    engine = {"deadline_s": 4 * 3600.0, "scheduling": {"hedge": hedge}, **engine}
+    return {"engine": engine, "limits": limits or {}, "judge": judge or {}, "total_s": total_s}
+
+
+def places(count, names="ab"):
+    return {name: {"concurrency": count} for name in names}
+
+
+def poisoned(count):
+    return [make_sample(1000 + number, response=f"{POISON} {number} {'x' * 99}") for number in range(count)]
+
+
+def is_poison(request):
+    return request.sample.response.startswith(POISON)
+
+
+def poison_is(end, *, others=1.0):
+    """The source does this to poisoned samples."""
+    return lambda number, request, now: end if is_poison(request) else others
+
+
+def down_until(at, error=BROKEN, seconds=0.1):
+    return lambda number, request, now: error if now < at else seconds
+
+
+def labels(outcomes):
+    return {"scored" if isinstance(outcome, Scored) else outcome.label for outcome in outcomes}
+
+
+# Outages
+
+
+class Unreachable(SimulatedSource):
+    """Cannot be reached until a time: nothing of a request is sent before."""
+
+    until = 600.0
+
+    async def send(self, request, *, on_sent):
+        if asyncio.get_running_loop().time() < self.until:
+            self.arrivals.append(asyncio.get_running_loop().time())
+            raise TransientError("connection refused")
+        return await super().send(request, on_sent=on_sent)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_samples_wait_for_a_judge_that_cannot_be_reached_and_use_it_at_once(count):
+    source = Unreachable("a", answer=scored_text)
+    played = Stage({"a": source}, options=options(max_attempts=2)).play(make_samples(count))
+    assert played.all_scored
+    assert 600.0 <= played.finished_s <= 606.0
+    assert len(source.arrivals) <= 620  # one a second
+
+
+def test_an_outage_that_several_samples_see_costs_them_no_tries():
+    stage = Stage({"a": down_until(1000.0)}, options=options(max_attempts=2))
+    played = stage.play(make_samples(4))
+    assert played.all_scored
+    assert played.finished_s <= 1006.0
+
+
+def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
+    for bad, good in ((1, 0), (1, 30), (5, 30)):
+        stage = Stage({"a": poison_is(BROKEN, others=0.1)}, options=options())
+        played = stage.play(poisoned(bad) + make_samples(good))
+        assert labels(played.outcomes[:bad]) == {"infra/exhausted"}
+        assert labels(played.outcomes[bad:]) <= {"scored"}
+        assert played.finished_s < 900.0
+        assert "503" in played.outcomes[0].detail
+
+
+def test_a_source_that_was_down_is_used_again_and_probes_leave_its_limit_to_the_samples():
+    limits = {"a": {"requests_per_minute": 60}}
+    stage = Stage({"a": down_until(50.0)}, options=options(limits))
+    played = stage.play(make_samples(55))
+    assert played.all_scored
+    assert played.finished_s < 125.0
+
+
+def test_one_failure_of_a_burst_takes_no_source_out():
+    """Errors come quicker than answers, so the first ends of a burst are failures."""
+    behaviour = lambda number, request, now: BROKEN if number % 10 < 3 and number < 40 else 3.0  # noqa: E731
+    played = Stage({"a": behaviour}, options=options(places(40, "a"))).play(make_samples(60))
+    assert played.all_scored
+    assert played.finished_s < 20.0
+
+
+# Hangs
+
+
+@pytest.mark.parametrize("usual_s", [0.2, 4.0])
+def test_a_source_that_hangs_is_noticed_long_before_its_time_limit_and_used_again(usual_s):
+    since_s, until_s = 6.0 * usual_s, 6.0 * usual_s + 30.0
+
+    def a(number, request, now):
+        return NEVER_S if since_s <= now < until_s else usual_s
+
+    stage = Stage({"a": a, "b": usual_s}, options=options(places(10), total_s=600, max_attempts=2))
+    played = stage.play(make_samples(int(20 * (60.0 / usual_s + 20))))
+    assert played.all_scored
+    assert played.statistics.sources["a"].timeouts == 0
+    in_outage = [each.at for each in stage.sent if each.source == "a" and since_s + 15 < each.at < until_s]
+    assert len(in_outage) <= 10
+    assert played.shares["a"] > 0.2 * played.shares["b"]
+
+
+def test_a_source_that_became_slow_is_not_taken_for_dead():
+    for factor in (4.0, 20.0):
+        slow = lambda number, request, now, factor=factor: 1.0 if number < 20 else factor  # noqa: E731
+        stage = Stage({"a": slow}, options=options(places(4, "a"), total_s=300))
+        played = stage.play(make_samples(60))
+        assert played.all_scored
+        assert len(stage.sent) < 120
+        assert played.finished_s < 1.6 * (5 + 10 * factor) + 60
+
+
+def test_an_attempt_that_takes_far_too_long_is_started_again_a_few_times():
+    slow = poison_is(200.0, others=0.5)
+    stage = Stage({"a": slow}, options=options(places(2, "a"), total_s=600))
+
+    async def main(engine):
+        await engine.score_all(make_samples(40))
+        return await engine.score_all(poisoned(1))
+
+    (outcome,) = stage.run(main)
+    assert isinstance(outcome, Scored)
+    assert outcome.verdict.attempts == 1 + MAX_RESTARTS
+
+
+def test_a_sample_that_hangs_the_judge_is_asked_again_after_the_others():
+    stage = Stage({"a": poison_is(NEVER_S)}, options=options(places(1, "a"), total_s=20, deadline_s=600.0))
+    played = stage.play(poisoned(2) + make_samples(30))
+    assert labels(played.outcomes[2:]) == {"scored"}
+
+
+def test_what_something_else_cancels_has_failed_and_is_asked_again():
+    async def cancelled_future():
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    async def cancels_itself():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1)
+
+    for cancel, times in itertools.product((cancelled_future, cancels_itself), (1, 10**6)):
+
+        class Cancels(SimulatedSource):
+            async def send(self, request, *, on_sent, cancel=cancel, times=times):
+                if len(self.arrivals) < times:
+                    self.arrivals.append(0.0)
+                    on_sent()
+                    await cancel()
+                return await super().send(request, on_sent=on_sent)
+
+        source = Cancels("a", answer=scored_text)
+        (outcome,) = Stage({"a": source}, options=options(deadline_s=300.0)).play(make_samples(1)).outcomes
+        assert isinstance(outcome, Scored) == (times == 1)
+        if times > 1:
+            assert "cancelled by another task" in outcome.detail
+
+
+# Garbage, refusals and floors
+
+FLOOR = {"on_invalid": "floor"}
+
+
+def nonsense(request):
+    return Reply(text="I would say seven", model="m")
+
+
+def judged(request):
+    return nonsense(request) if is_poison(request) else scored_text(request)
+
+
+def test_a_source_of_garbage_rests_where_another_one_is_fine_and_nowhere_else():
+    def both(request):
+        return nonsense(request) if sent_to(request) == "a" else scored_text(request)
+
+    stage = Stage(options=options())
+    sent_to = lambda request: next(each.source for each in reversed(stage.sent) if each.id == request.sample.id)  # noqa: E731
+    stage.sources, stage.answer = {"a": 1.0, "b": 1.0}, both
+    stage.options = options(places(5))
+    played = stage.play(make_samples(200))
+    assert played.all_scored
+    assert played.shares == {"b": 200}
+    assert stage.sent_by_source["a"] < 30
+
+    stage = Stage({"a": 1.0, "b": 1.0}, answer=nonsense, options=options(places(5)))
+    played = stage.play(make_samples(100))
+    assert len(stage.sent) == 400  # four tries each, as if nothing were wrong with the sources
+    assert sum(outcome.label == "infra/garbage" for outcome in played.outcomes) >= 75
+    assert played.rewards == [None] * 100
+
+
+def test_a_second_try_waits_for_a_busy_source_that_judges():
+    stage = Stage({"a": 0.05, "b": 3.0}, options=options({"a": {"concurrency": 8}, "b": {"concurrency": 1}}))
+    asked = {}
+
+    def answer(request):
+        name = next(each.source for each in reversed(stage.sent) if each.id == request.sample.id)
+        asked.setdefault(request.sample.id, []).append(name)
+        return nonsense(request) if name == "a" else scored_text(request)
+
+    stage.answer = answer
+    assert stage.play(make_samples(10)).all_scored
+
+
+@pytest.mark.parametrize("attackers", [1, 12, 31])
+def test_who_provokes_invalid_replies_or_a_refusal_gets_the_floor_however_many_come_together(attackers):
+    refused = PermanentError("answered 413: too long", status=413)
+    for concurrency, behaviour, label in (
+        (1, 1.0, "verdict/invalid"),
+        (32, 1.0, "verdict/invalid"),
+        (4, poison_is(refused), "verdict/refused"),
+    ):
+        stage = Stage({"a": behaviour}, answer=judged, options=options(places(concurrency, "a"), judge=FLOOR))
+        played = stage.play(poisoned(attackers) + make_samples(40 - attackers))
+        got = {(outcome.failure.label, outcome.reward) for outcome in played.outcomes[:attackers]}
+        assert got == {(label, 0.0)}
+        assert labels(played.outcomes[attackers:]) == {"scored"}
+
+
+def test_a_judge_that_cannot_judge_gives_nobody_a_floor():
+    for behaviour, answer, label in (
+        (1.0, nonsense, "infra/garbage"),
+        (fails(PermanentError("answered 400: no model", status=400)), scored_text, "infra/no_source"),
+    ):
+        stage = Stage({"a": behaviour}, answer=answer, options=options(places(8, "a"), judge=FLOOR))
+        assert labels(stage.play(make_samples(40)).outcomes) == {label}
+
+
+@pytest.mark.parametrize(("rest_s", "reward"), [(0.3, 0.0), (590.0, 0.0), (700.0, None)])
+def test_a_refusal_soon_after_answers_to_others_gets_the_floor(rest_s, reward):
+    stage = Stage({"a": poison_is(PermanentError("answered 413", status=413))}, options=options(judge=FLOOR))
+
+    async def main(engine):
+        await engine.score_all(make_samples(50))
+        await asyncio.sleep(rest_s)
+        return await engine.score(poisoned(1)[0], deadline_s=60.0)
+
+    assert stage.run(main).reward == reward
+
+
+def test_who_is_to_blame_is_decided_at_the_deadline_at_the_latest():
+    stage = Stage(
+        {"a": lambda number, request, now: 0.1 if is_poison(request) else NEVER_S},
+        answer=judged,
+        options=options(places(2, "a"), judge=FLOOR, total_s=600, deadline_s=20.0),
+    )
+    played = stage.play(poisoned(2) + make_samples(2))
+    assert [outcome.failure.label for outcome in played.outcomes[:2]] == ["verdict/invalid"] * 2
+    assert labels(played.outcomes[2:]) == {"infra/deadline"}
+    assert played.finished_s == 20.0
+
+
+def test_a_refused_key_takes_a_source_out_for_everybody_until_it_answers(caplog):
+    key = SourceUnusable("answered 401", status=401)
+    stage = Stage({"a": down_until(30.0, key), "b": 0.5}, options=options(places(4)))
+    assert stage.play(make_samples(40)).shares == {"b": 40}
+    assert stage.sent_by_source["a"] < 25
+
+    stage = Stage({"a": down_until(30.0, key)}, options=options(places(8, "a")))
+
+    async def main(engine):
+        took = []
+        for at in (0.0, 20.0, 40.0):
+            await asyncio.sleep(at - asyncio.get_running_loop().time())
+            outcomes = await engine.score_all(make_samples(40))
+            took.append((labels(outcomes), asyncio.get_running_loop().time() - at))
+        return took
+
+    first, second, third = stage.run(main)
+    assert first[0] == second[0] == {"infra/no_source"}
+    assert max(first[1], second[1]) < 10.0
+    assert third[0] == {"scored"}
+    assert "source a is unusable" in caplog.text
+    assert "source a answers again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        SourceUnusable("answered 403: blocked", status=403),
+        TransientError("answered 500", status=500),
+        Throttled("answered 429", retry_after_s=20.0),
+        Throttled("answered 429"),
+        PermanentError("answered 400", status=400),
+        InvalidReply("not a verdict"),
+        NEVER_S,
+    ],
+    ids=str,
+)
+def test_nothing_that_one_response_provokes_takes_the_source_from_the_others(end):
+    """Promise P11."""
+    for bad, position in ((1, 0), (1, 30)):
+        samples = make_samples(60)
+        samples[position:position] = poisoned(bad)
+        stage = Stage({"a": poison_is(end)}, options=options(places(8, "a"), total_s=30, deadline_s=300.0))
+        played = stage.play(samples)
+        innocent = [
+            outcome
+            for outcome, sample in zip(played.outcomes, samples, strict=True)
+            if not sample.response.startswith(POISON)
+        ]
+        assert labels(innocent) == {"scored"}
+        assert max(outcome.verdict.latency_s for outcome in innocent) < 45.0
+
+
+def test_what_is_blocked_at_one_source_is_tried_at_the_other():
+    stage = Stage({"a": poison_is(SourceUnusable("answered 403", status=403)), "b": 1.0}, options=options(places(2)))
+    assert stage.play(poisoned(2) + make_samples(20)).all_scored
+
+
+def test_a_bug_of_ours_on_one_sample_costs_that_sample_only(monkeypatch, caplog):
+    from qreward_plugins.scheduling import Upstream
+
+    reserve = Upstream.reserve
+
+    def broken(self, request, now, **more):
+        if is_poison(request):
+            raise RuntimeError("a bug")
+        return reserve(self, request, now, **more)
+
+    monkeypatch.setattr(Upstream, "reserve", broken)
+    played = Stage({"a": 0.5}, options=options()).play(poisoned(1) + make_samples(5))
+    assert labels(played.outcomes[:1]) == {"infra/bug"}
+    assert labels(played.outcomes[1:]) == {"scored"}
+    assert "this is a bug" in caplog.text
+
+
+# Local functions
+
+LIMIT_S = 120.0
+FUNCTION = {
+    "judges": {"right": {"kind": "function"}},
+    "engine": {"seed": 7, "deadline_s": 300.0},
+}
+
+
+def function(behaviour, *, workers):
+    tree = FUNCTION | {
+        "sources": {
+            "f": {
+                "kind": "function",
+                "function": "rewards:score",
+                "limits": {"concurrency": workers},
+                "timeouts": {"total_s": LIMIT_S},
+            }
+        }
+    }
+    source = SimulatedSource("f", behaviour=behaviour, answer=lambda request: Reply(value=0.5), local=True)
+    return Stage({"f": source}, tree=tree)
+
+
+@pytest.mark.parametrize(
+    ("end", "reasons"),
+    [
+        (NEVER_S, {"infra/hung", "infra/deadline"}),
+        (SampleFault("its worker died", reason="crashed"), {"infra/crashed"}),
+        (TransientError("raised TimeoutError"), {"infra/exhausted"}),
+    ],
+    ids=["hangs", "crashes", "raises"],
+)
+def test_a_sample_that_breaks_a_function_costs_no_other_one(end, reasons):
+    for workers, bad, front in itertools.product((1, 8), (10, 50), (True, False)):
+        samples = make_samples(300)
+        guilty = poisoned(bad)
+        samples = [*guilty, *samples] if front else [*samples, *guilty]
+        played = function(poison_is(end, others=0.01), workers=workers).play(samples)
+        innocent = [each for each, sample in zip(played.outcomes, samples, strict=True) if sample not in guilty]
+        assert labels(innocent) == {"scored"}
+        assert labels(each for each in played.outcomes if each not in innocent) <= reasons
+        assert all(each.cause is Cause.INFRA for each in played.outcomes if each not in innocent)
+
+
+def test_a_function_that_is_slow_for_one_sample_has_its_whole_time_limit_once_nobody_waits():
+    stage = function(poison_is(100.0, others=0.1), workers=1)
+    played = stage.play(poisoned(1) + make_samples(30))
+    assert played.all_scored
+    assert played.outcomes[0].verdict.attempts == 2
+    stage = function(poison_is(NEVER_S, others=0.1), workers=4)
+    played = stage.play(make_samples(3) + poisoned(1))
+    assert (played.outcomes[3].label, played.outcomes[3].attempts) == ("infra/hung", 1)
+    assert played.finished_s == LIMIT_S
+
+
+def test_a_function_whose_service_is_down_for_a_while_loses_nobody():
+    stage = function(down_until(20.0, TransientError("raised ConnectionResetError"), 0.05), workers=4)
+    assert stage.play(make_samples(100)).all_scored
+
+
+def test_hangs_everywhere_end_every_sample_by_its_deadline():
+    played = Stage({"a": hangs, "b": hangs}, options=options(places(4), deadline_s=50.0)).play(make_samples(20))
+    assert labels(played.outcomes) == {"infra/deadline"}
+    assert played.finished_s == 50.0

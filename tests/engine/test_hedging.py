@@ -1,0 +1,179 @@
+"""Hedges: when a second attempt is started, where, how many of them, and what becomes of the one that loses."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from qreward_plugins import Scored, TransientError
+from qreward_plugins.scheduling.hedging import LEAST_HEDGES, OVERDUE_AT, SOFT_AT
+from qreward_plugins.scheduling.jobs import MAX_HEDGES
+
+from ..kit import Stage, make_sample, make_samples
+from ..kit.stage import NEVER_S
+
+USUAL_S = 2.0
+
+
+class Hedged:
+    """Sources known to take `USUAL_S`; `straggler(name, sample, now)` says what takes how long instead."""
+
+    def __init__(self, straggler=lambda name, sample, now: None, *, names="ab", places=4, budget=0.25, **options):
+        def behaviour(name):
+            def takes(number, request, now):
+                special = straggler(name, request.sample.id, now) if self.known else None
+                return USUAL_S if special is None else special
+
+            return takes
+
+        self.known = False
+        self.began = 0.0
+        scheduling = {"hedge_budget": budget, **options}
+        self.stage = Stage(
+            {name: behaviour(name) for name in names},
+            options={
+                "engine": {"deadline_s": 900.0, "scheduling": scheduling},
+                "limits": {name: {"concurrency": places} for name in names},
+                "total_s": 300,
+            },
+        )
+
+    def play(self, count):
+        """Score a batch after the sources are known. Return its outcomes, its seconds and its number of hedges."""
+
+        async def main(engine):
+            await engine.score_all(make_samples(24))
+            await asyncio.sleep(10.0)
+            del self.stage.sent[:]
+            self.known, self.began = True, asyncio.get_running_loop().time()
+            outcomes = await engine.score_all([make_sample(100 + number) for number in range(count)])
+            return outcomes, asyncio.get_running_loop().time() - self.began, engine.last_batch().hedges
+
+        return self.stage.run(main)
+
+    def attempts(self, number):
+        """(source, seconds since the batch began) of the attempts of a sample."""
+        return [(each.source, each.at - self.began) for each in self.stage.sent if each.id == f"sample-{number}"]
+
+
+def once(*numbers, seconds, error=None):
+    """The first attempt of each of these samples takes so long, or ends with this error."""
+    seen = set()
+
+    def straggler(name, sample, now):
+        number = int(sample.removeprefix("sample-"))
+        if number in numbers and number not in seen:
+            seen.add(number)
+            return seconds
+        return None
+
+    return straggler
+
+
+def test_where_nothing_waits_an_attempt_is_hedged_elsewhere_before_it_is_overdue():
+    hedged = Hedged(once(100, seconds=50.0))
+    (outcome,), took_s, hedges = hedged.play(1)
+    (first, _), (second, at) = hedged.attempts(100)
+    assert first != second
+    assert SOFT_AT * USUAL_S <= at < OVERDUE_AT * USUAL_S
+    assert took_s == pytest.approx(at + USUAL_S)
+    assert (hedges, outcome.verdict.attempts) == (1, 2)
+    cancelled = hedged.stage.simulated[first].cancelled
+    assert cancelled == 1  # the loser
+
+
+def test_without_hedging_a_straggler_is_waited_for():
+    _, took_s, hedges = Hedged(once(100, seconds=10.0), hedge=False).play(5)
+    assert (took_s, hedges) == (pytest.approx(10.0), 0)
+
+
+def test_while_samples_wait_only_what_is_overdue_is_hedged():
+    hedged = Hedged(once(100, seconds=200.0))
+    outcomes, took_s, hedges = hedged.play(45)
+    (_, began), (_, at) = hedged.attempts(100)
+    assert at - began >= OVERDUE_AT * USUAL_S
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert took_s < 16.0
+    assert 1 <= hedges <= 4
+
+
+def test_the_only_source_is_asked_again_when_an_attempt_hangs():
+    _, took_s, hedges = Hedged(once(100, seconds=NEVER_S), names="a").play(3)
+    assert took_s < 20.0
+    assert hedges == 1
+
+
+def test_the_budget_of_a_batch_and_of_a_sample_is_kept():
+    for budget in (0.1, 0.5):
+        hedged = Hedged(lambda name, sample, now: NEVER_S if int(sample[7:]) % 2 else None, budget=budget, places=100)
+        _, _, hedges = hedged.play(100)
+        assert 4 <= hedges <= max(LEAST_HEDGES, budget * 100)
+    hedged = Hedged(lambda name, sample, now: NEVER_S if sample == "sample-100" else None, names="abcdefgh")
+    _, _, hedges = hedged.play(1)
+    assert 1 <= hedges <= MAX_HEDGES
+
+
+def test_no_limit_is_exceeded_for_a_hedge_and_a_full_source_gets_none():
+    rng = random.Random(3)
+    hedged = Hedged(lambda name, sample, now: 40.0 if rng.random() < 0.1 else None, places=3)
+    hedged.stage.options["limits"] = {name: {"concurrency": 3} for name in "ab"}
+    outcomes, _, hedges = hedged.play(60)
+    assert hedges >= 1
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    # The kit's stage asserts that nothing is left; the sources themselves count what is in flight.
+    peak = max(
+        sum(each.at <= other.at < each.at + USUAL_S - 1e-9 for each in hedged.stage.sent if each.source == other.source)
+        for other in hedged.stage.sent
+    )
+    assert peak <= 3
+
+
+def test_a_hedge_that_fails_does_not_end_the_attempt_beside_it_and_is_not_repeated_in_a_storm():
+    def straggler(name, sample, now):
+        if sample != "sample-100":
+            return None
+        seen.append(name)
+        return 9.0 if len(seen) == 1 else TransientError("503")
+
+    seen = []
+    (outcome, *_), took_s, _ = Hedged(straggler).play(1)
+    assert isinstance(outcome, Scored)
+    assert took_s == pytest.approx(9.0)
+    assert len(seen) <= 1 + MAX_HEDGES
+
+
+def test_an_attempt_that_beats_its_hedge_wins():
+    hedged = Hedged(once(100, seconds=2.9))
+    (outcome,), took_s, _ = hedged.play(1)
+    assert took_s == pytest.approx(2.9)
+    assert outcome.verdict.source == hedged.attempts(100)[0][0]
+
+
+def test_hedging_makes_batches_with_stragglers_much_quicker():
+    def took_s(**options):
+        rng = random.Random(5)
+        straggles = lambda name, sample, now: USUAL_S * 15 if rng.random() < 0.03 else None  # noqa: E731
+        return Hedged(straggles, places=20, **options).play(200)[1]
+
+    assert took_s() < 0.6 * took_s(hedge=False)
+
+
+def test_a_hedge_leaves_its_place_to_a_higher_priority():
+    hedged = Hedged(once(100, 101, seconds=60.0), names="ab", places=1)
+
+    async def main(engine):
+        await engine.score_all(make_samples(24))
+        await asyncio.sleep(10.0)
+        hedged.known = True
+        slow = asyncio.ensure_future(engine.score(make_sample(100)))
+        await asyncio.sleep(0.5)
+        urgent = [asyncio.ensure_future(engine.score(make_sample(n), priority=1)) for n in range(10)]
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*urgent)
+        took_s = asyncio.get_running_loop().time() - began
+        await slow
+        return took_s
+
+    assert hedged.stage.run(main) <= 10 * USUAL_S + 0.1

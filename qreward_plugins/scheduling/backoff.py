@@ -24,6 +24,10 @@ SHORTEST_INVALID_BACKOFF_S = 0.5
 """Shortest time, in seconds, for which a job avoids a source that gave it an invalid reply, if it has another."""
 
 
+LEAST_PATIENCE_S = 1.0
+"""Least time, in seconds, between two checks whether a job still goes after all others."""
+
+
 class Backoff:
     """The backoff of all jobs of an event loop. Times are seconds of its clock."""
 
@@ -86,6 +90,17 @@ class Backoff:
         its next attempt may harm them. In a stream that never ends it would starve otherwise.
         """
         job.go_last(now + min(now - job.submitted_at, (job.deadline_at - now) / 2))
+
+    def reconsider(self, job: Job, now: float) -> None:
+        """Let `job` go with the others again, unless harmless ones wait for its sources that were there before it."""
+        names = set(job.call.sources) - job.barred
+        for other in self._jobs.waiting_jobs() if job.last > 1 else ():  # in the order of their submission
+            if other.submitted_at > job.submitted_at:
+                break
+            if other is not job and other.last < 2 and not names.isdisjoint(set(other.call.sources) - other.barred):
+                job.last_until = now + max(LEAST_PATIENCE_S, (job.deadline_at - now) / 2)
+                return
+        job.last = 0
 
     def until_budget(self, attempt: Attempt, now: float) -> None:
         """Take a retry from the budget of a source, one for each request that failed, and wait until it is due."""

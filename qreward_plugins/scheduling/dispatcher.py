@@ -263,7 +263,7 @@ class Dispatcher:
             self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
             return
         if job.last and now >= job.last_until:
-            job.last = False
+            self._retry_policy.backoff.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:
             fitting = frozenset([name for name in eligible if not self._upstreams[name].oversize(job.request)])
@@ -275,7 +275,7 @@ class Dispatcher:
             elif not fitting and not job.last and now < half_at:
                 # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
                 job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
-                job.go_last(half_at)
+                job.go_last(half_at, harmless=True)
             self._queue.push(job, eligible)
             self._pump.ask()
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)

@@ -47,8 +47,8 @@ class Rank(NamedTuple):
     batches by when it was submitted, so that neither single jobs nor batches starve.
     """
 
-    last: bool
-    """`Job.last`: it goes after all others, whatever their priority."""
+    last: int
+    """`Job.last`: above 0 it goes after all others, whatever their priority."""
     priority: int
     """The user's priority, negated."""
     number: int
@@ -125,9 +125,9 @@ class Job:
     """Sources that gave an invalid reply."""
     faults: int = 0
     """Number of attempts that hung in a local function or crashed it."""
-    last: bool = False
-    """Whether it goes after all others, whatever their priority, because it may harm them: it may take a place for a
-    whole time limit again, or an empty window, or no source can answer it before its deadline."""
+    last: int = 0
+    """Above 0 it goes after all others, whatever their priority. 1: it needs an empty window, or no source can answer
+    it before its deadline. 2: it may harm others, because it may take a place for a whole time limit again."""
     last_until: float = math.inf
     """Time at which `last` ends."""
     raised_at: tuple[str, int] = ("", 0)
@@ -224,9 +224,9 @@ class Job:
         last = self.throttled_at.get(source)
         return 0 if last is None else last.alone
 
-    def go_last(self, until: float = math.inf) -> None:
-        """Let all others go first until this time, on the event loop's clock."""
-        self.last, self.last_until = True, until
+    def go_last(self, until: float = math.inf, *, harmless: bool = False) -> None:
+        """Let all others go first until this time, on the event loop's clock; a `harmless` one goes before the rest."""
+        self.last, self.last_until = max(self.last, 1 if harmless else 2), until
 
     def go_with(self, most: int) -> None:
         """Go in requests of at most this number of calls from now on."""

@@ -204,7 +204,7 @@ class ReadyQueue:
         """Move a queued job that cannot meet its deadline behind all others."""
         eligible = self._of[job.entry].eligible
         self.discard(job)
-        job.go_last()
+        job.go_last(harmless=True)
         self.push(job, eligible)
 
     def count(self, source: str) -> int:

@@ -167,14 +167,13 @@ class Quota:
         completion_tokens: float,
         now: float,
         *,
-        spare: bool = False,
         shares_request: bool = False,
     ) -> Reservation:
-        """Reserve the most that one attempt can need. `spare`: it runs on a spare worker, so it needs no concurrency.
+        """Reserve the most that one attempt can need.
 
         `shares_request`: the attempt shares a request that has a reservation of its own, so it needs tokens only.
         """
-        reservation = Reservation(self, prompt_tokens, completion_tokens, spare=spare, shares_request=shares_request)
+        reservation = Reservation(self, prompt_tokens, completion_tokens, shares_request=shares_request)
         tokens = prompt_tokens + completion_tokens
         if tokens:
             reservation.token_probe = self._tokens.reserve(tokens, now)
@@ -182,7 +181,7 @@ class Quota:
         if shares_request:
             return reservation
         reservation.request_probe = self._requests.reserve(1.0, now)
-        self.in_flight += not spare
+        self.in_flight += 1
         if self._window is not None and self.in_flight >= self.concurrency:
             self._window.filled()
         return reservation

@@ -32,7 +32,6 @@ class Reservation:
         "request_probe",
         "sent_at",
         "shares_request",
-        "spare",
         "token_probe",
     )
 
@@ -42,12 +41,9 @@ class Reservation:
         prompt_tokens: float,
         completion_tokens: float,
         *,
-        spare: bool = False,
         shares_request: bool = False,
     ) -> None:
         self._quota = quota
-        self.spare = spare
-        """Whether the attempt runs on a spare worker, and takes no concurrency."""
         self.shares_request = shares_request
         """Whether the attempt shares a request that has a reservation of its own: it holds tokens only."""
         self._epoch = quota.epoch
@@ -105,7 +101,7 @@ class Reservation:
         if self.sent_at == -math.inf:
             self._stamp(now)  # it may have been sent, although the source did not report it
         self.held = False
-        quota.in_flight -= not (self.spare or self.shares_request)
+        quota.in_flight -= not self.shares_request
         tokens = quota.tokens
         if rejected:
             completion_tokens = 0.0

@@ -70,9 +70,9 @@ about the request, so it needs less than an invalid reply does."""
 
 
 class RetryPolicy:
-    """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock. `max_attempts`
-    bounds a job's failed attempts. `keeps_late`: attempts of a failed job that have been sent are left
-    to end, and its caller is told the answer.
+    """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock.
+
+    `max_attempts` bounds a job's failed attempts. `keeps_late`: the sent attempts of a failed job go on.
     """
 
     def __init__(

@@ -43,8 +43,6 @@ class SimulatedSource:
     slots: int | None = None
     local: bool = False
     """Whether it stands for a function in this machine's processes."""
-    spare: int = 0
-    """Calls that it can take beyond its concurrency: last tries of samples that hung."""
     batch: Batch | None = None
     """How many calls one request may carry. None: one."""
     batch_behaviour: BatchBehaviour | None = None

@@ -41,9 +41,6 @@ from .kind import VALUE, Provider, SourceKind
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from .workers import CallOverdue, CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
 
-SPARE_WORKERS = 8
-"""Additional worker processes for the last tries of samples that hung. More would overload a small machine."""
-
 
 class FunctionSource(SourceKind):
     """A Python function that scores, yours or a framework's own.
@@ -55,7 +52,7 @@ class FunctionSource(SourceKind):
     way, e.g. `functools.partial(load_function, settings)`. `secrets` are secret texts that the loader passes to the
     function in addition to `kwargs`; they are redacted from every message, like the secrets of `kwargs`.
 
-    At most `slots` + `spare` calls run at once; further ones wait in `send` before they start. A source serves one
+    At most `slots` calls run at once; further ones wait in `send` before they start. A source serves one
     event loop at a time.
 
     Raises ConfigurationError if the function cannot be loaded.
@@ -130,7 +127,7 @@ class FunctionSource(SourceKind):
             return
         try:
             own = loader if config.batch is None else _ReturnsList(loader)
-            self._pool = WorkerPool(own, self._slots, spare=self.spare)
+            self._pool = WorkerPool(own, self._slots)
         except Exception as error:
             problem = (
                 f"the function's loader cannot be pickled for the worker processes: {self._excerpt(describe(error))}."
@@ -146,12 +143,6 @@ class FunctionSource(SourceKind):
     def slots(self) -> int | None:
         """How many calls run at once; None if there is no limit, because the function is async."""
         return self._slots
-
-    @property
-    def spare(self) -> int:
-        """How many calls may run in addition to `slots`; 0 if the configuration sets how many run at once."""
-        declared = self._config.workers or self._config.limits.concurrency
-        return 0 if declared or self._threads is not None or self._slots is None else SPARE_WORKERS
 
     def question(self, request: Request) -> object | None:
         """Return the version, the arguments, and the function's file and bound arguments, for the journal's key.

@@ -179,16 +179,15 @@ class PoolClosed(Exception):
 
 
 class WorkerPool:
-    """Runs one function in `size` processes, and in up to `spare` more if all of these are busy.
+    """Runs one function in `size` processes.
 
     It serves one event loop at a time. The constructor raises the error of pickle if `loader` cannot be pickled.
     """
 
-    def __init__(self, loader: Loader, size: int, *, spare: int = 0) -> None:
+    def __init__(self, loader: Loader, size: int) -> None:
         self._boot = pickle.dumps(loader)
         self._places = [absolute(place) for place in sys.path]
         self._size = size
-        self._most = size + spare
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._ending: set[Worker] = set()
@@ -289,15 +288,12 @@ class WorkerPool:
             if not waiter.done():
                 waiter.set_result(worker)
                 return
-        if len(self._workers) > self._size:
-            self._discard(worker)
-        else:
-            self._idle.append(worker)
+        self._idle.append(worker)
 
     def _start_workers(self, wanted: int) -> None:
         if self._closed or self._loop is None:
             return
-        for _ in range(min(wanted - len(self._starts), self._most - len(self._workers))):
+        for _ in range(min(wanted - len(self._starts), self._size - len(self._workers))):
             try:
                 worker = Worker(self._boot, self._places)
             except OSError as error:

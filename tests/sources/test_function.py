@@ -28,7 +28,7 @@ from qreward_plugins.errors import (
     TransientError,
 )
 from qreward_plugins.samples import Sample
-from qreward_plugins.sources import FunctionSource, Request, function, threads
+from qreward_plugins.sources import FunctionSource, Request, threads
 from qreward_plugins.sources.worker_program import END_WITHIN_S
 from qreward_plugins.system.functions import PathLoader
 
@@ -245,20 +245,6 @@ async def test_workers_are_shared_and_never_more_than_told(opened: Any) -> None:
     pids = {reply["pid"] for reply in replies}
     assert 1 <= len(pids) <= 2
     assert pids <= source._pool.pids
-
-
-@pytest.mark.parametrize("declared", [{}, {"workers": 1}, {"limits": {"concurrency": 1}}])
-async def test_spare_workers_run_only_where_no_number_is_declared_and_do_not_stay(
-    opened: Any, declared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(function, "processors", lambda: 1)
-    source = opened("misbehave", **{"workers": None, **declared})
-    assert (source.slots, source.spare) == (1, 0 if declared else function.SPARE_WORKERS)
-    replies = await asyncio.gather(*(value(source, request()) for _ in range(6)))
-    assert len({reply["pid"] for reply in replies}) <= 1 + source.spare
-    # Those that are still starting end when they have started.
-    await asyncio.wait_for(asyncio.gather(*source._pool._starts.values()), PATIENCE_S)
-    assert len(source._pool.pids) == 1
 
 
 async def test_a_hundred_calls_of_which_many_are_cancelled_leak_nothing(opened: Any) -> None:

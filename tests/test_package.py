@@ -230,7 +230,6 @@ def test_the_core_knows_no_framework():
             for name in names:
                 framework, where = name.split(".")[0], path.as_posix()
                 allowed = {
-                    "torch": "testing/roll/" in where,
                     "ray": ("/sharing/" in where or "/ray_actors" in where or "/replicas/ray_" in where)
                     and id(node) in in_functions,
                 }.get(framework, False)

@@ -14,7 +14,7 @@ from .report import Report, Violation
 from .scores import ScoreCall
 
 if TYPE_CHECKING:
-    from .roll.engine import RollDraft
+    from .roll.generation import RollDraft
     from .roll.modules import roll_stand_in
     from .roll.protocol import RollDataProto
     from .roll.results import RollStep, RollValidation
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .verl.trainer import FakeVerlTrainer
 
 _NAMES = {
-    "roll.engine": "RollDraft",
+    "roll.generation": "RollDraft",
     "roll.modules": "roll_stand_in",
     "roll.protocol": "RollDataProto",
     "roll.results": "RollStep RollValidation",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import pytest
 
 from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlTrainer, roll_stand_in, slime_stand_in
 
@@ -27,7 +24,7 @@ class Step:
 
 
 def play(framework: str, responses: Sequence[str], tree: dict[str, Any]) -> Step:
-    """Train one step on a group of these responses with the configuration `tree`. Skips where the fake needs torch."""
+    """Train one step on a group of these responses with the configuration `tree`."""
     return _PLAYERS[framework](list(responses), tree)
 
 
@@ -49,7 +46,6 @@ def _verl(responses: list[str], tree: dict[str, Any]) -> Step:
 
 
 def _slime(responses: list[str], tree: dict[str, Any]) -> Step:
-    _needs_torch()
     import slime_adapter
 
     try:
@@ -77,7 +73,6 @@ def _slime(responses: list[str], tree: dict[str, Any]) -> Step:
 
 
 def _roll(responses: list[str], tree: dict[str, Any]) -> Step:
-    _needs_torch()
     worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree]}
     with (
         roll_stand_in(over_installed=True),
@@ -93,11 +88,6 @@ def _roll(responses: list[str], tree: dict[str, Any]) -> Step:
     ):
         step = trainer.step()
     return Step(step.raw_rewards, step.advantages, dict(step.metrics), step.poisoned)
-
-
-def _needs_torch() -> None:
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("this fake needs torch")
 
 
 _PLAYERS = {"verl": _verl, "slime": _slime, "roll": _roll}

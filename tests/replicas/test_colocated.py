@@ -70,7 +70,6 @@ def engines_of(trainer):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_verl(mode, judges, stand_ins):
-    pytest.importorskip("torch")
     seen = []
 
     def values(batch):  # the critic's, computed on the GPUs
@@ -186,7 +185,6 @@ def slime_engine():
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_slime(hook, judges, stand_ins, slime_engine):
-    pytest.importorskip("torch")
     held_out = {"held_out": [{"prompt": "Why?", "label": "so"}]}
     with slime(judges(), eval_datasets=held_out, **{hook: HOOKS[hook]}) as trainer:
         evaluation = trainer.evaluate()
@@ -217,7 +215,6 @@ def test_slime(hook, judges, stand_ins, slime_engine):
     ],
 )
 def test_slime_is_refused_where_its_phases_are_not_known(flags, problem, judges, stand_ins, slime_engine):
-    pytest.importorskip("torch")
     with slime(judges(), **flags) as trainer, pytest.raises(ConfigurationError, match=problem):
         trainer.rollout()
     assert stand_ins.living() == []
@@ -230,7 +227,6 @@ def test_slime_that_only_generates_needs_no_phases(judges, slime_engine):
 
 
 def test_slime_waits_for_verdicts_of_a_partial_rollout(judges, slime_engine):
-    pytest.importorskip("torch")
     file = judges("delay=0.1", limits={"concurrency": 2})
     flags = {hook: path for hook, path in HOOKS.items() if "log" in hook}
     with slime(file, partial_rollout=True, over_sampling_batch_size=8, **flags) as trainer:
@@ -262,7 +258,6 @@ def test_a_reward_that_slime_asks_for_while_the_phase_ends_wakes_nothing(judges,
 
 
 def test_the_error_of_a_server_that_does_not_start_ends_slime(judges, slime_engine):
-    pytest.importorskip("torch")
     with slime(judges("exit=3"), **HOOKS) as trainer, pytest.raises(ReplicasNotStarted, match="no memory"):
         trainer.rollout()
 
@@ -272,7 +267,6 @@ def test_the_error_of_a_server_that_does_not_start_ends_slime(judges, slime_engi
 
 @pytest.fixture
 def roll(stand_ins):
-    pytest.importorskip("torch")
     trainers = []
 
     def roll(file, domains=("math",), *, envs=None, **flags):
@@ -315,28 +309,6 @@ def test_roll(level, roll, judges, stand_ins):
     assert events == ["/start", "/ask", "/sleep", "/wake_up", "/ask", "/sleep", "/wake_up", "/ask"]
 
 
-def test_roll_does_not_wait_for_responses_that_it_does_not_need(roll, judges, stand_ins):
-    """Additional prompts are there so that it need not."""
-    rows = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n), "tag": "math"} for n in range(24)]
-    trainer = roll(
-        judges("questions", "slow=20/hesitating"),
-        rows=rows,
-        rollout_batch_size=2,
-        user_defined_rollout_loop_cls="roll_adapter.QRewardRolloutLoop",
-        is_num_return_sequences_expand=True,
-        is_use_additional_prompts=True,
-        max_additional_running_prompts=4,
-        respond=lambda draft, rng: "hesitating" if int(draft.ground_truth) % 2 else "quick",
-    )
-    for _ in range(2):
-        begun = time.monotonic()
-        step = trainer.step()
-        assert time.monotonic() - begun < 15
-        assert {round(reward, 6) for reward in step.raw_rewards} == {0.7}
-        assert set(step.responses) == {"quick"}
-        assert roll_states(trainer) == [ASLEEP, ASLEEP]
-
-
 def test_domains_of_roll_share_the_servers(roll, judges, stand_ins):
     trainer = roll(judges(), domains=("math", "code"))
     trainer.step()
@@ -346,16 +318,11 @@ def test_domains_of_roll_share_the_servers(roll, judges, stand_ins):
     assert sleeps(stand_ins) == ["/sleep", "/wake_up", "/sleep"]
 
 
-def test_asynchronous_roll_is_refused(roll, judges):
-    with pytest.raises(ConfigurationError, match="with async_generation_ratio above 0, ROLL asks for rewards while"):
-        roll(judges(), async_generation_ratio=1)
-
-
 def test_a_pipeline_of_roll_that_does_not_load_its_workers_is_refused(roll, judges, monkeypatch):
     async def nothing(self, method):
         """A pipeline that calls its reward workers for rewards only."""
 
-    monkeypatch.setattr(FakeRollTrainer, "_all_workers", nothing)
+    monkeypatch.setattr(FakeRollTrainer, "_call_all", nothing)
     trainer = roll(judges())
     with pytest.raises(ConfigurationError, match="does not load and offload its reward workers"):
         trainer.step()

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from qreward_plugins import JudgeUnavailable
 from qreward_plugins.testing import FakeRollTrainer, RollDataProto
+from qreward_plugins.testing.roll.protocol import torch
 from qreward_plugins.testing.roll.workers import Worker
 
 LOOP = "roll_adapter.QRewardRolloutLoop"

@@ -108,11 +108,10 @@ def test_groups_with_too_few_rewards_are_replaced(train) -> None:
     assert step.dropped == []
 
 
-@pytest.mark.parametrize("mode", STREAMED)
-def test_a_dead_judge_ends_the_step_knowingly(train, words, judge, mode) -> None:
+def test_a_dead_judge_ends_the_step_knowingly(train, words, judge) -> None:
     judge.stop()
-    trainer = train(words("1", "2"), tree={**HASTY, "groups": {"give_up_after": 5}}, **mode)
-    with pytest.raises(JudgeUnavailable, match=r"5 groups in a row.*The last failure: .*could not connect"):
+    trainer = train(words("1", "2"), tree={**HASTY, "groups": {"give_up_after": 2}})
+    with pytest.raises(JudgeUnavailable, match=r"2 groups in a row.*The last failure: .*could not connect"):
         trainer.step()
 
 
@@ -257,13 +256,6 @@ def test_a_step_tells_what_its_rewards_waited_for(train, words, mode) -> None:
         metrics = train(words("1", "2", "3", "4"), tree={"sources": {"judge": source}}, **mode).step().metrics
     assert metrics["judged/qreward/blame_s/judge/queue_max"] > 0
     assert metrics["judged/qreward/blame_s/judge/service_max"] > 0
-
-
-def test_sampling_ahead(train, words) -> None:
-    trainer = train(words("2", "break", "6", "4"), async_generation_ratio=1)
-    steps = [trainer.step() for _ in range(3)]
-    assert all(step.trained_tokens == [2, 0, 2, 2] * 2 for step in steps)
-    assert all(finite(step) for step in steps)
 
 
 def test_mistakes_end_the_start_with_their_path(train, words) -> None:

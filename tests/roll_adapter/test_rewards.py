@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from qreward_plugins import BatchReport, Part, RewardEngine
+from qreward_plugins.testing.roll.protocol import torch
 
 MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), pytest.param({}, id="group")]
 

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from qreward_plugins import Sample
 from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.testing import RollDataProto
+from qreward_plugins.testing.roll.protocol import torch
 from qreward_plugins.testing.roll.rollout_loop import response_batch
 from qreward_plugins.testing.tokenizer import WordTokenizer
 from roll_adapter.rollouts import is_streamed, prompt_of, to_samples
@@ -28,7 +28,7 @@ def batch(*turns: tuple[str, str], columns: dict[str, list[Any]] | None = None, 
         mask[row, -len(tokens) :] = 1
     prompts = RollDataProto.from_dict({"input_ids": ids, "attention_mask": mask})
     responses = [[*TOKENIZER.encode(response), TOKENIZER.eos_token_id] for _, response in turns]
-    tensors = response_batch(prompts, responses, None, sequence_length=40, pad_token_id=TOKENIZER.pad_token_id)
+    tensors = response_batch(prompts, responses, sequence_length=40, pad_token_id=TOKENIZER.pad_token_id)
     return RollDataProto.from_dict(tensors, columns or {}, meta)
 
 

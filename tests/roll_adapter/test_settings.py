@@ -11,7 +11,7 @@ import yaml
 
 import roll_adapter
 from qreward_plugins import ConfigurationError
-from roll_adapter.settings import domain_of, load_settings
+from roll_adapter.settings import domain_of, load_settings, phases_problem
 
 
 def reward(*trees: Any, world_size: Any = 1, worker_cls: Any = "roll_adapter.QRewardWorker", **envs: str) -> Any:
@@ -156,3 +156,8 @@ def test_the_address_that_roll_knows_takes_the_place_of_its_name() -> None:
         load_settings(config, domain="maths")
     config.judge_api_url = "http://judge.test:8000"
     assert load_settings(config, domain="maths").sources["judge"].urls == ("http://judge.test:8000/v1",)
+
+
+def test_a_pipeline_that_asks_for_rewards_while_it_trains_has_no_time_for_a_judge_on_its_gpus() -> None:
+    assert phases_problem(SimpleNamespace(async_pipeline=False)) == phases_problem(SimpleNamespace()) == ""
+    assert "async_generation_ratio above 0" in phases_problem(SimpleNamespace(async_pipeline=True))

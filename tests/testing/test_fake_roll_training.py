@@ -10,16 +10,15 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-torch.set_num_threads(1)
-
-from qreward_plugins.testing import RollDataProto  # noqa: E402
-from qreward_plugins.testing.roll.arguments import DEFAULTS, GeneratingArguments  # noqa: E402
-from qreward_plugins.testing.roll.estimates import normalised, train_batch  # noqa: E402
-from qreward_plugins.testing.roll.metrics import reduce_metrics  # noqa: E402
-from qreward_plugins.testing.roll.rollout_loop import query_filter, response_batch  # noqa: E402
+from qreward_plugins.testing import RollDataProto
+from qreward_plugins.testing.roll.arguments import DEFAULTS, GeneratingArguments
+from qreward_plugins.testing.roll.estimates import normalised, reduce_metrics, train_batch
+from qreward_plugins.testing.roll.protocol import torch
+from qreward_plugins.testing.roll.rollout_loop import query_filter, response_batch
+from tests.kit import each_of
 
 ROOM = 4
 
@@ -34,14 +33,14 @@ def prepared(
     **flags: Any,
 ) -> tuple[RollDataProto, dict[str, Any]]:
     count = len(rewards)
-    mask = torch.ones(count, 2, dtype=torch.long)
+    mask = torch.tensor([[1, 1]] * count)
     prompts = RollDataProto.from_dict({"input_ids": mask * 7, "attention_mask": mask})
     tokens = [[9] * length for length in lengths or [2] * count]
-    batch = response_batch(prompts, tokens, None, sequence_length=2 + ROOM, pad_token_id=0)
+    batch = response_batch(prompts, tokens, sequence_length=2 + ROOM, pad_token_id=0)
     for row in masked:
         batch["response_mask"][row] = 0
     told = torch.tensor(rewards)
-    batch |= {"response_level_rewards": told, "scores": told.clone(), "token_level_rewards": torch.zeros(count, ROOM)}
+    batch |= {"response_level_rewards": told, "scores": told, "token_level_rewards": torch.zeros(count, ROOM)}
     sampling = GeneratingArguments(num_return_sequences=size)
     config = Namespace(**{**DEFAULTS, **flags}, actor_infer=Namespace(generating_args=sampling))
     return train_batch(RollDataProto.from_dict(batch, {"domain": domains or ["d"] * count}), config)
@@ -57,7 +56,7 @@ def advantages(batch: RollDataProto) -> list[list[float]]:
 def test_grpo_gives_every_token_the_normalised_reward() -> None:
     batch, metrics = prepared([0.0, 1.0, 3.0, 3.0], adv_estimator="grpo")
     assert advantages(batch) == [[-0.7071] * 2, [0.7071] * 2, [0.0] * 2, [0.0] * 2]
-    assert metrics["d/actor/samples_used"] == metrics["d/actor/samples_total"] == 4.0
+    assert metrics["d/critic/rewards/mean"] == pytest.approx(0.0)
     assert batch.batch["token_level_scores"].sum() == 0
     assert "prompt_id" not in batch.batch
 
@@ -70,10 +69,12 @@ def test_gae_discounts_the_reward_from_the_last_token() -> None:
 
 
 def test_one_nan_poisons_its_group_and_with_a_batch_norm_everything() -> None:
-    batch, _ = prepared([math.nan, 1.0, 0.0, 1.0], adv_estimator="grpo")
-    assert batch.batch["advantages"].isnan().any(-1).tolist() == [True, True, False, False]
-    batch, _ = prepared([math.nan, 1.0, 0.0, 1.0], norm_mean_type="batch", norm_std_type="batch")
-    assert batch.batch["advantages"].isnan().any(-1).all()
+    def spoilt(**flags: Any) -> list[bool]:
+        batch, _ = prepared([math.nan, 1.0, 0.0, 1.0], **flags)
+        return np.isnan(np.asarray(batch.batch["advantages"])).any(-1).tolist()
+
+    assert spoilt(adv_estimator="grpo") == [True, True, False, False]
+    assert spoilt(norm_mean_type="batch", norm_std_type="batch") == [True] * 4
 
 
 def test_a_mask_keeps_a_sample_out_of_the_loss_and_in_the_norm() -> None:
@@ -89,24 +90,6 @@ def test_masks_of_samples() -> None:
     assert metrics["d/actor/max_len_mask_ratio"] == metrics["d/actor/final_mask_ratio"] == 0.75
     batch, _ = prepared([1.0, 1.0, 1.0, 0.0], difficulty_mask=True)
     assert batch.batch["final_response_mask"].sum(-1).tolist() == [0, 0, 2, 2]
-    batch, metrics = prepared([0.0, 0.0, 1.0, 0.5], [1, 3, 3, 1], error_max_len_clip=True, error_max_len_threshold=2)
-    assert batch.batch["final_response_mask"].sum(-1).tolist() == [1, 0, 3, 0]
-    assert metrics["d/actor/error_len_mask_ratio"] == 0.5
-
-
-def test_clipping_and_whitening() -> None:
-    batch, metrics = prepared([0.0, 4.0, 0.0, 2.0], reward_clip=3.0, adv_estimator="reinforce")
-    assert [row[0] for row in advantages(batch)] == [0.0, 3.0, 0.0, 2.0]
-    assert metrics["d/critic/reward_clip_frac"] == 0.25
-    batch, metrics = prepared([0.0, 4.0], advantage_clip=1.0, adv_estimator="reinforce")
-    assert [row[0] for row in advantages(batch)] == [0.0, 1.0]
-    assert metrics["d/critic/advantage_clip_frac"] == 0.2
-    batch, _ = prepared([0.0, 4.0], whiten_advantages=True, adv_estimator="reinforce")
-    assert [row[0] for row in advantages(batch)] == [-0.866, 0.866]
-    batch, _ = prepared([0.0, 4.0], [1, 1], masked=[0], whiten_advantages=True, adv_estimator="reinforce")
-    assert advantages(batch) == [[], [4.0]]
-    batch, _ = prepared([0.0, 4.0], whiten_rewards=True, adv_estimator="reinforce")
-    assert batch.batch["advantages"].isfinite().all()
 
 
 def test_domains_are_normalised_apart_and_come_back_in_order() -> None:
@@ -114,10 +97,10 @@ def test_domains_are_normalised_apart_and_come_back_in_order() -> None:
         [0.0, 1.0, 0.0, 8.0], domains=["a", "a", "b", "b"], norm_mean_type="batch", adv_estimator="reinforce"
     )
     assert [row[0] for row in advantages(batch)] == [-0.5, 0.5, -4.0, 4.0]
-    assert metrics["a/actor/samples_total"] == metrics["b/actor/samples_total"] == 2.0
+    assert (metrics["a/critic/score/mean"], metrics["b/critic/score/mean"]) == (0.5, 4.0)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("kinds", "expected"),
     [
         ((None, None), [0.0, 2.0, 4.0, 6.0]),
@@ -129,20 +112,12 @@ def test_domains_are_normalised_apart_and_come_back_in_order() -> None:
     ],
 )
 def test_norms(kinds: tuple[str | None, str | None], expected: list[float]) -> None:
-    rewards = torch.tensor([0.0, 2.0, 4.0, 6.0])
+    rewards = np.array([0.0, 2.0, 4.0, 6.0])
     assert normalised(rewards, 2, *kinds).tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_norms_on_which_roll_stumbles() -> None:
-    rewards = torch.tensor([0.0, 2.0])
-    with pytest.raises(KeyError, match="running"):
-        normalised(rewards, 2, "running", None)
-    with pytest.warns(UserWarning, match="degrees of freedom"):
-        assert normalised(rewards, 1, "group", "group").isnan().all()
-    with pytest.raises(RuntimeError):
-        normalised(rewards, 3, "group", None)
-    with pytest.raises(AssertionError, match="rows"):
-        prepared([0.0, 1.0, 0.0, 1.0], norm_mean_type="batch", norm_std_type="group")
+def test_a_group_of_one_has_no_deviation() -> None:
+    assert np.isnan(normalised(np.array([0.0, 2.0]), 1, "group", "group")).all()
 
 
 def test_metrics_are_reduced_by_the_ends_of_their_names() -> None:
@@ -160,7 +135,7 @@ def test_metrics_are_reduced_by_the_ends_of_their_names() -> None:
         reduce_metrics({"a@most": [1]})
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("kind", "options", "rewards", "kept"),
     [
         ("no_filter", {}, [1.0, 1.0], True),

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-torch.set_num_threads(1)
-
-from qreward_plugins.testing import FakeTrajEnvManager  # noqa: E402
+from qreward_plugins.testing import FakeTrajEnvManager
 
 
 class Countdown:
@@ -77,11 +74,11 @@ def test_a_rollout_trains_what_the_policy_said() -> None:
     assert rollout.batch["scores"].sum() == 1.0
     trained = rollout.batch["input_ids"][0][rollout.batch["response_mask"][0]]
     assert manager.tokenizer.decode(trained) == "turn 0<|im_end|>turn 1<|im_end|>"
-    assert rollout.batch["response_mask"].dtype == torch.bool
+    assert rollout.batch["response_mask"].numpy().dtype == bool
     assert int(rollout.batch["prompt_mask"].sum()) == int(rollout.batch["response_mask"][0].int().argmax())
     metrics = rollout.meta_info["metrics"]
     assert (metrics["env/env/left"], metrics["env/env/last"]) == (0.5, 0.0)
-    assert (metrics["env/env/num_actions"], metrics["env/response_length"]) == (2, 6.0)
+    assert metrics["env/env/num_actions"] == 2
 
 
 def test_the_last_step_allowed_cuts_a_trajectory_short() -> None:

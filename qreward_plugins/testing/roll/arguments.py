@@ -28,44 +28,43 @@ DEFAULTS: dict[str, Any] = {
     "val_sequence_length": None,
     "generate_opt_level": 1,
     "is_num_return_sequences_expand": False,
-    "is_use_additional_prompts": False,
-    "max_additional_running_prompts": 16,
     "user_defined_rollout_loop_cls": DEFAULT_LOOP,
-    "async_generation_ratio": 0,
     "rpc_timeout": 3600,
     "adv_estimator": "gae",
     "gamma": 1,
     "lambd": 0.95,
     "norm_mean_type": None,
     "norm_std_type": None,
-    "reward_clip": None,
-    "advantage_clip": None,
-    "whiten_rewards": False,
-    "whiten_advantages": False,
     "max_len_mask": False,
     "difficulty_mask": False,
     "difficulty_low_threshold": 0.0,
     "difficulty_high_threshold": 1.0,
-    "error_max_len_clip": False,
-    "error_max_len_threshold": 9999999999,
     # For workers and loops that read them; they change nothing in the fake.
     "add_token_level_kl": False,
     "init_kl_coef": 0.2,
-    "kl_penalty": "kl",
     "use_kl_loss": False,
-    "kl_loss_coef": 0,
     "max_steps": 500,
     "eval_steps": 10,
-    "max_running_requests": 128,
-    "global_template": None,
-    "tag_to_template": None,
     "pretrain": None,
     "exp_name": "fake_roll_trainer",
     "output_dir": "./output",
-    "resume_from_checkpoint": False,
-    "system_envs": None,
-    "val_n_sample": 1,
-    "val_greedy": False,
+}
+
+NOT_PLAYED: dict[str, Any] = {
+    "async_generation_ratio": 0,
+    "is_use_additional_prompts": False,
+    "reward_clip": None,
+    "advantage_clip": None,
+    "whiten_rewards": False,
+    "whiten_advantages": False,
+    "error_max_len_clip": False,
+}
+"""What the fake refuses to set to anything but ROLL's default, which stands here."""
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "adv_estimator": ("gae", "reinforce", "grpo"),
+    "norm_mean_type": (None, "batch", "group"),
+    "norm_std_type": (None, "batch", "group"),
 }
 
 REWARD_DEFAULTS: dict[str, Any] = {
@@ -79,26 +78,26 @@ REWARD_DEFAULTS: dict[str, Any] = {
     "reward_manager_config": (),
     "system_envs": None,
     # For workers that read them.
-    "device_mapping": None,
-    "num_gpus_per_worker": 1,
-    "infer_batch_size": 16,
-    "data_args": None,
-    "generating_args": None,
-    "strategy_args": None,
-    "model_args": None,
-    "code_url": None,
+    **dict.fromkeys(
+        [
+            "device_mapping",
+            "data_args",
+            "generating_args",
+            "strategy_args",
+            "model_args",
+            "code_url",
+            "judge_prompt",
+            "judge_model_type",
+            "judge_model_name",
+            "judge_api_url",
+            "judge_api_key",
+            "format_pattern",
+            "reward_type",
+        ]
+    ),
     "use_local": True,
-    "judge_prompt": None,
-    "judge_model_type": None,
-    "judge_model_name": None,
-    "judge_api_url": None,
-    "judge_api_key": None,
-    "format_pattern": None,
-    "reward_type": None,
-    "response_length_penalty_coef": 0.0,
 }
 
-ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce")
 FILTERS = ("no_filter", "mean_filter", "std_filter")
 
 
@@ -126,7 +125,6 @@ class GeneratingArguments:
     num_beams: int = 1
     max_new_tokens: int = 8192
     repetition_penalty: float = 1.0
-    length_penalty: float = 1.0
     num_return_sequences: int = 1
     stop_strings: list[str] | None = None
     logprobs: int | None = 0
@@ -154,17 +152,21 @@ def make_config(
 ) -> Namespace:
     """The `pipeline_config` of a run (rlvr_config.py).
 
-    Raises `TypeError` for unknown names, and `ValueError` if ROLL would not start.
+    Raises `TypeError` for unknown names, `ValueError` if ROLL would not start, and `NotImplementedError` for what the
+    fake does not play.
     """
-    refuse_unknown(flags, DEFAULTS, "FakeRollTrainer")
-    config = Namespace(**{**DEFAULTS, **flags}, seed=seed)
+    refuse_unknown(flags, [*DEFAULTS, *NOT_PLAYED], "FakeRollTrainer")
+    config = Namespace(**{**NOT_PLAYED, **DEFAULTS, **flags}, seed=seed, async_pipeline=False)
+    for name, default in NOT_PLAYED.items():
+        if getattr(config, name) != default:
+            raise NotImplementedError(f"{name}={getattr(config, name)} is not played by FakeRollTrainer")
+    for name, choices in CHOICES.items():
+        if (value := getattr(config, name)) not in choices:
+            raise NotImplementedError(f"{name}={value} is not played by FakeRollTrainer; it plays {choices}")
     config.user_defined_rollout_loop_cls = path_of(config.user_defined_rollout_loop_cls)
-    config.system_envs = dict(config.system_envs or {})
     for name in ("rollout_batch_size", "num_return_sequences_in_group"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be 1 or more, not {getattr(config, name)}")
-    if config.adv_estimator not in ESTIMATORS:
-        raise ValueError(f"adv_estimator is one of {', '.join(ESTIMATORS)}, not {config.adv_estimator!r}")
     if config.response_length is not None:
         config.sequence_length = config.prompt_length + config.response_length
     if config.sequence_length <= config.prompt_length:
@@ -173,37 +175,27 @@ def make_config(
         raise ValueError("val_prompt_length and val_sequence_length must be set simultaneously")
     if config.val_prompt_length is None:
         config.val_prompt_length, config.val_sequence_length = config.prompt_length, config.sequence_length
-    config.async_pipeline = config.async_generation_ratio > 0
-    if config.async_pipeline:
-        if config.async_generation_ratio < 1:
-            raise ValueError("async_generation_ratio must be 0, or 1 and more")
-        if config.generate_opt_level != 1:
-            raise ValueError("async_generation_ratio needs generate_opt_level 1")
-        if config.num_return_sequences_in_group > 1:
-            config.is_num_return_sequences_expand = True
-    if config.is_use_additional_prompts and config.max_additional_running_prompts < 1:
-        raise ValueError("is_use_additional_prompts needs max_additional_running_prompts")
-    refuse_unknown(generating_args, asdict(GeneratingArguments()), "generating_args")
-    refuse_unknown(val_generating_args, asdict(GeneratingArguments()), "val_generating_args")
     model = ModelArguments(tokenizer)
-    sampling = GeneratingArguments(
-        **{
-            **generating_args,
-            "num_return_sequences": config.num_return_sequences_in_group,
-            "max_new_tokens": config.sequence_length - config.prompt_length,
-        }
+    room, val_room = (
+        config.sequence_length - config.prompt_length,
+        config.val_sequence_length - config.val_prompt_length,
     )
-    val_room = config.val_sequence_length - config.val_prompt_length
-    val_sampling = GeneratingArguments(**{**val_generating_args, "max_new_tokens": val_room})
+    sampling = _generating(
+        generating_args, max_new_tokens=room, num_return_sequences=config.num_return_sequences_in_group
+    )
     config.actor_train = Namespace(name="actor_train", model_args=model)
     config.actor_infer = Namespace(name="actor_infer", model_args=model, generating_args=sampling)
-    config.validation = Namespace(name=None, generating_args=val_sampling)
+    config.validation = Namespace(name=None, generating_args=_generating(val_generating_args, max_new_tokens=val_room))
     config.rewards = {domain: _reward_config(domain, given, model) for domain, given in rewards.items()}
     if not config.rewards:
         raise ValueError("rewards is empty: there is no domain to train on")
-    config.domain_2_tag = {domain: set(reward.tag_included) for domain, reward in config.rewards.items()}
     config.tag_2_domain = {tag: domain for domain, reward in config.rewards.items() for tag in reward.tag_included}
     return config
+
+
+def _generating(given: Mapping[str, Any], **derived: Any) -> GeneratingArguments:
+    refuse_unknown(given, asdict(GeneratingArguments()), "generating_args")
+    return GeneratingArguments(**{**given, **derived})
 
 
 def _reward_config(domain: str, given: Mapping[str, Any], model: ModelArguments) -> Namespace:
@@ -215,11 +207,9 @@ def _reward_config(domain: str, given: Mapping[str, Any], model: ModelArguments)
     reward.worker_cls = path_of(reward.worker_cls)
     if not reward.world_size or reward.world_size < 1:
         raise ValueError(f"{where}.world_size must be 1 or more, not {reward.world_size}")
-    reward.tag_included = list(reward.tag_included)
-    reward.reward_manager_config = reward.reward_manager_config or []
     if not isinstance(reward.reward_manager_config, (list, tuple)):
         raise ValueError(f"{where}.reward_manager_config must be a list (of one tree), as ROLL's field is")
-    reward.reward_manager_config = list(reward.reward_manager_config)
+    reward.tag_included, reward.reward_manager_config = list(reward.tag_included), list(reward.reward_manager_config)
     reward.system_envs = dict(reward.system_envs or {})
     for name, value in reward.system_envs.items():
         if not isinstance(value, str):
@@ -231,8 +221,7 @@ def _reward_config(domain: str, given: Mapping[str, Any], model: ModelArguments)
         if kind not in FILTERS:
             raise ValueError(f"{where}.{name}.type is one of {', '.join(FILTERS)}, not {kind!r}")
         setattr(reward, name, Namespace(type=kind, filter_args=dict(told.get("filter_args") or {})))
-    if reward.model_args is None:
-        reward.model_args = model
+    reward.model_args = reward.model_args or model
     return reward
 
 

@@ -1,19 +1,43 @@
-"""Computes advantages from rewards as `RLVRPipeline.run` does (utils/functionals.py), without a model.
+"""Computes advantages from rewards as `RLVRPipeline.run` does (utils/functionals.py), without a model, in 64 bits.
 
-The KL penalty and the critic's values are taken as zero. The arithmetic is ROLL's, with its NaNs and divisions by zero:
-a reward that spoils a batch in ROLL spoils it here.
+The KL penalty and the critic's values are taken as zero. A reward that spoils a batch in ROLL spoils it here: a NaN
+makes its group NaN, or with a norm over the batch everything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
+import numpy as np
 
-from .metrics import reduce_metrics
-from .protocol import RollDataProto
+from .protocol import RollDataProto, torch
 
-_EPSILON = 1e-6
+_REDUCERS: dict[str, Any] = {
+    "mean": np.mean,
+    "max": np.max,
+    "min": np.min,
+    "p50": lambda values: np.percentile(values, 50),
+    "p99": lambda values: np.percentile(values, 99),
+    "std": np.std,
+    "sum": np.sum,
+}
+
+
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce lists by the suffix `@tag` or `_tag` of their name, else to their mean; keep numbers.
+
+    Raises `ValueError` for an unknown `@tag`, and numpy's errors for lists with anything but numbers.
+    """
+    lists = {name: value for name, value in metrics.items() if isinstance(value, (list, tuple)) and len(value)}
+    return {**metrics, **{name: float(_reducer(name)(value)) for name, value in lists.items()}}
+
+
+def _reducer(name: str) -> Any:
+    _, at, tag = name.rpartition("@")
+    if at and tag not in _REDUCERS:
+        raise ValueError(f"Unknown reducer tag {tag!r} in metric {name!r}; known are {', '.join(_REDUCERS)}")
+    return _REDUCERS[tag] if at else _REDUCERS.get(name.rpartition("_")[2], np.mean)
 
 
 def train_batch(batch: RollDataProto, config: Any) -> tuple[RollDataProto, dict[str, Any]]:
@@ -24,134 +48,86 @@ def train_batch(batch: RollDataProto, config: Any) -> tuple[RollDataProto, dict[
     metrics: dict[str, Any] = {}
     parts = []
     for domain, part in batch.group_by("domain").items():
-        of_part = _mask_samples(part, config)
-        of_part |= _normalise(part, config)
-        of_part |= _spread_over_tokens(part, config)
-        _advantages(part, config)
-        of_part |= reduce_metrics(part.meta_info.pop("metrics", {}))
+        of_part = _estimate(part, config)
         metrics |= {f"{domain}/{name}": value for name, value in of_part.items()}
         parts.append(part)
     whole = RollDataProto.concat(parts)
-    whole.reorder(torch.argsort(whole.batch["prompt_id"]))
+    whole.reorder(np.argsort(np.asarray(whole.batch["prompt_id"])))
     whole.pop("prompt_id")
-    return whole, metrics
+    return whole, {**metrics, **value_metrics(whole)}
 
 
-def _mask_samples(data: RollDataProto, config: Any) -> dict[str, float]:
-    tensors = data.batch
-    tensors["origin_response_mask"] = tensors["response_mask"].clone()
-    response_mask = tensors["response_mask"][:, 1:].clone()
-    lengths = response_mask.sum(-1).float()
-    scores = tensors["scores"]
-    size = config.actor_infer.generating_args.num_return_sequences
-    masks: dict[str, torch.Tensor] = {}
-    if config.max_len_mask:
-        masks["max_len"] = (lengths != tensors["responses"].shape[-1]).float()
-    if config.difficulty_mask:
-        tensors["difficulty_mask"] = torch.ones_like(scores)
-        if size > 1:
-            means = scores.reshape(-1, size).mean(-1).repeat_interleave(size)
-            low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
-            tensors["difficulty_mask"] = (means > low) & (means < high)
-        masks["difficulty"] = tensors["difficulty_mask"].float()
-    if config.error_max_len_clip:
-        short = lengths < config.error_max_len_threshold
-        masks["error_len"] = (((scores == 0) & short) | (scores == 1)).float()
-    kept = torch.ones(len(data))
-    for mask in masks.values():
-        kept = kept * mask
-    tensors["final_response_mask"] = response_mask * kept.unsqueeze(-1)
-    of_part = {
-        f"actor/{name}_mask_ratio": masks[name].mean().item() if name in masks else 1.0
-        for name in ("max_len", "difficulty", "error_len")
-    }
-    return {
-        **of_part,
-        "actor/final_mask_ratio": kept.mean().item(),
-        "actor/samples_used": kept.sum().item(),
-        "actor/samples_total": float(len(data)),
-    }
-
-
-def _normalise(data: RollDataProto, config: Any) -> dict[str, float]:
-    if config.adv_estimator == "grpo":
-        config.norm_mean_type = config.norm_std_type = "group"
-    size = config.actor_infer.generating_args.num_return_sequences
-    rewards = normalised(
-        data.batch["response_level_rewards"].clone(), size, config.norm_mean_type, config.norm_std_type
-    )
-    clipped = 0.0
-    if config.reward_clip:
-        clipped = _clipped_share(rewards, config.reward_clip)
-        rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
-    data.batch["response_level_rewards"] = rewards
-    return {"critic/reward_clip_frac": clipped}
-
-
-def normalised(rewards: torch.Tensor, size: int, mean_type: str | None, std_type: str | None) -> torch.Tensor:
-    """Rewards minus their mean, divided by their standard deviation, of the `batch` or of each `group` of `size` rows.
-
-    Raises `KeyError` for `running`, as ROLL's pipeline does: it looks for a domain named `domain`.
-    """
-    if "running" in (mean_type, std_type):
-        raise KeyError("domain: ROLL's RLVRPipeline cannot normalise by running moments; use batch or group")
-    groups = rewards.reshape(-1, size) if "group" in (mean_type, std_type) and size > 0 else rewards
-    mean = {"batch": rewards.mean(), "group": groups.mean(-1, keepdim=True)}.get(mean_type or "", torch.tensor(0.0))
-    centred = (groups if mean_type == "group" else rewards) - mean
-    if std_type is not None:
-        centred = centred / ((rewards.std() if std_type == "batch" else groups.std(-1, keepdim=True)) + _EPSILON)
-    return centred.reshape(rewards.shape) if mean_type == "group" else centred
-
-
-def _spread_over_tokens(data: RollDataProto, config: Any) -> dict[str, float]:
-    """The reward at the last token of each response: `token_level_rewards` (B, L - 1)."""
-    tensors = data.batch
-    rewards = tensors["response_level_rewards"]
-    last = (tensors["position_ids"] * tensors["attention_mask"]).argmax(-1)
-    tokens = torch.zeros(tensors["attention_mask"].shape, dtype=rewards.dtype)
-    tokens[torch.arange(len(data)), last] = rewards
-    tokens = tokens[:, 1:]
-    of_part = {"critic/kl": 0.0}
-    data.rename("token_level_rewards", "token_level_scores")
-    if config.reward_clip:
-        of_part["critic/token_reward_clip_frac"] = _clipped_share(tokens, config.reward_clip)
-        tokens = tokens.clamp(-config.reward_clip, config.reward_clip)
-    tensors["token_level_rewards"] = tokens
-    return of_part
-
-
-def _advantages(data: RollDataProto, config: Any) -> None:
-    mask = data.batch["final_response_mask"].clone()
-    whitens = int(mask.sum().item()) > 1
-    rewards = data.batch["token_level_rewards"].float()
-    if config.whiten_rewards and whitens:
-        rewards = _whiten(rewards, mask)
-    rewards = rewards * mask
-    data.batch["token_level_rewards"] = rewards
+def _estimate(data: RollDataProto, config: Any) -> dict[str, float]:
+    """Add what trains to a domain's rows."""
+    tensors, size = data.batch, config.actor_infer.generating_args.num_return_sequences
+    kept, metrics = _kept(data, config, size)
+    mask = _array(tensors["response_mask"])[:, 1:] * kept[:, None]
+    norms = ("group", "group") if config.adv_estimator == "grpo" else (config.norm_mean_type, config.norm_std_type)
+    rewards = normalised(_array(tensors["response_level_rewards"]), size, *norms)
+    # The reward stands at the last token of its response.
+    tokens = np.zeros(mask.shape)
+    tokens[np.arange(len(data)), _array(tensors["attention_mask"]).sum(-1).astype(int) - 2] = rewards
+    tokens *= mask
     discount = config.gamma * (config.lambd if config.adv_estimator == "gae" else 1)
-    advantages = torch.zeros_like(rewards)
-    later = torch.zeros(len(data))
-    for place in reversed(range(rewards.shape[-1])):
-        later = rewards[:, place] + discount * later
-        advantages[:, place] = later
-    data.batch["raw_advantages"] = data.batch["returns"] = advantages
-    if config.whiten_advantages and whitens:
-        advantages = _whiten(advantages, mask)
-    advantages = advantages * mask
-    if config.advantage_clip is not None:
-        share = _clipped_share(advantages, config.advantage_clip)
-        data.meta_info["metrics"] = {"critic/advantage_clip_frac": share}
-        advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    data.batch["advantages"] = advantages
+    advantages, later = np.zeros_like(tokens), np.zeros(len(data))
+    for place in reversed(range(tokens.shape[-1])):
+        advantages[:, place] = later = tokens[:, place] + discount * later
+    data.rename("token_level_rewards", "token_level_scores")
+    for name, values in {
+        "final_response_mask": mask,
+        "response_level_rewards": rewards,
+        "token_level_rewards": tokens,
+        "advantages": advantages * mask,
+    }.items():
+        tensors[name] = torch.tensor(values.astype(np.float32))
+    return {**metrics, **value_metrics(data)}
 
 
-def _whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    count = mask.sum()
-    mean = (values * mask).sum() / (count + 1e-8)
-    variance = ((values - mean) ** 2 * mask).sum() / (count + 1e-8) * (count / (count - 1))
-    return (values - mean) * torch.rsqrt(variance + 1e-8)
+def _kept(data: RollDataProto, config: Any, size: int) -> tuple[Any, dict[str, float]]:
+    """1.0 for each sample that trains, else 0.0; and metrics of the masks."""
+    kept, metrics = np.ones(len(data)), {}
+    if config.max_len_mask:
+        lengths = _array(data.batch["response_mask"])[:, 1:].sum(-1)
+        masked = (lengths != data.batch["responses"].shape[-1]).astype(float)
+        kept, metrics["actor/max_len_mask_ratio"] = kept * masked, float(masked.mean())
+    if config.difficulty_mask and size > 1:
+        means = np.repeat(_array(data.batch["scores"]).reshape(-1, size).mean(-1), size)
+        low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
+        masked = ((means > low) & (means < high)).astype(float)
+        kept, metrics["actor/difficulty_mask_ratio"] = kept * masked, float(masked.mean())
+    metrics["actor/final_mask_ratio"] = float(kept.mean())
+    metrics["actor/samples_total"] = float(len(data))
+    return kept, metrics
 
 
-def _clipped_share(values: torch.Tensor, limit: float) -> float:
-    beyond = (values > limit).sum().item() + (values < -limit).sum().item()
-    return beyond / values.numel() if values.numel() else 0.0
+def normalised(rewards: Any, size: int, mean_type: str | None, std_type: str | None) -> Any:
+    """Rewards minus their mean, divided by their standard deviation, of the `batch` or of each `group` of `size`."""
+    groups = rewards.reshape(-1, size)
+    mean = {"batch": rewards.mean(), "group": groups.mean(-1, keepdims=True), None: 0.0}[mean_type]
+    centred = groups - mean
+    if std_type is not None:
+        with np.errstate(all="ignore"):
+            spread = rewards.std(ddof=1) if std_type == "batch" else _spread(groups)
+        centred = centred / (spread + 1e-6)
+    return centred.reshape(rewards.shape)
+
+
+def _spread(groups: Any) -> Any:
+    return groups.std(-1, ddof=1, keepdims=True) if groups.shape[-1] > 1 else np.full((len(groups), 1), np.nan)
+
+
+def value_metrics(batch: RollDataProto) -> dict[str, float]:
+    """ROLL's `critic/` metrics that depend on rewards (metrics_manager.py)."""
+    scores, advantages = _array(batch.batch["scores"]), _array(batch.batch["advantages"])
+    trained = _array(batch.batch["final_response_mask"]) > 0
+    means = {
+        "correct": scores == 1,
+        "score": scores,
+        "rewards": _array(batch.batch["token_level_rewards"]).sum(-1),
+        "advantages": advantages[trained],
+    }
+    return {f"critic/{name}/mean": float(np.mean(values)) for name, values in means.items() if len(values)}
+
+
+def _array(tensor: Any) -> Any:
+    return np.asarray(tensor, dtype=np.float64)

@@ -10,15 +10,23 @@ from __future__ import annotations
 import importlib
 import logging
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import Any
 
 from ..stand_in_modules import stand_in_modules
-from . import rollout_loop
-from .context import RolloutContext
-from .metrics import reduce_metrics
+from ..tensors import TORCH
+from .estimates import reduce_metrics
 from .protocol import RollDataProto
+from .rollout_loop import (
+    UserDefinedRolloutLoop,
+    expand_requests,
+    expand_responses,
+    postprocess_output_data,
+    query_filter,
+)
+from .scheduler import RolloutContext
 from .trajectories import FakeTrajEnvManager, RolloutCache
-from .workers import Dispatch, Execute, RankInfo, Worker, register
+from .workers import Dispatch, RankInfo, Worker, register
 
 
 def default_tokenizer_provider(model_args: Any, model_name_or_path: str | None = None) -> Any:
@@ -40,51 +48,49 @@ def get_logger() -> logging.Logger:
     return logging.getLogger("qreward_plugins.testing.roll")
 
 
-def _contents() -> dict[str, dict[str, Any]]:
-    loop = {
-        name: getattr(rollout_loop, name)
-        for name in (
-            "UserDefinedRolloutLoop",
-            "is_report_data_finished",
-            "postprocess_output_data",
-            "postprocess_paused_data",
-            "query_filter",
-            "response_filter",
-        )
-    }
-    expand = {"expand_requests": rollout_loop.expand_requests, "expand_responses": rollout_loop.expand_responses}
-    env_manager = "roll.pipeline.agentic.env_manager"
-    return {
-        "roll": {},
-        "roll.distributed": {},
-        "roll.distributed.executor": {},
-        "roll.distributed.executor.worker": {"RankInfo": RankInfo, "Worker": Worker},
-        "roll.distributed.scheduler": {},
-        "roll.distributed.scheduler.decorator": {"Dispatch": Dispatch, "Execute": Execute, "register": register},
-        "roll.distributed.scheduler.generate_scheduler": {"RolloutContext": RolloutContext, **expand},
-        "roll.distributed.scheduler.protocol": {"DataProto": RollDataProto},
-        "roll.distributed.scheduler.user_defined_rollout_loop": {**loop, "expand_requests": expand["expand_requests"]},
-        "roll.models": {},
-        "roll.models.model_providers": {"default_tokenizer_provider": default_tokenizer_provider},
-        "roll.pipeline": {},
-        "roll.pipeline.agentic": {},
-        env_manager: {},
-        f"{env_manager}.base_env_manager": {"RolloutCache": RolloutCache},
-        f"{env_manager}.traj_env_manager": {"TrajEnvManager": FakeTrajEnvManager},
-        "roll.utils": {},
-        "roll.utils.functionals": {"reduce_metrics": reduce_metrics},
-        "roll.utils.import_utils": {"safe_import_class": safe_import_class},
-        "roll.utils.logging": {"get_logger": get_logger},
-    }
+_SCHEDULER = "roll.distributed.scheduler"
+_ENV_MANAGER = "roll.pipeline.agentic.env_manager"
+_CONTENTS: dict[str, dict[str, Any]] = {
+    "roll": {},
+    "roll.distributed": {},
+    "roll.distributed.executor": {},
+    _SCHEDULER: {},
+    "roll.models": {},
+    "roll.pipeline": {},
+    "roll.pipeline.agentic": {},
+    _ENV_MANAGER: {},
+    "roll.utils": {},
+    "roll.distributed.executor.worker": {"RankInfo": RankInfo, "Worker": Worker},
+    f"{_SCHEDULER}.decorator": {"Dispatch": Dispatch, "register": register},
+    f"{_SCHEDULER}.generate_scheduler": {
+        "RolloutContext": RolloutContext,
+        "expand_requests": expand_requests,
+        "expand_responses": expand_responses,
+    },
+    f"{_SCHEDULER}.protocol": {"DataProto": RollDataProto},
+    f"{_SCHEDULER}.user_defined_rollout_loop": {
+        "UserDefinedRolloutLoop": UserDefinedRolloutLoop,
+        "expand_requests": expand_requests,
+        "postprocess_output_data": postprocess_output_data,
+        "query_filter": query_filter,
+    },
+    "roll.models.model_providers": {"default_tokenizer_provider": default_tokenizer_provider},
+    f"{_ENV_MANAGER}.base_env_manager": {"RolloutCache": RolloutCache},
+    f"{_ENV_MANAGER}.traj_env_manager": {"TrajEnvManager": FakeTrajEnvManager},
+    "roll.utils.functionals": {"reduce_metrics": reduce_metrics},
+    "roll.utils.import_utils": {"safe_import_class": safe_import_class},
+    "roll.utils.logging": {"get_logger": get_logger},
+}
 
 
 def roll_stand_in(*, over_installed: bool = False) -> AbstractContextManager[bool]:
     """Let workers and loops import a few of ROLL's names, for a `FakeRollTrainer`.
 
-    They are `Worker`, `RankInfo`, `Dispatch`, `Execute`, `register`, `DataProto`, `default_tokenizer_provider`,
+    They are `Worker`, `RankInfo`, `Dispatch`, `register`, `DataProto`, `default_tokenizer_provider`,
     `UserDefinedRolloutLoop` and its helpers, `expand_requests`, `expand_responses`, `RolloutContext`, `reduce_metrics`,
-    `safe_import_class`, `get_logger`, and for agentic code `TrajEnvManager` and `RolloutCache`. Anything else under
-    `roll` is a `ModuleNotFoundError`.
+    `safe_import_class`, `get_logger`, and for agentic code `TrajEnvManager` and `RolloutCache`; and without torch a
+    `torch` with `tensor`, `zeros`, `ones`, `full_like`, `zeros_like`, `ones_like`, `cat`, `arange` and a few types, on
+    numpy. Anything else under `roll` is a `ModuleNotFoundError`.
 
     It yields False if ROLL is installed, whose own names are used then. Those need Ray, so `FakeRollTrainer` refuses
     workers that use them; with `over_installed` the stand-ins replace an installed ROLL.
@@ -92,4 +98,5 @@ def roll_stand_in(*, over_installed: bool = False) -> AbstractContextManager[boo
     For a whole test suite, enter it in a session fixture or in `conftest.py`, before the first import of a worker.
     Leaving it removes the modules; classes imported before keep their names. For one thread at a time.
     """
-    return stand_in_modules(_contents(), proof="roll.distributed.executor.worker", over_installed=over_installed)
+    contents = _CONTENTS if find_spec("torch") is not None else {**_CONTENTS, "torch": TORCH}
+    return stand_in_modules(contents, proof="roll.distributed.executor.worker", over_installed=over_installed)

@@ -2,7 +2,7 @@
 
 A mistake in rewards shows hours into a run: an exception ends the training, a NaN spoils its group without a message,
 an additional tensor breaks a concatenation. The stand-in makes the same calls in the same order and fails in the same
-way, in milliseconds, without ROLL, Ray, vLLM, Megatron or a GPU; it needs torch.
+way, in milliseconds, without ROLL, torch, Ray, vLLM, Megatron or a GPU; it needs numpy.
 
     with roll_stand_in():
         with FakeRollTrainer({"math": {"worker_cls": "my_rewards.MathWorker"}}, adv_estimator="grpo") as trainer:
@@ -17,24 +17,32 @@ import copy
 import importlib
 import itertools
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import torch
+import numpy as np
 
 from ..fake_trainer import FakeTrainer
 from ..tokenizer import WordTokenizer
 from .arguments import DEFAULT_LOOP, batch_sizes, make_config, refuse_unknown
-from .cluster import RollCluster
-from .data import DEFAULT_ROWS, RollDataset, Row, encode_row
-from .engine import Hold, Respond, RollDraft, RollEngine, answer_by_chance
-from .estimates import train_batch
-from .metrics import reduce_metrics, value_metrics
+from .estimates import reduce_metrics, train_batch
+from .generation import (
+    DEFAULT_ROWS,
+    Hold,
+    Respond,
+    RollDataset,
+    RollDraft,
+    RollEngine,
+    Row,
+    answer_by_chance,
+    encode_row,
+)
 from .protocol import RollDataProto
 from .results import RollStep, RollValidation
 from .rollout_loop import UserDefinedRolloutLoop
 from .scheduler import RollRecord, RollScheduler
+from .workers import RollActor
 
 T = TypeVar("T")
 
@@ -57,16 +65,19 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     `generating_args` and `val_generating_args` set `generation_config`.
 
     `respond(draft, rng)` returns a response; it may be async. A word is a token, and an end token follows. If
-    `hold(draft)` is true, the generation waits for `release()`, or until it is aborted. `seed` fixes all random
-    numbers. `timeout_s` bounds a step and a validation; with None `rpc_timeout` does, as in ROLL.
+    `hold(draft)` is true, the generation waits for `release()`. `seed` fixes all random numbers. `timeout_s` bounds a
+    step and a validation; with None `rpc_timeout` does, as in ROLL.
 
     A worker with async methods runs on the trainer's event loop, any other in its own thread, one call at a time.
     `system_envs` are in `os.environ` while its worker is made and initialised. A worker's `close`, sync or async, is
     called at the end if it has one; ROLL kills its process. Leaving the context closes the trainer. Methods are
     for one thread, except `release` and `wait_until_held`.
 
-    Raises `TypeError` for an unknown name, `ValueError` if ROLL would not start, and the errors of importing, making
-    and initialising the workers.
+    Batches are sampled and trained in turn. What samples ahead or beyond the batch, clips or whitens is not played: its
+    flag is refused by name.
+
+    Raises `TypeError` for an unknown name, `ValueError` if ROLL would not start, `NotImplementedError` for what is not
+    played, and the errors of importing, making and initialising the workers.
     """
 
     def __init__(
@@ -112,7 +123,7 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         self._steps = itertools.count()
         self._step = 0
         self._ended: BaseException | None = None
-        self._clusters: dict[str, RollCluster] = {}
+        self._actors: dict[str, list[RollActor]] = {}
         self._schedulers: dict[str, RollScheduler] = {}
         self._val: RollScheduler | None = None
         try:
@@ -126,23 +137,23 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     ) -> None:
         config = self.pipeline_config
         for domain, kind in kinds.items():
-            self._clusters[domain] = RollCluster(domain, kind, config.rewards[domain])
-        for cluster in self._clusters.values():
-            await cluster.start()
+            reward = config.rewards[domain]
+            self._actors[domain] = [
+                RollActor(kind, reward, f"reward-{domain}", rank) for rank in range(reward.world_size)
+            ]
+        for actor in self._all_actors():
+            await actor.start()
         for domain, dataset in datasets.items():
             self._schedulers[domain] = self._scheduler(domain, [domain], dataset, loop_cls(), is_val=False)
         if len(val_set):
-            self._val = self._scheduler("validation", list(self._clusters), val_set, loop_cls(), is_val=True)
-        for cluster in self._clusters.values():
-            for actor in cluster.actors:
-                await actor.initialize(config)
-        if config.async_pipeline:
-            await self._all_workers("load_states")
+            self._val = self._scheduler("validation", list(self._actors), val_set, loop_cls(), is_val=True)
+        for actor in self._all_actors():
+            await actor.initialize(config)
 
     def _scheduler(
         self, name: str, domains: Sequence[str], dataset: RollDataset, loop: Any, *, is_val: bool
     ) -> RollScheduler:
-        clusters = {domain: self._clusters[domain] for domain in domains}
+        clusters = {domain: self._actors[domain] for domain in domains}
         config = copy.deepcopy(self.pipeline_config)  # a scheduler is a separate actor
         return RollScheduler(name, config, self._engine, clusters, dataset, loop, is_val=is_val)
 
@@ -153,7 +164,9 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         `RuntimeError`. Raises `TimeoutError` after `rpc_timeout`, as ROLL does, or after `timeout_s`.
         """
         self._step = next(self._steps)
-        records = [scheduler.record for scheduler in self._schedulers.values()]
+        records = [RollRecord() for _ in self._schedulers]
+        for scheduler, record in zip(self._schedulers.values(), records, strict=True):
+            scheduler.record = record
         parts = self._run(self._sample(self._step))
         logged: dict[str, Any] = {}
         for domain, part in parts.items():
@@ -162,24 +175,14 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         batch = RollDataProto.concat(list(parts.values()))
         batch.meta_info["global_step"] = self._step
         raw = [float(number) for number in batch.batch["response_level_rewards"]]
-        with torch.no_grad():
-            batch, of_part = train_batch(batch, self.pipeline_config)
-            logged |= of_part
-            skipped = not bool(batch.batch["final_response_mask"].any())
-            logged["mask/final_mask_sum_eq_0"] = int(skipped)
-            if not skipped:
-                logged |= value_metrics(batch)
-                for domain, part in batch.group_by("domain").items():
-                    logged |= {f"{domain}/{name}": value for name, value in value_metrics(part).items()}
+        batch, of_training = train_batch(batch, self.pipeline_config)
         return RollStep(
             global_step=self._step,
             batch=batch,
             responses=self._texts(batch),
             raw_rewards=raw,
-            metrics=logged,
+            metrics={**logged, **of_training},
             dropped=[prompt for record in records for prompt in record.dropped],
-            aborted=[prompt for record in records for prompt in record.aborted],
-            surplus=[item for record in records for item in record.surplus],
             reward_calls=sum(record.reward_calls for record in records),
             rewards_pending_max=max(record.rewards_pending_max for record in records),
         )
@@ -194,9 +197,8 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
             raise ValueError("there is nothing to validate on: set val_rows")
         batch = self._run(self._sample_val(self._val, self._step))
         metrics = reduce_metrics(batch.meta_info.pop("metrics", {}))
-        right = (batch.batch["scores"] == 1).float()
-        parts = {tag: (part.batch["scores"] == 1).float() for tag, part in batch.group_by("tag").items()}
-        correct = {name: part.mean().item() for name, part in {"all": right, **parts}.items()}
+        parts = {"all": batch, **batch.group_by("tag")}
+        correct = {name: float(np.mean(np.asarray(part.batch["scores"]) == 1)) for name, part in parts.items()}
         return RollValidation(
             global_step=self._step,
             batch=batch,
@@ -207,14 +209,10 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
 
     def workers(self, domain: str) -> list[Any]:
         """The workers of a domain. Workers with async methods belong to the trainer's event loop: only read them."""
-        return [actor.worker for actor in self._clusters[domain].actors]
-
-    def release(self, which: Callable[[RollDraft], bool] | None = None) -> int:
-        """Release held generations for which `which` is true; return their number. From any thread."""
-        return self._engine.release(which)
+        return [actor.worker for actor in self._actors[domain]]
 
     def _end(self) -> None:
-        self._loop.run(self._end_workers(), _START_S)
+        self._loop.run(self._close_workers(), _START_S)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._ended is not None:
@@ -228,60 +226,40 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
             raise
 
     def _waiting_for(self) -> str:
-        config, schedulers = self.pipeline_config, self._all_schedulers()
-        pending = sum(scheduler.rewards_pending for scheduler in schedulers)
+        limit_s, schedulers = self.pipeline_config.rpc_timeout, [*self._schedulers.values(), self._val]
+        pending = sum(scheduler.rewards_pending for scheduler in schedulers if scheduler is not None)
         waited = f"{pending} reward calls are pending and {len(self._engine.held)} generations are held"
-        if self._timeout_s is None or config.rpc_timeout <= self._timeout_s:
-            return f"rpc_timeout: no batch came for {config.rpc_timeout} s, which ends ROLL's training; {waited}"
+        if self._timeout_s is None or limit_s <= self._timeout_s:
+            return f"rpc_timeout: no batch came for {limit_s} s, which ends ROLL's training; {waited}"
         return f"ROLL would wait for its rpc_timeout: after {self._timeout_s} s {waited}"
 
-    def _all_schedulers(self) -> list[RollScheduler]:
-        return [*self._schedulers.values(), *([self._val] if self._val is not None else [])]
-
     async def _sample(self, number: int) -> dict[str, RollDataProto]:
-        config, schedulers = self.pipeline_config, list(self._schedulers.values())
-        sampling = config.actor_infer.generating_args.to_dict()
-        if config.async_pipeline:
-            sampling["logprobs"] = 1
-            for scheduler in schedulers:
-                await scheduler.settle()
-                await scheduler.pause()
-        else:
-            await self._all_workers("load_states")
-        metas = {
-            domain: {
-                "global_step": number,
-                "collect_unfinished": config.async_pipeline,
-                "generation_config": copy.deepcopy(sampling),
-            }
-            for domain in self._schedulers
-        }
+        await self._call_all("load_states")
+        sampling = self.pipeline_config.actor_infer.generating_args.to_dict()
+        meta = {"global_step": number, "collect_unfinished": False, "generation_config": sampling}
         sampled = await asyncio.gather(
-            *(scheduler.get_batch(metas[domain], self._sizes[domain]) for domain, scheduler in self._schedulers.items())
+            *(
+                scheduler.get_batch(copy.deepcopy(meta), self._sizes[domain])
+                for domain, scheduler in self._schedulers.items()
+            )
         )
-        if not config.async_pipeline:
-            await self._all_workers("offload_states")
-        for scheduler in schedulers:
-            scheduler.record = RollRecord()
+        await self._call_all("offload_states")
         return dict(zip(self._schedulers, sampled, strict=True))
 
     async def _sample_val(self, scheduler: RollScheduler, number: int) -> RollDataProto:
-        if not self.pipeline_config.async_pipeline:
-            # ROLL validates between this call and the rollouts of a step.
-            await self._all_workers("load_states")
+        await self._call_all("load_states")  # ROLL validates between this call and the rollouts of a step
         sampling = self.pipeline_config.validation.generating_args.to_dict()
         meta = {"is_offload_states": False, "generation_config": sampling, "global_step": number}
         return await scheduler.get_batch(meta, len(scheduler.dataset))
 
-    async def _all_workers(self, method: str) -> None:
-        for cluster in self._clusters.values():
-            await cluster.call_all(method)
+    def _all_actors(self) -> list[RollActor]:
+        return [actor for actors in self._actors.values() for actor in actors]
 
-    async def _end_workers(self) -> None:
-        for scheduler in self._all_schedulers():
-            await scheduler.close()
-        actors = [actor for cluster in self._clusters.values() for actor in cluster.actors]
-        closed = await asyncio.gather(*(actor.close() for actor in actors), return_exceptions=True)
+    async def _call_all(self, method: str) -> None:
+        await asyncio.gather(*(actor.call(method) for actor in self._all_actors()))
+
+    async def _close_workers(self) -> None:
+        closed = await asyncio.gather(*(actor.close() for actor in self._all_actors()), return_exceptions=True)
         for error in closed:
             if error is not None:
                 raise error

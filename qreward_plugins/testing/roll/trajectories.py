@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias
 
-import torch
+import numpy as np
 from omegaconf import OmegaConf
 
+from ..tensors import objects
 from ..tokenizer import WordTokenizer
-from .columns import objects
-from .protocol import RollDataProto
+from .protocol import RollDataProto, torch
 
 Reply: TypeAlias = Callable[[Sequence[Mapping[str, str]], random.Random], "str | None"]
 
@@ -192,14 +193,13 @@ class FakeTrajEnvManager:
             is_response += [False] * len(turn["prompt_ids"]) + [True] * len(turn["response_ids"])
         count, first = len(tokens), is_response.index(True)
         scores = [0.0] * (count - 1) + [sum(step_scores)]
-        pad = self.tokenizer.pad_token_id
         batch = {
-            "input_ids": self._padded(tokens, pad, torch.long),
-            "attention_mask": self._padded([1] * count, 0, torch.long),
-            "position_ids": self._padded(list(range(count)), 0, torch.long),
-            "response_mask": self._padded(is_response, False, torch.bool),
-            "prompt_mask": self._padded([True] * first + [False] * (count - first), False, torch.bool),
-            "scores": self._padded(scores, 0.0, torch.float),
+            "input_ids": self._padded(tokens, self.tokenizer.pad_token_id),
+            "attention_mask": self._padded([1] * count),
+            "position_ids": self._padded(list(range(count))),
+            "response_mask": self._padded(is_response),
+            "prompt_mask": self._padded([True] * first + [False] * (count - first)),
+            "scores": self._padded(scores),
         }
         columns = {
             "env_ids": [rollout_cache.env_id],
@@ -210,12 +210,14 @@ class FakeTrajEnvManager:
         }
         metrics = {f"env/{rollout_cache.tag}/{name}": value for name, value in _metrics(history).items()}
         metrics[f"env/{rollout_cache.tag}/num_actions"] = rollout_cache.step
-        metrics["env/response_length"] = float(sum(is_response))
         return RollDataProto.from_dict(batch, columns, {"metrics": metrics})
 
-    def _padded(self, values: Sequence[Any], padding: Any, kind: torch.dtype) -> torch.Tensor:
-        whole = [*values, *[padding] * (self.sequence_length - len(values))]
-        return torch.tensor([whole[: self.sequence_length]], dtype=kind)
+    def _padded(self, values: Sequence[Any], padding: Any = 0) -> Any:
+        cut = np.array(values[: self.sequence_length])
+        kind = np.float32 if cut.dtype == np.float64 else cut.dtype
+        whole = np.full((1, self.sequence_length), padding, dtype=kind)
+        whole[0, : len(cut)] = cut
+        return torch.tensor(whole)
 
 
 def _metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -224,8 +226,4 @@ def _metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for turn in history:
         for name, value in turn.get("metrics", {}).items():
             values.setdefault(name, []).append(float(value))
-    return {name: _AGGREGATED.get(modes.get(name, "mean"), _mean)(several) for name, several in values.items()}
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
+    return {name: _AGGREGATED.get(modes.get(name), statistics.fmean)(several) for name, several in values.items()}

@@ -1,23 +1,25 @@
-"""The base class of ROLL's reward workers and the decorator of their methods, for tests without ROLL.
+"""The base class of ROLL's reward workers, the decorator of their methods, and actors that run them as Ray would.
 
-In ROLL a worker is a Ray actor, which reads its rank from its environment; so does this one.
+A class with any async method serves calls at once on an event loop. Any other class serves one call after the other in
+its own thread. Arguments and results are copied, because actors share no memory. Cancelling a caller does not stop its
+call.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import enum
-import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-BINDING = "BIND_WORKER_METHOD_FLAG"
-
-_log = logging.getLogger("qreward_plugins.testing.roll")
+_ASYNC_CALLS = 1000
 
 
 class Dispatch(enum.Enum):
@@ -28,44 +30,12 @@ class Dispatch(enum.Enum):
     ALL_TO_ALL = enum.auto()
     DP_MP_COMPUTE = enum.auto()
     DP_MP_DISPATCH_FIRST = enum.auto()
-    DP_MP_DISPATCH_FIRST_COLLECT_ALL = enum.auto()
 
 
-class Execute(enum.Enum):
-    """Which workers are called."""
-
-    ALL = 0
-    RANK_ZERO = 1
-
-
-def register(
-    dispatch_mode: Any = Dispatch.ALL_TO_ALL,
-    execute_mode: Execute = Execute.ALL,
-    clear_cache: bool = True,
-    trace: bool = False,
-    prefetch: bool = False,
-    to_remote: bool = False,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Mark a method that a cluster calls, as ROLL's decorator does. An async method stays async."""
+def register(dispatch_mode: Any = Dispatch.ALL_TO_ALL, **_: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Mark a method that a cluster calls, as ROLL's decorator does."""
     assert isinstance(dispatch_mode, (Dispatch, dict)), f"dispatch_mode is not a Dispatch: {dispatch_mode!r}"
-    assert isinstance(execute_mode, Execute), f"execute_mode is not an Execute: {execute_mode!r}"
-
-    def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        if inspect.iscoroutinefunction(method):
-
-            @functools.wraps(method)
-            async def marked(*args: Any, **kwargs: Any) -> Any:
-                return await method(*args, **kwargs)
-        else:
-
-            @functools.wraps(method)
-            def marked(*args: Any, **kwargs: Any) -> Any:
-                return method(*args, **kwargs)
-
-        setattr(marked, BINDING, {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode})
-        return marked
-
-    return mark
+    return lambda method: method
 
 
 @dataclass
@@ -73,19 +43,9 @@ class RankInfo:
     """A worker's rank in its cluster."""
 
     world_size: int = 1
-    tp_size: int = 1
-    dp_size: int = 1
-    pp_size: int = 1
-    cp_size: int = 1
     rank: int = 0
-    tp_rank: int = 0
+    dp_size: int = 1
     dp_rank: int = 0
-    pp_rank: int = 0
-    cp_rank: int = 0
-
-    @property
-    def is_pipeline_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
 
 
 class Worker:
@@ -98,29 +58,104 @@ class Worker:
         self.cluster_name = os.environ.get("CLUSTER_NAME")
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.rank_info = RankInfo(
-            world_size=self.world_size, rank=self.rank, dp_rank=self.rank, dp_size=self.world_size
-        )
+        self.rank_info = RankInfo(self.world_size, self.rank, self.world_size, self.rank)
         self.thread_executor = ThreadPoolExecutor(max_workers=5)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.worker_name})"
-
-    @property
-    def logger(self) -> logging.Logger:
-        return _log
-
-    def get_rank_info(self) -> RankInfo:
-        return self.rank_info
+        self.logger = logging.getLogger("qreward_plugins.testing.roll")
 
     def initialize(self, pipeline_config: Any, *args: Any, **kwargs: Any) -> None:
         self.pipeline_config = pipeline_config
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_states(self, *args: Any, **kwargs: Any) -> None:
-        """Called before the rollouts of a step; in asynchronous training once, at the start."""
+        """Called before the rollouts of a step."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Called after the rollouts of a step; never in asynchronous training."""
+        """Called after the rollouts of a step."""
+
+
+class RollActor:
+    """One worker in an actor."""
+
+    def __init__(self, kind: type, config: Any, cluster: str, rank: int) -> None:
+        if not issubclass(kind, Worker):
+            raise TypeError(
+                f"{kind.__qualname__} is not made on the Worker of roll_stand_in(): enter it before the class is "
+                "imported, and where ROLL is installed with over_installed=True, for ROLL's own Worker needs Ray"
+            )
+        is_async = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(kind))
+        if not is_async and config.max_concurrency != 1:
+            raise ValueError(f"{cluster}: a worker without async methods has max_concurrency 1")
+        self._kind = kind
+        self._config = copy.deepcopy(config)
+        self._environment = {
+            "WORLD_SIZE": str(config.world_size),
+            "RANK": str(rank),
+            "CLUSTER_NAME": cluster,
+            "WORKER_NAME": f"{cluster}-{rank}",
+            **config.system_envs,
+        }
+        self._slots = asyncio.Semaphore(config.max_concurrency if config.max_concurrency > 1 else _ASYNC_CALLS)
+        self._thread = None if is_async else ThreadPoolExecutor(1, thread_name_prefix=f"fake-roll-{cluster}")
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._initialized = False
+        self.worker: Any = None
+
+    async def start(self) -> None:
+        """Make the worker, in the environment that its actor would have, as for `initialize`."""
+        with _environment(self._environment):
+            self.worker = await self._run(self._kind, self._config)
+
+    async def initialize(self, pipeline_config: Any) -> None:
+        with _environment(self._environment):
+            await self.call("initialize", copy.deepcopy(pipeline_config))
+        self._initialized = True
+
+    def call(self, name: str, *args: Any) -> asyncio.Future[Any]:
+        """Call a method and raise its errors. The call continues if the caller is cancelled."""
+        task = asyncio.ensure_future(self._call(name, copy.deepcopy(args)))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return asyncio.shield(task)
+
+    async def _call(self, name: str, args: tuple[Any, ...] = ()) -> Any:
+        async with self._slots:
+            return copy.deepcopy(await self._run(getattr(self.worker, name), *args))
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self._thread is not None:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        result = function(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks the error as retrieved; its caller has got it
+
+    async def close(self) -> None:
+        """End all calls, then call `close` of an initialised worker, sync or async, if it has one; raise its errors."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            if self._initialized and hasattr(self.worker, "close"):
+                await self._call("close")
+        finally:
+            if self.worker is not None:
+                self.worker.thread_executor.shutdown(wait=False, cancel_futures=True)
+            if self._thread is not None:
+                # A sync call cannot be cancelled, so closing waits for it.
+                await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ..tensors import as_float32, objects, padded
 from .engine import AgentOutput, VerlEngine
 from .protocol import TensorColumns, VerlDataProto
 from .reward_managers import float32_column
-from .tensors import as_float32, objects, padded
 from .transfer_queue import Prompt, TransferQueue
 
 _NUMBER = "__number__"

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ..tensors import Tensor, as_float32
 from .legacy import LegacyTrainer
 from .protocol import VerlDataProto
 from .reward_functions import bind, default_compute_score, load_extern_object
 from .reward_managers import Registry, float32_column, not_played
-from .tensors import VerlTensor, as_float32
 
 VERSIONS = ("0.4", "0.5", "0.6", "0.7")
 REGISTRY = "verl.workers.reward_manager"
@@ -45,7 +45,7 @@ class AbstractRewardManager(ABC):
             there = data.batch["rm_scores"]
             return {"reward_tensor": there, "reward_extra_info": extra} if return_dict else there
         responses = data.batch["responses"]
-        rewards = np.zeros(responses.shape, dtype=np.float32).view(VerlTensor)
+        rewards = np.zeros(responses.shape, dtype=np.float32).view(Tensor)
         lengths = np.asarray(data.batch["attention_mask"])[:, data.batch["prompts"].shape[1] :].sum(axis=1)
         texts = [
             str(self.tokenizer.decode(row[:length], skip_special_tokens=True))

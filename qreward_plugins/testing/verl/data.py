@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from .tensors import VerlTensor, objects, tensor
+from ..tensors import Tensor, objects, tensor
 
 Row: TypeAlias = "str | Mapping[str, Any]"
 """A question, or a mapping as in verl's parquet files: `prompt` (messages, or a question), `data_source`,
@@ -45,8 +45,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
     return {
-        name: tensor(values) if isinstance(values[0], VerlTensor) else objects(values)
-        for name, values in columns.items()
+        name: tensor(values) if isinstance(values[0], Tensor) else objects(values) for name, values in columns.items()
     }
 
 

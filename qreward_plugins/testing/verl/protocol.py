@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from .tensors import VerlTensor
+from ..tensors import Tensor
 
 
-class TensorColumns(dict[str, VerlTensor]):
+class TensorColumns(dict[str, Tensor]):
     """A `TensorDict` with one batch dimension: its length is that of its columns."""
 
     def __init__(self, columns: Mapping[str, Any] | None = None, batch_size: int | None = None) -> None:
-        super().__init__({name: np.asarray(values).view(VerlTensor) for name, values in (columns or {}).items()})
+        super().__init__({name: np.asarray(values).view(Tensor) for name, values in (columns or {}).items()})
         first = next(iter(self.values()), None)
         self._rows = batch_size if batch_size is not None else 0 if first is None else int(first.shape[0])
 
@@ -30,7 +30,7 @@ class TensorColumns(dict[str, VerlTensor]):
         return True
 
     def __setitem__(self, name: str, values: Any) -> None:
-        super().__setitem__(name, np.asarray(values).view(VerlTensor))
+        super().__setitem__(name, np.asarray(values).view(Tensor))
 
     def rows(self, which: Any) -> TensorColumns:
         """The chosen rows."""

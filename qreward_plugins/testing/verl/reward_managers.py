@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..tensors import Tensor
 from .reward_functions import default_compute_score
-from .tensors import VerlTensor
 
 
 class RewardManagerBase(ABC):
@@ -35,13 +35,13 @@ class RewardManagerBase(ABC):
         raise NotImplementedError
 
     @classmethod
-    def assemble_rm_scores(cls, data: Any, scores: Sequence[Any]) -> VerlTensor:
+    def assemble_rm_scores(cls, data: Any, scores: Sequence[Any]) -> Tensor:
         """Each score at the last token of its response: (rows, response length)."""
         prompts = data.batch["prompts"].shape[1]
         lengths = np.asarray(data.batch["attention_mask"])[:, prompts:].sum(axis=1)
         rewards = np.zeros(data.batch["responses"].shape, dtype=np.float32)
         rewards[np.arange(len(rewards)), lengths - 1] = float32_column(scores)
-        return rewards.view(VerlTensor)
+        return rewards.view(Tensor)
 
 
 class NaiveRewardManager(RewardManagerBase):

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..tensors import padded
 from .protocol import TensorColumns, VerlDataProto
-from .tensors import padded
 
 PADDED_PROMPT = 127
 """Tokens in the prompt of a row that only fills up a mini-batch."""

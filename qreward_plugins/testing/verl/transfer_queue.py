@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .tensors import objects
+from ..tensors import objects
 
 MODULE = "verl.trainer.ppo.v1.replay_buffer"
 FILTERED_COUNTS = "_dapo_filtered_reward_counts"

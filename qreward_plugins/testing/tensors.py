@@ -1,8 +1,13 @@
-"""Tensors without torch: numpy arrays with the methods that reward code calls on a row of verl's batches."""
+"""Tensors without torch: numpy arrays with the methods that reward code calls on a row of a batch, and the functions of
+torch that it calls.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +24,7 @@ class _Size(int):
         return self.shape if dim is None else self.shape[dim]
 
 
-class VerlTensor(np.ndarray):
+class Tensor(np.ndarray):
     """A numpy array that answers to the methods of a torch tensor on the CPU: `sum(dim=)`, `bool()`, `long()`,
     `size(0)`, `numel()`, `unsqueeze()`, `detach().cpu().numpy()` and so on. Slices are views, as in torch. A single
     element is a numpy scalar.
@@ -49,13 +54,13 @@ class VerlTensor(np.ndarray):
     def float(self) -> Any:
         return self.astype(np.float32)
 
-    def to(self, *_: Any, **__: Any) -> VerlTensor:
+    def to(self, *_: Any, **__: Any) -> Tensor:
         return self
 
-    def cpu(self) -> VerlTensor:
+    def cpu(self) -> Tensor:
         return self
 
-    def detach(self) -> VerlTensor:
+    def detach(self) -> Tensor:
         return self
 
     def clone(self) -> Any:
@@ -64,6 +69,13 @@ class VerlTensor(np.ndarray):
     def numpy(self) -> np.ndarray[Any, Any]:
         return self.view(np.ndarray)
 
+    def zero_(self) -> Tensor:
+        self.fill(0)
+        return self
+
+    def isfinite(self) -> Any:
+        return np.isfinite(self)
+
     def numel(self) -> Any:
         return int(self.size)
 
@@ -71,39 +83,39 @@ class VerlTensor(np.ndarray):
         return self.ndim
 
     def unsqueeze(self, dim: Any) -> Any:
-        return np.expand_dims(self, dim).view(VerlTensor)
+        return np.expand_dims(self, dim).view(Tensor)
 
-    def new_tensor(self, values: Any) -> VerlTensor:
+    def new_tensor(self, values: Any) -> Tensor:
         return tensor(values, self.dtype)
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: Any = False) -> Any:
-        return array[()] if not array.shape else array.view(VerlTensor)
+        return array[()] if not array.shape else array.view(Tensor)
 
 
-def tensor(values: Any, dtype: Any = None) -> VerlTensor:
+def tensor(values: Any, dtype: Any = None) -> Tensor:
     """A tensor of these values."""
-    return np.asarray(values, dtype=dtype).view(VerlTensor)
+    return np.asarray(values, dtype=dtype).view(Tensor)
 
 
-def zeros(*shape: int, dtype: Any = np.float32) -> VerlTensor:
+def zeros(*shape: int, dtype: Any = np.float32) -> Tensor:
     """A tensor of zeros."""
-    return np.zeros(shape, dtype=dtype).view(VerlTensor)
+    return np.zeros(shape, dtype=dtype).view(Tensor)
 
 
-def padded(rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, value: Any = 0, width: int = 0) -> VerlTensor:
+def padded(rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, value: Any = 0, width: int = 0) -> Tensor:
     """Rows of different lengths as one tensor, padded on the right."""
     width = max([width, *map(len, rows)])
     out = np.full((len(rows), width), value, dtype=dtype)
     for place, row in enumerate(rows):
         out[place, : len(row)] = row
-    return out.view(VerlTensor)
+    return out.view(Tensor)
 
 
 def as_float32(value: Any) -> Any:
     """What an element of a float32 tensor becomes when it is set to `value`, with torch's errors: numpy's floats are no
     numbers to it, but for float64, which is a `float`.
     """
-    if isinstance(value, VerlTensor) and value.size == 1:
+    if isinstance(value, Tensor) and value.size == 1:
         value = value.item()
     if not isinstance(value, (bool, int, float, np.integer)):
         kind = type(value)
@@ -123,3 +135,32 @@ def objects(values: Iterable[Any]) -> np.ndarray[Any, Any]:
     column = np.empty(len(listed), dtype=object)
     column[:] = listed
     return column
+
+
+def _torch_tensor(values: Any, dtype: Any = None) -> Tensor:
+    made = np.array(values, dtype=dtype)
+    if dtype is None and made.dtype == np.float64 and not isinstance(values, np.ndarray):
+        made = made.astype(np.float32)  # torch's default for numbers of Python
+    return made.view(Tensor)
+
+
+TORCH: dict[str, Any] = {
+    "Tensor": Tensor,
+    "arange": lambda *bounds: tensor(np.arange(*bounds)),
+    "bool": np.dtype(np.bool_),
+    "cat": lambda tensors, dim=0: tensor(np.concatenate(tensors, axis=dim)),
+    "float32": np.dtype(np.float32),
+    "full_like": np.full_like,
+    "long": np.dtype(np.int64),
+    "ones": lambda *shape, dtype=np.float32: tensor(np.ones(shape, dtype)),
+    "ones_like": np.ones_like,
+    "tensor": _torch_tensor,
+    "zeros": zeros,
+    "zeros_like": np.zeros_like,
+}
+"""torch's names, on numpy."""
+
+
+def load_torch() -> Any:
+    """torch, or an object with the names of `TORCH` if it is not installed."""
+    return import_module("torch") if find_spec("torch") is not None else SimpleNamespace(**TORCH)

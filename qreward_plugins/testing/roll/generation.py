@@ -1,0 +1,165 @@
+"""The data set of a domain, encoded and shuffled as ROLL does (rlvr_pipeline.py, collator.py), and a fake inference
+engine, which writes responses at once unless the test holds them.
+
+ROLL's requests do not number the responses of a group, so the engine counts them for each prompt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..held import HeldGenerations
+from ..tensors import objects
+from .protocol import RollDataProto, torch
+
+Row: TypeAlias = "str | Mapping[str, Any]"
+"""A question, or a mapping with `messages` (a list, or its JSON) or a `prompt` that is tokenized unchanged, and with
+`ground_truth`, `id`, `tag` and any other column. If one row has `images` (Pillow images), all have them, perhaps an
+empty list, as in a pipeline for vision models."""
+
+DEFAULT_ROWS: tuple[dict[str, str], ...] = tuple(
+    {"prompt": f"What is {number} + {number + 1}?", "ground_truth": str(2 * number + 1)} for number in range(1, 17)
+)
+
+
+def encode_row(row: Row, number: int, *, domain: str, tag: str, tokenizer: Any, prompt_length: int) -> dict[str, Any]:
+    """A row with its `input_ids` and all columns of ROLL's data sets. Raises `ValueError` if it has no prompt, or too
+    long a prompt.
+    """
+    own: dict[str, Any] = {"messages": [{"role": "user", "content": row}]} if isinstance(row, str) else dict(row)
+    if "messages" in own:
+        turns = json.loads(own["messages"]) if isinstance(own["messages"], str) else own["messages"]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    elif "prompt" in own:
+        text = own["prompt"]
+    else:
+        raise ValueError(f"a row needs 'messages' or a 'prompt': {own!r:.200}")
+    ids = list(tokenizer(text)["input_ids"])
+    if len(ids) > prompt_length:
+        raise ValueError(f"a prompt has {len(ids)} tokens: ROLL leaves out what is longer than prompt_length")
+    if "images" in own:
+        # What ROLL sends to the inference engine (collator.py: DataCollatorWithPaddingForMM).
+        images = list(own.pop("images") or ())
+        seen: dict[str, Any] = {"multi_modal_data": {"image": images}, "mm_processor_kwargs": {}} if images else {}
+        own["multi_modal_data"] = {"prompt_token_ids": ids, **seen}
+    known = {"id": str(number), "ground_truth": None, "domain": domain, "tag": tag}
+    return {**known, **own, "input_ids": ids}
+
+
+def collate(items: Sequence[Mapping[str, Any]], *, pad_token_id: int, length: int) -> dict[str, Any]:
+    """A batch of rows: prompts padded on the left to `length`, other columns as arrays of objects."""
+    ids = np.full((len(items), length), pad_token_id)
+    mask = np.zeros((len(items), length), dtype=np.int64)
+    for place, item in enumerate(items):
+        if tokens := item["input_ids"]:
+            ids[place, -len(tokens) :] = tokens
+            mask[place, -len(tokens) :] = 1
+    columns = dict.fromkeys(name for item in items for name in item if name != "input_ids")
+    return {
+        "input_ids": torch.tensor(ids),
+        "attention_mask": torch.tensor(mask),
+        "position_ids": torch.tensor(positions(mask)),
+        **{name: objects(item[name] for item in items) for name in columns},
+    }
+
+
+def positions(mask: Any) -> Any:
+    """`position_ids` of an attention mask."""
+    return np.maximum(np.cumsum(mask, -1) - 1, 0)
+
+
+class RollDataset:
+    """Rows in ROLL's order: shuffled for every epoch, from the seed."""
+
+    def __init__(self, items: Iterable[Mapping[str, Any]], seed: int) -> None:
+        self._items = list(items)
+        self._seed = seed
+        self._epoch = -1
+        self._order = list(range(len(self._items)))
+        self._left: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def next(self) -> Mapping[str, Any]:
+        """The next row; after the last one the next epoch starts."""
+        if not self._left:
+            self._epoch += 1
+            random.Random(self._seed + self._epoch).shuffle(self._order)
+            self._left = self._order[::-1]
+        return self._items[self._left.pop()]
+
+
+@dataclass(frozen=True)
+class RollDraft:
+    """A response to write: the `number`-th (from 0) of its prompt.
+
+    `columns` is the row of the data set, `prompt` its text as tokenized. `prompt_id` counts the prompts that a domain's
+    scheduler has started (in the batch path: the row of the batch).
+    """
+
+    domain: str
+    columns: Mapping[str, Any]
+    prompt: str
+    prompt_id: int
+    number: int
+    is_val: bool
+    global_step: int
+
+    @property
+    def ground_truth(self) -> Any:
+        return self.columns.get("ground_truth")
+
+
+Respond: TypeAlias = Callable[[RollDraft, random.Random], "str | Awaitable[str]"]
+Hold: TypeAlias = Callable[[RollDraft], bool]
+
+
+def answer_by_chance(draft: RollDraft, rng: random.Random) -> str:
+    """The default response: the ground truth or, with equal chance, another answer."""
+    right = rng.random() < 0.5
+    return f"The answer is {draft.ground_truth if right else rng.randrange(100, 1000)}"
+
+
+class RollEngine:
+    """Writes the responses of all schedulers on one event loop. A generation for which `hold` is true is held after its
+    text is written; `held` may be released from any thread.
+    """
+
+    def __init__(self, respond: Respond, hold: Hold | None, tokenizer: Any, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.held: HeldGenerations[RollDraft] = HeldGenerations()
+        self._respond, self._hold, self._seed = respond, hold, seed
+        self._asked: Counter[object] = Counter()
+
+    async def generate(
+        self, req: RollDataProto, row: int, *, scope: object, domain: str, prompt_id: int, is_val: bool
+    ) -> list[int]:
+        """The tokens of another response to this row of a request. `scope` identifies the scheduler and step. Raises
+        the errors of `respond`.
+        """
+        number = self._asked[scope, prompt_id]
+        self._asked[scope, prompt_id] += 1
+        draft = RollDraft(
+            domain=domain,
+            columns={name: values[row] for name, values in req.non_tensor_batch.items()},
+            prompt=self.tokenizer.decode(req.batch["input_ids"][row][req.batch["attention_mask"][row].bool()]),
+            prompt_id=prompt_id,
+            number=number,
+            is_val=is_val,
+            global_step=int(req.meta_info["global_step"]),
+        )
+        written = self._respond(draft, random.Random(f"{self._seed}/{scope}/{prompt_id}/{number}"))
+        text = await written if inspect.isawaitable(written) else written
+        if self._hold is not None and self._hold(draft):
+            await self.held.wait(draft)
+        tokens: list[int] = [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
+        return tokens[: int(req.meta_info["generation_config"]["max_new_tokens"])]

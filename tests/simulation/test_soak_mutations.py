@@ -330,7 +330,7 @@ MUTATIONS = [
 """What was done to the code, which promise that breaks, words of the finding, and seeds that suffice."""
 
 TRIED_FIRST = {
-    "endless_attempts": 170,
+    "endless_attempts": 886,
     "a_reload_forgets_what_was_spent": 117,
     "priorities_do_not_matter_for_retries": 5,
     "hedges_go_before_higher_priorities": 15,

@@ -150,7 +150,6 @@ def check_metrics(scenario: Scenario, step: PlayedStep) -> None:
         assert close(causes, sum(map(bool, told)))
     if scenario.masks:
         assert close(causes, sum(not sample.mask for sample in step.samples))
-    assert f"scheduler/{DOMAIN}/qreward/failed_rate/mean" in step.metrics
 
 
 def check_remedy(played: Played) -> None:

@@ -28,7 +28,6 @@ LONGEST_FIRST = (
     "sharing/test_ray.py",
     "sharing/test_machine.py",
     "replicas/test_ray_pool.py",
-    "groups/test_barrier_on_ray.py",
     "simulation/test_soak_mutations.py",
     "simulation/test_soak.py",
     "reliability/test_ten_thousand.py",

@@ -35,11 +35,11 @@ itself by way of others.
 
 CEILINGS = {
     "class names that stand twice": 32,
-    "constructors with more than two on_* callbacks": 2,
-    "modules below 60 lines": 25,
+    "constructors with more than two on_* callbacks": 0,
+    "modules below 60 lines": 9,
     "modules above 450 lines": 0,
-    "names of modules that are no nouns": 14,
-    "floors of files in scheduling": 14,
+    "names of modules that are no nouns": 3,
+    "floors of files in scheduling": 12,
     "floors of files in sources": 10,
 }
 """What may only fall. Lower a number with the commit that reaches it."""

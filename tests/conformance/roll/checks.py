@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..judges import GROUP_SIZE
 from .played import Played, PlayedSample, PlayedStep
-from .scenarios import CORRECT_AT, DOMAIN, LOOP, VAL_ITEMS, Scenario
+from .scenarios import CORRECT_AT, LOOP, VAL_ITEMS, Scenario
 
 _TOLERANCE = 2e-5
 """ROLL computes in float32."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from qreward_plugins.testing.roll.data import collate, encode_row
 from roll.distributed.scheduler.protocol import DataProto
 
-from qreward_plugins.testing.roll.data import collate, encode_row
 from qreward_plugins.testing.roll.protocol import RollDataProto
 from qreward_plugins.testing.tokenizer import WordTokenizer
 

@@ -10,6 +10,8 @@ from qreward_plugins import ConfigurationError, accelerate
 from qreward_plugins.acceleration import Options
 from qreward_plugins.acceleration.options import OF_THE_FUNCTION, RETUNABLE, GivenOptions
 
+from ..kit import each_of
+
 
 async def grade(x):
     return x
@@ -77,9 +79,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "message"), WRONG, ids=[message.partition(":")[0] for _, _, message in WRONG]
-)
+@each_of(("function", "options", "message"), WRONG)
 def test_wrong_use(function, options, message):
     with pytest.raises(ConfigurationError, match=message) as raised:
         accelerate(**options)(function)
@@ -102,7 +102,7 @@ def test_options_that_cannot_differ_or_change():
         function.retune(concurrency=0)
 
 
-@pytest.mark.parametrize(("items", "message"), [(("abc",), "iterables"), ((3,), "iterables"), ((), "at least one")])
+@each_of(("items", "message"), [(("abc",), "iterables"), ((3,), "iterables"), ((), "at least one")])
 def test_map_of_what_is_no_list(items, message):
     with pytest.raises(TypeError, match=message):
         accelerate(plain).map(*items)

@@ -53,8 +53,7 @@ def measured_s(config, count):
     return run(main())
 
 
-@pytest.mark.parametrize("places", [1, 4])
-@pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize(("places", "size"), [(1, 32), (4, 8)])
 def test_a_plan_of_batches_is_that_of_the_step(exact_plan, places, size):
     config = tree({"max_size": size}, concurrency=places)
     found = exact_plan(config, 1024, latency_s={"rm": TIME})

@@ -16,6 +16,8 @@ from qreward_plugins.planning.recorded import read_recorded
 from qreward_plugins.planning.rollouts import default_data_source
 from qreward_plugins.simulation import Luck, Server, SimulatedServer, run
 
+from ..kit import each_of
+
 
 def test_lengths_are_read():
     assert parse_lengths("800", most=1) == Lengths(800, 0.0)
@@ -24,9 +26,7 @@ def test_lengths_are_read():
     assert fmean(drawn) == pytest.approx(500, rel=0.04)
 
 
-@pytest.mark.parametrize(
-    "text", ["many", "normal:3:4", "lognormal:a:b", "lognormal:1:2:3", "0", "nan", "lognormal:9:-1"]
-)
+@each_of("text", ["many", "normal:3:4", "lognormal:a:b", "lognormal:1:2:3", "0", "nan", "lognormal:9:-1"])
 def test_lengths_that_are_none(text):
     with pytest.raises(InputError, match="--tokens"):
         parse_lengths(text, most=1)
@@ -67,7 +67,7 @@ def test_data_sources_are_read():
         parse_data_source("math=0")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("routes", "name"),
     [({"math/*": "quality", "*": "quality"}, "any"), ({"math/[gs]?": "quality"}, "math/gx"), ({}, "")],
 )

@@ -83,12 +83,11 @@ def test_a_plan_from_a_journal_is_within_a_tenth_of_the_step(tmp_path, tree, lim
     assert all(use.latency_s < 0.7 * waited for use in found.sources if use.name == "a")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_so_is_one_of_sources_that_take_no_longer_for_long_rollouts(tmp_path, tree, case):
+def test_so_is_one_of_sources_that_take_no_longer_for_long_rollouts(tmp_path, tree):
     """Half of a latency is assumed to be in proportion to the length. Long requests go to the fast source, so times of
     requests that really take the same would be taken for those of short ones at the slow source.
     """
-    limits, servers, count, bottleneck = CASES[case]
+    limits, servers, count, bottleneck = CASES["two speeds"]
     config, path = tree(**limits), tmp_path / "verdicts.sqlite"
     outcomes, step_s = measured(config, servers, count, chars=lambda n: 200 + 7919 * n % 6000)
     recorded(path, outcomes)

@@ -11,6 +11,8 @@ from qreward_plugins import InputError
 from qreward_plugins.planning import Bar, draw_timeline
 from qreward_plugins.planning.picture import most_in_window, rows
 
+from ..kit import each_of
+
 
 def bar(start_s: float, end_s: float, kind="first", end="answered") -> Bar:
     return Bar("a", kind, end, start_s, end_s)
@@ -21,7 +23,7 @@ def test_no_two_bars_of_a_row_overlap():
     assert rows(bars) == [0, 1, 1, 2, 0]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("kind", "end", "colour"),
     [
         ("first", "answered", "first"),

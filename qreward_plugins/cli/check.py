@@ -32,7 +32,7 @@ from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds
 from .engines import open_engine
-from .probe import Probe, idle_sources, probe, probe_for_clients, samples_for, untried_judges
+from .probe import Probe, idle_sources, probe, probe_for_clients, probe_whole, samples_for, with_route_to_each
 from .serve_judge import start_servers
 from .training_lines import Framework, framework_of, say_how_to_train
 
@@ -79,7 +79,12 @@ def command(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Most seconds to wait for the answer of a source.", min=0.1)
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Most seconds for the answer of a source; its limits are waited for four times as long.",
+            min=0.1,
+        ),
     ] = 30.0,
     offline: Annotated[
         bool, typer.Option("--offline", help="Validate only: send nothing, and need no server and no key.")
@@ -181,7 +186,7 @@ async def _check_offline(config: Config, path: Path) -> int:
 
 async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: float) -> int:
     """Probe every source, and print a table and the problems."""
-    async with open_engine(_alone(config), path) as engine:
+    async with open_engine(with_route_to_each(_alone(config)), path) as engine:
         samples = {} if rollouts is None else samples_for(engine, _samples_of(rollouts))
         for upstream in engine.upstreams.values():
             upstream.timeout_s = min(upstream.timeout_s, timeout_s)
@@ -202,21 +207,25 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
                 say(OUT, f"{name}: dialect {dialect.name}, as its server answered")
         with ERRORS.status("asking every source ..."):
             judged, of_clients = await asyncio.gather(probe(engine, samples), probe_for_clients(engine))
+            failed = {one.judge for one in judged if one.verdict is None}
+            whole = await probe_whole(engine, samples, failed)
         for name in idle_sources(engine):
             say(OUT, f"{name}: not asked, because neither a judge nor `models` uses it")
-        for name in untried_judges(engine):
-            say(OUT, f"{name}: not tried, because a check cannot make the calls of its kind")
         models = {name for name, judge in engine.judges.items() if judge.asks == TEXT}
-    results = [*judged, *of_clients]
+    results = [*judged, *whole, *of_clients]
     if results:
         OUT.print(_table(results))
     passed = not keeper_silent
     for result in results:
-        if result.verdict is not None and result.verdict.rationale:
+        if result.source and result.verdict is not None and result.verdict.rationale:
             say(OUT, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
     for result in results:
         if result.problem:
             say(OUT, _problem(result, built_in=result.judge not in samples, capable=result.judge in models))
+            passed = False
+        elif result.untried:
+            head = (f"judge {result.judge}: ", "red")
+            say(OUT, Text.assemble(head, f"source {result.source!r} did not grade the test answers: {result.untried}"))
             passed = False
     for result in results:
         # Invalid verdicts in the trial repeat what was said of the sample.
@@ -268,7 +277,7 @@ def _table(results: list[Probe]) -> Table:
         else:
             given = Text("none", "red") if result.judge or result.problem else Text("answers", "green")
         table.add_row(
-            Text.assemble(result.source, ("\n  " + _excerpt(result.model, 60), "dim")),
+            Text.assemble(result.source or "(as a whole)", ("\n  " + _excerpt(result.model, 60), "dim")),
             Text(result.judge or "(clients)"),
             seconds(result.latency_s),
             given,
@@ -299,7 +308,8 @@ def _problem(result: Probe, *, built_in: bool, capable: bool) -> Text:
         remedy = f"; {of} test answers got no valid verdict, either; use a more capable model"
     # Errors of sources begin with the name of the source.
     name = f"source {result.source!r}"
-    problem = result.problem if result.problem.startswith(name) else f"{name}: {result.problem}"
+    named = not result.source or result.problem.startswith(name)
+    problem = result.problem if named else f"{name}: {result.problem}"
     return Text.assemble((f"judge {result.judge}: " if result.judge else "models: ", "red"), problem, remedy)
 
 
@@ -343,12 +353,13 @@ def without_servers(config: Config) -> tuple[Config, list[str]]:
             changes["dialect"] = "openai"
             notes.append(f"{name}: its dialect was not asked for")
         sources[name] = source.model_copy(update=changes)
-    return _alone(config).model_copy(update={"sources": {**config.sources, **sources}}), notes
+    return _alone(config, shared="off").model_copy(update={"sources": {**config.sources, **sources}}), notes
 
 
-def _alone(config: Config) -> Config:
-    """A check must not create, open or fill the journal of a run. It sends its few requests past the limits."""
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"journal": None, "shared": "off"})})
+def _alone(config: Config, **engine: Any) -> Config:
+    """A check must not create, open or fill the journal of a run."""
+    changes = {"journal": None, "reload": False, **engine}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
 
 
 def show_difference(old: Path, new: Path) -> int:

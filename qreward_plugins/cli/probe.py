@@ -1,30 +1,33 @@
 """Probes every source for `qreward check`: whether it answers, which limits it announces, and whether its judges can
 distinguish a right answer from nonsense.
 
-A probe bypasses the scheduler, because the scheduler would replace a source that throttles or rejects the API key by
-another one, and its fault would not show. Nothing is written to the journal.
+Each call names one source and goes through the engine's dispatcher, so that the limits hold, and a source that
+throttles is waited for. Nothing is written to the journal.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import anyio
-
-from ..config import judge_for, parts_of, sources_of, sources_of_models
+from ..config import Config, Route, judge_for, parts_of, routes_of, sources_of, sources_of_models
 from ..engine import RewardEngine
+from ..engine.followed_calls import FollowedCall
 from ..engine.trial import Trial, cause_of_equal, try_out
-from ..errors import InputError, InvalidReply, SourceError, TransientError
-from ..judges import JudgeFailed, Leaf, kind_of
-from ..samples import RawScore, Sample, Verdict
-from ..scheduling import Upstream
+from ..errors import ConfigurationError, InvalidReply, SourceError
+from ..judges import JudgeFailed, Leaf
+from ..samples import Failed, RawScore, Sample, Verdict
+from ..scheduling import Answer, Call, Rules, Unanswered, Upstream
 from ..sources import LOGITS, TEXT, Reply, Request
-from ..system.threads import abandon, cancel_all
 
-END_WITHIN_S = 1.0
-"""Longest wait in seconds for a call to end that was cancelled after its time limit."""
+PATIENCE = 4
+"""A call has so many times the time limit of its source, because it may have to wait for the limits of the source."""
+RETRIES = 2
+RETRY_AFTER_S = 0.5
+"""A call that fails in passing, or that is throttled, is made so many times more. A throttled one goes when its source
+may be asked again."""
 CLIENT_TOKENS = 1024
 """Most tokens of an answer to the question that a check asks as a client would."""
 SAMPLE = Sample(
@@ -42,8 +45,8 @@ class Probe:
 
     `latency_s` is the time to the complete reply in seconds. `announced` are the limits that the source states in its
     headers. `problem` is empty if the verdict is valid. `asked` is false if the sample does not fit the judge, so that
-    nothing was sent. `trial` holds the rewards for `trial.PAIRS`; None if the judge does not ask for text, or the
-    source did not reply to one of these requests.
+    nothing was sent. `trial` holds the rewards for `trial.PAIRS`; None if there was none, or if `untried` says why it
+    was not finished. `source` is "" for a judge that was tried as a whole.
     """
 
     judge: str
@@ -55,34 +58,70 @@ class Probe:
     problem: str = ""
     asked: bool = True
     trial: Trial | None = None
+    untried: str = ""
 
 
 async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = None) -> list[Probe]:
-    """Send one request of every judge to each of its sources; after a reply to an LLM judge also those of the trial.
+    """Send one request of every judge to each of its sources, all at the same time; after a reply to an LLM judge or a
+    reward model also those of the trial.
 
-    Each request has the source's own time limit. All sources are probed at the same time, and each gets one judge's
-    requests at a time. `samples` maps the name of a judge to its sample; default: `SAMPLE`. The results are in the
-    order of the configuration.
+    `samples` maps the name of a judge to its sample; default: `SAMPLE`. The results are in the order of the
+    configuration.
     """
-    turns = {name: _Turn() for name in engine.upstreams}
     return await asyncio.gather(
         *(
-            _ask(judge, engine.upstreams[name], (samples or {}).get(judge.name, SAMPLE), turns[name])
+            _ask(engine, judge, engine.upstreams[name], (samples or {}).get(judge.name, SAMPLE))
             for judge in engine.judges.values()
             for name in judge.sources
         )
     )
 
 
+def with_route_to_each(config: Config) -> Config:
+    """Return `config` with a data source for each judge, by which `probe_whole` reaches it."""
+    routes = {_data_source(name): Route(judge=name) for name in config.judges}
+    return config.model_copy(update={"routes": {**routes, **dict(routes_of(config))}})
+
+
+async def probe_whole(engine: RewardEngine, samples: Mapping[str, Sample], failed: set[str]) -> list[Probe]:
+    """Let each judge that is no leaf score a sample: those that other packages add, and those that ask other judges. A
+    judge with a part in `failed` is not tried.
+    """
+    names = [
+        name
+        for name in engine.config.judges
+        if name not in engine.judges and failed.isdisjoint(parts_of(engine.config, name))
+    ]
+    built_in = {name: replace(SAMPLE, data_source=_data_source(name)) for name in names}
+    return await asyncio.gather(*(_score(engine, name, samples.get(name, built_in[name])) for name in names))
+
+
+async def _score(engine: RewardEngine, name: str, sample: Sample) -> Probe:
+    started_at = _now()
+    deadline_s = PATIENCE * max((upstream.timeout_s for upstream in engine.upstreams.values()), default=1.0)
+    try:
+        outcome = await engine.score(sample, deadline_s=deadline_s)
+    except ConfigurationError as error:
+        return Probe(name, "", problem=str(error.mistakes[0]))
+    if isinstance(outcome, Failed):
+        return Probe(name, "", problem=outcome.describe())
+    return Probe(name, "", latency_s=_now() - started_at, verdict=outcome.verdict)
+
+
+def _data_source(judge: str) -> str:
+    return f"{SAMPLE.data_source}/{judge}"
+
+
 async def probe_for_clients(engine: RewardEngine) -> list[Probe]:
     """Send one question to each source that clients of models ask and no judge does. All at the same time."""
     judged = _judged(engine)
     names = [name for name in sources_of_models(engine.config) if name in engine.upstreams and name not in judged]
-    return await asyncio.gather(*(_ask_as_client(engine.upstreams[name]) for name in names))
+    return await asyncio.gather(*(_ask_as_client(engine, engine.upstreams[name]) for name in names))
 
 
 def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sample]:
-    """Return for each judge the first sample that makes it ask a source.
+    """Return for each judge that asks sources the first sample that makes it ask one, and for each other judge the
+    first that is routed to it.
 
     The sample must be routed to the judge, or to a sum that contains it. Reads `samples` only as far as needed. Judges
     without such a sample are missing.
@@ -91,9 +130,10 @@ def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sa
     for sample in samples:
         routed = judge_for(engine.config, sample.data_source)
         for name in () if routed is None else parts_of(engine.config, routed):
-            if name not in found and name in engine.judges and _asks(engine.judges[name], sample):
+            leaf = engine.judges.get(name)
+            if name not in found and (name == routed if leaf is None else _asks(leaf, sample)):
                 found[name] = sample
-        if len(found) == len(engine.judges):
+        if len(found) == len(engine.config.judges):
             break
     return found
 
@@ -106,13 +146,6 @@ def _asks(judge: Leaf, sample: Sample) -> bool:
         return False
 
 
-def untried_judges(engine: RewardEngine) -> list[str]:
-    """Return the names of judges that ask sources through `ask` only, so that no single request can be probed."""
-    return [
-        name for name in engine.config.judges if name not in engine.judges and kind_of(engine.config.judges[name]).asks
-    ]
-
-
 def idle_sources(engine: RewardEngine) -> list[str]:
     """Return the names of the sources that neither a judge nor a client of a model asks."""
     asked = {*_judged(engine), *sources_of_models(engine.config)}
@@ -123,101 +156,97 @@ def _judged(engine: RewardEngine) -> set[str]:
     return {name for judge in engine.config.judges for name in sources_of(engine.config, judge)}
 
 
-class _Turn:
-    """Lets one judge at a time ask a source. `silent_to` is the judge that got no answer in time; "" if none."""
-
-    def __init__(self) -> None:
-        self.lock = anyio.Lock()
-        self.silent_to = ""
+class _Failed(Exception):
+    """A call that has no answer."""
 
 
-async def _ask(judge: Leaf, upstream: Upstream, sample: Sample, turn: _Turn) -> Probe:
+async def _ask(engine: RewardEngine, judge: Leaf, upstream: Upstream, sample: Sample) -> Probe:
+    said, answer = await _judged_by(engine, judge, upstream, sample)
+    if isinstance(answer, Unanswered):
+        asked = answer.reason != "input"
+        return Probe(judge.name, upstream.name, upstream.source.model, problem=_why(answer), asked=asked)
+    found = _found(judge.name, upstream, answer)
+    found = replace(found, problem=said) if isinstance(said, str) else replace(found, verdict=said)
+    if judge.asks not in (TEXT, LOGITS):
+        return found
+    raw: list[RawScore | None] = []
+
+    async def reward(sample: Sample) -> float:
+        said, answer = await _judged_by(engine, judge, upstream, sample)
+        if isinstance(answer, Unanswered):
+            # A sample of the trial may lack what the judge's instructions need.
+            raise _Failed("" if answer.reason == "input" else _why(answer))
+        if isinstance(said, str):
+            raise InvalidReply(said)
+        raw.append(said.raw)
+        return said.score
+
     try:
-        request = judge.request(sample, attempt=0)
-    except InputError as error:
-        return Probe(judge.name, upstream.name, upstream.source.model, problem=str(error), asked=False)
-    async with turn.lock:
-        if turn.silent_to:
-            # Otherwise each further judge would wait for the whole time limit, too.
-            problem = f"not asked, because it did not answer the judge {turn.silent_to!r}"
-            return Probe(judge.name, upstream.name, upstream.source.model, problem=problem)
-        found, reply = await _asked(upstream, request, judge.name)
-        if reply is None:
-            if found.problem == _silent(upstream):
-                turn.silent_to = judge.name
-            return found
-        verdict, problem = None, ""
+        trial = await try_out(reward, sample)
+    except _Failed as failed:
+        return replace(found, untried=str(failed))
+    first = raw[0] if raw else None
+    if judge.asks == LOGITS and first is not None and all(one == first for one in raw):
+        trial = replace(trial, cause=cause_of_equal(first.components))
+    return replace(found, trial=trial)
+
+
+async def _judged_by(
+    engine: RewardEngine, judge: Leaf, upstream: Upstream, sample: Sample
+) -> tuple[Verdict | str, Answer[Any] | Unanswered]:
+    """Return the verdict of a source on a sample, or why its reply is none; and its answer."""
+
+    def read(request: Request, reply: Reply) -> tuple[Reply, Verdict | str]:
         try:
-            verdict = judge.verdict(request, reply)
+            return reply, judge.verdict(request, reply)
         except (SourceError, InvalidReply) as error:
-            problem = str(error)
-        trial = await _trial(judge, upstream, sample) if judge.asks in (TEXT, LOGITS) else None
-        return replace(found, verdict=verdict, problem=problem, trial=trial)
+            return reply, str(error)
+
+    answer = await _asked(engine, upstream, lambda attempt: judge.request(sample, attempt=attempt), read, judge.name)
+    return ("" if isinstance(answer, Unanswered) else answer.value[1]), answer
 
 
-async def _ask_as_client(upstream: Upstream) -> Probe:
+async def _ask_as_client(engine: RewardEngine, upstream: Upstream) -> Probe:
     bound = CLIENT_TOKENS
     request = Request(
         Sample([], ""), tuple(SAMPLE.messages), {"max_tokens": bound}, max_completion_tokens=bound, judge="check"
     )
-    return (await _asked(upstream, request, ""))[0]
+    answer = await _asked(engine, upstream, lambda _: request, lambda _, reply: (reply, ""), "check")
+    if isinstance(answer, Unanswered):
+        return Probe("", upstream.name, upstream.source.model, problem=_why(answer))
+    return _found("", upstream, answer)
 
 
-async def _asked(upstream: Upstream, request: Request, judge: str) -> tuple[Probe, Reply | None]:
-    """Send a request. Return what is known without a verdict, and the reply if there is one."""
-    loop = asyncio.get_running_loop()
-    started_at = loop.time()
+def _found(judge: str, upstream: Upstream, answer: Answer[Any]) -> Probe:
+    return Probe(
+        judge, upstream.name, answer.model or upstream.source.model, answer.service_s, answer.value[0].announced
+    )
+
+
+async def _asked(
+    engine: RewardEngine,
+    upstream: Upstream,
+    request: Callable[[int], Request],
+    read: Callable[[Request, Reply], tuple[Reply, Any]],
+    name: str,
+) -> Answer[Any] | Unanswered:
+    """Ask one source within its limits."""
+    dispatcher, over = engine.dispatcher(), asyncio.Event()
+    asking = FollowedCall(dispatcher, dispatcher.batches.new(()), over.set)
+    rules = Rules(retries=RETRIES, timeout_s=upstream.timeout_s, retry_timeouts=False, interval_s=RETRY_AFTER_S)
+    call = Call((upstream.name,), request, read, name=name, rules=rules)
     try:
-        reply = await _reply(upstream, request)
-    except TimeoutError:
-        problem = _silent(upstream)
-    except (SourceError, InvalidReply) as error:
-        problem = str(error)
-    else:
-        model = reply.model or upstream.source.model
-        return Probe(judge, upstream.name, model, loop.time() - started_at, reply.announced), reply
-    return Probe(judge, upstream.name, upstream.source.model, problem=problem), None
-
-
-def _silent(upstream: Upstream) -> str:
-    return f"no answer within {upstream.timeout_s:g} s"
-
-
-async def _trial(judge: Leaf, upstream: Upstream, like: Sample) -> Trial | None:
-    raw: list[RawScore | None] = []
-
-    async def reward(sample: Sample) -> float:
-        request = judge.request(sample, attempt=0)
-        verdict = judge.verdict(request, await _reply(upstream, request))
-        raw.append(verdict.raw)
-        return verdict.score
-
-    try:
-        trial = await try_out(reward, like)
-    except (TimeoutError, SourceError, InputError):
-        return None
-    first = raw[0] if raw else None
-    if judge.asks == LOGITS and first is not None and all(one == first for one in raw):
-        return replace(trial, cause=cause_of_equal(first.components))
-    return trial
-
-
-async def _reply(upstream: Upstream, request: Request) -> Reply:
-    """Send a request. Raises the errors of the source, TimeoutError after the time limit even if the source ignores its
-    cancellation, and TransientError if another task cancels the call.
-    """
-
-    async def send() -> Reply:
-        return await upstream.source.send(request, on_sent=lambda: None)
-
-    call = asyncio.ensure_future(send())
-    try:
-        done, _ = await asyncio.wait([call], timeout=upstream.timeout_s)
+        asking.start(call, dispatcher.now() + PATIENCE * upstream.timeout_s)
+        await over.wait()
     finally:
-        for task in await cancel_all([call], within_s=END_WITHIN_S):
-            abandon(task)
-    if not done:
-        raise TimeoutError
-    if call.cancelled():
-        raise TransientError(f"the call at {upstream.name} was cancelled by another task")
-    return call.result()
+        await asking.aclose()
+    found: Answer[Any] | Unanswered = asking.unanswered or asking.answer
+    return found
+
+
+def _why(answer: Unanswered) -> str:
+    return answer.detail or answer.reason
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -35,6 +35,13 @@ COMMANDS: Mapping[str, str] = {
 }
 """The commands, with a line about each. `serve-judge` is the function `command` of the module `serve_judge`."""
 
+_RENAMED = {
+    "judge-server": "fake-judge",
+    "kinds": "check --kinds",
+    "reload": "check NEW --against OLD",
+}
+"""Commands of earlier versions, and what is called instead."""
+
 
 class _Loaded(Mapping[str, Any]):
     """The commands by name. A command is imported when it is looked up."""
@@ -72,6 +79,11 @@ class _Group(TyperGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.commands = _Loaded()  # type: ignore[assignment]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _RENAMED:
+            ctx.fail(f"No such command '{args[0]}'. It is now: qreward {_RENAMED[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

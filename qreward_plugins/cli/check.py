@@ -201,10 +201,6 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         for name in engine.judges if rollouts is not None else ():
             if name not in samples:
                 say(OUT, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
-        for name, source in config.sources.items():
-            if getattr(source, "dialect", "") == "auto":
-                dialect: Any = getattr(engine.upstreams[name].source, "dialect", None)
-                say(OUT, f"{name}: dialect {dialect.name}, as its server answered")
         with ERRORS.status("asking every source ..."):
             judged, of_clients = await asyncio.gather(probe(engine, samples), probe_for_clients(engine))
             failed = {one.judge for one in judged if one.verdict is None}
@@ -328,7 +324,7 @@ def without_servers(config: Config) -> tuple[Config, list[str]]:
     """Return a configuration that can be opened without servers, keys and a training framework, and one line for each
     thing that is missing here and that a run needs.
 
-    Placeholders replace keys that are not set, addresses from a framework, dialects that a server would state, and Ray.
+    Placeholders replace keys that are not set, addresses from a framework, and Ray.
     Raises `ConfigurationError` for servers that could not be placed on any cluster.
     """
     notes: list[str] = []
@@ -349,9 +345,6 @@ def without_servers(config: Config) -> tuple[Config, list[str]]:
             pool_spec(name, source)  # what Ray could not place is a mistake with any cluster
             changes |= {"placement": "local", "platform": "cpu", "devices": None}
             notes.append(f"{name}: its servers run on a Ray cluster, which was not joined")
-        if getattr(source, "dialect", None) == "auto":
-            changes["dialect"] = "openai"
-            notes.append(f"{name}: its dialect was not asked for")
         sources[name] = source.model_copy(update=changes)
     return _alone(config, shared="off").model_copy(update={"sources": {**config.sources, **sources}}), notes
 

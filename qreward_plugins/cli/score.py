@@ -28,6 +28,11 @@ from .engines import open_engine
 from .progress import ProgressDisplay, source_table
 
 
+def _comes_first(given: str | None) -> None:
+    if given is not None:
+        raise typer.BadParameter("the configuration comes first: qreward score CONFIG ROLLOUTS --out FILE")
+
+
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
     rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl or .parquet.")],
@@ -38,6 +43,7 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace FILE if it exists, and a column qreward of the input.")
     ] = False,
+    former: Annotated[str | None, typer.Option("--config", hidden=True, is_eager=True, callback=_comes_first)] = None,
 ) -> int:
     """Score a file of rollouts: the same rows in the same order, with a column `qreward`.
 

@@ -64,7 +64,7 @@ def test_a_taken_port_is_one_line(run_cli):
         (["--fault", "error_500=0.6", "--fault", "hang=0.6"], "add up to 1.2"),
         (["--scorer", "json"], "--scorer json: write package.module:function"),
         (["--scorer", "json:dmps"], "--scorer json:dmps: the function cannot be loaded: json has no 'dmps'; did you"),
-        (["--requests-per-minute", "-1"], "requests_per_minute must be a finite number above 0"),
+        (["--requests-per-minute", "0"], "error: requests_per_minute must be a finite number above 0"),
         (["--latency", "inf"], "must be a finite number"),
         (["--port", 70_000], "'--port'"),
         (["--stragglers", 2], "'--stragglers'"),

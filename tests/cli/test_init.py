@@ -212,6 +212,20 @@ def test_a_key_is_used_and_its_variable_is_named(init, monkeypatch):
     )
 
 
+def test_a_model_that_refuses_max_tokens_gets_the_dialect_for_it(init, monkeypatch):
+    ask = discovery._ask
+
+    async def refused(url, dialect, key, body=None, **terms):
+        problem = {"error": {"code": "unsupported_parameter", "message": "Use max_completion_tokens."}}
+        return (400, problem, {}) if body else await ask(url, dialect, key, **terms)
+
+    monkeypatch.setattr(discovery, "_ask", refused)
+    with JudgeServer(right) as server:
+        result = init("--url", server.base_url)
+    assert result.exit_code == 0, result.output
+    assert load_config("judges.yaml").sources["judge"].dialect == "openai_reasoning"
+
+
 def test_a_model_of_gemini_may_have_the_prefix_of_its_list(init):
     with JudgeServer(right, models=["gemini-x", "gemini-y"], protocols=("gemini",)) as server:
         result = init("--framework", "none", "--url", f"{server.root_url}/v1beta", "--model", "models/gemini-x")

@@ -66,6 +66,9 @@ def check(tree: dict[str, Any]) -> tuple[Config | None, list[Finding]]:
     """
     known = Config.model_fields
     if not any(key in known or nearest(key, known) or any(meant_by(key, ())) for key in tree):
+        (first, *others) = tree
+        if not others and is_plain_key(first) and nearest(first, ["qreward"]):
+            return None, [Finding((first,), "unknown key", "Did you mean `qreward`?")]
         # Probably another file, of which nothing is shown.
         count = "only top-level key is unknown" if len(tree) == 1 else f"{len(tree):,} top-level keys are unknown"
         return None, [Finding((), f"the {count}", f"Allowed here: {', '.join(known)}.")]

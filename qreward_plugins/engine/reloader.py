@@ -35,7 +35,7 @@ from ..judges import JudgeRouter
 from ..judges.leaf import Leaf
 from ..scheduling import Upstream
 from ..secrets import one_line
-from ..sharing.channels import channel_of, source_addresses, source_keys
+from ..sharing.channels import channel_of, source_keys
 from ..sources.opening import same_keys
 from ..system.threads import abandon, cancel_all, in_thread
 from .difference import Difference, difference, opened_anew, starts_servers
@@ -71,13 +71,13 @@ class _Predecessor:
 
     upstream: Upstream
     account: str
-    addresses: frozenset[str]
     forgotten_at: float
 
-    def suits(self, name: str, account: str, addresses: frozenset[str]) -> int:
-        """Return how well a new source continues this one: 0 not at all."""
-        same = 2 * (self.account == account)
-        return same + (self.upstream.name == name and (same > 0 or not self.addresses.isdisjoint(addresses)))
+    def suits(self, name: str, account: str) -> int:
+        """Return how well a new source continues this one: 0 not at all. A key that was rotated counts at the same
+        provider, so a source of the same name goes on with what was spent.
+        """
+        return 2 * (self.account == account) + (self.upstream.name == name)
 
 
 class Reloader:
@@ -210,19 +210,19 @@ class Reloader:
     def _remember(self, config: Config, leaving: Iterable[Upstream], now: float) -> None:
         """Remember the sources that leave, and forget those whose spending counts no more."""
         self._predecessors = [each for each in self._predecessors if each.upstream.live or now < each.forgotten_at]
-        accounts, places = source_keys(config), source_addresses(config)
+        accounts = source_keys(config)
         for each in leaving:
             name, (_, window_s) = each.name, each.quota.per_window()
             remembered_s = REMEMBERED_WINDOWS * max(window_s, config.sources[name].limits.window_s) + each.timeout_s
-            self._predecessors.append(_Predecessor(each, accounts[name], places[name], now + remembered_s))
+            self._predecessors.append(_Predecessor(each, accounts[name], now + remembered_s))
 
     def _continue(self, config: Config, entering: Mapping[str, Upstream]) -> None:
         """Let each new source go on with the quota of the predecessor that suits it best, the latest of several."""
         if not self._predecessors or not entering:
             return
-        accounts, places = source_keys(config), source_addresses(config)
+        accounts = source_keys(config)
         pairs = [
-            (old.suits(name, accounts[name], places[name]), number, name)
+            (old.suits(name, accounts[name]), number, name)
             for number, old in enumerate(self._predecessors)
             for name in entering
         ]

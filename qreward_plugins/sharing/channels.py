@@ -94,11 +94,6 @@ def source_keys(config: Config) -> dict[str, str]:
     }
 
 
-def source_addresses(config: Config) -> dict[str, frozenset[str]]:
-    """Return the addresses of each source of `config`. Those of a foreign kind may hold secrets: do not show them."""
-    return {name: frozenset(one.addresses) for name, one in _providers(config).items()}
-
-
 def _providers(config: Config) -> dict[str, Provider]:
     return {name: provider_of(name, node, os.environ) for name, node in config.sources.items()}
 

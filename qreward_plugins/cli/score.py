@@ -29,8 +29,8 @@ from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
 from .engines import open_engine
 from .progress import ProgressDisplay, source_table
 
-_READ_ROWS = 64
-"""Rows that are read at a time."""
+_READ_ROWS = 16
+"""Rows that are read at a time; a row may hold images."""
 
 
 def _comes_first(given: str | None) -> None:

@@ -15,10 +15,8 @@ it spent counts.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -251,19 +249,15 @@ class Reloader:
 
     async def _follow(self, file: str) -> None:
         """Reload whenever the file holds something else, at first once in any case: it may have changed meanwhile."""
-        seen: os.stat_result | None = None
         known = b""
         while True:
-            found, content = await in_thread(partial(_look, file, seen))
-            if content:
+            content = await in_thread(partial(_content, file))
+            if content and content != known:
                 await anyio.sleep(SETTLED_S)
-                _, again = await in_thread(partial(_look, file, None))
-                if again != content:
+                if content != await in_thread(partial(_content, file)):
                     continue
-                seen = found
-                if content != known:
-                    known = content
-                    self._reload_file()
+                known = content
+                self._reload_file()
             await anyio.sleep(LOOK_EVERY_S)
 
     def _reload_file(self) -> None:
@@ -292,21 +286,12 @@ class Reloader:
                 abandon(task)
 
 
-def _look(file: str, seen: os.stat_result | None) -> tuple[os.stat_result | None, bytes]:
-    """Return the state of a file and a hash of its content; no hash if the state is `seen`, or it is not there."""
+def _content(file: str) -> bytes:
+    """Return what a file holds; nothing if it is not there. A pipe, which would never end, is not read."""
     try:
-        found = os.stat(file)
-        if seen is not None and _identity(found) == _identity(seen):
-            return found, b""
-        if not stat.S_ISREG(found.st_mode):  # a pipe would never end
-            return found, b""
-        return found, hashlib.blake2b(Path(file).read_bytes()).digest()
+        return Path(file).read_bytes() if os.path.isfile(file) else b""
     except OSError:
-        return None, b""
-
-
-def _identity(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return b""
 
 
 def _moves(

@@ -22,8 +22,8 @@ LONGEST_RAISED_BACKOFF_S = 60.0
 """Backoff after a local function raised, in seconds: the first doubles up to the longest."""
 SHORTEST_INVALID_BACKOFF_S = 0.5
 """Shortest time, in seconds, for which a job avoids a source that gave it an invalid reply, if it has another."""
-
-
+LONGEST_ALONE_S = 16.0
+"""Longest backoff of a job that its source throttles while it accepts others, in seconds: it is refused in a minute."""
 LEAST_PATIENCE_S = 1.0
 """Least time, in seconds, between two checks whether a job still goes after all others."""
 
@@ -62,10 +62,10 @@ class Backoff:
         off for longer and longer; if it is so again and again, others go first for a while.
         """
         in_row = job.throttled_alone(upstream.name)
-        least_s = FIRST_S * 2.0 ** max(0, in_row - 1) if alone else 0.0
+        least_s = min(FIRST_S * 2.0 ** max(0, in_row - 1), LONGEST_ALONE_S) if alone else 0.0
         job.back_off(upstream.name, now + min(max(least_s, retry_after_s), LONGEST_S))
         if in_row > 1:
-            self.behind_others(job, now)
+            self.behind_others(job, now, harmless=True)  # it takes a request of the quota, but no place for long
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
         """Let other sources, if one is up, take `job` first after an invalid reply of `upstream`."""
@@ -85,11 +85,11 @@ class Backoff:
                 if untried and not upstream.health.reliable and job.backoff_until.get(name, 0.0) <= now:
                     self.after_invalid(job, upstream, now)
 
-    def behind_others(self, job: Job, now: float) -> None:
+    def behind_others(self, job: Job, now: float, *, harmless: bool = False) -> None:
         """Queue `job` after all others for as long again as it has taken so far, or half of the time to its deadline:
         its next attempt may harm them. In a stream that never ends it would starve otherwise.
         """
-        job.go_last(now + min(now - job.submitted_at, (job.deadline_at - now) / 2))
+        job.go_last(now + min(now - job.submitted_at, (job.deadline_at - now) / 2), harmless=harmless)
 
     def reconsider(self, job: Job, now: float) -> None:
         """Let `job` go with the others again, unless harmless ones wait for its sources that were there before it."""

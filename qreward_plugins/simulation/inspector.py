@@ -1,5 +1,5 @@
-"""Inspects the private state of the engine of a trial: finds calls that wait while nothing is in flight, checks the
-order in which calls are sent (`order.py`), and finds objects that are left after the trial.
+"""Inspects the private state of the engine of a trial: finds calls that wait while nothing is in flight, and objects
+that are left after the trial.
 
 The other checks use public results only.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 from ..engine import RewardEngine
 from ..scheduling import Dispatcher, Job
-from ..scheduling.attempts import Attempt
 from .clock import VirtualTimeLoop
-from .order import Order
 from .record import Record, WatchedServer
 
 IDLE_S = 0.3
@@ -33,7 +31,6 @@ class Inspector:
         self._engine: RewardEngine
         self._dispatcher: Dispatcher
         self._servers: Mapping[str, WatchedServer] = {}
-        self.order = Order(record)
         self._in_flight = 0
         self._changes = 0
         self._looks = 0
@@ -44,18 +41,6 @@ class Inspector:
         """Inspect `engine`, which serves the running event loop, from now on."""
         self._engine, self._servers = engine, servers
         self._dispatcher = engine.dispatcher()
-        self.order.watch(self._dispatcher)
-        runner = self._dispatcher._runner
-        runner._on_settled = self._noting(runner._on_settled)
-
-    def _noting(self, settled: Callable[[Attempt, asyncio.Task[None]], None]) -> Callable[..., None]:
-        def note_and_settle(attempt: Attempt, task: asyncio.Task[None]) -> None:
-            if attempt.result == "cancelled" and attempt.together > 1:
-                sample, now = attempt.request.sample.id or "", asyncio.get_running_loop().time()
-                self._record.withdrawn.append((sample, attempt.upstream.name, now))
-            settled(attempt, task)
-
-        return note_and_settle
 
     def close(self) -> None:
         """Stop checking for progress."""
@@ -131,10 +116,10 @@ class Inspector:
 
     # Leftovers
 
-    def look_for_leftovers(self, when: str, *, but: Set[asyncio.Task[None]]) -> None:
-        """Record the objects that are left while no call is open, except the tasks in `but`: those of the trial."""
+    def look_for_leftovers(self, when: str) -> None:
+        """Record the objects that are left while no call is open."""
         left = self._record.left
-        tasks = asyncio.all_tasks() - {asyncio.current_task()} - but
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:
             left.append(f"{when} {len(tasks)} tasks were left, one of them {_name_of(tasks)}")
         for name, server in self._servers.items():
@@ -149,10 +134,6 @@ class Inspector:
                 "reserved tokens": quota.tokens.held,
             }
             left += [f"{when} {name} held {amount:g} {what}" for what, amount in held.items() if abs(amount) > 1e-6]
-        left += [
-            f"{when} {upstream.name}, which was removed, drained"
-            for upstream in self._engine._lifetime.upstreams.draining
-        ]
         dispatcher = self._dispatcher
         if dispatcher._jobs or len(dispatcher._planner.queue):
             left.append(f"{when} {len(dispatcher._jobs)} jobs were open, {len(dispatcher._planner.queue)} queued")

@@ -12,14 +12,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
+from ..config import Config, priority_of, routes_of
 from ..samples import Cause, Failed, Scored, Verdict
-from .declared import declared_limits, sent_as_configured, sources_since
+from .budgets import bounded
 from .draws import score_of
-from .order import bounded
 from .poison import poison_of
-from .record import CallRecord, Given, Record, Sent
+from .record import CallRecord, Given, Record
 from .strict_limits import RequestBucket
 from .trial import EMPTY, Trial, judge_of
 
@@ -132,8 +133,7 @@ def _true(trial: Trial, record: Record) -> Iterator[str]:
         sample, outcome = given.sample, given.outcome
         if outcome is None:
             continue
-        # A sample ends by the judge that it began with, whatever is reloaded.
-        config = record.configs[given.epoch]
+        config = trial.config
         name = judge_of(config, sample)
         if isinstance(outcome, Failed):
             yield from _failure(config, given, outcome)
@@ -142,18 +142,15 @@ def _true(trial: Trial, record: Record) -> Iterator[str]:
         if verdict.failure is not None:
             yield from _floor(config, given, verdict)
             continue
-        if name is None or sample.response == EMPTY:
-            yield f"{sample.id} was scored, but has no judge"
+        if sample.response == EMPTY:
+            yield f"{sample.id} was scored, and is empty"
             continue
         node = config["judges"][name]
         low, high = node["reward_range"]
         right = low + (high - low) * score_of(sample.id or "") / 10.0
         if not _is_reward(verdict) or abs(verdict.score - right) > 1e-9:
             yield f"{sample.id} has the score {verdict.score!r}, the server gave {right!r}"
-        correct_at = node.get("correct_at")
-        if verdict.correct is not (None if correct_at is None else verdict.score >= correct_at):
-            yield f"{sample.id} has a score of {verdict.score!r}, and correct={verdict.correct}, from {correct_at} on"
-        if verdict.judge != name or verdict.source not in sources_since(record, given, name, record.epoch):
+        if verdict.judge != name or verdict.source not in node["sources"]:
             yield f"{sample.id} was scored by {verdict.judge} at {verdict.source}, not by {name}"
         elif (verdict.source, sample.id, round(given.ended_at, 6)) not in answers:
             yield f"{sample.id} was scored at {given.ended_at:.6f} s, and {verdict.source} gave no valid answer then"
@@ -166,7 +163,7 @@ def _is_reward(verdict: Verdict) -> bool:
 def _floor(config: Mapping[str, Any], given: Given, verdict: Verdict) -> Iterator[str]:
     sample, name, failed = given.sample, judge_of(config, given.sample), verdict.failure
     assert failed is not None
-    if name is None or not _has_floor(config["judges"][name], failed):
+    if not _has_floor(config["judges"][name], failed):
         yield f"{sample.id} was given a floor for what has none: {failed.describe()}"
         return
     low = config["judges"][name]["reward_range"][0]
@@ -182,10 +179,6 @@ def _has_floor(node: Mapping[str, Any], failed: Failed) -> bool:
 
 def _failure(config: Mapping[str, Any], given: Given, outcome: Failed) -> Iterator[str]:
     sample, name = given.sample, judge_of(config, given.sample)
-    if name is None:
-        if outcome.reason != "no_route":
-            yield f"{sample.id} has no route, and is {outcome.describe()}"
-        return
     if _has_floor(config["judges"][name], outcome):
         yield f"{sample.id} failed ({outcome.describe()}) without the floor of its judge"
     if (sample.response == EMPTY) != (outcome.cause is Cause.POLICY):
@@ -198,7 +191,6 @@ def _failure(config: Mapping[str, Any], given: Given, outcome: Failed) -> Iterat
 
 def _limited(trial: Trial, record: Record) -> Iterator[str]:
     """P3: no declared limit is broken."""
-    yield from declared_limits(trial, record)
     for server in trial.servers:
         watched = record.servers[server.name]
         if not server.declared:
@@ -216,7 +208,7 @@ def _limited(trial: Trial, record: Record) -> Iterator[str]:
         if known_bucket and server.requests_per_minute is not None:
             bucket = RequestBucket(server.requests_per_minute, server.burst)
             for sent in record.sent:
-                if sent.server == server.name and sent.leads:
+                if sent.source == server.name and sent.leads:
                     if bucket.wait_s(1, sent.started_at) > 0:
                         yield f"the bucket of {server.name} was overdrawn at {sent.started_at:.6f} s"
                     bucket.enter(1, sent.started_at)
@@ -249,14 +241,14 @@ def _final(trial: Trial, record: Record) -> Iterator[str]:
     # A request of several calls goes on until all of them are over.
     over: dict[tuple[str, float], float] = defaultdict(float)
     for sent in record.sent:
-        request = sent.server, sent.started_at
+        request = sent.source, sent.started_at
         over[request] = max(over[request], ended.get(sent.sample, math.nan))
     for sent in record.sent:
         ended_at = ended.get(sent.sample, math.nan)
         shared = sent.together > 1
         if sent.started_at > ended_at + _ROUNDING_S:
             yield f"{sent.sample} was over at {ended_at:.6f} s, and sent to {sent.source} at {sent.started_at:.6f} s"
-        elif sent.ended_at > (over[sent.server, sent.started_at] if shared else ended_at) + _ROUNDING_S:
+        elif sent.ended_at > (over[sent.source, sent.started_at] if shared else ended_at) + _ROUNDING_S:
             yield (
                 f"{sent.sample} was over at {ended_at:.6f} s, and its request to {sent.source} was under way until"
                 f" {sent.ended_at:.6f} s"
@@ -265,20 +257,12 @@ def _final(trial: Trial, record: Record) -> Iterator[str]:
             sent.sample in complete
             and sent.ending == "valid"
             and sent.ended_at < ended_at - _ROUNDING_S
-            and not (shared and _was_withdrawn(sent, record))
+            and not shared  # a call may have left its request, which went on for the others
         ):
             yield (
                 f"{sent.source} gave {sent.sample} a valid answer at {sent.ended_at:.6f} s, its outcome is of"
                 f" {ended_at:.6f} s"
             )
-
-
-def _was_withdrawn(sent: Sent, record: Record) -> bool:
-    """Whether a call left its request, which went on for other calls, so that its answer was not used."""
-    return any(
-        (sample, source) == (sent.sample, sent.source) and sent.started_at <= at < sent.ended_at - _ROUNDING_S
-        for sample, source, at in record.withdrawn
-    )
 
 
 def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
@@ -287,16 +271,49 @@ def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
         return
     for given in record.given():
         sample = given.sample
-        name = judge_of(record.configs[given.epoch], sample)
-        to_be_scored = name is not None and sample.response != EMPTY and poison_of(sample) is None
+        to_be_scored = sample.response != EMPTY and poison_of(sample) is None
         if to_be_scored and not isinstance(given.outcome, Scored):
             ending = given.outcome.describe() if given.outcome is not None else "without an outcome"
             yield f"{sample.id} is not poisoned, and is {ending}"
 
 
 def _by_priority(trial: Trial, record: Record) -> Iterator[str]:
-    """No sample is sent before one of higher priority that may go to the same source."""
-    yield from record.overtaken
+    """No sample is sent before one of higher priority that waits for the same source, and for no other.
+
+    Checked at sources that answered everything, so that no failure puts a sample last.
+    """
+    config = Config.model_validate(trial.config)
+    faulty = {sent.source for sent in record.sent if sent.ending != "valid" or sent.together > 1}
+    first = {sent.sample: sent for sent in reversed(record.sent)}
+    given_of = {given.sample.id or "": given for given in record.given()}
+    for other in given_of.values():
+        sources = trial.config["judges"][judge_of(trial.config, other.sample)]["sources"]
+        untimed = other.call.kind == "stream" or other.outcome is None or other.sample.response == EMPTY
+        if len(sources) > 1 or sources[0] in faulty or untimed:
+            continue
+        sent = first.get(other.sample.id or "")
+        until = other.ended_at if sent is None else sent.started_at
+        for one in record.sent:
+            if (
+                one.source != sources[0]
+                or not other.submitted_at < one.started_at - _ROUNDING_S < until - 2 * _ROUNDING_S
+            ):
+                continue
+            mine, higher = (_priority(config, each) for each in (given_of[one.sample], other))
+            if mine < higher:
+                yield (
+                    f"{one.sample} (priority {mine}) was sent to {one.source} at {one.started_at:.6f} s, while"
+                    f" {other.sample.id} (priority {higher}) waited since {other.submitted_at:.6f} s"
+                )
+
+
+def _priority(config: Config, given: Given) -> int:
+    """The priority that a call or the configuration gives a sample."""
+    if given.call.priority is not None:
+        return given.call.priority
+    data_source = given.sample.data_source
+    route = next((route for pattern, route in routes_of(config) if fnmatchcase(data_source, pattern)), None)
+    return 0 if route is None else priority_of(config, route, given.sample.split)
 
 
 def _alive(trial: Trial, record: Record) -> Iterator[str]:
@@ -329,7 +346,6 @@ _CHECKS: dict[str, Check] = {
     "P1 one outcome by the deadline": _answered,
     "P2 only the servers' scores": _true,
     "P3 no limit broken": _limited,
-    "reload: sent where the configuration says": sent_as_configured,
     "P4 attempts within their budgets": bounded,
     "P5 nothing left behind": _clean,
     "P6 an outcome stays": _final,
@@ -341,7 +357,7 @@ _CHECKS: dict[str, Check] = {
 REPLAY = "P7 the same seed, the same schedule"
 
 _MOST_SAID = 3
-_REASONS = ("no_route", "empty", "exhausted", "invalid", "refused", "garbage", "no_source")
+_REASONS = ("empty", "exhausted", "invalid", "refused", "garbage", "no_source")
 
 
 def replay_differs(first: Record, second: Record) -> Broken | None:

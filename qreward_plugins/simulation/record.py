@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import Throttled
 from ..observers.batch_report import BatchReport
@@ -30,18 +30,12 @@ class Sent:
     """One request of a sample to a server, as its client saw it. Times are seconds of the trial."""
 
     source: str
-    """The name of the source that sent it."""
     sample: str
     started_at: float
-    server: str
-    tokens: int
-    """Prompt and completion, as the server counts them."""
-    epoch: int
-    """Number of reloads that were applied before it."""
     together: int = 1
     """Calls that its request carries."""
     leads: bool = True
-    """Whether it is the first call of its request. Its `tokens` are those of the whole request, the others' are 0."""
+    """Whether it is the first call of its request."""
     ended_at: float = math.inf
     ending: Ending = "under way"
 
@@ -54,8 +48,6 @@ class Given:
     call: Call
     submitted_at: float
     due_at: float
-    epoch: int = 0
-    """Number of reloads that were applied before it was submitted."""
     ended_at: float = math.nan
     returned_at: float = math.nan
     """When the caller got it; batches and streams return it later than it was known."""
@@ -88,10 +80,6 @@ class Record:
 
     sent: list[Sent] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
-    configs: list[dict[str, Any]] = field(default_factory=list)
-    """The configurations that were in force, by epoch."""
-    reloaded_at: list[float] = field(default_factory=list)
-    """When the second of `configs` and each further one was applied."""
     reports: list[BatchReport] = field(default_factory=list)
     closed_at: float = math.nan
     ended_at: float = 0.0
@@ -99,10 +87,6 @@ class Record:
     """Why it was aborted; empty if it was played to its end."""
     stalls: list[str] = field(default_factory=list)
     """Calls that should have progressed and did not."""
-    overtaken: list[str] = field(default_factory=list)
-    """Attempts that started before samples of higher priority."""
-    withdrawn: list[tuple[str, str, float]] = field(default_factory=list)
-    """Calls that left a request which went on for others: sample, source, and when."""
     left: list[str] = field(default_factory=list)
     """Objects left when nothing was in flight, or after closing."""
     alarms: list[str] = field(default_factory=list)
@@ -111,11 +95,6 @@ class Record:
     """The engine's counts: submitted, scored, failed."""
     servers: dict[str, WatchedServer] = field(default_factory=dict)
     trace: Trace | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Number of reloads that were applied so far."""
-        return len(self.reloaded_at)
 
     def given(self) -> list[Given]:
         """Everything that callers got, in the order of the calls."""
@@ -152,17 +131,12 @@ class WatchedServer(SimulatedServer):
         completion_tokens: int,
         *,
         poison: Poison | None = None,
-        sender: str = "",
         others: Sequence[tuple[str, Poison | None]] = (),
     ) -> Served:
         now, record = asyncio.get_running_loop().time(), self._record
-        tokens = prompt_tokens + completion_tokens
         together = 1 + len(others)
-        calls = [Sent(sender or self.name, sample_id, now, self.name, tokens, record.epoch, together)]
-        calls += [
-            Sent(sender or self.name, other, now, self.name, 0, record.epoch, together, leads=False)
-            for other, _ in others
-        ]
+        calls = [Sent(self.name, sample_id, now, together)]
+        calls += [Sent(self.name, other, now, together, leads=False) for other, _ in others]
         record.sent += calls
         self.open += 1
         self.most_open = max(self.most_open, self.open)

@@ -72,12 +72,10 @@ class RequestServer:
         completion_tokens: int,
         *,
         poison: Poison | None = None,
-        sender: str = "",
         others: Sequence[tuple[str, Poison | None]] = (),
     ) -> Served:
-        """Serve one request of a sample, sent now, with this hidden `work` (1 is the mean) and these tokens. `sender`
-        makes no difference to the server. `others`: further samples of the same request, and
-        their poisons.
+        """Serve one request of a sample, sent now, with this hidden `work` (1 is the mean) and these tokens.
+        `others`: further samples of the same request, and their poisons.
 
         Raises one `SourceError`: `Throttled` (429), `TransientError` (status 500, or None if the connection broke)
         or what `poison` provokes. A request that hangs never ends; cancelling it is safe at any time.

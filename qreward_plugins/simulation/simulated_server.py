@@ -53,9 +53,8 @@ class SimulatedServer(RequestServer):
     def batch(self) -> Batch | None:
         return self.server.batch
 
-    async def send(self, request: Request, *, on_sent: Callable[[], None], sender: str = "") -> Reply:
-        """Answer `request`, whose hidden work is `request.sample.extras["work"]`, with a verdict. `sender`: the name of
-        the source that sends it, if that is another one than this.
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        """Answer `request`, whose hidden work is `request.sample.extras["work"]`, with a verdict.
 
         Raises one `SourceError`, or hangs until it is cancelled.
         """
@@ -71,7 +70,6 @@ class SimulatedServer(RequestServer):
                 prompt_tokens(request.size),
                 completion_tokens(work, request.max_completion_tokens),
                 poison=poison,
-                sender=sender,
             ),
         )
         return Reply(
@@ -83,9 +81,7 @@ class SimulatedServer(RequestServer):
             on_judged=on_judged,
         )
 
-    async def send_batch(
-        self, requests: Sequence[Request], *, on_sent: Callable[[], None], sender: str = ""
-    ) -> Sequence[Reply]:
+    async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> Sequence[Reply]:
         """Answer several calls in one request; see `Server.batch`. Otherwise as `send`."""
         works = [work_of(request) for request in requests]
         prompts = [prompt_tokens(request.size) for request in requests]
@@ -105,7 +101,6 @@ class SimulatedServer(RequestServer):
                 sum(prompts),
                 sum(completions),
                 poison=poison,
-                sender=sender,
                 others=list(zip(samples[1:], poisons[1:], strict=True)),
             ),
         )

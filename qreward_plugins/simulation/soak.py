@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from ..samples import Scored
-from .order import hedges_of
+from .budgets import hedges_of
 from .promises import Broken, broken_promises, replay_differs
 from .record import Record
 from .trial import Trial, random_trial

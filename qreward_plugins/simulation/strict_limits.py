@@ -150,11 +150,6 @@ class RequestBucket:
         """Seconds until the bucket is full again, if nothing more comes."""
         return (self.limit - self._fill(now)) / self._rate_per_s
 
-    def change(self, per_minute: float, now: float) -> None:
-        """Refill at another rate from now on."""
-        self._level = self._fill(now)
-        self._rate_per_s = per_minute / 60.0
-
     def _fill(self, now: float) -> float:
         if now > self._at:
             if self._at > -math.inf:

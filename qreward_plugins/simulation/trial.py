@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from ..config import Batch, load_config
-from ..engine.difference import difference
+from ..config import Batch
 from ..samples import Sample
 from .draws import normal
 from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of, replicas_of
 from .priorities import Priorities, random_priorities
-from .reloads import Reload, random_reloads
 from .scenarios import JUDGE
 from .servers import Server, random_servers
 
@@ -29,7 +27,6 @@ BATCHES_SHARE_OF_TRIALS = 0.2
 _LARGEST_BYTES = 12_000
 """So that a request fits the token limits of all random servers."""
 _LARGEST_TOKENS = 6000
-_OVERSIZE_BYTES = 200_000
 _STRATEGIES = ("round_robin", "weighted", "least_requests", "least_tokens")
 
 CallKind = Literal["batch", "single", "stream"]
@@ -90,14 +87,6 @@ class Trial:
     steps: tuple[Step, ...]
     poisoned: bool = False
     """Whether its servers have only the faults that poisoned samples provoke. Then all other samples must be scored."""
-    reloads: tuple[Reload, ...] = ()
-    """In the order of their times."""
-
-    @property
-    def awaits(self) -> bool:
-        """Whether other judges await its judges, as in a sum, so that each sample is judged in a task."""
-        # A reload would put others into their place.
-        return self.seed % 4 == 1 and not self.reloads
 
     def samples(self) -> Iterator[Sample]:
         """All samples, in the order of the calls."""
@@ -106,8 +95,7 @@ class Trial:
     def describe(self) -> str:
         """All drawn choices as text."""
         engine = self.config["engine"]
-        with_poison = ", with poisoned samples" if self.poisoned else ""
-        lines = [f"trial {self.seed}{with_poison}{', judges awaited by others' if self.awaits else ''}"]
+        lines = [f"trial {self.seed}{', with poisoned samples' if self.poisoned else ''}"]
         lines += [f"  {server.describe()}" for server in self.servers]
         lines += [
             f"  source {name}: timeout {node['timeouts']['total_s']:.3f} s, weight {node['weight']:.3f}"
@@ -126,11 +114,6 @@ class Trial:
             f"  engine: {engine['scheduling']}, deadline {engine['deadline_s']:.3f} s,"
             f" {engine['max_attempts']} attempts"
         )
-        before = self.config
-        for reload in self.reloads:
-            changes = difference(load_config(before), load_config(reload.config))
-            lines.append(f"  reload at {reload.at_s:.3f} s{', refused' if reload.refused else ''}: {changes}")
-            before = before if reload.refused else reload.config
         for number, step in enumerate(self.steps):
             closed = f", closed after {step.close_after_s:.3f} s" if step.close_after_s is not None else ""
             lines.append(f"  step {number}, after {step.idle_s:.3f} s of rest{closed}")
@@ -138,13 +121,13 @@ class Trial:
         return "\n".join(lines)
 
 
-def judge_of(config: Mapping[str, Any], sample: Sample) -> str | None:
-    """Name of the judge of `sample` under a configuration; None if no route leads to one."""
+def judge_of(config: Mapping[str, Any], sample: Sample) -> str:
+    """Name of the judge of `sample` under a configuration."""
     routes: dict[str, Any] = config["routes"]
     if not routes:
         return str(next(iter(config["judges"])))
-    route = next((route for pattern, route in routes.items() if fnmatchcase(sample.data_source, pattern)), None)
-    return route["judge"] if isinstance(route, dict) else route
+    route = next(route for pattern, route in routes.items() if fnmatchcase(sample.data_source, pattern))
+    return str(route["judge"] if isinstance(route, dict) else route)
 
 
 def random_trial(seed: int) -> Trial:
@@ -153,15 +136,15 @@ def random_trial(seed: int) -> Trial:
     servers = tuple(_with_batches(list(_tighter(random_servers(rng), seed)), seed))
     config = _config(rng, seed, servers)
     poisoner = poisoner_of(seed)
-    samples = _Samples(rng, seed, unrouted=rng.random() < 0.1, oversize=rng.random() < 0.03, poisoner=poisoner)
+    samples = _Samples(rng, seed, poisoner)
     count = rng.choice((1, 1, 2, 2, 3))
     steps = [_step(rng, samples, first=number == 0) for number in range(count)]
     if rng.random() < 0.15:
         last = steps[-1]
         steps[-1] = Step(last.idle_s, last.calls, close_after_s=_some_seconds(rng))
     if poisoner is not None:
-        return _with_reloads(_with_priorities(_poisoned(seed, servers, config, steps)))
-    return _with_reloads(_with_priorities(Trial(seed, servers, config, tuple(steps))))
+        return _with_priorities(_poisoned(seed, servers, config, steps))
+    return _with_priorities(Trial(seed, servers, config, tuple(steps)))
 
 
 def _with_priorities(trial: Trial) -> Trial:
@@ -188,11 +171,6 @@ def _with_priorities(trial: Trial) -> Trial:
 def _priority_of_call(call: Call, priorities: Priorities) -> int | None:
     drawn = priorities.of_call(call.priority or 0)
     return None if call.kind == "stream" else drawn
-
-
-def _with_reloads(trial: Trial) -> Trial:
-    config, reloads = random_reloads(trial.seed, trial.servers, trial.config, patient=trial.poisoned)
-    return replace(trial, config=config, reloads=reloads)
 
 
 def _poisoned(seed: int, servers: tuple[Server, ...], config: dict[str, Any], steps: list[Step]) -> Trial:
@@ -249,8 +227,7 @@ def _config(rng: random.Random, seed: int, servers: tuple[Server, ...]) -> dict[
         patterns = ["math/*", "code", "chat", "*/hard"]
         rng.shuffle(patterns)
         routes = {pattern: rng.choice(list(judges)) for pattern in patterns[: rng.randint(1, 3)]}
-        if rng.random() < 0.9:
-            routes["*"] = rng.choice(list(judges))
+        routes["*"] = rng.choice(list(judges))
     return {
         "sources": {
             server.name: {
@@ -291,13 +268,9 @@ def _judge(rng: random.Random, names: list[str]) -> dict[str, Any]:
 class _Samples:
     """Draws samples, each with another id."""
 
-    def __init__(
-        self, rng: random.Random, seed: int, *, unrouted: bool, oversize: bool, poisoner: Poisoner | None
-    ) -> None:
+    def __init__(self, rng: random.Random, seed: int, poisoner: Poisoner | None) -> None:
         self._rng = rng
         self._seed = seed
-        self._data_sources = (*DATA_SOURCES, "elsewhere") if unrouted else DATA_SOURCES
-        self._oversize = oversize and poisoner is None
         self._poisoner = poisoner
         self._mean_bytes = rng.choice((200, 1500, 3000))
         self._next = 0
@@ -313,12 +286,10 @@ class _Samples:
         work = math.exp(0.6 * normal(1.0 - rng.random(), rng.random()) - 0.18)
         seen = work * math.exp(0.4 * normal(1.0 - rng.random(), rng.random()))
         length = min(round(self._mean_bytes * seen) + 1, _LARGEST_BYTES)
-        if self._oversize and rng.random() < 0.1:
-            length = _OVERSIZE_BYTES
         return Sample(
             messages=[{"role": "user", "content": "?"}],
             response=EMPTY if rng.random() < 0.01 else f"{name} ".ljust(length, "x"),
-            data_source=rng.choice(self._data_sources),
+            data_source=rng.choice(DATA_SOURCES),
             group_id=f"{self._seed}-{group}" if rng.random() < 0.95 else None,
             extras={"work": work, **(self._poisoner.extras() if self._poisoner is not None else {})},
             id=name,

@@ -14,17 +14,13 @@ from typing import Any
 
 from ..config import Config
 from ..engine import RewardEngine
-from ..errors import ConfigurationError, EngineError
-from ..judges import Ask, Judge
-from ..samples import Outcome, Sample, Scored, Verdict
+from ..errors import EngineError
+from ..samples import Outcome, Sample, Scored
 from ..scheduling import Cutoff
 from .clock import Deadlock, VirtualTimeLoop, run
 from .draws import Luck, Trace
-from .endpoint import Stage, endpoints_of
 from .inspector import Inspector
-from .order import priority_given
 from .record import CallRecord, Given, Record, WatchedServer
-from .reloads import Reload
 from .trial import Step, Trial
 
 MOST_STEPS = 400_000
@@ -39,9 +35,7 @@ def play(trial: Trial, *, trace: bool = False) -> Record:
     record = Record(trace=Trace() if trace else None)
     with _alarms(record):
         try:
-            performance = _Performance(trial, record)
-            with endpoints_of(performance.servers) as stage:
-                run(performance.main(stage), loop=_CountedLoop())
+            run(_Performance(trial, record).main(), loop=_CountedLoop())
         except Deadlock as error:
             record.aborted = f"deadlock: {error}"
         except BusyLoop as error:
@@ -67,17 +61,6 @@ class _CountedLoop(VirtualTimeLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-class _Awaiting(Judge):
-    """A judge that awaits another one."""
-
-    def __init__(self, judge: Judge) -> None:
-        super().__init__(judge.name)
-        self._judge = judge
-
-    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        return await self._judge.judge(sample, ask)
-
-
 class _Performance:
     def __init__(self, trial: Trial, record: Record) -> None:
         self._trial = trial
@@ -91,36 +74,24 @@ class _Performance:
             for server in trial.servers
         }
         record.servers = self.servers
-        record.configs = [trial.config]
         self._engine: RewardEngine
-        self._configs: list[Config] = []
-        self._reloading: set[asyncio.Task[None]] = set()
-        self._timers: list[asyncio.TimerHandle] = []
 
-    async def main(self, stage: Stage) -> None:
+    async def main(self) -> None:
         record, loop, trial = self._record, asyncio.get_running_loop(), self._trial
         loop.set_exception_handler(lambda _, context: record.alarms.append(_describe(context)))
-        # Trials with reloads have sources that the engine opens itself, and closes when they are removed.
-        given = {} if trial.reloads else self.servers
-        self._engine = RewardEngine(Config.model_validate(trial.config), sources=given)
+        self._engine = RewardEngine(Config.model_validate(trial.config), sources=self.servers)
         self._inspector.watch(self._engine, self.servers)
-        if trial.awaits:
-            judges = self._engine._lifetime.router.judges
-            judges |= {name: _Awaiting(judge) for name, judge in judges.items()}
-        self._timers = [loop.call_at(loop.time() + each.at_s, self._begin_reload, each) for each in trial.reloads]
         for step in self._trial.steps:
             await asyncio.sleep(step.idle_s)
             await self._step(step)
             await asyncio.sleep(_SETTLED_S)
-            self._inspector.look_for_leftovers("when everything was answered", but=self._reloading)
-        for timer in self._timers:
-            timer.cancel()
+            self._inspector.look_for_leftovers("when everything was answered")
         if math.isnan(record.closed_at):
             record.closed_at = loop.time()
             await self._engine.aclose()
         await asyncio.sleep(_SETTLED_S)
         self._inspector.close()
-        self._inspector.look_for_leftovers("after closing", but=self._reloading)
+        self._inspector.look_for_leftovers("after closing")
         self._inspector.look_for_timers()
         statistics = self._engine.statistics()
         record.counted = {
@@ -129,37 +100,9 @@ class _Performance:
             "failed": statistics.failed_total,
             "waiting": statistics.waiting,
         }
-        sources = stage.opened if trial.reloads else self.servers.values()
-        record.left += [f"source {source.name} is not closed" for source in sources if not source.closed]
+        record.left += [f"source {name} is not closed" for name, source in self.servers.items() if not source.closed]
         record.ended_at = loop.time()
         await asyncio.sleep(AFTERWARDS_S)
-
-    # Reloads
-
-    def _begin_reload(self, reload: Reload) -> None:
-        task = asyncio.get_running_loop().create_task(self._reload(reload))
-        self._reloading.add(task)
-        task.add_done_callback(self._reloading.discard)
-
-    async def _reload(self, reload: Reload) -> None:
-        record, now = self._record, asyncio.get_running_loop().time()
-        closed = not math.isnan(record.closed_at)
-        try:
-            await self._engine.reload(reload.config)
-        except ConfigurationError as error:
-            if not reload.refused:
-                record.alarms.append(f"the reload at {now:.6f} s was refused: {error}")
-        except EngineError as error:
-            if not closed:
-                record.alarms.append(f"an open engine refused the reload at {now:.6f} s: {error}")
-        except Exception as error:
-            record.alarms.append(f"the reload at {now:.6f} s raised {error!r}")
-        else:
-            if reload.refused:
-                record.alarms.append(f"the reload at {now:.6f} s needs a restart, and was not refused")
-            record.configs.append(reload.config)
-            record.reloaded_at.append(now)
-            self._inspector.arm()
 
     # Calls
 
@@ -244,19 +187,11 @@ class _Performance:
     def _begin(self, record: CallRecord, sample: Sample) -> Given:
         now = asyncio.get_running_loop().time()
         call = record.call
-        config = self._record.configs[-1]
-        deadline_s = config["engine"]["deadline_s"] if call.deadline_s is None else call.deadline_s
-        given = Given(sample, call, now, now + deadline_s, self._record.epoch)
+        deadline_s = self._trial.config["engine"]["deadline_s"] if call.deadline_s is None else call.deadline_s
+        given = Given(sample, call, now, now + deadline_s)
         record.given.append(given)
-        self._inspector.order.add(sample, priority_given(self._config(), sample, call))
         self._note(sample, f"submitted, due at {given.due_at:.6f}")
         return given
-
-    def _config(self) -> Config:
-        """The configuration that is in force."""
-        if len(self._configs) < len(self._record.configs):
-            self._configs += map(Config.model_validate, self._record.configs[len(self._configs) :])
-        return self._configs[-1]
 
     def _give(self, given: Given, outcome: Outcome) -> None:
         latency_s = outcome.verdict.latency_s if isinstance(outcome, Scored) else outcome.latency_s

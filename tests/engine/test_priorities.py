@@ -9,8 +9,11 @@ import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine, Sample
 from qreward_plugins.config import load_config
+from qreward_plugins.errors import TransientError
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
+
+from ..kit import Stage, make_sample
 
 
 def tree(*, routes=None, judges=None, limits=None, names="a", **engine):
@@ -137,6 +140,27 @@ def test_a_printed_configuration_is_read_back():
     )
     assert load_config(config.model_dump(mode="json")) == config
     assert (config.routes["u"].priority, config.judges["style"].priority) == (10, -10)
+
+
+def test_a_retry_keeps_its_priority():
+    order = []
+
+    def behaviour(number, request, now):
+        order.append(request.sample.id)
+        return TransientError("busy") if order.count("urgent") == 1 and request.sample.id == "urgent" else 1.0
+
+    options = {"limits": {"a": {"concurrency": 1}}, "engine": {"seed": 7, "scheduling": {"hedge": False}}}
+    stage = Stage({"a": behaviour}, options=options)
+
+    async def main(engine):
+        waiting = asyncio.ensure_future(engine.score_all([make_sample(id=f"later {n}") for n in range(40)]))
+        await asyncio.sleep(0.5)
+        await engine.score(make_sample(id="urgent"), priority=5)
+        retried = order.index("urgent", order.index("urgent") + 1)
+        await waiting
+        return retried
+
+    assert stage.run(main) < 10
 
 
 # A small urgent batch among many samples

@@ -13,6 +13,7 @@ from qreward_plugins.engine.difference import difference
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
+from qreward_plugins.sources.openai import OpenAISource
 
 
 def tree(*names, limits=None, judge=None, engine=None, **top):
@@ -140,6 +141,24 @@ def test_a_removed_source_drains_and_its_waiting_samples_go_elsewhere():
     assert stage.times("a") == [0.0] * 4
     assert len(stage.times("b")) == 8
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
+
+
+def test_a_removed_source_is_closed_and_the_others_are_not(monkeypatch):
+    closed = []
+
+    async def aclose(self):
+        closed.append(self.name)
+
+    monkeypatch.setattr(OpenAISource, "aclose", aclose)
+
+    async def main():
+        async with RewardEngine(tree("a", "b")) as engine:
+            await engine.reload(tree("b"))
+            await asyncio.sleep(1)
+            assert closed == ["a"]
+
+    run(main())
+    assert closed == ["a", "b"]
 
 
 def test_without_any_source_left_samples_fail_at_once_with_the_cause():

@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 
 from qreward_plugins.engine import RewardEngine
-from qreward_plugins.engine.lifetime import Lifetime
 from qreward_plugins.engine.scoring import Scoring
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges.llm import LLMJudge
@@ -22,12 +21,11 @@ from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.quotas.reservation import Reservation
 from qreward_plugins.quotas.window_limit import WindowLimit
 from qreward_plugins.samples import Scored, Verdict
-from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, ReadyQueue, Upstream, batches
+from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, Upstream, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scheduling.retry_policy import RetryPolicy
 from qreward_plugins.scheduling.timers import TimeLimits
-from qreward_plugins.scheduling.upstreams import Upstreams
 from qreward_plugins.simulation import trial_player
 from qreward_plugins.simulation.soak import check, soak
 
@@ -234,56 +232,9 @@ def blame_forgets_a_part(monkeypatch):
     around(monkeypatch, batches, "report", wrap)
 
 
-def a_reload_forgets_what_was_spent(monkeypatch):
-    monkeypatch.setattr(Upstream, "take_over", lambda self, other, **settings: None)
-
-
-def a_removed_source_goes_on(monkeypatch):
-    def wrap(change):
-        def mutated(self, upstreams, moves):
-            return change(self, {**self, **upstreams}, moves)
-
-        return mutated
-
-    around(monkeypatch, Upstreams, "change", wrap)
-    monkeypatch.setattr(Upstreams, "settle", lambda self, call: None)
-
-
-def a_reload_changes_the_judge_of_samples_under_way(monkeypatch):
-    def wrap(change):
-        def mutated(self, router, **settings):
-            for name, judge in self._router.leaves.items():
-                if name in router.leaves:
-                    judge.__dict__.update(router.leaves[name].__dict__)
-            change(self, router, **settings)
-
-        return mutated
-
-    around(monkeypatch, Scoring, "change", wrap)
-
-
-def a_removed_source_is_never_closed(monkeypatch):
-    monkeypatch.setattr(Lifetime, "close_later", lambda self, upstream: None)
-
-
 def priorities_do_not_matter(monkeypatch):
     rank = Job.rank.fget
     monkeypatch.setattr(Job, "rank", property(lambda self: rank(self)._replace(priority=0)))
-
-
-def priorities_do_not_matter_for_retries(monkeypatch):
-    rank = Job.rank.fget
-    monkeypatch.setattr(
-        Job, "rank", property(lambda self: rank(self)._replace(priority=0) if self.attempts else rank(self))
-    )
-
-
-def hedges_go_before_higher_priorities(monkeypatch):
-    monkeypatch.setattr(ReadyQueue, "higher_waits", lambda self, source, job: False)
-
-
-def a_slow_source_takes_what_is_small_whatever_its_priority(monkeypatch):
-    monkeypatch.setattr(ReadyQueue, "higher", lambda self, source, job: iter(()))
 
 
 def one_replica_refuses_for_all(monkeypatch):
@@ -301,7 +252,7 @@ MUTATIONS = [
     (quota_without("tokens"), "P3", "over its tokens", 150),
     (quota_without("concurrency"), "P3", "requests were in flight", 30),
     (no_pacing, "P3", "was overdrawn", 150),
-    (endless_attempts, "P4", "times, ", 200),
+    (endless_attempts, "P4", "times, ", 300),
     (endless_hedges, "P4", "was hedged", 150),
     (hedges_without_budget, "P4", "was hedged", 150),
     (nothing_given_back, "P5", "requests in flight", 10),
@@ -316,25 +267,16 @@ MUTATIONS = [
     (a_busy_loop, "liveness", "busy loop", 20),
     (a_pause_without_end, "liveness", "to wait for inf", 60),
     (dice_without_a_seed, "P7", "became", 60),
-    (a_reload_forgets_what_was_spent, "P3", "was sent a request at", 120),
-    (a_removed_source_goes_on, "reload", "after it was removed", 100),
-    (a_reload_changes_the_judge_of_samples_under_way, "P2", "the server gave", 100),
-    (a_removed_source_is_never_closed, "P5", "is not closed", 60),
     (priorities_do_not_matter, "higher priorities", "waited since", 60),
-    (priorities_do_not_matter_for_retries, "higher priorities", "waited since", 60),
-    (hedges_go_before_higher_priorities, "higher priorities", "as a hedge", 60),
-    (a_slow_source_takes_what_is_small_whatever_its_priority, "higher priorities", "waited since", 200),
     (blame_forgets_a_part, "blame", "add up to", 10),
     (one_replica_refuses_for_all, "P11", "is not poisoned", 10),
 ]
 """What was done to the code, which promise that breaks, words of the finding, and seeds that suffice."""
 
 TRIED_FIRST = {
-    "endless_attempts": 886,
-    "a_reload_forgets_what_was_spent": 117,
-    "priorities_do_not_matter_for_retries": 5,
-    "hedges_go_before_higher_priorities": 15,
-    "a_slow_source_takes_what_is_small_whatever_its_priority": 98,
+    "endless_attempts": 218,
+    "quota_without_tokens": 43,
+    "priorities_do_not_matter": 27,
 }
 """Seeds that showed a mutation which few seeds show. They save time; another seed of the range will do as well."""
 

@@ -20,13 +20,13 @@ from ..config.framework import is_framework_url
 from ..config.registry import rooms
 from ..engine.difference import difference
 from ..engine.trial import Trial
-from ..errors import ConfigurationError, InputError, KeeperSilent
+from ..errors import ConfigurationError, InputError
 from ..files import read_rollouts
 from ..journal import check_place
 from ..judges import JudgeRouter, kind_of
 from ..samples import Sample
 from ..secrets import Redactor
-from ..sharing.channels import channel_of, has_rates
+from ..sharing.channels import has_rates
 from ..sources import TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
@@ -194,7 +194,6 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         for name, judge in config.judges.items():
             if summary := kind_of(judge).summary(judge):
                 say(OUT, f"{name}: {summary}")
-        keeper_silent = await _tell_keeper(config, path)
         await start_servers(engine)
         if config.routes and "*" not in config.routes:
             say(OUT, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
@@ -211,7 +210,7 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
     results = [*judged, *whole, *of_clients]
     if results:
         OUT.print(_table(results))
-    passed = not keeper_silent
+    passed = True
     for result in results:
         if result.source and result.verdict is not None and result.verdict.rationale:
             say(OUT, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
@@ -235,25 +234,6 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
 def _counts(config: Config) -> str:
     counts = ((set(map(configured_name, config.sources)), "source"), (config.judges, "judge"), (config.routes, "route"))
     return ", ".join(number_of(len(part), noun) for part, noun in counts)
-
-
-async def _tell_keeper(config: Config, path: Path) -> bool:
-    """Tell who keeps the limits that processes share without Ray. Return True if the keeper does not answer."""
-    if config.engine.shared != "machine":
-        return False
-    try:
-        channel = channel_of(config)
-    except ConfigurationError as error:
-        raise ConfigurationError(error.mistakes, origin=str(path)) from None
-    assert channel is not None
-    try:
-        say(OUT, f"limits: {await channel.describe()}")
-    except KeeperSilent as error:
-        say(OUT, Text.assemble(("limits: ", "red"), str(error)))
-        return True
-    finally:
-        await channel.aclose()
-    return False
 
 
 def _samples_of(rollouts: Path) -> Iterator[Sample]:

@@ -29,10 +29,6 @@ class OpenedChannel(Channel, Protocol):
     kept_by: str
     """Who keeps the limits; empty if that is not known yet."""
 
-    async def describe(self) -> str:
-        """Return who keeps the limits now, as a part of a sentence. Takes no share. Raises `KeeperSilent`."""
-        ...
-
     async def aclose(self) -> None:
         """Close what is open. Idempotent."""
         ...

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -35,20 +35,12 @@ COMMANDS: Mapping[str, str] = {
 }
 """The commands, with a line about each. `serve-judge` is the function `command` of the module `serve_judge`."""
 
-
-class _Loaded(Mapping[str, Any]):
-    """The commands by name. A command is imported when it is looked up."""
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in COMMANDS:
-            raise KeyError(name)
-        return _command(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
+_RENAMED = {
+    "judge-server": "fake-judge",
+    "kinds": "check --kinds",
+    "reload": "check NEW --against OLD",
+}
+"""Commands of earlier versions, and what is called instead."""
 
 
 @functools.cache
@@ -71,7 +63,15 @@ class _Group(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = _Loaded()  # type: ignore[assignment]
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _command(cmd_name) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _RENAMED:
+            ctx.fail(f"No such command '{args[0]}'. It is now: qreward {_RENAMED[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

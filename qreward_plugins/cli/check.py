@@ -20,13 +20,13 @@ from ..config.framework import is_framework_url
 from ..config.registry import rooms
 from ..engine.difference import difference
 from ..engine.trial import Trial
-from ..errors import ConfigurationError, InputError, KeeperSilent
+from ..errors import ConfigurationError, InputError
 from ..files import read_rollouts
 from ..journal import check_place
 from ..judges import JudgeRouter, kind_of
 from ..samples import Sample
 from ..secrets import Redactor
-from ..sharing.channels import channel_of, has_rates
+from ..sharing.channels import has_rates
 from ..sources import TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
@@ -194,17 +194,12 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         for name, judge in config.judges.items():
             if summary := kind_of(judge).summary(judge):
                 say(OUT, f"{name}: {summary}")
-        keeper_silent = await _tell_keeper(config, path)
         await start_servers(engine)
         if config.routes and "*" not in config.routes:
             say(OUT, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
         for name in engine.judges if rollouts is not None else ():
             if name not in samples:
                 say(OUT, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
-        for name, source in config.sources.items():
-            if getattr(source, "dialect", "") == "auto":
-                dialect: Any = getattr(engine.upstreams[name].source, "dialect", None)
-                say(OUT, f"{name}: dialect {dialect.name}, as its server answered")
         with ERRORS.status("asking every source ..."):
             judged, of_clients = await asyncio.gather(probe(engine, samples), probe_for_clients(engine))
             failed = {one.judge for one in judged if one.verdict is None}
@@ -215,7 +210,7 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
     results = [*judged, *whole, *of_clients]
     if results:
         OUT.print(_table(results))
-    passed = not keeper_silent
+    passed = True
     for result in results:
         if result.source and result.verdict is not None and result.verdict.rationale:
             say(OUT, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
@@ -239,25 +234,6 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
 def _counts(config: Config) -> str:
     counts = ((set(map(configured_name, config.sources)), "source"), (config.judges, "judge"), (config.routes, "route"))
     return ", ".join(number_of(len(part), noun) for part, noun in counts)
-
-
-async def _tell_keeper(config: Config, path: Path) -> bool:
-    """Tell who keeps the limits that processes share without Ray. Return True if the keeper does not answer."""
-    if config.engine.shared != "machine":
-        return False
-    try:
-        channel = channel_of(config)
-    except ConfigurationError as error:
-        raise ConfigurationError(error.mistakes, origin=str(path)) from None
-    assert channel is not None
-    try:
-        say(OUT, f"limits: {await channel.describe()}")
-    except KeeperSilent as error:
-        say(OUT, Text.assemble(("limits: ", "red"), str(error)))
-        return True
-    finally:
-        await channel.aclose()
-    return False
 
 
 def _samples_of(rollouts: Path) -> Iterator[Sample]:
@@ -328,7 +304,7 @@ def without_servers(config: Config) -> tuple[Config, list[str]]:
     """Return a configuration that can be opened without servers, keys and a training framework, and one line for each
     thing that is missing here and that a run needs.
 
-    Placeholders replace keys that are not set, addresses from a framework, dialects that a server would state, and Ray.
+    Placeholders replace keys that are not set, addresses from a framework, and Ray.
     Raises `ConfigurationError` for servers that could not be placed on any cluster.
     """
     notes: list[str] = []
@@ -349,9 +325,6 @@ def without_servers(config: Config) -> tuple[Config, list[str]]:
             pool_spec(name, source)  # what Ray could not place is a mistake with any cluster
             changes |= {"placement": "local", "platform": "cpu", "devices": None}
             notes.append(f"{name}: its servers run on a Ray cluster, which was not joined")
-        if getattr(source, "dialect", None) == "auto":
-            changes["dialect"] = "openai"
-            notes.append(f"{name}: its dialect was not asked for")
         sources[name] = source.model_copy(update=changes)
     return _alone(config, shared="off").model_copy(update={"sources": {**config.sources, **sources}}), notes
 

@@ -82,7 +82,7 @@ def command(
             port=port,
         )
     except ValueError as error:
-        raise InputError(str(error)) from None
+        raise InputError(str(error).removeprefix("ServerLimits.")) from None
     return run(_serve(server, model))
 
 

@@ -258,11 +258,10 @@ class _Answers:
                 values["protocol"] = protocol
                 self._ask("chat_template", "Folder of the model, for its chat template", _folder)
             return
-        dialect, announced = found.dialect, {}
+        dialect, announced = found.dialect, found.announced
         if not self.offline:
             say(OUT, f"asking {model} for a word ...")
-            if (surveyed := asyncio.run(survey(found.url, model, key))) is not None:
-                dialect, announced = surveyed.dialect, dict(surveyed.announced)
+            dialect, announced = asyncio.run(survey(found, model, key))
         values |= {"url": found.url, "dialect": None if dialect == "openai" else dialect}
         for what in ("requests", "tokens"):
             if limit := announced.get(f"{what}_per_window"):

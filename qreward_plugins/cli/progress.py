@@ -6,7 +6,6 @@ It counts outcomes and not written rows: rows are written in order, so one slow 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -16,14 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..observers import EngineStatistics
-from ..scheduling import Upstream
 from .console import clock, say, seconds, short
 
 _REFRESH_S = 0.5
 _FIRST_LINE_S = 10.0
 """Without a terminal, the first line is printed after this time, so that a judge that hangs is noticed."""
 _LINE_S = 60.0
-_LONGEST_S = 1e7
 
 _COLUMNS = ("state", "sent", "in flight", "429s", "errors", "p50", "p95", "tokens", "USD")
 _WIDTH = 66
@@ -35,24 +32,19 @@ _STYLES = {"up": "green", "paused": "yellow", "held": "yellow", "down": "yellow"
 class Shown(Protocol):
     """What is read of an engine."""
 
-    @property
-    def upstreams(self) -> Mapping[str, Upstream]: ...
-
     def statistics(self) -> EngineStatistics: ...
 
 
 class ProgressDisplay:
     """Shows progress on `console` while its context is open.
 
-    It is drawn in the engine's event loop, so that statistics are never read while they change. `requests_a_row` is the
-    fewest requests that a row takes.
+    It is drawn in the engine's event loop, so that statistics are never read while they change.
     """
 
-    def __init__(self, console: Console, total: int, engine: Shown, *, requests_a_row: int = 1) -> None:
+    def __init__(self, console: Console, total: int, engine: Shown) -> None:
         self._console = console
         self._total = total
         self._engine = engine
-        self._requests_a_row = requests_a_row
         self._started_at = 0.0
         self._line_at = 0.0
         self._live = Live(console=console, get_renderable=self._render, auto_refresh=False, transient=True)
@@ -106,36 +98,9 @@ class ProgressDisplay:
         return f"{done:,}/{self._total:,} ({share}) in {clock(elapsed_s)}, about {left} left"
 
     def _left_s(self, statistics: EngineStatistics, elapsed_s: float) -> float | None:
-        """Time left by the speed so far, and never less than the limits allow: a window that is spent at once would
-        promise an end in seconds. Rows of the journal say nothing about either.
-        """
-        left, judged = self._total - _done(statistics), _done(statistics) - statistics.cached
-        if not judged or not elapsed_s:
-            return None
-        return max(left * elapsed_s / judged, self._limits_s(statistics, left * self._requests_a_row))
-
-    def _limits_s(self, statistics: EngineStatistics, calls: int) -> float:
-        """Seconds until the limits of all sources together let so many calls be sent, those in flight included."""
-        now, sources = self._now(), []
-        for name, source in statistics.sources.items():
-            if (upstream := self._engine.upstreams.get(name)) is None:
-                continue
-            calls -= source.in_flight * upstream.most_calls
-            tokens = (source.prompt_tokens + source.completion_tokens) / max(source.answered, 1)
-            sources.append((upstream, tokens))
-
-        def allowed(seconds: float) -> float:
-            return sum(one.most_calls * one.quota.capacity(now + seconds, tokens, now) for one, tokens in sources)
-
-        if not sources or allowed(0) >= calls:
-            return 0.0
-        low, high = 0.0, 1.0
-        while allowed(high) < calls and high < _LONGEST_S:
-            low, high = high, 2 * high
-        while high - low > 0.5:
-            middle = (low + high) / 2
-            low, high = (middle, high) if allowed(middle) < calls else (low, middle)
-        return high
+        """Time left by the speed so far. Rows of the journal say nothing about it."""
+        judged = _done(statistics) - statistics.cached
+        return (self._total - _done(statistics)) * elapsed_s / judged if judged else None
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

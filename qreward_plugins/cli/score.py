@@ -8,24 +8,34 @@ them. The output of an earlier run is not read, because it may belong to another
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from ..config import Config, JournalConfig, judges_in_charge, load_config, parts_of
+from ..config import Config, JournalConfig, load_config
 from ..engine import RewardEngine
 from ..errors import JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
 from ..observers import EngineStatistics
 from ..samples import Outcome, Sample
 from ..sources import kind_of
+from ..system.threads import in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
 from .engines import open_engine
 from .progress import ProgressDisplay, source_table
+
+_READ_ROWS = 16
+"""Rows that are read at a time; a row may hold images."""
+
+
+def _comes_first(given: str | None) -> None:
+    if given is not None:
+        raise typer.BadParameter("the configuration comes first: qreward score CONFIG ROLLOUTS --out FILE")
 
 
 def command(
@@ -38,6 +48,7 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace FILE if it exists, and a column qreward of the input.")
     ] = False,
+    former: Annotated[str | None, typer.Option("--config", hidden=True, is_eager=True, callback=_comes_first)] = None,
 ) -> int:
     """Score a file of rollouts: the same rows in the same order, with a column `qreward`.
 
@@ -124,12 +135,10 @@ async def score_rollouts(plan: Plan) -> int:
 
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
     rows = _Rows(plan.rollouts)
-    # A sum takes a request for each of its parts.
-    fewest = min((len(parts_of(plan.config, name)) for name in judges_in_charge(plan.config)), default=1)
     with open_writer(plan.out, source=plan.rollouts) as writer:
         tally.begun = True
         say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
-        async with ProgressDisplay(ERRORS, plan.total, engine, requests_a_row=fewest):
+        async with ProgressDisplay(ERRORS, plan.total, engine):
             async for sample, outcome in engine.score_stream(rows):
                 writer.write(rows.take(sample).row, outcome)
                 tally.count(outcome)
@@ -147,17 +156,20 @@ async def _close(engine: RewardEngine) -> JournalError | None:
 class _Rows:
     """Yields the samples of a file, and keeps the row of each until it is written.
 
-    It keeps as many rows as the engine takes before it returns the first outcome.
+    It keeps as many rows as the engine takes before it returns the first outcome. They are read in a thread, because a
+    file system may hang.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._taken: deque[Rollout] = deque()
 
-    def __iter__(self) -> Iterator[Sample]:
-        for rollout in read_rollouts(self._path):
-            self._taken.append(rollout)
-            yield rollout.sample
+    async def __aiter__(self) -> AsyncIterator[Sample]:
+        rollouts = read_rollouts(self._path)
+        while part := await in_thread(lambda: list(islice(rollouts, _READ_ROWS))):
+            for rollout in part:
+                self._taken.append(rollout)
+                yield rollout.sample
 
     def take(self, sample: Sample) -> Rollout:
         """Return the rollout of the next sample. It checks the pairing, because a wrong one would go unnoticed."""

@@ -95,8 +95,10 @@ class RewardClient:
 
         Raises `RewardServerError` if the server refuses the request, cannot be reached or is busy for `retry_for_s`
         seconds, or has no outcome by the deadline; and `InputError` for a sample that JSON cannot express, or an
-        impossible deadline.
+        impossible deadline; and `TypeError` for a single sample.
         """
+        if isinstance(samples, Sample):
+            raise TypeError("score_all takes several samples; call score for one")
         due_at, batch, futures = _due_at(deadline_s), object(), []
         try:
             for number, sample in enumerate(samples):
@@ -311,7 +313,8 @@ class BlockingRewardClient:
         self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int | None = None
     ) -> list[Outcome]:
         """Score samples; see `RewardClient.score_all`. Blocks the calling thread."""
-        score_all = partial(self._client.score_all, list(samples), deadline_s=deadline_s, priority=priority)
+        samples = samples if isinstance(samples, Sample) else list(samples)
+        score_all = partial(self._client.score_all, samples, deadline_s=deadline_s, priority=priority)
         return self._opened().call(score_all)
 
     def facts(self) -> ServerFacts:

@@ -1,10 +1,9 @@
-"""Reward functions that ask a reward server (`qreward serve`), in the calling conventions of three trainers.
+"""Reward functions that ask a reward server (`qreward serve`), in the calling conventions of TRL and ms-swift.
 
-They need no configuration here. A missing reward is never a number: TRL and ms-swift get None, which they leave out of
-the reward; verl's convention has no such value, so it gets `RewardMissing` (its reward manager `qreward` can do more).
+They need no configuration here. A missing reward is None, which these trainers leave out of the reward.
 
-Sources of the conventions: verl 0.9.1 `trainer/ppo/reward.py` and `experimental/reward_loop/reward_manager/naive.py`;
-TRL f2cd577 `GRPOTrainer._calculate_rewards`; ms-swift 3602360 `swift/rewards/orm.py` and `rl_core/grpo_algorithm.py`.
+Sources of the conventions: TRL f2cd577 `GRPOTrainer._calculate_rewards`; ms-swift 3602360 `swift/rewards/orm.py` and
+`rl_core/grpo_algorithm.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from ..errors import InputError, RewardMissing
+from ..errors import InputError
 from ..samples import Failed, Outcome, Sample
 from .client import BlockingRewardClient, RewardClient
 
@@ -26,43 +25,6 @@ SERVER = "QREWARD_SERVER"
 """The environment variable with the server's URL, where a trainer takes no arguments for a reward."""
 TOKEN = "QREWARD_SERVER_TOKEN"
 """The environment variable with the server's token; unset if it needs none."""
-
-
-async def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-    *,
-    server: str | None = None,
-    token_env: str = TOKEN,
-    deadline_s: float = DEADLINE_S,
-    prompt_key: str = "question",
-    **_: Any,
-) -> dict[str, Any]:
-    """verl's `reward.custom_reward_function`, with `path: pkg://qreward_plugins.client.reward_functions`.
-
-    verl passes no prompt; `extra_info[prompt_key]` is used if it is there. Returns `score`, `acc` if the judge defines
-    it, and the components. Raises `RewardMissing` if the sample has no reward, and `RewardServerError`.
-    """
-    if extra_info is not None and not isinstance(extra_info, Mapping):
-        raise InputError(f"extra_info must be a mapping or None, not {type(extra_info).__name__}")
-    extras = dict(extra_info or {})
-    prompt = extras.get(prompt_key)
-    sample = Sample(
-        messages=_messages("" if prompt is None else prompt),
-        response=solution_str,
-        ground_truth=ground_truth,
-        data_source=data_source,
-        extras={name: value for name, value in extras.items() if name != prompt_key},
-    )
-    async with RewardClient(_url(server), token=_token(token_env)) as client:
-        outcome = await client.score(sample, deadline_s=deadline_s)
-    if isinstance(outcome, Failed):
-        raise RewardMissing(outcome)
-    verdict = outcome.verdict
-    known = {} if verdict.correct is None else {"acc": float(verdict.correct)}
-    return {"score": verdict.score, **known, **verdict.components}
 
 
 @dataclass(frozen=True)

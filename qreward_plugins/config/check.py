@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .findings import Finding, Path, cut, did_you_mean, is_plain_key, nearest, path_text
-from .habits import meant_by
+from .findings import HABITS, Finding, Path, cut, did_you_mean, is_plain_key, letters, nearest, path_text
 from .models import Config
 from .names import Names
 from .registry import KindError, Kinds, rooms
@@ -65,7 +64,10 @@ def check(tree: dict[str, Any]) -> tuple[Config | None, list[Finding]]:
     resolved are `Unresolved`, and nothing is said of them.
     """
     known = Config.model_fields
-    if not any(key in known or nearest(key, known) or any(meant_by(key, ())) for key in tree):
+    if not any(key in known or nearest(key, known) or letters(key) in HABITS for key in tree):
+        (first, *others) = tree
+        if not others and is_plain_key(first) and nearest(first, ["qreward"]):
+            return None, [Finding((first,), "unknown key", "Did you mean `qreward`?")]
         # Probably another file, of which nothing is shown.
         count = "only top-level key is unknown" if len(tree) == 1 else f"{len(tree):,} top-level keys are unknown"
         return None, [Finding((), f"the {count}", f"Allowed here: {', '.join(known)}.")]
@@ -81,7 +83,7 @@ class _Checking:
         """The first finding of each key, and of each value, by its path in the file."""
         self._written: dict[Path, Path] = {}
         self._unchecked: set[Path] = set()
-        """Nodes without a known kind, values of keys of other tools, and mappings that are not in the file."""
+        """Nodes without a known kind, and what is written with the key of another tool."""
 
     def validated(self) -> Config | None:
         """Return the configuration, or None if `findings` are not all that there is to it."""
@@ -106,7 +108,8 @@ class _Checking:
             if not any(len(other) > len(path) and other[: len(path)] == path for other in paths):
                 self._note(path, error)
         for room in rooms if not served else ():
-            if not self.tree.get(room) and (room == "sources" or not self.tree.get("models")):
+            needed = room == "sources" or not self.tree.get("models")
+            if needed and not self.tree.get(room) and (room,) not in self._unchecked:
                 problem = "must be a mapping with at least one entry" if room in self.tree else "the key is missing"
                 hint = "" if room == "sources" else " Only a file for clients, with `models`, needs none."
                 self._add((room,), problem, f"Add the {room}, by name.{hint}")
@@ -164,51 +167,39 @@ class _Checking:
     # Keys
 
     def _mend_key(self, path: Path) -> None:
-        """Report an unknown key, and move its value to the key that was probably meant."""
+        """Report an unknown key, and take it out. The value of a misspelt one moves to the key that was meant."""
         above, key = path[:-1], str(path[-1])
         node, fields = _value(self.tree, above), self._fields_at(above)
-        allowed = sorted(fields, key=lambda name: not fields[name].is_required())
-        target, remedy = self._meant(key, above, fields)
-        if not remedy:
-            remedy = f"Allowed here: {', '.join(allowed)}."
+        written = (*self._in_file(above), key if is_plain_key(key) else f"(key {list(node).index(key) + 1})")
+        value, near = node.pop(key), nearest(key, fields)
+        if written == ("qreward",):
+            remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
+        elif target := self._meant(key, above, fields):
+            field = self._fields_at(target[:-1])[str(target[-1])]
+            short = target[len(above) :] if target[: len(above)] == above else target
+            remedy = f"Write `{path_text(short)}`. {_first_sentence(field)}".rstrip()
+            # It is not missing, and what is written for another tool may have another form.
+            self._unchecked.add(target)
+        elif near is not None:
+            remedy = f"Did you mean `{near}`?"
+            if near not in node:
+                node[near], place = value, (*above, near)
+                self._written[place] = written
+        else:
+            remedy = f"Allowed here: {', '.join(sorted(fields, key=lambda name: not fields[name].is_required()))}."
             room = rooms.get(str(above[0])) if len(above) == 2 else None
             kinds = [name for name, kind in room.loadable() if key in kind.Config.model_fields] if room else []
             remedy += f" Only {above[0]} of kind {', '.join(kinds)} have this key." if kinds else ""
-        written = (*self._in_file(above), key if is_plain_key(key) else f"(key {list(node).index(key) + 1})")
-        if written == ("qreward",):
-            remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
         self.findings.setdefault((written, "key"), Finding(written, "unknown key", remedy))
-        value = node.pop(key)
-        home = self._home(target[:-1]) if target else None
-        if home is not None and target[-1] not in home:
-            home[str(target[-1])] = value
-            self._written[target] = written
-            if nearest(key, [str(target[-1])]) is None:
-                # What is written for a key of another tool may have another form.
-                self._unchecked.add(target)
 
-    def _meant(self, key: str, above: Path, fields: Mapping[str, FieldInfo]) -> tuple[Path, str]:
-        """Return the path of the key that was probably meant, and a sentence about it; () and "" for none."""
-        homes = [name for name, field in fields.items() if key in _fields(_models(field.annotation, direct=True))]
-        targets = [path for path in meant_by(key, above) if path[-1] in self._fields_at(path[:-1])]
-        targets += [(*above, homes[0], key)] if len(homes) == 1 else []
-        if targets:
-            target = targets[0]
-            written = path_text(target[len(above) :] if target[: len(above)] == above else target)
-            field = self._fields_at(target[:-1])[str(target[-1])]
-            return target, f"Write `{written}`. {_first_sentence(field)}".rstrip()
-        near = nearest(key, fields)
-        return ((*above, near), f"Did you mean `{near}`?") if near is not None else ((), "")
-
-    def _home(self, path: Path) -> dict[str, Any] | None:
-        """Return the mapping at `path`, which is made if it is missing; None if something else is there."""
-        node: Any = self.tree
-        for n, key in enumerate(path):
-            if isinstance(node, dict) and key not in node:
-                node[str(key)] = {}
-                self._unchecked.add(path[: n + 1])
-            node = _value(node, (key,))
-        return node if isinstance(node, dict) else None
+    def _meant(self, key: str, above: Path, fields: Mapping[str, FieldInfo]) -> Path:
+        """Return the path of the key that is meant by a key of another tool, or one that belongs into a mapping beside
+        it; () for none.
+        """
+        entry = above[:2] if above and above[0] in rooms else ()
+        targets = [path if path[0] == "engine" else (*entry, *path) for path in HABITS.get(letters(key), ())]
+        targets += [(*above, n, key) for n, f in fields.items() if key in _fields(_models(f.annotation, direct=True))]
+        return next((path for path in targets if path[-1] in self._fields_at(path[:-1])), ())
 
     def _fields_at(self, path: Path) -> dict[str, FieldInfo]:
         """Return the fields of the models that a mapping at `path` may have."""
@@ -235,33 +226,32 @@ class _Checking:
                     self._unchecked.add((room, name))
 
     def _has_kind(self, path: Path, node: dict[str, Any], kinds: Kinds[Any]) -> bool:
-        """Return whether `node` has a kind that can be used, perhaps a guess."""
-        kind, place = node.get("kind"), (*path, "kind")
-        if isinstance(kind, str) and kinds.registrations(kind):
-            try:
-                return bool(kinds.load(kind))
-            except KindError as error:
-                self._add(place, error.problem, error.remedy)
-            return False
-        if isinstance(kind, Unresolved):
-            return False
-        keys = {name: set(one.Config.model_fields) for name, one in kinds.loadable()}
-        strange = [key for key in node if not any(key in known for known in keys.values())]
-        if kind is None and (misspelt := nearest("kind", strange)):
+        """Return whether `node` has a kind that can be used, perhaps after its spelling was mended."""
+        place, misspelt = (*path, "kind"), nearest("kind", node)
+        if "kind" not in node and misspelt is not None:
             self._written[place] = (*self._in_file(path), misspelt)
             self._add(place, "unknown key", "Did you mean `kind`?")
             node["kind"] = node.pop(misspelt)
-            return self._has_kind(path, node, kinds)
-        most = max(len(known & node.keys()) for known in keys.values())
-        likely = [name for name, known in keys.items() if len(known & node.keys()) == most]
-        guess = kinds.meant(kind) if isinstance(kind, str) else None
-        if "kind" in node:
-            remedy = f"{f'Did you mean `{guess}`? ' if guess else ''}Allowed here: {', '.join(kinds.names)}."
-            self._add(place, f"unknown kind `{cut(str(kind))}`" if guess else "unknown kind", remedy)
+        kind, allowed = node.get("kind"), ", ".join(kinds.names)
+        if isinstance(kind, Unresolved):
+            return False
+        if "kind" not in node:
+            self._add(place, "the key is missing", f"Add one of: {allowed}.")
+            return False
+        near = nearest(kind, kinds.names) if isinstance(kind, str) else None
+        if isinstance(kind, str) and kinds.registrations(kind):
+            near = kind
+        elif near is None:
+            self._add(place, "unknown kind", f"Allowed here: {allowed}.")
+            return False
         else:
-            self._add(place, "the key is missing", f"Add {' or '.join(f'`kind: {name}`' for name in likely)}.")
-        node["kind"] = guess or (likely[0] if len(likely) == 1 else None)
-        return node["kind"] is not None
+            self._add(place, f"unknown kind `{cut(str(kind))}`", f"Did you mean `{near}`? Allowed here: {allowed}.")
+            node["kind"] = near
+        try:
+            return bool(kinds.load(near))
+        except KindError as error:
+            self._add(place, error.problem, error.remedy)
+            return False
 
     def _is_served(self) -> bool:
         """Return whether a reward server scores. What counts at the server only is reported, and taken out."""

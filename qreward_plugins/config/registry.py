@@ -22,7 +22,6 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import ConfigurationError, Mistake
 from ..secrets import described_error, one_line
-from .findings import letters, nearest
 
 T = TypeVar("T")
 _log = logging.getLogger("qreward_plugins.registry")
@@ -73,25 +72,19 @@ class UnknownKind(KindError):
 class Kinds(Generic[T]):
     """The kinds of sources, or the kinds of judges. `room` is "sources" or "judges".
 
-    `ours` maps names to paths of classes. `base` is the path of the class that every kind must inherit. `habits` maps
-    names to the words that people write for them.
+    `ours` maps names to paths of classes. `base` is the path of the class that every kind must inherit.
     """
 
-    def __init__(self, room: str, base: str, ours: Mapping[str, str], habits: Mapping[str, str]) -> None:
+    def __init__(self, room: str, base: str, ours: Mapping[str, str]) -> None:
         self.room = room
         self.group = f"qreward_plugins.{room}"
         self._base = base
         self._ours = ours
-        self.habits = {word: name for name, words in habits.items() for word in words.split()}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The registered names: ours first, then those of other packages in alphabetical order."""
         return tuple(self._registered())
-
-    def meant(self, name: str) -> str | None:
-        """Return the kind that an unknown name probably means; None if there is none."""
-        return self.habits.get(letters(name)) or nearest(name, self.names)
 
     def registrations(self, name: str) -> tuple[Registration, ...]:
         """Return the registrations of `name`: none if it is unknown, one if it is valid, several in a conflict.
@@ -237,14 +230,6 @@ sources: Kinds[Any] = Kinds(
         "function": "qreward_plugins.sources.function:FunctionSource",
         "replicas": "qreward_plugins.sources.replica_set:ReplicaSet",
     },
-    {
-        "openai": "vllm sglang tgi ollama lmstudio azure azureopenai together openrouter deepseek qwen litellm chat "
-        "llm gpt anthropic claude gemini google responses hosted",
-        "reward_model": "rm classifier classify scorer tei pooling prm",
-        "http": "https rest api service webhook remote remoterm server url",
-        "function": "python local code rule rules callable script verifier",
-        "replicas": "pool localserver ray gpu",
-    },
 )
 """The kinds of sources, subclasses of `sources.SourceKind`."""
 
@@ -256,12 +241,6 @@ judges: Kinds[Any] = Kinds(
         "reward_model": "qreward_plugins.judges.reward_model:RewardModelJudge",
         "function": "qreward_plugins.judges.function:FunctionJudge",
         "sum": "qreward_plugins.judges.sums:SumJudge",
-    },
-    {
-        "llm": "openai chat gpt rubric prompt genrm generative grader vllm model",
-        "reward_model": "rm classifier prm orm scalar",
-        "function": "python code rule rules callable verifier http exactmatch regex",
-        "sum": "weighted weightedsum ensemble composite mean average combine mix",
     },
 )
 """The kinds of judges, subclasses of `judges.Judge`."""

@@ -23,20 +23,6 @@ ROLLOUT_SUFFIXES = (".jsonl", ".parquet")
 
 _MERGE = "tag:yaml.org,2002:merge"
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
-_SYNTAX = (
-    ("undefined alias", "`*` starts an undefined alias", "Put a text that starts with `*` in quotes."),
-    ("for the tag", "`!` starts an unknown tag", "Put a text that starts with `!` in quotes."),
-    ("tag handle", "`!` starts an unknown tag", "Put a text that starts with `!` in quotes."),
-    (r"'\t' that cannot start", "a tab", "Indent with spaces."),
-    (
-        "that cannot start any token",
-        "found a character that cannot start a value",
-        "Put a text that starts with a special character in quotes.",
-    ),
-    ("found another document", "`---` starts a second document", "Keep one document in the file."),
-    ("'<stream end>'", "the file ends within a list or a mapping", "Close it, or save the whole file."),
-)
-"""What PyYAML says, and what we say instead, with a remedy."""
 
 
 class FileTree(dict[str, Any]):
@@ -156,13 +142,15 @@ def _note(node: yaml.Node, path: Path, loader: _Loader, lines: dict[Path, int], 
 
 def _marked(error: yaml.MarkedYAMLError, text: list[str]) -> tuple[str, str, int | None]:
     """Return the problem, a remedy and the line."""
-    mark, what, remedy = error.problem_mark or error.context_mark, error.problem or "", ""
-    known = next((entry for entry in _SYNTAX if entry[0] in what), None)
-    if known is not None:
-        _, what, remedy = known
-    elif mark and mark.line < len(text) and "${" in text[mark.line]:
+    mark, remedy = error.problem_mark or error.context_mark, ""
+    if mark and mark.line < len(text) and "${" in text[mark.line]:
         remedy = "Within { } or [ ], put `${...}` in quotes."
+    elif "that cannot start any token" in (error.problem or ""):
+        remedy = "Indent with spaces, and put a text that starts with a special character in quotes."
+    what = error.problem or ""
+    if what.startswith("but "):
+        what = f"{error.context}, {what}"
     # Quoted parts of PyYAML's message come from the file, unless they are names of tokens.
-    what = _QUOTED.sub(lambda quoted: quoted[0] if len(quoted[0]) <= 3 or quoted[0][1] == "<" else "something", what)
+    what = _QUOTED.sub(lambda quoted: quoted[0] if len(quoted[0]) <= 4 or quoted[0][1] == "<" else "something", what)
     place = f" (column {mark.column + 1})" if mark else ""
     return f"the file is not valid YAML: {what}{place}.", remedy, mark.line + 1 if mark else None

@@ -15,10 +15,8 @@ it spent counts.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +33,7 @@ from ..judges import JudgeRouter
 from ..judges.leaf import Leaf
 from ..scheduling import Upstream
 from ..secrets import one_line
-from ..sharing.channels import channel_of, source_addresses, source_keys
+from ..sharing.channels import channel_of, source_keys
 from ..sources.opening import same_keys
 from ..system.threads import abandon, cancel_all, in_thread
 from .difference import Difference, difference, opened_anew, starts_servers
@@ -71,13 +69,13 @@ class _Predecessor:
 
     upstream: Upstream
     account: str
-    addresses: frozenset[str]
     forgotten_at: float
 
-    def suits(self, name: str, account: str, addresses: frozenset[str]) -> int:
-        """Return how well a new source continues this one: 0 not at all."""
-        same = 2 * (self.account == account)
-        return same + (self.upstream.name == name and (same > 0 or not self.addresses.isdisjoint(addresses)))
+    def suits(self, name: str, account: str) -> int:
+        """Return how well a new source continues this one: 0 not at all. A key that was rotated counts at the same
+        provider, so a source of the same name goes on with what was spent.
+        """
+        return 2 * (self.account == account) + (self.upstream.name == name)
 
 
 class Reloader:
@@ -210,19 +208,19 @@ class Reloader:
     def _remember(self, config: Config, leaving: Iterable[Upstream], now: float) -> None:
         """Remember the sources that leave, and forget those whose spending counts no more."""
         self._predecessors = [each for each in self._predecessors if each.upstream.live or now < each.forgotten_at]
-        accounts, places = source_keys(config), source_addresses(config)
+        accounts = source_keys(config)
         for each in leaving:
             name, (_, window_s) = each.name, each.quota.per_window()
             remembered_s = REMEMBERED_WINDOWS * max(window_s, config.sources[name].limits.window_s) + each.timeout_s
-            self._predecessors.append(_Predecessor(each, accounts[name], places[name], now + remembered_s))
+            self._predecessors.append(_Predecessor(each, accounts[name], now + remembered_s))
 
     def _continue(self, config: Config, entering: Mapping[str, Upstream]) -> None:
         """Let each new source go on with the quota of the predecessor that suits it best, the latest of several."""
         if not self._predecessors or not entering:
             return
-        accounts, places = source_keys(config), source_addresses(config)
+        accounts = source_keys(config)
         pairs = [
-            (old.suits(name, accounts[name], places[name]), number, name)
+            (old.suits(name, accounts[name]), number, name)
             for number, old in enumerate(self._predecessors)
             for name in entering
         ]
@@ -251,19 +249,15 @@ class Reloader:
 
     async def _follow(self, file: str) -> None:
         """Reload whenever the file holds something else, at first once in any case: it may have changed meanwhile."""
-        seen: os.stat_result | None = None
         known = b""
         while True:
-            found, content = await in_thread(partial(_look, file, seen))
-            if content:
+            content = await in_thread(partial(_content, file))
+            if content and content != known:
                 await anyio.sleep(SETTLED_S)
-                _, again = await in_thread(partial(_look, file, None))
-                if again != content:
+                if content != await in_thread(partial(_content, file)):
                     continue
-                seen = found
-                if content != known:
-                    known = content
-                    self._reload_file()
+                known = content
+                self._reload_file()
             await anyio.sleep(LOOK_EVERY_S)
 
     def _reload_file(self) -> None:
@@ -292,21 +286,12 @@ class Reloader:
                 abandon(task)
 
 
-def _look(file: str, seen: os.stat_result | None) -> tuple[os.stat_result | None, bytes]:
-    """Return the state of a file and a hash of its content; no hash if the state is `seen`, or it is not there."""
+def _content(file: str) -> bytes:
+    """Return what a file holds; nothing if it is not there. A pipe, which would never end, is not read."""
     try:
-        found = os.stat(file)
-        if seen is not None and _identity(found) == _identity(seen):
-            return found, b""
-        if not stat.S_ISREG(found.st_mode):  # a pipe would never end
-            return found, b""
-        return found, hashlib.blake2b(Path(file).read_bytes()).digest()
+        return Path(file).read_bytes() if os.path.isfile(file) else b""
     except OSError:
-        return None, b""
-
-
-def _identity(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return b""
 
 
 def _moves(

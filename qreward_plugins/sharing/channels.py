@@ -29,10 +29,6 @@ class OpenedChannel(Channel, Protocol):
     kept_by: str
     """Who keeps the limits; empty if that is not known yet."""
 
-    async def describe(self) -> str:
-        """Return who keeps the limits now, as a part of a sentence. Takes no share. Raises `KeeperSilent`."""
-        ...
-
     async def aclose(self) -> None:
         """Close what is open. Idempotent."""
         ...
@@ -92,11 +88,6 @@ def source_keys(config: Config) -> dict[str, str]:
         name: _digest(provider.parts if often[provider] == 1 else (*provider.parts, name))
         for name, provider in providers.items()
     }
-
-
-def source_addresses(config: Config) -> dict[str, frozenset[str]]:
-    """Return the addresses of each source of `config`. Those of a foreign kind may hold secrets: do not show them."""
-    return {name: frozenset(one.addresses) for name, one in _providers(config).items()}
 
 
 def _providers(config: Config) -> dict[str, Provider]:

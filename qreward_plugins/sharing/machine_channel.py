@@ -13,8 +13,6 @@ import subprocess
 from contextlib import suppress
 from typing import Any
 
-import anyio
-
 from ..errors import ConfigurationError, KeeperLost, KeeperSilent
 from ..system.threads import in_thread
 from .machine_keeper import SOCKET, command, frame, is_own_user, peer_pid
@@ -129,23 +127,6 @@ class MachineChannel:
                 os.kill(connection.pid, signal.SIGKILL)
         if connection is not None:
             await connection.aclose()
-
-    async def describe(self) -> str:
-        """Return who keeps the limits. Starts no keeper. Raises `KeeperSilent`."""
-        stream = None
-        try:
-            with anyio.fail_after(CONNECT_WITHIN_S):
-                stream = await self._open()
-                if stream is None:
-                    return f"kept by nobody yet in {self._directory}; the first engine starts a keeper"
-                await asyncio.get_running_loop().sock_sendall(stream, frame(None))
-                workers = await _receive(stream)
-                return f"kept by process {peer_pid(stream)} in {self._directory}, for {workers} engines now"
-        except (OSError, EOFError) as error:
-            raise KeeperSilent(f"the quota keeper of this machine cannot be asked ({error})") from None
-        finally:
-            if stream is not None:
-                stream.close()
 
     async def aclose(self) -> None:
         """Close the connection. Idempotent."""

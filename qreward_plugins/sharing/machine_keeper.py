@@ -132,9 +132,6 @@ class MachineKeeper:
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "big")
                 report = pickle.loads(await reader.readexactly(size))
-                if report is None:
-                    writer.write(frame(self._keeper.workers))
-                    continue
                 # A task takes its first step before the next message is read: reports keep their order.
                 task = asyncio.create_task(self._answer(writer, report))
                 answering.add(task)

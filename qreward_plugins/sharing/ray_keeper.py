@@ -85,10 +85,6 @@ class RayKeeper:
             # No wait for the result: the next report looks the keeper up again.
             in_thread(functools.partial(kill, handle)).add_done_callback(_retrieve)
 
-    async def describe(self) -> str:
-        """Return who keeps the limits."""
-        return f"kept by {self.kept_by}"
-
     async def aclose(self) -> None:
         """Nothing is open: calls belong to Ray."""
 

@@ -40,9 +40,13 @@ class RewardModel(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # a connection beyond the queue is tried again after a second
+
+
 @pytest.fixture
 def url():
-    with ThreadingHTTPServer(("127.0.0.1", 0), RewardModel) as server:
+    with Server(("127.0.0.1", 0), RewardModel) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -102,33 +106,25 @@ def test_the_judge_gives_z_scores(calibrate, config):
     assert rewards == pytest.approx([-0.5 / deviation, 0.5 / deviation, 1.0])
 
 
-@pytest.mark.parametrize(
-    ("room", "name", "change", "said"),
-    [
-        ("sources", "rm", {"model": "n"}, "with the model 'm', and this one is 'n'"),
-        ("judges", "quality", {"label": 1}, "label 0, activation raw, reduce None; now label 1"),
-        ("sources", "rm", {"protocol": "vllm_pooling"}, "another protocol, chat template or other parameters"),
-        ("sources", "rm", {"parameters": {"truncate_prompt_tokens": 9}}, "other parameters"),
-    ],
-)
-def test_another_model_is_refused(calibrate, config, room, name, change, said):
-    calibrate()
-    RewardEngine(config)
-    config[room][name].update(change)
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine(config)
-    (mistake,) = caught.value.mistakes
-    assert mistake.path == "judges.quality.transform"
-    assert "does not suit the source 'rm'" in str(mistake)
-    assert said in str(mistake)
-    assert "Measure with: qreward calibrate" in str(mistake)
-
-
-def test_without_the_file_only_calibrate_works(calibrate, config):
+def test_another_model_is_refused(calibrate, config):
     with pytest.raises(
         ConfigurationError, match=r"'rm.calibration.json' does not exist. Measure with: qreward calibrate"
     ):
         RewardEngine(config)
+    calibrate()
+    RewardEngine(config)
+    for room, name, change, said in (
+        ("sources", "rm", {"model": "n"}, "with the model 'm', and this one is 'n'"),
+        ("judges", "quality", {"label": 1}, "label 0, activation raw, reduce None; now label 1"),
+        ("sources", "rm", {"protocol": "vllm_pooling"}, "another protocol, chat template or other parameters"),
+        ("sources", "rm", {"parameters": {"truncate_prompt_tokens": 9}}, "other parameters"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            RewardEngine({**config, room: {**config[room], name: {**config[room][name], **change}}})
+        (mistake,) = caught.value.mistakes
+        assert mistake.path == "judges.quality.transform"
+        for part in ("does not suit the source 'rm'", said, "Measure with: qreward calibrate"):
+            assert part in str(mistake)
 
 
 def numbers(n="5", mean="0", std="1"):
@@ -164,14 +160,11 @@ def test_rows_without_a_score_are_told_and_the_file_is_replaced(calibrate, tmp_p
     assert [path.name for path in tmp_path.iterdir() if "calibration" in path.name] == [FILE]
 
 
-@pytest.mark.parametrize(
-    ("responses", "said"), [([4, 4, 4], "all 3 scores are 4"), ([4], "1 samples have a score"), ([0], "0 samples")]
-)
-def test_too_little_to_calibrate(calibrate, tmp_path, responses, said):
-    result = calibrate(responses)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert not (tmp_path / FILE).exists()
+def test_too_little_to_calibrate(calibrate, tmp_path):
+    for responses, said in (([4, 4, 4], "all 3 scores are 4"), ([4], "1 samples have"), ([0], "0 samples")):
+        result = calibrate(responses)
+        assert (result.exit_code, said in result.stderr) == (2, True)
+        assert not (tmp_path / FILE).exists()
 
 
 def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):
@@ -185,20 +178,16 @@ def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):
     assert (said["n"], said["mean"]) == (20, 20.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_options(calibrate, tmp_path):
+    for options, said in (
         (["--judge", "other"], "'other' is no judge with reference scores; these are: quality"),
-        (["--judge", "quality", "--out", "b.json"], ""),
-        (["--out", "b.json"], ""),
         (["--out", "nowhere/b.json"], "there is no directory 'nowhere'"),
-    ],
-)
-def test_options(calibrate, tmp_path, options, said):
-    result = calibrate(range(1, 41), *options)
-    assert result.exit_code == (2 if said else 0), result.output
-    assert said in result.stderr
-    assert (tmp_path / "b.json").exists() == (not said)
+    ):
+        result = calibrate([1, 2], *options)
+        assert (result.exit_code, said in result.stderr) == (2, True)
+    for options in (["--judge", "quality", "--out", "b.json"], ["--out", "c.json"]):
+        assert calibrate([1, 2], *options).exit_code == 0
+        assert (tmp_path / options[-1]).exists()
 
 
 def test_several_keys_and_other_addresses_are_one_model(calibrate, config, tmp_path):

@@ -11,6 +11,8 @@ import pytest
 import qreward_plugins
 from qreward_plugins.cli.app import COMMANDS
 
+from ..kit import each_of
+
 CONFIG = "sources: {f: {kind: function, function: 'math:isclose', mode: thread}}\njudges: {j: {kind: function}}\n"
 QREWARD = [sys.executable, "-m", "qreward_plugins.cli"]
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
@@ -34,12 +36,11 @@ def test_help_names_the_commands_and_imports_none_of_them():
     assert not {"pydantic", "aiohttp", "qreward_plugins.config", "qreward_plugins.engine"} & {*loaded}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_fits_a_terminal(run_cli, name):
-    result = run_cli(name, "--help")
-    assert result.exit_code == 0
-    assert f"Usage: qreward {name}" in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
+def test_help_of_a_command_fits_a_terminal(run_cli):
+    for name in COMMANDS:
+        result = run_cli(name, "--help")
+        assert (result.exit_code, f"Usage: qreward {name}" in result.stdout) == (0, True)
+        assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_no_command_shows_the_help_and_the_version_is_printed(run_cli):
@@ -48,13 +49,16 @@ def test_no_command_shows_the_help_and_the_version_is_printed(run_cli):
     assert (result.exit_code, result.stdout) == (0, f"qreward-plugins {qreward_plugins.__version__}\n")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("arguments", "said"),
     [
         (["scoer"], "No such command 'scoer'. Did you mean 'score'"),
         (["score"], "Missing argument 'CONFIG'"),
         (["score", "config.yaml", "in.jsonl"], "Missing option '--out'"),
         (["check", "c.yaml", "--jounal"], "No such option: --jounal"),
+        (["judge-server"], "No such command 'judge-server'. It is now: qreward fake-judge"),
+        (["reload", "old.yaml", "new.yaml"], "No such command 'reload'. It is now: qreward check NEW --against OLD"),
+        (["score", "in.jsonl", "--config", "c.yaml"], "Invalid value for '--config': the configuration comes first"),
     ],
 )
 def test_a_command_line_that_is_none(run_cli, arguments, said):
@@ -104,10 +108,9 @@ def test_a_deleted_working_directory_is_one_message(tmp_path):
 
 
 @FULL
-@pytest.mark.parametrize("arguments", [["check", "config.yaml"], ["--help"], ["--version"]])
-def test_a_full_disk_is_one_message(arguments, tmp_path):
+def test_a_full_disk_is_one_message(tmp_path):
     with open("/dev/full", "wb") as full:
-        done = command(tmp_path, *arguments, stdout=full)
+        done = command(tmp_path, "check", "config.yaml", "--offline", stdout=full)
         both = command(tmp_path, "check", "no-such.yaml", stdout=full, stderr=full)
     assert (done.returncode, both.returncode) == (2, 2)
     assert done.stderr.splitlines()[-1] == b"error: the output cannot be written (No space left on device)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
@@ -16,6 +17,8 @@ from qreward_plugins.cli import discovery
 from qreward_plugins.cli import init as init_module
 from qreward_plugins.cli.app import app
 from qreward_plugins.testing import JudgeServer, ServerLimits
+
+from ..kit import each_of
 
 KEY = "sk-very-secret-0123456789abcdef"
 NOWHERE = "http://127.0.0.1:9/v1"
@@ -108,24 +111,25 @@ def test_a_file_is_replaced_only_after_a_yes_or_with_a_flag(answer, init, monkey
     assert load_config("judges.yaml").sources["judge"].limits.requests_per_minute == 5
 
 
-@pytest.mark.parametrize("lines", [0, 1, 2])
-def test_the_end_of_the_input_or_ctrl_c_ends_it_and_nothing_is_written(answer, lines):
-    result = answer(*["verl", "judge", NOWHERE][:lines])
-    assert result.exit_code == 130
-    assert "stopped; nothing was written" in result.stderr
-    assert files() == []
+def test_the_end_of_the_input_or_ctrl_c_ends_it_and_nothing_is_written(answer):
+    for count in range(3):
+        result = answer(*["verl", "judge", NOWHERE][:count])
+        assert (result.exit_code, files()) == (130, [])
+        assert "stopped; nothing was written" in result.stderr
 
 
-@pytest.mark.parametrize("framework", ["verl", "slime", "roll", "none"])
-@pytest.mark.parametrize("score", ["judge", "reward-model", "function", "mixture"])
+@each_of(
+    ("framework", "score"),
+    itertools.product(["verl", "slime", "roll", "none"], ["judge", "reward-model", "function", "mixture"]),
+)
 def test_every_template_is_valid_with_and_without_its_marks(init, framework, score):
     """A reader removes the # before a key to set it."""
     Path("mine.py").write_text("def whole(sample):\n    return 1.0\n")
-    Path("model").mkdir()
+    Path("model").mkdir(exist_ok=True)
     Path("model/chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     flags = [] if score == "function" else ["--url", NOWHERE, "--model", "1e3"]
     flags += ["--function", "mine.py:whole"] if score in ("function", "mixture") else []
-    result = init("j.yaml", "--framework", framework, "--score", score, *flags, "--offline")
+    result = init("j.yaml", "--framework", framework, "--score", score, *flags, "--offline", "--overwrite")
     assert result.exit_code == 0, result.output
     text = written("j.yaml")
     config = load_config(yaml.safe_load(text))
@@ -158,16 +162,15 @@ def test_the_flags_of_slime_and_a_file_below_its_key(init, judge):
     assert "it does not list the model typo; it lists grader" in result.stdout
 
 
-@pytest.mark.parametrize(("framework", "correct_at"), [("roll", 0.6), ("verl", None)])
-def test_roll_gets_the_threshold_that_its_validation_counts_by(init, framework, correct_at):
+def test_roll_gets_the_threshold_that_its_validation_counts_by(init):
     """`val_correct` counts scores of exactly 1, so it would read 0."""
-    result = init("--framework", framework, "--url", NOWHERE, "--model", "m")
-    assert result.exit_code == 0, result.output
-    assert "it does not answer yet" in result.stdout
-    assert load_config("judges.yaml").judges["quality"].correct_at == correct_at
+    for framework, correct_at in (("roll", 0.6), ("verl", None)):
+        result = init("--framework", framework, "--url", NOWHERE, "--model", "m", "--overwrite")
+        assert (result.exit_code, "it does not answer yet" in result.stdout) == (0, True), result.output
+        assert load_config("judges.yaml").judges["quality"].correct_at == correct_at
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("flags", "message"),
     [
         (("--url", NOWHERE), "--model is missing, and cannot be taken from the endpoint: no list of models (no answer"),
@@ -210,6 +213,20 @@ def test_a_key_is_used_and_its_variable_is_named(init, monkeypatch):
     assert (
         "holds characters that a header cannot carry" in init("c.yaml", *GIVEN, "--api-key-env", "JUDGE_API_KEY").stderr
     )
+
+
+def test_a_model_that_refuses_max_tokens_gets_the_dialect_for_it(init, monkeypatch):
+    ask = discovery._ask
+
+    async def refused(url, dialect, key, body=None, **terms):
+        problem = {"error": {"code": "unsupported_parameter", "message": "Use max_completion_tokens."}}
+        return (400, problem, {}) if body else await ask(url, dialect, key, **terms)
+
+    monkeypatch.setattr(discovery, "_ask", refused)
+    with JudgeServer(right) as server:
+        result = init("--url", server.base_url)
+    assert result.exit_code == 0, result.output
+    assert load_config("judges.yaml").sources["judge"].dialect == "openai_reasoning"
 
 
 def test_a_model_of_gemini_may_have_the_prefix_of_its_list(init):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..kit import wait_until
+from ..kit import each_of, wait_until
 
 LIMITS = {"requests_per_minute": 30, "concurrency": 16}
 
@@ -67,7 +67,7 @@ def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config
     assert written["step_s"]["p50"] > 0
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "message"),
     [
         (["--tokens", "many"], "--tokens 'many' is no distribution of lengths"),

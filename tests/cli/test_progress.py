@@ -12,7 +12,6 @@ import select
 import struct
 import termios
 
-import pytest
 from rich.console import Console
 
 from qreward_plugins import EngineStatistics, SourceStatistics
@@ -21,10 +20,7 @@ from qreward_plugins.cli.progress import ProgressDisplay, source_table
 from qreward_plugins.simulation import run
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import Stage, make_samples
-
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-LEFT = re.compile(r"([\d,]+)/[\d,]+ .* in (\d+):(\d+):(\d+), about (?:(\d+):(\d+):(\d+)|\?) left")
 
 
 def source(name="a-source-with-a-long-name", **counts):
@@ -39,8 +35,6 @@ def source(name="a-source-with-a-long-name", **counts):
 
 class Shown:
     """What is shown of an engine whose sources have these statistics."""
-
-    upstreams: dict = {}  # noqa: RUF012
 
     def __init__(self, *sources, scored=0, failed=0):
         self.sources, self.scored, self.failed = sources, scored, failed
@@ -69,39 +63,6 @@ def watch(shown, total, *, for_s, terminal=False):
     return [line for line in ANSI.sub("\n", console.file.getvalue()).replace("\r", "\n").splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize(
-    ("limits", "rows"),
-    [
-        ({"requests_per_minute": 60}, 70),  # a window that is spent at once must not promise an end in seconds
-        ({"requests_per_minute": 60}, 400),
-        ({"tokens_per_minute": 30_000}, 300),
-        ({"requests_per_minute": 60, "window": "bucket"}, 200),
-        ({"concurrency": 2}, 40),
-    ],
-)
-def test_the_time_left_is_never_less_than_the_limits_allow(limits, rows):
-    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
-    stage = Stage(options={"limits": {"a": {"concurrency": 64, **limits}}, "engine": {"deadline_s": 5000}})
-
-    async def main(engine):
-        async with ProgressDisplay(console, rows, engine):
-            await engine.score_all(make_samples(rows))
-            return asyncio.get_running_loop().time()
-
-    ended_s = stage.run(main)
-    found = LEFT.findall(ANSI.sub("", console.file.getvalue()))
-    promised = [
-        (3600 * int(at[1]) + 60 * int(at[2]) + int(at[3]), 3600 * int(at[4]) + 60 * int(at[5]) + int(at[6]))
-        for at in found
-        if at[4]
-    ]
-    assert promised
-    if "concurrency" not in limits:
-        # A second is for the answer, two for rounding, and one for tokens that are reserved and not used.
-        assert [one for one in promised if sum(one) < ended_s - 4] == [], ended_s
-    assert promised[-1][1] <= 2
-
-
 def test_a_log_gets_a_line_after_ten_seconds_and_for_every_minute():
     hangs = Shown(source("a", requests=8, in_flight=8))
     lines = watch(hangs, 20, for_s=135)
@@ -117,7 +78,7 @@ def test_a_terminal_of_80_columns_holds_it_all():
     shown = Shown(big, source("b", state="degraded"), scored=1_234_567, failed=3)
     lines = watch(shown, 12_345_678, for_s=2, terminal=True)
     assert max(map(len, lines)) <= 80
-    assert any("1,234,570/12,345,678 (10%) in 0:00:0" in line and "left" in line for line in lines)
+    assert any("1,234,570/12,345,678 (10%) in 0:00:02, about 0:00:1" in line for line in lines)
     header = next(line for line in lines if line.startswith("source"))
     assert header.split() == [
         "source",

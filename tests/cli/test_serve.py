@@ -12,6 +12,8 @@ import pytest
 
 from qreward_plugins.testing import JudgeServer
 
+from ..kit import each_of
+
 
 def post(url: str, body: object, **headers: str):
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json", **headers})
@@ -26,12 +28,26 @@ def started(start_cli, *arguments, **options):
     return process, line.split()[3].rstrip(";")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_it_serves_until_it_is_stopped(start_cli, server, write_config, row, number):
-    process, url = started(start_cli, write_config({"judge": server}))
-    assert post(f"{url}/score", row(1))["reward"] == 1.0
-    assert post(f"{url}/slime", {"prompt": "?", "response": "It is 002.", "label": "002"}) == 1.0
-    code, out, errors = process.end(number)
+def test_it_serves_reloads_and_is_stopped(start_cli, server, write_config, row, monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret")
+    config = write_config({"judge": server})
+    process, url = started(start_cli, config, "--token-env", "REWARD_TOKEN")
+    token = {"Authorization": "Bearer s3cret"}
+    assert post(f"{url}/score", row(1), **token)["reward"] == 1.0
+    assert post(f"{url}/slime", {"prompt": "?", "response": "It is 002.", "label": "002"}, **token) == 1.0
+    with pytest.raises(urllib.error.HTTPError) as error:
+        post(f"{url}/score", row(1))
+    assert error.value.code == 401
+    error.value.close()
+    write_config({"judge": server}, engine={"deadline_s": 77})
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline().startswith("reloaded: engine.deadline_s: ")
+    config.write_text("sources: [")
+    process.send_signal(signal.SIGHUP)
+    line = process.stdout.readline()
+    assert "not reloaded, and nothing has changed: " in line
+    assert "\\n" not in line
+    code, out, errors = process.end(signal.SIGINT)
     assert (code, errors) == (0, "")
     assert out.splitlines()[-1] == "2 samples have a reward, 0 have none"
 
@@ -89,19 +105,7 @@ def test_who_is_left_at_the_end_is_told(start_cli, write_config, row):
     assert out.splitlines()[-1] == "0 samples have a reward, 1 have none"
 
 
-def test_the_token_comes_from_the_environment(start_cli, server, write_config, row, monkeypatch):
-    monkeypatch.setenv("REWARD_TOKEN", "s3cret")
-    process, url = started(start_cli, write_config({"judge": server}), "--token-env", "REWARD_TOKEN")
-    assert post(f"{url}/score", row(1), Authorization="Bearer s3cret")["reward"] == 1.0
-    with pytest.raises(urllib.error.HTTPError) as error:
-        post(f"{url}/score", row(1))
-    assert error.value.code == 401
-    error.value.close()
-    _, out, errors = process.end(signal.SIGTERM)
-    assert "s3cret" not in out + errors
-
-
-@pytest.mark.parametrize(
+@each_of(
     ("arguments", "said"),
     [
         (["--token-env", "NO_SUCH_TOKEN"], "--token-env NO_SUCH_TOKEN: this environment variable is not set"),
@@ -113,18 +117,3 @@ def test_a_mistake_is_one_line(run_cli, server, write_config, arguments, said):
     result = run_cli("serve", write_config({"judge": server}), "--port", 0, *arguments)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert said in result.stderr
-
-
-def test_sighup_reloads_the_file(start_cli, server, write_config):
-    config = write_config({"judge": server})
-    process, _ = started(start_cli, config)
-    write_config({"judge": server}, engine={"deadline_s": 77})
-    process.send_signal(signal.SIGHUP)
-    assert process.stdout.readline().startswith("reloaded: engine.deadline_s: ")
-    config.write_text("sources: [")
-    process.send_signal(signal.SIGHUP)
-    line = process.stdout.readline()
-    assert "not reloaded, and nothing has changed: " in line
-    assert "\\n" not in line
-    code, _, errors = process.end(signal.SIGTERM)
-    assert (code, errors) == (0, "")

@@ -72,10 +72,7 @@ def on_ray(config):
     return path
 
 
-COMMANDS = ["serve-judge", "check", "score", "serve"]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["serve-judge", "score"])
 def test_without_a_ray_cluster_a_command_says_what_to_start(run_cli, on_ray, write_rows, row, monkeypatch, command):
     """A user of a shell cannot call `ray.init()`."""
     pytest.importorskip("ray")

@@ -8,6 +8,8 @@ from omegaconf import OmegaConf
 from qreward_plugins import ConfigurationError
 from qreward_plugins.config import load_layers
 
+from ..kit import each_of
+
 FILE = """
 qreward:
   sources: {a: {kind: openai, base_url: "http://localhost:1/v1", model: m, limits: {concurrency: 4}}}
@@ -70,7 +72,7 @@ def test_mistakes_of_an_inline_tree_bear_its_name():
     assert caught.value.mistakes[0].path == "engin"
 
 
-@pytest.mark.parametrize("default", [None, DEFAULT])
+@each_of("default", [None, DEFAULT])
 def test_a_misspelt_config_is_told(path, default):
     with pytest.raises(ConfigurationError, match=r"confg: unknown key\. Did you mean `config`\?"):
         load_layers({"confg": str(path)}, default=default)

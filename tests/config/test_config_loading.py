@@ -17,6 +17,8 @@ from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.judges import LLMJudge
 from qreward_plugins.sources import OpenAISource
 
+from ..kit import each_of
+
 TREE: dict[str, Any] = {
     "sources": {"fast": {"kind": "openai", "base_url": "https://a.example/v1/", "model": "m"}},
     "judges": {"quality": {"kind": "llm"}},
@@ -50,7 +52,7 @@ def test_a_mapping_is_read_with_defaults_and_left_alone() -> None:
     assert config.on_failure == "auto"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("written", "shared"), [("auto", "auto"), ("ray", "ray"), ("local", "local"), ("off", "off"), ('"off"', "off")]
 )
 def test_how_limits_are_shared_is_written_as_it_is_said(tmp_path: Path, written: str, shared: str) -> None:
@@ -219,14 +221,14 @@ def test_a_node_inside_a_mapping_is_resolved_once() -> None:
     assert fast(load_config({"sources": node, "judges": TREE["judges"]})).parameters == {"user": "${x}", "thing": None}
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("content", "problem"),
     [
         ("a: [1\n", "not valid YAML"),
-        ("a:\n\tb: 1", "line 2: the file is not valid YAML: a tab (column 1). Indent with spaces."),
-        ("a: 1\n---\nb: 2", "line 2: the file is not valid YAML: `---` starts a second document (column 1). Keep one"),
-        ('{"a": {"b": ', "line 1: the file is not valid YAML: the file ends within a list or a mapping (column 13)."),
-        ("a: @b", "a character that cannot start a value (column 4). Put a text that starts with a special"),
+        ("a:\n\tb: 1", "not valid YAML: found character '\\t' that cannot start any token (column 1). Indent with"),
+        ("a: 1\n---\nb: 2", "line 2: the file is not valid YAML: expected a single document in the stream, but found another"),
+        ('{"a": {"b": ', "line 1: the file is not valid YAML: expected the node content, but found '<stream end>' ("),
+        ("a: @b", "found character '@' that cannot start any token (column 4). Indent with spaces, and put a text"),
         ("a: b: c", "line 1: the file is not valid YAML: mapping values are not allowed here (column 5)"),
         ("a: {x: ${oc.env:A}}", "Within { } or [ ], put `${...}` in quotes"),
         ("a: !!int abc", "does not fit its tag"),
@@ -253,7 +255,7 @@ def test_a_file_that_holds_no_tree(tmp_path: Path, content: str | bytes, problem
     assert caught.value.__context__ is None
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "content"),
     [("rollouts.jsonl", b'{"prompt": "q"}\n{"prompt": "r"}\n'), ("rollouts.parquet", b"PAR1\x15\x04\x80\xff")],
 )
@@ -263,7 +265,7 @@ def test_a_file_of_rollouts_in_place_of_the_configuration_is_told(tmp_path: Path
         load_config(tmp_path / name)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "line", ["*SECRETkey", "!SECRETkey", "!SECRETkey!x", "%SECRETkey", "&SECRETkey &SECRETkey x", '"SECRETkey\\q"']
 )
 def test_yaml_errors_do_not_quote_the_file(tmp_path: Path, line: str) -> None:
@@ -274,7 +276,7 @@ def test_yaml_errors_do_not_quote_the_file(tmp_path: Path, line: str) -> None:
     assert "SECRETkey" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("error", "text"), [(PermissionError(), "may not read"), (OSError(5, "Input/output error"), "Input/output error")]
 )
 def test_a_file_that_cannot_be_read(error: OSError, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +287,7 @@ def test_a_file_that_cannot_be_read(error: OSError, text: str, monkeypatch: pyte
     assert text in mistakes("qreward.yaml")[""]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("source", "problem"),
     [
         (Path("absent.yaml"), "no such file"),

@@ -21,10 +21,12 @@ from pydantic import BaseModel, ValidationError
 from qreward_plugins import RewardEngine
 from qreward_plugins.config import Config, load_config
 from qreward_plugins.config.check import _models
-from qreward_plugins.config.habits import HABITS, _targets
+from qreward_plugins.config.findings import HABITS
 from qreward_plugins.config.registry import rooms
 from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.sources import OpenAISource
+
+from ..kit import each_of
 
 FULL: dict[str, Any] = {
     "sources": {
@@ -134,7 +136,7 @@ def test_the_full_tree_is_valid() -> None:
     load_config(OmegaConf.create(FULL))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("path", "value", "place", "text"),
     [
         # Keys
@@ -153,11 +155,9 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.quality.criteria", {"A b": "x"}, 'judges.quality.criteria["A b"]', "the name must be lower-case"),
         # Kinds
         ("sources.fast.kind", "opnai", "", "unknown kind `opnai`. Did you mean `openai`? Allowed here: openai, reward_model, http, function, replicas."),
-        ("sources.fast.kind", "vllm", "", "unknown kind `vllm`. Did you mean `openai`?"),
-        ("judges.quality.kind", "rubric", "", "unknown kind `rubric`. Did you mean `llm`?"),
         ("sources.fast.kind", 3, "", "unknown kind. Allowed here: openai, reward_model, http, function, replicas."),
-        ("sources.fast.kind", ..., "", "the key is missing. Add `kind: openai` or `kind: reward_model`."),
-        ("judges.none", {}, "judges.none.kind", "the key is missing. Add `kind: llm` or `kind: reward_model` or `kind: function` or `kind: sum`."),
+        ("sources.fast.kind", ..., "", "the key is missing. Add one of: openai, reward_model, http, function, replicas."),
+        ("judges.none", {}, "judges.none.kind", "the key is missing. Add one of: llm, reward_model, function, sum."),
         # Values
         ("sources.fast", None, "", "must be a mapping. Set a value, or remove the key."),
         ("sources.fast.limits", [1, 2], "", "must be a mapping."),
@@ -165,7 +165,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.limits.requests_per_minute", True, "", "must be a number, not true."),
         ("sources.fast.limits.requests_per_minute", 0, "", "must be above 0, not 0."),
         ("sources.fast.limits.requests_per_minute", float("nan"), "", "must be a finite number."),
-        pytest.param("sources.fast.limits.requests_per_minute", 10**5000, "", "must be a number.", id="huge"),
+        ("sources.fast.limits.requests_per_minute", 10**5000, "", "must be a number."),
         ("sources.fast.limits.concurrency", 1.5, "", "must be a whole number, not 1.5."),
         ("sources.fast.limits.window", "slidng", "", "must be 'auto', 'sliding' or 'bucket', not 'slidng'. Did you mean `sliding`?"),
         ("sources.fast.limits.window", "no word of it", "", "must be 'auto', 'sliding' or 'bucket'."),
@@ -283,22 +283,13 @@ def has(model: type[BaseModel], path: tuple[str, ...]) -> bool:
     return field is not None and (not path[1:] or any(has(below, path[1:]) for below in _models(field.annotation)))
 
 
-@pytest.mark.parametrize("room", HABITS)
-def test_the_key_of_every_hint_exists(room: str) -> None:
-    models = [Config, *(kind.Config for _, kind in rooms[room].loadable())] if room else [Config]
-    targets = _targets(room)
-    assert len(targets) > 30
-    wrong = {path for paths in targets.values() for path in paths if not any(has(model, path) for model in models)}
-    assert wrong == set()
+def test_the_key_of_every_hint_exists() -> None:
+    models = [Config, *(kind.Config for kinds in rooms.values() for _, kind in kinds.loadable())]
+    assert len(HABITS) > 60
+    assert [path for paths in HABITS.values() for path in paths if not any(has(each, path) for each in models)] == []
 
 
-@pytest.mark.parametrize("room", rooms)
-def test_the_kind_of_every_hint_exists_and_the_habit_is_none(room: str) -> None:
-    assert set(rooms[room].habits.values()) <= set(rooms[room].names)
-    assert not set(rooms[room].habits) & set(rooms[room].names)
-
-
-@pytest.mark.parametrize(
+@each_of(
     ("path", "written"),
     [
         ("sources.fast.rpm", "limits.requests_per_minute"),
@@ -425,7 +416,7 @@ def test_the_error_travels() -> None:
 SECRET = "sk-SECRET"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("path", "value"),
     [
         ("sources.fast.api_key", [SECRET]),
@@ -629,7 +620,7 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@each_of("name", FOREIGN)
 def test_nothing_is_shown_of_a_file_that_is_no_configuration(name, tmp_path):
     path = tmp_path / "file"
     path.write_text(FOREIGN[name])

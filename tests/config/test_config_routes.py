@@ -6,6 +6,8 @@ import pytest
 
 from qreward_plugins.config import Config, judge_for, judges_in_charge, load_config, parts_of, sources_of
 
+from ..kit import each_of
+
 SOURCES = {
     "a": {"kind": "openai", "base_url": "http://a/v1", "model": "m"},
     "f": {"kind": "function", "function": "a:b"},
@@ -77,7 +79,7 @@ def test_parts_of_a_sum_may_have_routes() -> None:
     assert judges_in_charge(config({"a": "j"}, j={"kind": "llm"}, k={"kind": "llm"})) == ("j", "k")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("patterns", "names"),
     [
         (["*"], ("a", "b")),
@@ -91,7 +93,7 @@ def test_patterns_mean_all_sources_of_the_kind_that_match(patterns: list[str], n
     assert sources_of(config({}, j={"kind": "llm", "sources": patterns}), "j") == names
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("patterns", "names"), [("*", ("f", "s", "t")), (["t", "f"], ("t", "f")), ("model:m", ("t",)), ("[st]", ("s", "t"))]
 )
 def test_a_judge_of_values_has_functions_and_services(patterns: str | list[str], names: tuple[str, ...]) -> None:

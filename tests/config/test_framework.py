@@ -10,6 +10,8 @@ from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored, lo
 from qreward_plugins.config.framework import with_framework
 from qreward_plugins.testing import JudgeServer
 
+from ..kit import each_of
+
 
 def config(*urls, kind="openai"):
     key = "url" if kind == "http" else "base_url"
@@ -18,7 +20,7 @@ def config(*urls, kind="openai"):
     return load_config({"sources": {"a": source}, "judges": {"a": {"kind": judge}}})
 
 
-@pytest.mark.parametrize("kind", ["openai", "reward_model", "http"])
+@each_of("kind", ["openai", "reward_model", "http"])
 def test_a_name_becomes_the_address_and_what_follows_stays(kind):
     settings = config("framework://reward", "framework://ref/v1", "http://other/v1", kind=kind)
     addresses = {"reward": "http://10.0.0.1:8000/", "ref": "http://[::1]:9"}
@@ -40,7 +42,7 @@ def test_a_missing_server_is_named_with_those_that_there_are():
     assert str(mistake).endswith("this run has no server 'reward' (it has framework://ref). Start it.")
 
 
-@pytest.mark.parametrize("kind", ["openai", "reward_model", "http"])
+@each_of("kind", ["openai", "reward_model", "http"])
 def test_outside_of_a_framework_one_error_says_so(kind):
     with pytest.raises(ConfigurationError, match="works only inside a training framework") as caught:
         RewardEngine(config("framework://reward", kind=kind))
@@ -49,9 +51,7 @@ def test_outside_of_a_framework_one_error_says_so(kind):
     ]
 
 
-@pytest.mark.parametrize(
-    "url", ["framework://", "framework:///v1", "framework://a b", "framework://x@y", "framework://r?k=1"]
-)
+@each_of("url", ["framework://", "framework:///v1", "framework://a b", "framework://x@y", "framework://r?k=1"])
 def test_a_wrong_name_is_refused_at_once(url):
     with pytest.raises(ConfigurationError) as caught:
         config(url)

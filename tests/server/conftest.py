@@ -5,17 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
+import anyio
 import pytest
 from anyio.from_thread import start_blocking_portal
 
 from qreward_plugins import InvalidReply, RewardEngine, Sample, SampleRefused, TransientError
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sources import Reply, Request
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for what happens on the other side of a socket."""
+    with anyio.fail_after(30):
+        while not condition():  # noqa: ASYNC110 -- nobody here could set an event
+            await anyio.sleep(0.001)
+
+
+class Signal(asyncio.Event):
+    """An event that nobody waits for without an end."""
+
+    async def wait(self) -> bool:  # type: ignore[override]
+        with anyio.fail_after(30):
+            await super().wait()
+        return True
 
 
 class Obedient:
@@ -25,9 +42,7 @@ class Obedient:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.release = asyncio.Event()
-        self.holding = asyncio.Event()
-        self.cancelled = asyncio.Event()
+        self.release, self.holding, self.cancelled = Signal(), Signal(), Signal()
 
     async def send(self, request: Request, *, on_sent: Any) -> Reply:
         on_sent()

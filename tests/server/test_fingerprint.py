@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from qreward_plugins.config import load_config
 from qreward_plugins.config.source_models import SourceConfig
 from qreward_plugins.server.facts import fingerprint_of
 from qreward_plugins.sources.kind import VALUE, SourceKind
+
+from ..kit import each_of
 
 
 class Own(SourceKind):
@@ -39,7 +39,7 @@ def fingerprint(source: dict[str, Any], **changed: Any) -> str:
     return fingerprint_of(load_config({"sources": {"s": {**source, **changed}}, "judges": {"j": judge}}))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("source", "changed"),
     [
         (FUNCTION, {"function": "json:dumps"}),
@@ -58,13 +58,12 @@ def fingerprint(source: dict[str, Any], **changed: Any) -> str:
         (MODEL, {"protocol": "vllm_pooling", "task": "token_classify"}),
         (OWN, {"key": 2}),
     ],
-    ids=lambda value: "-".join(value) if "kind" not in value else value["kind"],
 )
 def test_what_may_change_a_reward_counts(source, changed):
     assert fingerprint(source, **changed) != fingerprint(source)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("source", "changed"),
     [
         (HTTP, {"url": ["http://b.invalid/score", "http://c.invalid/score"]}),
@@ -76,7 +75,6 @@ def test_what_may_change_a_reward_counts(source, changed):
         (CHAT, {"timeouts": {"total_s": 5.0}, "routing": "round_robin", "client": "httpx", "verify_tls": False}),
         (FUNCTION, {"workers": 3, "timeouts": {"total_s": 5.0}}),
     ],
-    ids=lambda value: "-".join(value) if "kind" not in value else value["kind"],
 )
 def test_what_cannot_does_not(source, changed):
     assert fingerprint(source, **changed) == fingerprint(source)

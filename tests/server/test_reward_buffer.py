@@ -18,6 +18,8 @@ from qreward_plugins.server.server import RewardServer
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
+from .conftest import until
+
 pytestmark = pytest.mark.anyio
 
 
@@ -68,8 +70,7 @@ async def get_rewards(buffered: Buffered, queries: list[Any]) -> list[tuple[int,
                 return reply.status, await reply.json()
 
         first = asyncio.ensure_future(ask("0"))
-        while not buffered.requests:  # noqa: ASYNC110 -- the source is on the other side of a socket
-            await asyncio.sleep(0.001)
+        await until(lambda: buffered.requests)
         replies = await asyncio.gather(*map(ask, queries))
         await first
         return replies

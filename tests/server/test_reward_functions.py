@@ -1,13 +1,12 @@
-"""The reward functions for verl, TRL and ms-swift, called as those trainers call them.
+"""The reward functions for TRL and ms-swift, called as those trainers call them.
 
-verl's own code calls the first one. The loops of TRL and ms-swift are written down here as far as reward functions can
-tell them apart: what they pass, how they find async functions, and that None becomes NaN.
+Their loops are written down here as far as reward functions can tell them apart: what they pass, how they find async
+functions, and that None becomes NaN.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import math
 import threading
@@ -15,8 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from qreward_plugins import InputError, RewardMissing, RewardServerError
-from qreward_plugins.client.reward_functions import AsyncSwiftReward, SwiftReward, compute_score, trl_reward
+from qreward_plugins import InputError, RewardServerError
+from qreward_plugins.client.reward_functions import AsyncSwiftReward, SwiftReward, trl_reward
+
+from ..kit import each_of
 
 PROMPTS = [[{"role": "user", "content": "How much?"}]] * 3
 
@@ -99,7 +100,7 @@ WRONG_COLUMNS = [
 ]
 
 
-@pytest.mark.parametrize(("columns", "text"), WRONG_COLUMNS)
+@each_of(("columns", "text"), WRONG_COLUMNS)
 def test_wrong_columns(columns, text):
     with pytest.raises(InputError, match=text):
         asyncio.run(trl_reward("http://127.0.0.1:9", ground_truth="answer")(**columns))
@@ -111,8 +112,6 @@ def test_wrong_settings(monkeypatch):
         trl_reward("127.0.0.1:9")
     with pytest.raises(InputError, match="NO_SUCH_TOKEN is not set"):
         asyncio.run(trl_reward("http://127.0.0.1:9", token_env="NO_SUCH_TOKEN")(prompts=["a"], completions=["b"]))
-    with pytest.raises(InputError, match="extra_info must be a mapping or None, not str"):
-        asyncio.run(compute_score("x", "4", "4", "zz", server="http://127.0.0.1:9"))
 
 
 @pytest.mark.parametrize("kind", [SwiftReward, AsyncSwiftReward])
@@ -131,39 +130,6 @@ def test_ms_swift(serving, monkeypatch, kind):
     assert math.isnan(rewards[1])
     assert [sample.ground_truth for sample in samples] == ["0", "1", "2"]
     assert list(samples[0].messages) == PROMPTS[0]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
-def test_verl(serving):
-    from omegaconf import OmegaConf
-    from verl.trainer.ppo.reward import get_custom_reward_fn
-
-    with serving(judge={"correct_at": 0.5}) as there:
-        own = {
-            "path": "pkg://qreward_plugins.client.reward_functions",
-            "name": "compute_score",
-            "reward_kwargs": {"server": there.url, "deadline_s": 10},
-        }
-        function = get_custom_reward_fn(OmegaConf.create({"reward": {"custom_reward_function": own}}))
-        assert inspect.iscoroutinefunction(function)
-
-        def ask(text):
-            # As verl's manager `naive` calls it.
-            return asyncio.run(
-                function(
-                    data_source="test/add",
-                    solution_str=text,
-                    ground_truth="1",
-                    extra_info={"question": "How much?", "num_turns": 1},
-                )
-            )
-
-        assert ask("so: 0.75") == {"score": 0.75, "acc": 1.0, "clarity": 0.375}
-        with pytest.raises(RewardMissing, match="infra failure"):
-            ask("so: break")
-        sample = there.source.samples[0]
-    assert (sample.data_source, sample.ground_truth, dict(sample.extras)) == ("test/add", "1", {"num_turns": 1})
-    assert list(sample.messages) == PROMPTS[0]
 
 
 def test_no_server(monkeypatch):

@@ -11,6 +11,9 @@ import pytest
 from qreward_plugins import InputError, RewardEngine
 from qreward_plugins.server.server import RewardServer
 
+from ..kit import each_of
+from .conftest import until
+
 pytestmark = pytest.mark.anyio
 
 
@@ -39,7 +42,7 @@ async def test_a_sample_reaches_the_judge_whole(serve, row):
     assert (sample.group_id, sample.step, sample.split, dict(sample.extras)) == ("g", 3, "val", {"difficulty": 2})
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("word", "status", "cause"),
     [("refuse", 422, "infra"), ("break", 503, "infra"), ("babble", 502, "verdict")],
 )
@@ -113,7 +116,7 @@ async def test_get_reward(serve):
         assert "must have one length; they have 1, 2 and 2" in reply["error"]["detail"]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("path", "body", "status", "said"),
     [
         ("/score", b"{", 400, "the body is not JSON"),
@@ -192,10 +195,10 @@ async def test_closing_a_reply_of_lines_cancels_the_rest(serve, row):
         async with session.post(f"{served.url}/score", json={"samples": [row(1), row("hold")]}) as reply:
             assert json.loads(await reply.content.readline())["reward"] == 1.0
         await served.source.cancelled.wait()
-        await _until(lambda: served.server.under_way == 0)
+        await until(lambda: served.server.under_way == 0)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "value", "status", "said"),
     [
         *(
@@ -219,15 +222,10 @@ async def test_a_higher_priority_goes_first(serve, row):
         await served.source.holding.wait()
         low = [asyncio.ensure_future(served.post("/score", row(f"low {number} 1"))) for number in range(3)]
         high = asyncio.ensure_future(served.post("/score", row("high 1"), **{"X-QReward-Priority": "5"}))
-        await _until(lambda: served.engine.statistics().submitted == 5)
+        await until(lambda: served.engine.statistics().submitted == 5)
         served.source.release.set()
         await asyncio.gather(first, high, *low)
     assert served.source.samples[1].response == "So much: high 1"
-
-
-async def _until(condition):
-    while not condition():  # noqa: ASYNC110 -- the event is on the other side of a socket
-        await asyncio.sleep(0)
 
 
 async def test_who_leaves_frees_the_attempt(serve, row):
@@ -242,7 +240,7 @@ async def test_who_leaves_frees_the_attempt(serve, row):
         assert "qreward_samples_under_way 0.0" in text
 
 
-@pytest.mark.parametrize("accept", ["application/json", "application/x-ndjson"])
+@each_of("accept", ["application/json", "application/x-ndjson"])
 async def test_no_more_samples_than_the_bound_are_under_way(serve, row, accept):
     async with serve(max_samples=4) as served:
         many = {"samples": [row("hold")] * 3}
@@ -273,7 +271,7 @@ async def test_the_token(serve, row):
         assert (await served.post("/score", row(1), Authorization="Bearer s3cret-token"))[0] == 200
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("headers", "status", "said"),
     [
         ({"Origin": "http://evil.example"}, 403, "the web page http://evil.example"),
@@ -296,7 +294,7 @@ async def test_a_page_in_a_browser_is_refused_where_there_is_no_token(serve, row
         assert (await served.post("/score", row(1), Authorization="Bearer secret", **headers))[0] == 200
 
 
-@pytest.mark.parametrize("host", ["localhost:{}", "127.0.0.1:{}", "[::1]:{}", "192.168.0.9", "localhost"])
+@each_of("host", ["localhost:{}", "127.0.0.1:{}", "[::1]:{}", "192.168.0.9", "localhost"])
 async def test_programs_of_this_machine_need_no_token(serve, row, host):
     async with serve() as served:
         name = host.format(served.url.rpartition(":")[2])
@@ -304,7 +302,7 @@ async def test_programs_of_this_machine_need_no_token(serve, row, host):
         assert (await served.post("/score", row(1), **headers))[0] == 200
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org", ""])
+@each_of("host", ["0.0.0.0", "::", "example.org", ""])
 def test_an_address_that_others_reach_needs_a_token(host):
     engine = RewardEngine(
         {"sources": {"s": {"kind": "http", "url": "http://127.0.0.1:9"}}, "judges": {"j": {"kind": "function"}}}

@@ -8,7 +8,6 @@ import asyncio
 import bisect
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -269,16 +268,6 @@ async def test_a_keeper_whose_directory_is_removed_ends():
     os.unlink(Path(os.environ[VARIABLE]) / LOCK)
     process.wait(10)
     await one.channel.aclose()
-
-
-@pytest.mark.anyio
-async def test_who_keeps_the_limits_can_be_told_without_starting_a_keeper():
-    one = Worker("one")
-    assert "nobody yet" in await one.channel.describe()
-    assert keeper() is None
-    await one.share()
-    assert re.search(rf"process {keeper().pid} .*for 1 engines", await one.channel.describe())
-    await one.leave()
 
 
 @pytest.mark.parametrize("how", ["off", "local", "no rate", "simulated time"])

@@ -20,7 +20,7 @@ from qreward_plugins.samples import check as sample_check
 from qreward_plugins.samples import json_values as bodies
 from qreward_plugins.samples.check import Rejected, Unreadable, read_sample
 from qreward_plugins.scheduling import Cutoff
-from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import FunctionSource, HTTPSource
 from qreward_plugins.sources.base import Reply
 from qreward_plugins.sources.http_reading import HTTPReply
@@ -114,7 +114,7 @@ def opened():
     return bodies, {
         "model": SimulatedSource(
             "model",
-            behaviour=lambda *_: 1.0,
+            behaviour=lambda *_: 0.0,
             answer=lambda request: Reply(
                 text=json.dumps({"id": request.nonce, "rationale": "it is so", "score": 0.5}), finish_reason="stop"
             ),
@@ -137,7 +137,7 @@ def scored_all(samples, **how):
             outcomes = await engine.score_all(samples, **how)
         return outcomes, bodies
 
-    return run(main())
+    return asyncio.run(main())  # in real time, because bodies with images are written in threads
 
 
 BROKEN = {
@@ -351,7 +351,7 @@ def test_every_sample_of_any_batch_has_its_outcome_and_good_ones_are_scored(draw
             submitted = engine.statistics().submitted
         return together, alone, streamed, submitted
 
-    together, alone, streamed, submitted = run(main())
+    together, alone, streamed, submitted = asyncio.run(main())
     assert submitted == 3 * len(samples)
     assert [sample is before for (sample, _), before in zip(streamed, samples, strict=True)] == [True] * len(samples)
     for outcomes in (together, alone, [outcome for _, outcome in streamed]):

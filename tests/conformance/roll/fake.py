@@ -68,7 +68,6 @@ def _flags(scenario: Scenario) -> dict[str, Any]:
         "adv_estimator": "grpo",
         "is_num_return_sequences_expand": scenario.mode == "single",
         "generate_opt_level": 0 if scenario.mode == "batch" else 1,
-        "async_generation_ratio": int(scenario.asynchronous),
         "user_defined_rollout_loop_cls": LOOP if scenario.loop else OWN_LOOP,
     }
     if scenario.validation:

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,22 +35,11 @@ from roll.distributed.scheduler.resource_manager import ResourceManager  # noqa:
 from roll.models.model_providers import default_tokenizer_provider  # noqa: E402
 from roll.utils.constants import RAY_NAMESPACE  # noqa: E402
 
-from . import agentic, calls, pipelines, rollouts, twin_data, twin_training  # noqa: E402
+from . import agentic, calls, pipelines, rollouts  # noqa: E402
+from .comparison import COMPARISONS  # noqa: E402
 from .job import make_config, make_tokenizer, strict_config  # noqa: E402
 from .logs import Logs  # noqa: E402
 from .scenarios import DOMAIN, TAG  # noqa: E402
-
-COMPARISONS: dict[str, Callable[..., dict[str, str]]] = {
-    "operations": twin_data.operations,
-    "refusals": twin_data.refusals,
-    "groups": twin_data.groups,
-    "chunks": twin_data.chunks,
-    "concatenations": twin_data.concatenations,
-    "responses": twin_training.responses,
-    "filters": twin_training.filters,
-    "reductions": twin_training.reductions,
-    "training": twin_training.training,
-}
 
 
 class Player:

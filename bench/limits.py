@@ -5,7 +5,7 @@ a worker drawn at random, over one judge server with a strict sliding window: wh
 is answered 429 and counted as a violation. The shortest time in which that limit lets the batch pass is known, so there
 is a number for how much of the allowed rate was used: that time over the time it took.
 
-    python bench/cluster.py [--workers 1 8 32] [--per-window 300] [--window 30] [--windows 3] [--load N] [--json FILE]
+    python bench/limits.py [--workers 1 8 32] [--per-window 300] [--window 30] [--windows 3] [--load N] [--json FILE]
 
 "Most seen" and "most written" are the most requests in any window as the server read them and as workers wrote them: on
 a machine without a processor to spare the server reads late. The batch is a whole number of windows, so whatever the

@@ -347,14 +347,12 @@ def test_every_sample_of_any_batch_has_its_outcome_and_good_ones_are_scored(draw
             cutoff = Cutoff(50, quorum=0.5) if with_cutoff else None
             together = await engine.score_all(samples, cutoff=cutoff)
             alone = await asyncio.gather(*(engine.score(sample) for sample in samples))
-            streamed = [pair async for pair in engine.score_stream(samples)]
-            submitted = engine.statistics().submitted
-        return together, alone, streamed, submitted
+            pairs = [pair async for pair in engine.score_stream(samples)]
+            assert all(sample is before for (sample, _), before in zip(pairs, samples, strict=True))
+            assert engine.statistics().submitted == 3 * len(samples)
+        return together, alone, [outcome for _, outcome in pairs]  # no samples: asyncio.run formats the result
 
-    together, alone, streamed, submitted = asyncio.run(main())
-    assert submitted == 3 * len(samples)
-    assert [sample is before for (sample, _), before in zip(streamed, samples, strict=True)] == [True] * len(samples)
-    for outcomes in (together, alone, [outcome for _, outcome in streamed]):
+    for outcomes in asyncio.run(main()):
         assert len(outcomes) == len(samples)
         for one, outcome in zip(drawn, outcomes, strict=True):
             assert isinstance(outcome, (Scored, Failed))

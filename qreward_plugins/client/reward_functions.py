@@ -97,10 +97,6 @@ class SwiftReward:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return the rewards; None for a sample without one. Raises `RewardServerError`."""
-        with BlockingRewardClient(self._url, token=os.environ.get(TOKEN) or None) as client:
-            return _rewards(client.score_all(self._samples(completions, columns), deadline_s=self.deadline_s))
-
-    def _samples(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> list[Sample]:
         # The last message of a row is the completion.
         messages = columns.get("messages") or [[] for _ in completions]
         prompts = [
@@ -108,18 +104,9 @@ class SwiftReward:
             for row in messages
         ]
         step = getattr(columns.get("trainer_state"), "global_step", None)
-        return _samples(prompts, completions, columns, self.columns, step=step)
-
-
-class AsyncSwiftReward(SwiftReward):
-    """The same as an async ORM of ms-swift, which runs at the same time as its other async rewards."""
-
-    async def __call__(  # type: ignore[override]
-        self, completions: Sequence[Any], **columns: Any
-    ) -> list[float | None]:
-        async with RewardClient(self._url, token=os.environ.get(TOKEN) or None) as client:
-            outcomes = await client.score_all(self._samples(completions, columns), deadline_s=self.deadline_s)
-        return _rewards(outcomes)
+        samples = _samples(prompts, completions, columns, self.columns, step=step)
+        with BlockingRewardClient(self._url, token=os.environ.get(TOKEN) or None) as client:
+            return _rewards(client.score_all(samples, deadline_s=self.deadline_s))
 
 
 def _url(server: str | None) -> str:

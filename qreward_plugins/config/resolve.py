@@ -56,21 +56,18 @@ def resolve(source: Any) -> tuple[Any, list[Finding]]:
     return _resolved(source, (), findings), findings
 
 
-def _plain(value: Any, path: Path, findings: list[Finding], *, is_final: bool = False) -> Any:
-    """Copy values into types that OmegaConf accepts. `is_final`: texts are not resolved a second time."""
+def _plain(value: Any, path: Path, findings: list[Finding]) -> Any:
+    """Copy values into types that OmegaConf accepts."""
     if isinstance(value, (DictConfig, ListConfig)):
-        # It is resolved with its own parent.
-        return _plain(_resolved(value, path, findings), path, findings, is_final=True)
+        value = OmegaConf.to_container(value, resolve=False)
     if isinstance(value, Mapping):
         items = [(_key(key, path, findings), item) for key, item in value.items()]
-        return {key: _plain(item, (*path, key), findings, is_final=is_final) for key, item in items}
+        return {key: _plain(item, (*path, key), findings) for key, item in items}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, (*path, n), findings, is_final=is_final) for n, item in enumerate(value)]
+        return [_plain(item, (*path, n), findings) for n, item in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, str) and "${" in value:
-        if is_final:
-            return value.replace("${", "\\${")
         try:
             OmegaConf.create([value])
         except GrammarParseError:

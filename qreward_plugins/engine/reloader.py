@@ -69,13 +69,14 @@ class _Predecessor:
 
     upstream: Upstream
     account: str
+    urls: object
     forgotten_at: float
 
-    def suits(self, name: str, account: str) -> int:
+    def suits(self, name: str, account: str, urls: object) -> int:
         """Return how well a new source continues this one: 0 not at all. A key that was rotated counts at the same
-        provider, so a source of the same name goes on with what was spent.
+        provider, so a source with the same name and URLs goes on with what was spent.
         """
-        return 2 * (self.account == account) + (self.upstream.name == name)
+        return 2 * (self.account == account) + ((self.upstream.name, self.urls) == (name, urls))
 
 
 class Reloader:
@@ -212,7 +213,7 @@ class Reloader:
         for each in leaving:
             name, (_, window_s) = each.name, each.quota.per_window()
             remembered_s = REMEMBERED_WINDOWS * max(window_s, config.sources[name].limits.window_s) + each.timeout_s
-            self._predecessors.append(_Predecessor(each, accounts[name], now + remembered_s))
+            self._predecessors.append(_Predecessor(each, accounts[name], _urls(config, name), now + remembered_s))
 
     def _continue(self, config: Config, entering: Mapping[str, Upstream]) -> None:
         """Let each new source go on with the quota of the predecessor that suits it best, the latest of several."""
@@ -220,7 +221,7 @@ class Reloader:
             return
         accounts = source_keys(config)
         pairs = [
-            (old.suits(name, accounts[name]), number, name)
+            (old.suits(name, accounts[name], _urls(config, name)), number, name)
             for number, old in enumerate(self._predecessors)
             for name in entering
         ]
@@ -284,6 +285,10 @@ class Reloader:
         if self._watching is not None and self._watching.get_loop() is asyncio.get_running_loop():
             for task in await cancel_all([self._watching], within_s=END_WITHIN_S):
                 abandon(task)
+
+
+def _urls(config: Config, name: str) -> object:
+    return getattr(config.sources[name], "urls", None)
 
 
 def _content(file: str) -> bytes:

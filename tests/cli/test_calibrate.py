@@ -127,20 +127,8 @@ def test_another_model_is_refused(calibrate, config):
             assert part in str(mistake)
 
 
-def numbers(n="5", mean="0", std="1"):
-    identity = '"kind": "qreward calibration 1", "model": "m", "reading": "r", "sent": "s", "quantiles": {}'
-    return f'{{{identity}, "n": {n}, "mean": {mean}, "std": {std}}}'
-
-
-WRONG = [
-    *(numbers(n=n) for n in ("Infinity", "true", "5.5", "1")),
-    *(numbers(std=std) for std in ("0", "NaN", "1e-300", "1e39")),
-    *(numbers(mean=mean) for mean in ("null", "1e300", "1" + "0" * 400)),
-]
-
-
 def test_a_file_of_another_kind_is_refused_and_kept(calibrate, config, tmp_path):
-    for text in ("", "[]", '{"kind": "qreward calibration 1"}', "not json", *WRONG):
+    for text in ("", "[]", '{"kind": "qreward calibration 1"}', "not json"):
         (tmp_path / FILE).write_text(text)
         with pytest.raises(ConfigurationError, match="is no calibration"):
             RewardEngine(config)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-from qreward_plugins.testing import JudgeServer
 
 from ..kit import each_of
 
@@ -52,27 +50,31 @@ def test_it_serves_reloads_and_is_stopped(start_cli, server, write_config, row, 
     assert out.splitlines()[-1] == "2 samples have a reward, 0 have none"
 
 
-def test_what_is_under_way_ends_before_the_server(start_cli, write_config, row):
-    asked, go = threading.Event(), threading.Event()
-
-    def slow(call):
-        asked.set()
-        go.wait(30)
-        return 1.0
-
-    with JudgeServer(slow) as judge:
-        process, url = started(start_cli, write_config({"judge": judge}))
-        got: list[float] = []
-        caller = threading.Thread(target=lambda: got.append(post(f"{url}/score", row(1))["reward"]))
-        caller.start()
-        assert asked.wait(30)
+def test_what_is_under_way_ends_before_the_server(start_cli, server, write_config, row):
+    process, url = started(start_cli, write_config({"judge": server}))
+    server.hold()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(post, f"{url}/score", row(1))
+        server.wait_for(lambda report: report.in_flight == 1, timeout_s=30)
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline().startswith("no new samples")
-        go.set()
-        caller.join(30)
-        out, errors = process.communicate(timeout=30)
-    assert got == [1.0]
+        server.release()
+        assert asked.result()["reward"] == 1.0
+    out, errors = process.communicate(timeout=30)
     assert (process.returncode, errors, out) == (0, "", "1 samples have a reward, 0 have none\n")
+
+
+def test_who_is_left_at_the_end_is_told(start_cli, server, write_config, row):
+    process, url = started(start_cli, write_config({"judge": server}), "--drain", "0")
+    server.hold()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(post, f"{url}/score", row(1))
+        server.wait_for(lambda report: report.in_flight == 1, timeout_s=30)
+        code, out, _ = process.end(signal.SIGTERM)
+        with pytest.raises(urllib.error.HTTPError) as error:
+            asked.result()
+        error.value.close()
+    assert (error.value.code, code, out.splitlines()[-1]) == (503, 3, "0 samples have a reward, 1 have none")
 
 
 @each_of(

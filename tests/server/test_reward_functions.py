@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from qreward_plugins import InputError, RewardServerError
-from qreward_plugins.client.reward_functions import AsyncSwiftReward, SwiftReward, trl_reward
+from qreward_plugins.client.reward_functions import SwiftReward, trl_reward
 
 from ..kit import each_of
 
 PROMPTS = [[{"role": "user", "content": "How much?"}]] * 3
 
 
-def as_trl(function, inputs, completions, *, loop=None):
+def as_trl(function, inputs, completions):
     """`GRPOTrainer._calculate_rewards` for one function: columns as lists, and what TRL adds to them."""
     keys = [key for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")]
     logged = {}
@@ -38,19 +39,10 @@ def as_trl(function, inputs, completions, *, loop=None):
         "completion_ids": [[1]] * len(inputs),
         **columns,
     }
-    if inspect.iscoroutinefunction(function):
-        # TRL has an event loop in a thread of its own.
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever)
-        thread.start()
-        try:
-            output = asyncio.run_coroutine_threadsafe(function(**given), loop).result()
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
-    else:
-        output = function(**given)
+    # TRL has an event loop in a thread of its own.
+    assert inspect.iscoroutinefunction(function)
+    with start_blocking_portal() as portal:
+        output = portal.call(partial(function, **given))
     return [math.nan if reward is None else reward for reward in output], logged
 
 
@@ -58,14 +50,7 @@ def as_swift(reward, rows, completions):
     """`compute_rewards_per_func` of ms-swift for one reward: completions first, columns as lists."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     columns["trainer_state"] = SimpleNamespace(global_step=4)
-    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-
-        async def run():
-            return await asyncio.gather(reward(completions, **columns))
-
-        (output,) = asyncio.run(run())
-    else:
-        output = reward(completions, **columns)
+    output = reward(completions, **columns)
     return [math.nan if reward is None else reward for reward in output]
 
 
@@ -114,8 +99,7 @@ def test_wrong_settings(monkeypatch):
         asyncio.run(trl_reward("http://127.0.0.1:9", token_env="NO_SUCH_TOKEN")(prompts=["a"], completions=["b"]))
 
 
-@pytest.mark.parametrize("kind", [SwiftReward, AsyncSwiftReward])
-def test_ms_swift(serving, monkeypatch, kind):
+def test_ms_swift(serving, monkeypatch):
     texts = ["so: 0.25", "so: break", "so: 1"]
     rows = [
         {"messages": [*PROMPTS[0], {"role": "assistant", "content": text}], "solution": str(n)}
@@ -124,7 +108,7 @@ def test_ms_swift(serving, monkeypatch, kind):
     with serving(token="right") as there:
         monkeypatch.setenv("QREWARD_SERVER", there.url)
         monkeypatch.setenv("QREWARD_SERVER_TOKEN", "right")
-        rewards = as_swift(kind(args=SimpleNamespace()), rows, texts)
+        rewards = as_swift(SwiftReward(args=SimpleNamespace()), rows, texts)
         samples = sorted(there.source.samples, key=lambda sample: sample.id)
     assert rewards[0::2] == [0.25, 1.0]
     assert math.isnan(rewards[1])

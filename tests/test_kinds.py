@@ -481,10 +481,10 @@ def test_a_foreign_judge_that_cannot_be_rehearsed_cannot_be_planned(twice, tmp_p
 
 def test_every_kind_of_ours_describes_itself():
     for kinds, base in ((registry.sources, SourceKind), (registry.judges, Judge)):
-        for one in kinds.described():
+        for one, description, problem in kinds.described():
             assert issubclass(kinds.load(one.name), base)
-            assert one.description
-            assert (one.package, one.problem) == ("qreward-plugins", "")
+            assert description
+            assert (one.package, problem) == ("qreward-plugins", "")
 
 
 def test_no_other_file_of_the_core_names_a_kind():

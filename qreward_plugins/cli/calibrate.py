@@ -18,6 +18,7 @@ from ..files import read_rollouts
 from ..judges.calibration import Calibration, Identity
 from ..judges.router import kind_of
 from ..samples import Failed, Sample
+from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
 from .engines import load_own, open_engine
 from .progress import ProgressDisplay
@@ -105,7 +106,7 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path) ->
         identity = _identity(engine, target.judge)
         say(ERRORS, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
         async with ProgressDisplay(ERRORS, chosen, engine):
-            async for _, outcome in engine.score_stream(_samples_of(config, target.judge, samples)):
+            async for _, outcome in engine.score_stream(taken_in_thread(_samples_of(config, target.judge, samples))):
                 if isinstance(outcome, Failed):
                     failed[outcome.label] += 1
                     examples.setdefault(outcome.label, outcome.detail)

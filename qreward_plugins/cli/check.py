@@ -52,18 +52,19 @@ def _list_kinds(wanted: bool) -> None:
     """Print every registered kind with the package that it comes from. Exits with 1 if one cannot be used."""
     if not wanted:
         return
-    found = {room: kinds.described() for room, kinds in rooms.items()}
-    for room, described in found.items():
+    unusable = False
+    for room, kinds in rooms.items():
         table = Table(title=room, title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.add_column("kind", no_wrap=True)
         table.add_column("package")
         table.add_column("what it is", ratio=1)
-        for one in described:
-            text = Text(one.problem, style="red") if one.problem else Text(one.description)
+        for one, description, problem in kinds.described():
+            unusable = unusable or bool(problem)
+            text = Text(problem, style="red") if problem else Text(description)
             table.add_row(Text(one.name), Text(f"{one.package} {one.version}".strip()), text)
         OUT.print(table)
     say(OUT, "A class that is not registered: kind: package.module:Class")
-    raise typer.Exit(CHECK_FAILED if any(one.problem for described in found.values() for one in described) else OK)
+    raise typer.Exit(CHECK_FAILED if unusable else OK)
 
 
 def command(

@@ -87,9 +87,6 @@ def command(
         str | None,
         typer.Option(metavar="MODULE:NAME", help="Reward function; file.py:name works too. It is imported."),
     ] = None,
-    instructions: Annotated[
-        str | None, typer.Option(help="What the judge looks at. Default: correctness and helpfulness.")
-    ] = None,
     api_key_env: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Environment variable that holds the API key. Default: chosen by the host."),
@@ -97,15 +94,6 @@ def command(
     chat_template: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Folder of the reward model, for servers that render no conversation."),
-    ] = None,
-    requests_per_minute: Annotated[
-        float | None, typer.Option(help="Limit of requests per minute. Default: announced, or learned.")
-    ] = None,
-    tokens_per_minute: Annotated[
-        float | None, typer.Option(help="Limit of tokens per minute. Default: announced, or learned.")
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Limit of requests in flight. Default: 64 at a local address, otherwise learned.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; take defaults.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
@@ -129,12 +117,8 @@ def command(
         "url": url,
         "model": model,
         "function": function,
-        "instructions": instructions,
         "api_key_env": api_key_env,
         "chat_template": chat_template,
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "concurrency": concurrency,
     }
     try:
         answers = _Answers(given, asks=has_terminal() and not yes, offline=offline)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -24,13 +23,10 @@ from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rol
 from ..observers import EngineStatistics
 from ..samples import Outcome, Sample
 from ..sources import kind_of
-from ..system.threads import in_thread
+from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
 from .engines import open_engine
 from .progress import ProgressDisplay, source_table
-
-_READ_ROWS = 16
-"""Rows that are read at a time; a row may hold images."""
 
 
 def _comes_first(given: str | None) -> None:
@@ -165,11 +161,9 @@ class _Rows:
         self._taken: deque[Rollout] = deque()
 
     async def __aiter__(self) -> AsyncIterator[Sample]:
-        rollouts = read_rollouts(self._path)
-        while part := await in_thread(lambda: list(islice(rollouts, _READ_ROWS))):
-            for rollout in part:
-                self._taken.append(rollout)
-                yield rollout.sample
+        async for rollout in taken_in_thread(read_rollouts(self._path)):
+            self._taken.append(rollout)
+            yield rollout.sample
 
     def take(self, sample: Sample) -> Rollout:
         """Return the rollout of the next sample. It checks the pairing, because a wrong one would go unnoticed."""

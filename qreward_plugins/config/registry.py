@@ -47,15 +47,6 @@ class Registration:
         return f"{self.package} {self.version}".strip() or self.path
 
 
-@dataclass(frozen=True)
-class Described(Registration):
-    """A registered kind, for `qreward check --kinds`. `problem` is the reason why it cannot be used; "" if it can."""
-
-    description: str = ""
-    """The first sentence of its docstring."""
-    problem: str = ""
-
-
 class KindError(Exception):
     """A kind cannot be used. `problem` is a phrase that follows the place in a message; `remedy` is a sentence."""
 
@@ -63,10 +54,6 @@ class KindError(Exception):
         super().__init__(f"{problem}. {remedy}".rstrip())
         self.problem = problem
         self.remedy = remedy
-
-
-class UnknownKind(KindError):
-    """No package registers a kind of this name."""
 
 
 class Kinds(Generic[T]):
@@ -96,12 +83,12 @@ class Kinds(Generic[T]):
     def load(self, name: str) -> type[T]:
         """Return the class of a kind: a registered name, or `package.module:Class`.
 
-        Raises `UnknownKind`. Raises `KindError` if several packages register the name, or if the class cannot be
-        imported or has a missing member.
+        Raises `KindError` for an unknown name, if several packages register it, and if the class cannot be imported or
+        has a missing member.
         """
         found = self.registrations(name)
         if not found:
-            raise UnknownKind("unknown kind", f"Registered kinds: {', '.join(self.names)}.")
+            raise KindError("unknown kind", f"Registered kinds: {', '.join(self.names)}.")
         if len(found) > 1:
             origins = " and ".join(f"{one.origin} ({one.path})" for one in found)
             remedy = f"Uninstall all but one, or name the class: `kind: {found[0].path}`."
@@ -121,11 +108,10 @@ class Kinds(Generic[T]):
             except KindError:
                 continue
 
-    def described(self) -> tuple[Described, ...]:
-        """Describe every registered kind, also those that cannot be used. A name that several packages register has one
-        entry for each of them.
+    def described(self) -> Iterator[tuple[Registration, str, str]]:
+        """Yield every registration with the first sentence about its kind, and the reason why it cannot be used ("" if
+        it can). A name that several packages register has one for each of them.
         """
-        found = []
         for name in self.names:
             description = problem = ""
             try:
@@ -133,11 +119,7 @@ class Kinds(Generic[T]):
                 description = _first_sentence(self.load(name).__dict__.get("__doc__"))
             except KindError as error:
                 problem = f"{error.problem}. {error.remedy}".rstrip()
-            found += [
-                Described(name, one.path, one.package, one.version, description, problem)
-                for one in self.registrations(name)
-            ]
-        return tuple(found)
+            yield from ((one, description, problem) for one in self.registrations(name))
 
     def _lack(self, loaded: Any) -> str:
         base, _ = _import(self._base)

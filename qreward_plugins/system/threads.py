@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, TypeVar
 
 CANCEL_AGAIN_S = 1.0
 """Seconds after which a running task is cancelled again: some code suppresses one cancellation by mistake."""
+AT_ONCE = 16
+"""Items that `taken_in_thread` takes at a time; an item may hold images."""
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> list[asyncio.Task[Any]]:
@@ -107,6 +110,13 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 
     threading.Thread(target=run, name="qreward-thread", daemon=True).start()
     return result
+
+
+async def taken_in_thread(items: Iterator[T]) -> AsyncIterator[T]:
+    """Yield `items`, which are taken in another thread, `AT_ONCE` at a time: a file system may hang."""
+    while part := await in_thread(lambda: list(islice(items, AT_ONCE))):
+        for item in part:
+            yield item
 
 
 def _wake(future: asyncio.Future[None]) -> None:

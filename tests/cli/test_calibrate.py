@@ -190,15 +190,6 @@ def test_options(calibrate, tmp_path):
         assert (tmp_path / options[-1]).exists()
 
 
-def test_several_keys_and_other_addresses_are_one_model(calibrate, config, tmp_path):
-    config["sources"]["rm"]["api_keys"] = ["sk-0123456789", "sk-9876543210"]
-    result = calibrate()
-    assert result.exit_code == 0, result.output
-    config["sources"]["rm"]["base_url"] = "http://elsewhere:1"
-    RewardEngine(config)
-    assert "sk-" not in (tmp_path / FILE).read_text()
-
-
 def test_two_models_need_two_judges_and_without_zscore_there_is_nothing_to_measure(calibrate, config):
     config["sources"]["other"] = {**config["sources"]["rm"], "model": "n"}
     result = calibrate()

@@ -10,7 +10,7 @@ import yaml
 
 import qreward_plugins
 from qreward_plugins.cli import training_lines
-from qreward_plugins.testing import Faults, JudgeServer, Latency, ServerLimits
+from qreward_plugins.testing import Faults, JudgeServer, ServerLimits
 
 from ..kit import each_of
 
@@ -53,19 +53,6 @@ def test_a_good_source_shows_latency_limits_and_verdict(check, write_config, tmp
     assert "50,000 tokens, " in result.stdout
     assert 'fast says: "half \\x1b[31m right"' in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "the journal is left alone"
-
-
-def test_every_source_of_every_judge_is_asked_within_its_limits(check, write_config):
-    limits, latency = ServerLimits(concurrency=1), Latency(0.05)
-    judges = {"strict": {"kind": "llm", "sources": ["one"]}, "kind": {"kind": "llm", "sources": ["two", "one"]}}
-    with JudgeServer(limits=limits, latency=latency) as one, JudgeServer() as two:
-        sources = {"one": one, "two": two, "spare": "http://127.0.0.1:9/v1"}
-        write_config(sources, judges=judges, routes={"*": "kind"}, source={"limits": {"concurrency": 1}})
-        result = check()
-        assert result.exit_code == 0, result.output
-        assert one.report().violations_total == 0
-        assert (one.report().requests, two.report().requests) == (2 * TRIED, TRIED)
-    assert "spare: not asked, because neither a judge nor `models` uses it" in result.stdout
 
 
 def test_sources_that_only_clients_ask_are_asked_too(check, server, write_config, tmp_path):

@@ -22,7 +22,7 @@ from ..kit import each_of
 
 KEY = "sk-very-secret-0123456789abcdef"
 NOWHERE = "http://127.0.0.1:9/v1"
-GIVEN = ("--framework", "verl", "--url", NOWHERE, "--model", "m", "--requests-per-minute", "5")
+GIVEN = ("--framework", "verl", "--url", NOWHERE, "--model", "m")
 
 
 def right(call) -> float:
@@ -108,7 +108,7 @@ def test_a_file_is_replaced_only_after_a_yes_or_with_a_flag(answer, init, monkey
     Path("judges.yaml").write_text("mine")
     result = answer("y", "judge", flags=GIVEN)
     assert result.exit_code == 0, result.output
-    assert load_config("judges.yaml").sources["judge"].limits.requests_per_minute == 5
+    assert load_config("judges.yaml").sources["judge"].model == "m"
 
 
 def test_the_end_of_the_input_or_ctrl_c_ends_it_and_nothing_is_written(answer):
@@ -150,16 +150,13 @@ def test_every_template_is_valid_with_and_without_its_marks(init, framework, sco
         assert config.groups.min_scored == 6
 
 
-def test_the_flags_of_slime_and_a_file_below_its_key(init, judge):
-    rpm = ("--requests-per-minute", "600")
-    result = init(
-        "--framework", "slime", "--url", judge.base_url, "--model", "typo", *rpm, "--instructions", "{5} ${x}"
-    )
+def test_slime_gets_a_file_below_its_key(init, judge):
+    result = init("--framework", "slime", "--url", judge.base_url, "--model", "a ${typo}")
     tree = yaml.safe_load(written("qreward.yaml"))
     assert list(tree) == ["qreward"]
-    assert tree["qreward"]["sources"]["judge"]["limits"] == {"requests_per_minute": 600, "concurrency": 64}
-    assert load_config(tree).judges["quality"].instructions == "{5} ${x}"
-    assert "it does not list the model typo; it lists grader" in result.stdout
+    assert tree["qreward"]["sources"]["judge"]["limits"] == {"concurrency": 64}
+    assert load_config(tree).sources["judge"].model == "a ${typo}"
+    assert "it does not list the model a ${typo}; it lists grader" in result.stdout
 
 
 def test_roll_gets_the_threshold_that_its_validation_counts_by(init):
@@ -177,10 +174,7 @@ def test_roll_gets_the_threshold_that_its_validation_counts_by(init):
         (("--url", "ftp://x.y/v1", "--model", "m"), "--url: a URL must start with http:// or https://"),
         (("--url", "http://me:pw@x.y", "--model", "m"), "--url: a URL must not have credentials"),
         (("--url", NOWHERE, "--model", KEY), "an answer holds something that looks like an API key"),
-        (("--url", NOWHERE, "--model", "m", "--instructions", KEY), "an answer holds something that looks like an API"),
         (("--url", f"http://x/{KEY}", "--model", "m"), "--url: that holds something that looks like an API key"),
-        (("--url", NOWHERE, "--model", "m", "--requests-per-minute", "-3"), "sources.judge.limits.requests_per_minute"),
-        (("--url", NOWHERE, "--model", "m", "--instructions", "{{ respons }}"), "judges.quality.instructions"),
         (("no/such/x.yaml", "--url", NOWHERE, "--model", "m"), "no/such/x.yaml: there is no directory"),
         (("--score", "function", "--framework", "verl"), "--function is missing"),
         (("--function", "nowhere_at_all:f"), "--function: the function cannot be loaded: there is no module"),
@@ -188,7 +182,7 @@ def test_roll_gets_the_threshold_that_its_validation_counts_by(init):
         (("--url", NOWHERE, "--model", "m", "--api-key-env", "1 2"), "--api-key-env: write the name of an environment"),
         (("--url", NOWHERE, "--model", "m", "--api-key-env", KEY), "--api-key-env: write the name of an environment"),
         (("--url", NOWHERE, "--model", "m", "--api-key-env", "AKIAIOSFODNN7EXAMPLE"), "--api-key-env: write the name"),
-        (("--function", "math:fabs", "--concurrency", "3"), "--concurrency has no effect with --score function; leave"),
+        (("--function", "math:fabs", "--score", "function", "--model", "m"), "--model has no effect with --score func"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_message_and_nothing_is_written(init, flags, message):

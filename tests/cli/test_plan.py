@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -89,24 +88,6 @@ def test_mistakes_are_one_message(run_cli, config, write_rows, row, tmp_path, mo
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-@pytest.mark.parametrize("option", ["--plot", "--json"])
-def test_a_folder_that_cannot_be_written_is_a_mistake_before_the_step_is_played(run_cli, config, monkeypatch, option):
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
-    result = run_cli("plan", config, "-n", 4, option, "plan.svg")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "plan.svg: the directory '.' cannot be written; name a file elsewhere" in result.stderr
-
-
-def test_a_mistake_in_the_configuration_is_told_as_ever(run_cli, write_config):
-    path = write_config({"a": "http://x.invalid"}, source={"limits": {"requests_per_minutes": 30}})
-    result = run_cli("plan", path, "-n", 4)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: {path}: sources.a.limits.requests_per_minutes")
-    path = write_config({"a": "http://x.invalid"}, judge={"instructions": "{{ nonsense }}"})
-    assert run_cli("plan", path, "-n", 4).stderr.startswith(f"error: {path}: judges.quality.instructions")
 
 
 def test_without_matplotlib_nothing_is_simulated_first(run_cli, config, monkeypatch):

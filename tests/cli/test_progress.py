@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import io
 import math
-import os
 import re
-import select
-import struct
-import termios
 
 from rich.console import Console
 
@@ -18,7 +13,6 @@ from qreward_plugins import EngineStatistics, SourceStatistics
 from qreward_plugins.cli.console import clock, seconds, short
 from qreward_plugins.cli.progress import ProgressDisplay, source_table
 from qreward_plugins.simulation import run
-from qreward_plugins.testing import JudgeServer
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -104,55 +98,6 @@ def test_a_terminal_of_80_columns_holds_it_all():
     assert max(map(len, table(80).splitlines())) <= 80
     assert "123.4567" in table(80)
     assert "a-source-with-a-long-name" in table(120)
-
-
-def test_a_live_run_in_a_terminal(start_cli, write_config, write_rows, row, tmp_path):
-    """The whole command at a pseudo-terminal: progress is drawn while answers are kept back, and wiped at the end."""
-    calls = []
-
-    def scorer(call):
-        calls.append(call)
-        if len(calls) == 4:
-            server.hold()
-        return 1.0
-
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    screen = b""
-    try:
-        with JudgeServer(scorer) as server:
-            config = write_config({"fast": server}, source={"limits": {"concurrency": 2}})
-            rows = write_rows([row(n) for n in range(8)])
-            environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "NO_COLOR": ""}
-            streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "text": False, "env": environment}
-            process = start_cli("score", config, rows, "-o", tmp_path / "out.jsonl", **streams)
-            os.close(theirs)
-            theirs = -1
-            while not re.search(rb"[1-3]/8 \(\d+%\) in ", screen) or b"429s" not in screen:
-                data = _read(ours)
-                assert data, screen
-                screen += data
-            server.release()
-            while data := _read(ours):
-                screen += data
-            assert process.wait(timeout=30) == 0
-    finally:
-        os.close(ours)
-        if theirs >= 0:
-            os.close(theirs)
-    text = ANSI.sub("", screen.decode())
-    for part in ("scoring 8 rows of ", "8 of 8 rows have a reward, mean reward 1; see ", "━"):
-        assert part in text
-    assert "Traceback" not in text
-
-
-def _read(terminal: int) -> bytes:
-    """What the terminal shows next; nothing once the other end is closed."""
-    assert select.select([terminal], [], [], 30)[0], "the terminal shows nothing more"
-    try:
-        return os.read(terminal, 65_536)
-    except OSError:
-        return b""
 
 
 def test_figures():

@@ -19,6 +19,7 @@ from qreward_plugins.cli import score as command
 from qreward_plugins.errors import JournalError
 from qreward_plugins.files import Rollout
 from qreward_plugins.journal import Journal
+from qreward_plugins.system import threads
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import wait_until
@@ -110,7 +111,7 @@ def test_a_file_is_never_in_memory_as_a_whole(run_cli, server, write_config, tmp
     assert run_cli("score", config, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl").exit_code == 0
     gc.collect()
     # The engine's window is four times the concurrency; some rows are being read and one is being written.
-    assert most <= 4 * 2 + 2 + 2 * command._READ_ROWS
+    assert most <= 4 * 2 + 2 + 2 * threads.AT_ONCE
     assert len(alive) == 0
     assert server.report().requests == 300
 

@@ -75,36 +75,6 @@ def test_what_is_under_way_ends_before_the_server(start_cli, write_config, row):
     assert (process.returncode, errors, out) == (0, "", "1 samples have a reward, 0 have none\n")
 
 
-def test_who_is_left_at_the_end_is_told(start_cli, write_config, row):
-    asked, go = threading.Event(), threading.Event()
-
-    def stuck(call):
-        asked.set()
-        go.wait(30)
-        return 1.0
-
-    with JudgeServer(stuck) as judge:
-        process, url = started(start_cli, write_config({"judge": judge}), "--drain", "0")
-        got: list[int] = []
-
-        def ask():
-            try:
-                post(f"{url}/score", row(1))
-            except urllib.error.HTTPError as error:
-                got.extend([error.code, json.load(error)["reason"]])
-                error.close()
-
-        caller = threading.Thread(target=ask)
-        caller.start()
-        assert asked.wait(30)
-        code, out, _ = process.end(signal.SIGTERM)
-        caller.join(30)
-        go.set()
-    assert got == [503, "closed"]
-    assert code == 3
-    assert out.splitlines()[-1] == "0 samples have a reward, 1 have none"
-
-
 @each_of(
     ("arguments", "said"),
     [

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 import qreward_plugins
-from qreward_plugins.cli.app import app
+from qreward_plugins.cli.app import COMMANDS, app
 from qreward_plugins.config import Config
 from qreward_plugins.config.registry import rooms
 
@@ -101,9 +102,25 @@ def test_every_key_of_every_model_is_on_the_page(site):
     assert missing == set()
 
 
-def test_every_number_of_the_configuration_has_a_unit():
-    """A new one needs an entry in docs/hooks/configuration_keys.py, unless its name says its unit."""
-    hook = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks/configuration_keys.py"]
+@pytest.fixture(scope="module")
+def scripts():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import configuration_keys
+    import reference_pages
+
+    yield SimpleNamespace(keys=configuration_keys, pages=reference_pages)
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+def test_pages_that_are_written_from_the_code_are_up_to_date(scripts):
+    for name in scripts.pages.PAGES:
+        text = (ROOT / "docs" / name).read_text()
+        assert text == scripts.pages.current(text), "run `python scripts/reference_pages.py`"
+
+
+def test_every_number_of_the_configuration_has_a_unit(scripts):
+    """A new one needs an entry in scripts/configuration_keys.py, unless its name says its unit."""
+    hook = scripts.keys
 
     def numbers(node):
         for one in hook.choices(node):
@@ -123,7 +140,8 @@ def test_every_number_of_the_configuration_has_a_unit():
 
 def test_every_option_of_every_command_is_on_the_page(site):
     text = page(site, "commands")
-    for name, command in get_command(app).commands.items():
+    for name in COMMANDS:
+        command = get_command(app).get_command(None, name)
         section = text[text.index(f'id="{name}"') :]
         for parameter in command.params:
             shown = parameter.metavar if parameter.param_type_name == "argument" else max(parameter.opts, key=len)

@@ -214,14 +214,6 @@ async def test_a_stream_that_breaks_off_after_the_first_byte_is_an_error(sdk, re
         assert good.report().requests == 0
 
 
-async def test_an_error_event_in_a_stream_reaches_the_sdk():
-    for sdk in (Chat, Messages):
-        with server_of(faults=Faults(script=["stream_error"])) as server:
-            async with over_transport(sdk, tree_of(server, dialect=sdk.dialect)) as client:
-                with pytest.raises(sdk.errors.APIError, match="injected fault stream_error"):
-                    await whole(client, True)
-
-
 async def test_who_hangs_up_ends_the_attempt(sdk, reach):
     with server_of(stream_interval_s=0.02) as server:
         async with reach(sdk, tree_of(server, dialect=sdk.dialect)) as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 
 import pytest
@@ -83,19 +82,6 @@ async def test_what_json_does_not_have_goes_as_to_a_service(serve, sample, caplo
         "extras['object'] is left out of samples for the reward server: it is of type object, which JSON does not "
         "have; write it as text or as a number",
     ]
-
-
-async def test_streams_and_portals(serve, sample):
-    async with serve() as there:
-        async with there.remote_engine() as engine:
-            pairs = [pair async for pair in engine.score_stream(sample(n / 4096) for n in range(300))]
-        assert [outcome.reward for _, outcome in pairs] == [n / 4096 for n in range(300)]
-
-        def blocking():
-            with RewardEngine(there.remote()).portal() as portal:
-                return [portal.score(sample(1)).reward, *(each.reward for each in portal.score_all([sample(0)]))]
-
-        assert await asyncio.to_thread(blocking) == [1.0, 0.0]
 
 
 async def test_an_outcome_comes_as_soon_as_it_is_known_and_a_cutoff_ends_the_rest(serve, sample):
@@ -278,12 +264,3 @@ def test_mistakes(tree, said):
     assert said in str(error.value)
     assert "secret" not in str(error.value)
     assert len(error.value.mistakes) == 1
-
-
-def test_the_tree_is_read_back():
-    config = load_config({"engine": {"server": {"url": "http://h:1/", "token": "abc"}}, "on_failure": "raise"})
-    assert "abc" not in repr(config)
-    assert load_config(config) == config
-    assert not config.sources
-    assert not config.judges
-    assert json.dumps(config.engine.deadline_s) == "300.0"

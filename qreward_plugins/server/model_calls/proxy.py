@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
 
-from ...config import configured_name
+from ...config import Config, ModelRoute, configured_name, sources_for_model
+from ...config.routes import is_glob
 from ...engine import RewardEngine
 from ...errors import EngineError, InputError
 from ...samples import Sample
-from ...scheduling import Answer, Batch, Call, Dispatcher, Unanswered
+from ...scheduling import Answer, Batch, Call, Dispatcher, Unanswered, Upstream
+from ...scheduling.strategies import Choice, strategy
 from ...secrets import one_line
 from ...sources import Reply, Request
 from ...sources.passed_requests import PassedRequest, RawReply, forwarded_headers, parsed_body
 from .exchange import Exchange, Pieces
 from .formats import FORMATS, Format, client_format, format_of, model_entry, model_list, read_terms
-from .groups import Group, ModelGroups
 
 DEFAULT_COMPLETION_TOKENS = 4096
 """Completion tokens that are reserved for a request that does not bound its completion."""
@@ -64,6 +65,66 @@ class ClientReply:
     headers: Mapping[str, str]
     body: bytes = field(default=b"", repr=False)
     pieces: Pieces | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The sources for one request. `choose` is the strategy of the group; None: that of the engine."""
+
+    sources: tuple[str, ...]
+    choose: Choice | None = None
+
+
+class ModelGroups:
+    """Finds the group of a model. The strategy of a group has one state for all its requests."""
+
+    def __init__(self, config: Config, upstreams: Mapping[str, Upstream]) -> None:
+        self._config = config
+        self._upstreams = upstreams
+        self._choices = {
+            id(group): None if group.strategy is None else strategy(group.strategy, _weights(group))
+            for group in config.models.values()
+        }
+
+    def find(self, model: str, dialects: Sequence[str]) -> tuple[Group | None, bool]:
+        """Return the sources that answer for `model` and speak one of `dialects`; None if there is none. And whether
+        any source answers for the model.
+        """
+        names, route = sources_for_model(self._config, model)
+        able = tuple(name for name in names if name in self._upstreams and self._speaks(name, dialects))
+        if not able:
+            return None, bool(names)
+        return Group(able, None if route is None else self._choices[id(route)]), True
+
+    def _speaks(self, name: str, dialects: Sequence[str]) -> bool:
+        passes: Sequence[str] = getattr(self._upstreams[name].source, "passes", ())
+        return not set(passes).isdisjoint(dialects)
+
+    def models(self) -> tuple[str, ...]:
+        """The models that clients may ask for. For a pattern: those models of its sources that match it, or the pattern
+        itself if none does.
+        """
+        answering = {
+            name: upstream.source.model
+            for name, upstream in self._upstreams.items()
+            if getattr(upstream.source, "passes", ())
+        }
+        if not self._config.models:
+            return tuple(dict.fromkeys(answering.values()))
+        found: dict[str, None] = {}
+        for pattern in self._config.models:
+            if not is_glob(pattern):
+                found[pattern] = None
+                continue
+            group = self._config.models[pattern]
+            asked = ((model, *sources_for_model(self._config, model)) for model in answering.values())
+            known = [model for model, names, route in asked if names and route is group]
+            found.update(dict.fromkeys(known or [pattern]))
+        return tuple(found)
+
+
+def _weights(group: ModelRoute) -> Callable[[Upstream], float]:
+    return lambda upstream: group.weights.get(configured_name(upstream.name), upstream.weight)
 
 
 class Proxy:

@@ -1,29 +1,18 @@
-"""Writes the options of each command into `docs/commands.md`, from the command line itself.
-
-A page gets the table of a command where it has the comment `<!-- options: COMMAND -->`.
-"""
+"""The tables of options in `docs/commands.md`, from the command line itself."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any, get_type_hints
 
 from typer.main import get_command
 
 from qreward_plugins.cli.app import app
 
-_MARK = re.compile(r"<!-- options: ([a-z-]+) -->")
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace each mark by the table of its command (a hook of MkDocs)."""
-    return _MARK.sub(lambda found: options_of(found[1]), markdown)
-
 
 def options_of(name: str) -> str:
     """The arguments and options of a command as a table."""
-    command = get_command(app).commands[name]  # type: ignore[attr-defined]
+    command = get_command(app).get_command(None, name)  # type: ignore[attr-defined, arg-type]
     types = get_type_hints(inspect.unwrap(command.callback))
     lines = ["| argument or option | default | meaning |", "|---|---|---|"]
     for parameter in command.params:

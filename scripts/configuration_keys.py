@@ -1,8 +1,7 @@
-"""Writes the tables of all keys of the configuration into `docs/keys.md`, from the models themselves.
+"""The tables of all keys of the configuration in `docs/keys.md`, from the models themselves.
 
-A page gets the tables where it has the comment `<!-- every key -->`. Types, defaults and meanings come from the JSON
-Schema of the models that check a configuration, so the page cannot differ from what is accepted. Only units are written
-here: most follow from the name of a key.
+Types, defaults and meanings come from the JSON Schema of the models that check a configuration, so the page cannot
+differ from what is accepted. Only units are written here: most follow from the name of a key.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from qreward_plugins.config.registry import rooms
 
 Shape = Mapping[str, Any]
 """A node of the JSON Schema, with references resolved."""
-
-MARK = "<!-- every key -->"
 
 SUFFIXES = {
     "_s": "seconds",
@@ -101,9 +98,9 @@ class Section:
     keys: tuple[Key, ...]
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the mark by the tables (a hook of MkDocs)."""
-    return markdown.replace(MARK, "\n".join(map(written, sections()))) if MARK in markdown else markdown
+def every_key() -> str:
+    """All sections, as Markdown."""
+    return "\n".join(map(written, sections())).strip()
 
 
 def sections() -> Iterator[Section]:
@@ -128,12 +125,12 @@ def sections() -> Iterator[Section]:
 
 def written(section: Section) -> str:
     """Return a section as Markdown."""
-    lines = [f"{'#' * section.level} {section.title} {{#{section.anchor}}}", "", section.text, ""]
+    lines = [f'<a id="{section.anchor}"></a>', "", f"{'#' * section.level} {section.title}", "", section.text, ""]
     if section.keys:
         lines += ['<div class="keys" markdown>', "", "| key | type and unit | default | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{key.name}`{{#{key.path.replace('[]', '')}}} | {_cell(', '.join(filter(None, (key.type, key.unit))))} "
-            f"| {_cell(key.default)} | {_cell(key.meaning)} |"
+            f'| <a id="{key.path.replace("[]", "")}"></a>`{key.name}` '
+            f"| {_cell(', '.join(filter(None, (key.type, key.unit))))} | {_cell(key.default)} | {_cell(key.meaning)} |"
             for key in section.keys
         ]
         lines += ["", "</div>"]

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from .roll.results import RollStep, RollValidation
     from .roll.trainer import FakeRollTrainer
     from .roll.trajectories import FakeTrajEnvManager
-    from .slime.hooks import DynamicFilterOutput
     from .slime.modules import slime_stand_in
-    from .slime.results import SlimeEvaluation, SlimeStep
-    from .slime.samples import SlimeSample
-    from .slime.trainer import FakeSlimeTrainer
+    from .slime.samples import DynamicFilterOutput, SlimeSample
+    from .slime.trainer import FakeSlimeTrainer, SlimeEvaluation, SlimeStep
     from .verl.engine import VerlDraft, VerlOutput
     from .verl.modules import verl_stand_in
     from .verl.protocol import VerlDataProto
@@ -38,11 +36,9 @@ _NAMES = {
     "roll.results": "RollStep RollValidation",
     "roll.trainer": "FakeRollTrainer",
     "roll.trajectories": "FakeTrajEnvManager",
-    "slime.hooks": "DynamicFilterOutput",
     "slime.modules": "slime_stand_in",
-    "slime.results": "SlimeEvaluation SlimeStep",
-    "slime.samples": "SlimeSample",
-    "slime.trainer": "FakeSlimeTrainer",
+    "slime.samples": "DynamicFilterOutput SlimeSample",
+    "slime.trainer": "FakeSlimeTrainer SlimeEvaluation SlimeStep",
     "verl.engine": "VerlDraft VerlOutput",
     "verl.modules": "verl_stand_in",
     "verl.protocol": "VerlDataProto",

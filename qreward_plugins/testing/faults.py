@@ -55,7 +55,7 @@ class FaultKind(str, Enum):
     """The kinds of faults. `says` describes the fault. `stage` says what it affects: there is no answer ("status",
     "connection"), the HTTP reply is faulty ("reply"), the answer itself ("verdict"),
     or the stream that carries it ("stream"; a reply that is not streamed is then good). The descriptions are for chat
-    completions; `faulty_scores` lists the faults of scores."""
+    completions; `faulty_answers` lists the faults of scores."""
 
     _value_: str
     stage: FaultStage

@@ -10,18 +10,18 @@ import asyncio
 import socket
 import struct
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from functools import lru_cache
-from typing import Protocol as Interface
 
 import orjson
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from .faults import FaultKind, Faults
+from .judge_calls import Forms
 from .protocols import PROTOCOLS, Protocol
 
 _JSON = "application/json"
@@ -33,50 +33,20 @@ _NESTING = 100_000
 _CHAT = PROTOCOLS["openai"]
 
 
-class ReplyForms(Interface):
-    """The body of a good reply, and its faulty variants."""
-
-    @property
-    def good(self) -> bytes: ...
-
-    @property
-    def cuttable(self) -> bytes:
-        """A good body of which no prefix is a valid reply."""
-        ...
-
-    @property
-    def without_verdict(self) -> bytes: ...
-
-    @property
-    def of_another_model(self) -> bytes: ...
-
-    @property
-    def invalid_utf8(self) -> bytes: ...
-
-    @property
-    def around_filler(self) -> tuple[bytes, bytes]:
-        """The start and the end of a huge reply, around its filler."""
-        ...
-
-
 @dataclass(frozen=True)
 class FaultInput:
     """The input of a fault: the request, the reply (None for faults without an answer), and the settings."""
 
     request: web.BaseRequest
-    forms: ReplyForms | None
+    forms: Forms | None
     headers: Mapping[str, str]
     faults: Faults
     protocol: Protocol = _CHAT
 
     @property
-    def reply(self) -> ReplyForms:
+    def reply(self) -> Forms:
         assert self.forms is not None, "a fault of the stage `reply` has an answer"
         return self.forms
-
-    @property
-    def body(self) -> bytes:
-        return self.reply.good
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -107,9 +77,30 @@ async def play(kind: FaultKind, reply: FaultInput) -> web.StreamResponse:
 
     Cancelled when the client disconnects or the server stops. Raises `ConnectionError` if the client has disconnected.
     """
-    if kind in _PLAYERS:
-        return await _PLAYERS[kind](reply)
-    return _error(kind, reply)
+    if kind.stage == "status":
+        return _status(kind, reply)
+    if kind is FaultKind.HANG:
+        await asyncio.get_running_loop().create_future()
+    if kind in (FaultKind.RESET, FaultKind.CLOSE):
+        _end(reply.transport, reset=kind is FaultKind.RESET)
+        return Written(0)
+    if kind in (FaultKind.SLOW_HEADERS, FaultKind.SLOW_BODY):
+        await _drip(reply, headers=kind is FaultKind.SLOW_HEADERS)
+        return Written(200)
+    if kind in _RAW:
+        reply.transport.write(_RAW[kind](reply.reply))
+        if kind is FaultKind.MID_BODY_RESET:
+            _end(reply.transport, reset=True)
+        return Written(200)
+    if kind is FaultKind.HUGE_BODY:
+        return await _huge_body(reply)
+    headers = dict(reply.headers)
+    if kind in (FaultKind.BAD_GZIP, FaultKind.GZIP_BOMB):
+        headers["Content-Encoding"] = "gzip"
+    if kind is FaultKind.NO_CONTENT:
+        return web.Response(status=204, headers=headers)
+    content_type = "text/html" if kind is FaultKind.HTML else _JSON
+    return web.Response(body=_BODIES[kind](reply), content_type=content_type, headers=headers)
 
 
 def sent_status(response: web.StreamResponse) -> int:
@@ -117,7 +108,10 @@ def sent_status(response: web.StreamResponse) -> int:
     return response.sent_status if isinstance(response, Written) else response.status
 
 
-def _error(kind: FaultKind, reply: FaultInput) -> web.StreamResponse:
+def _status(kind: FaultKind, reply: FaultInput) -> web.StreamResponse:
+    if kind in (FaultKind.REDIRECT, FaultKind.REDIRECT_LOOP):
+        target = reply.faults.redirect_to if kind is FaultKind.REDIRECT else reply.request.path
+        return web.Response(status=307, headers={**reply.headers, "Location": target})
     status = int(kind.value.split("_")[1])
     headers: dict[str, str] = {}  # without the announced limits: some kinds must not say when to retry
     after_s = reply.faults.retry_after_s
@@ -141,113 +135,43 @@ def _error(kind: FaultKind, reply: FaultInput) -> web.StreamResponse:
     return web.Response(status=status, body=body, content_type=_JSON, headers=headers)
 
 
-async def _redirect(reply: FaultInput) -> web.StreamResponse:
-    return web.Response(status=307, headers={**reply.headers, "Location": reply.faults.redirect_to})
-
-
-async def _redirect_loop(reply: FaultInput) -> web.StreamResponse:
-    return web.Response(status=307, headers={**reply.headers, "Location": reply.request.path})
-
-
-def _reset_now(transport: asyncio.Transport) -> None:
+def _end(transport: asyncio.Transport, *, reset: bool) -> None:
+    if not reset:
+        transport.close()
+        return
     transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()
 
 
-async def _reset(reply: FaultInput) -> web.StreamResponse:
-    _reset_now(reply.transport)
-    return Written(0)
+def _head(framing: str) -> bytes:
+    return f"HTTP/1.1 200 OK\r\nContent-Type: {_JSON}\r\n{framing}\r\n\r\n".encode("ascii")
 
 
-async def _close(reply: FaultInput) -> web.StreamResponse:
-    reply.transport.close()
-    return Written(0)
+def _sized(body: bytes, *, length: int | None = None, extra: str = "") -> bytes:
+    return _head(f"{extra}Content-Length: {len(body) if length is None else length}") + body
 
 
-async def _hang(reply: FaultInput) -> web.StreamResponse:
-    await asyncio.get_running_loop().create_future()
-    raise AssertionError("a hang ends only by cancellation")
-
-
-def _head(length: int, *, content_type: str = _JSON, extra: str = "") -> bytes:
-    return f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\n{extra}Content-Length: {length}\r\n\r\n".encode("ascii")
-
-
-async def _drip(reply: FaultInput, data: bytes) -> None:
+async def _drip(reply: FaultInput, *, headers: bool) -> None:
+    """Write the status line with the headers or the body byte by byte, and the other at once."""
+    body = reply.reply.good
+    head = _sized(body)[: -len(body)]
+    if not headers:
+        reply.transport.write(head)
+    data = head if headers else body
     for position in range(len(data)):
         reply.transport.write(data[position : position + 1])
         await asyncio.sleep(reply.faults.drip_interval_s)
-
-
-async def _slow_headers(reply: FaultInput) -> web.StreamResponse:
-    body = reply.body
-    await _drip(reply, _head(len(body)))
-    reply.transport.write(body)
-    return Written(200)
-
-
-async def _slow_body(reply: FaultInput) -> web.StreamResponse:
-    body = reply.body
-    reply.transport.write(_head(len(body)))
-    await _drip(reply, body)
-    return Written(200)
-
-
-async def _mid_body_reset(reply: FaultInput) -> web.StreamResponse:
-    body = reply.reply.cuttable
-    transport = reply.transport
-    transport.write(_head(len(body)) + body[: len(body) // 2])
-    _reset_now(transport)
-    return Written(200)
-
-
-async def _truncated_body(reply: FaultInput) -> web.StreamResponse:
-    body = reply.body
-    reply.transport.write(_head(len(body) + 64) + body)
-    return Written(200)
-
-
-async def _short_length(reply: FaultInput) -> web.StreamResponse:
-    body = reply.reply.cuttable
-    reply.transport.write(_head(len(body) // 2) + body)
-    return Written(200)
-
-
-async def _bad_chunk(reply: FaultInput) -> web.StreamResponse:
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: {_JSON}\r\nTransfer-Encoding: chunked\r\n\r\n".encode("ascii")
-    reply.transport.write(head + b"forty-two\r\n" + reply.body + b"\r\n0\r\n\r\n")
-    return Written(200)
-
-
-async def _close_after(reply: FaultInput) -> web.StreamResponse:
-    body = reply.body
-    reply.transport.write(_head(len(body), extra="Connection: keep-alive\r\n") + body)
-    return Written(200)
-
-
-async def _huge_header(reply: FaultInput) -> web.StreamResponse:
-    body = reply.body
-    reply.transport.write(_head(len(body), extra=f"x-filler: {'x' * _HUGE_HEADER_CHARS}\r\n") + body)
-    return Written(200)
+    if headers:
+        reply.transport.write(body)
 
 
 async def _huge_body(reply: FaultInput) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": _JSON})
     await response.prepare(reply.request)
-    for chunk in _huge_json(reply.faults.huge_bytes, *reply.reply.around_filler):
+    for chunk in _huge_json(reply.faults.huge_bytes, *reply.reply.around):
         await response.write(chunk)
     await response.write_eof()
     return response
-
-
-async def _gzip_bomb(reply: FaultInput) -> web.StreamResponse:
-    body = _bomb(reply.faults.huge_bytes, *reply.reply.around_filler)
-    return web.Response(body=body, content_type=_JSON, headers={**reply.headers, "Content-Encoding": "gzip"})
-
-
-async def _bad_gzip(reply: FaultInput) -> web.StreamResponse:
-    headers = {**reply.headers, "Content-Encoding": "gzip"}
-    return web.Response(body=b"\x1f\x8bnot gzip at all", content_type=_JSON, headers=headers)
 
 
 def _huge_json(size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
@@ -264,64 +188,33 @@ def _bomb(size: int, head: bytes, tail: bytes) -> bytes:
     return b"".join([*map(compressor.compress, _huge_json(size, head, tail)), compressor.flush()])
 
 
-def _with_body(body: bytes, content_type: str = _JSON) -> Callable[[FaultInput], Awaitable[web.StreamResponse]]:
-    async def player(reply: FaultInput) -> web.StreamResponse:
-        return web.Response(body=body, content_type=content_type, headers=reply.headers)
-
-    return player
-
-
-async def _error_in_200(reply: FaultInput) -> web.StreamResponse:
-    body = orjson.dumps(reply.protocol.error(500, "injected fault error_in_200", "error_in_200"))
-    return web.Response(body=body, content_type=_JSON, headers=reply.headers)
-
-
-async def _no_choices(reply: FaultInput) -> web.StreamResponse:
-    return web.Response(body=reply.reply.without_verdict, content_type=_JSON, headers=reply.headers)
-
-
-async def _wrong_model(reply: FaultInput) -> web.StreamResponse:
-    return web.Response(body=reply.reply.of_another_model, content_type=_JSON, headers=reply.headers)
-
-
-async def _truncated_json(reply: FaultInput) -> web.StreamResponse:
-    body = reply.reply.cuttable
-    return web.Response(body=body[: len(body) // 2], content_type=_JSON, headers=reply.headers)
-
-
-async def _invalid_utf8(reply: FaultInput) -> web.StreamResponse:
-    return web.Response(body=reply.reply.invalid_utf8, content_type=_JSON, headers=reply.headers)
-
-
-async def _no_content(reply: FaultInput) -> web.StreamResponse:
-    return web.Response(status=204, headers=reply.headers)
-
-
-_PLAYERS: Mapping[FaultKind, Callable[[FaultInput], Awaitable[web.StreamResponse]]] = {
-    FaultKind.REDIRECT: _redirect,
-    FaultKind.REDIRECT_LOOP: _redirect_loop,
-    FaultKind.RESET: _reset,
-    FaultKind.CLOSE: _close,
-    FaultKind.HANG: _hang,
-    FaultKind.SLOW_HEADERS: _slow_headers,
-    FaultKind.SLOW_BODY: _slow_body,
-    FaultKind.MID_BODY_RESET: _mid_body_reset,
-    FaultKind.TRUNCATED_BODY: _truncated_body,
-    FaultKind.SHORT_LENGTH: _short_length,
-    FaultKind.BAD_CHUNK: _bad_chunk,
-    FaultKind.CLOSE_AFTER: _close_after,
-    FaultKind.TRUNCATED_JSON: _truncated_json,
-    FaultKind.HTML: _with_body(_HTML, "text/html"),
-    FaultKind.EMPTY: _with_body(b""),
-    FaultKind.NO_CONTENT: _no_content,
-    FaultKind.INVALID_UTF8: _invalid_utf8,
-    FaultKind.WRONG_JSON_TYPE: _with_body(b'["this", "is", "a", "list"]'),
-    FaultKind.DEEP_NESTING: _with_body(b"[" * _NESTING + b"]" * _NESTING),
-    FaultKind.NO_CHOICES: _no_choices,
-    FaultKind.ERROR_IN_200: _error_in_200,
-    FaultKind.WRONG_MODEL: _wrong_model,
-    FaultKind.HUGE_BODY: _huge_body,
-    FaultKind.HUGE_HEADER: _huge_header,
-    FaultKind.BAD_GZIP: _bad_gzip,
-    FaultKind.GZIP_BOMB: _gzip_bomb,
+_RAW: Mapping[FaultKind, Callable[[Forms], bytes]] = {
+    FaultKind.MID_BODY_RESET: lambda forms: _sized(
+        forms.cuttable[: len(forms.cuttable) // 2], length=len(forms.cuttable)
+    ),
+    FaultKind.TRUNCATED_BODY: lambda forms: _sized(forms.good, length=len(forms.good) + 64),
+    FaultKind.SHORT_LENGTH: lambda forms: _sized(forms.cuttable, length=len(forms.cuttable) // 2),
+    FaultKind.BAD_CHUNK: lambda forms: (
+        _head("Transfer-Encoding: chunked") + b"forty-two\r\n" + forms.good + b"\r\n0\r\n\r\n"
+    ),
+    FaultKind.CLOSE_AFTER: lambda forms: _sized(forms.good, extra="Connection: keep-alive\r\n"),
+    FaultKind.HUGE_HEADER: lambda forms: _sized(forms.good, extra=f"x-filler: {'x' * _HUGE_HEADER_CHARS}\r\n"),
 }
+"""What is written to the transport; then the connection ends."""
+
+_BODIES: Mapping[FaultKind, Callable[[FaultInput], bytes]] = {
+    FaultKind.HTML: lambda reply: _HTML,
+    FaultKind.EMPTY: lambda reply: b"",
+    FaultKind.WRONG_JSON_TYPE: lambda reply: b'["this", "is", "a", "list"]',
+    FaultKind.DEEP_NESTING: lambda reply: b"[" * _NESTING + b"]" * _NESTING,
+    FaultKind.BAD_GZIP: lambda reply: b"\x1f\x8bnot gzip at all",
+    FaultKind.GZIP_BOMB: lambda reply: _bomb(reply.faults.huge_bytes, *reply.reply.around),
+    FaultKind.ERROR_IN_200: lambda reply: orjson.dumps(
+        reply.protocol.error(500, "injected fault error_in_200", "error_in_200")
+    ),
+    FaultKind.NO_CHOICES: lambda reply: reply.reply.without_verdict,
+    FaultKind.WRONG_MODEL: lambda reply: reply.reply.of_another_model,
+    FaultKind.INVALID_UTF8: lambda reply: reply.reply.invalid_utf8,
+    FaultKind.TRUNCATED_JSON: lambda reply: reply.reply.cuttable[: len(reply.reply.cuttable) // 2],
+}
+"""Bodies of replies with status 200."""

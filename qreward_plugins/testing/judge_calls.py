@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -208,7 +208,7 @@ def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
     raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
 
 
-def dump_verdict(verdict: Mapping[str, object]) -> str:
+def dump_verdict(verdict: object) -> str:
     """The verdict as JSON, with `NaN` and `Infinity` where there are any (orjson would make them null)."""
     return json.dumps(verdict, ensure_ascii=False)
 
@@ -249,6 +249,57 @@ class Completion:
                 "total_tokens": call.prompt_tokens + self.tokens,
             },
         }
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The body of a reply, and its faulty variants.
+
+    `fields` is the body as data, `body` the body if it is not `fields` as JSON. `empty` is a body without an answer as
+    data, `around` are the two ends of a huge body, and `model_key` is the key of the model.
+    """
+
+    fields: Any
+    empty: Any
+    around: tuple[bytes, bytes]
+    body: bytes | None = None
+    model_key: str = "model"
+
+    @property
+    def good(self) -> bytes:
+        return self.cuttable if self.body is None else self.body
+
+    @property
+    def cuttable(self) -> bytes:
+        """A good body of which no prefix is a valid reply."""
+        return _dumped(self.fields)
+
+    @property
+    def without_verdict(self) -> bytes:
+        return _dumped(self.empty)
+
+    @property
+    def of_another_model(self) -> bytes:
+        fields = self.fields
+        return _dumped({**fields, self.model_key: OTHER_MODEL} if isinstance(fields, dict) else fields)
+
+    @property
+    def invalid_utf8(self) -> bytes:
+        whole = self.cuttable
+        return whole[:-1] + (b', "note": "\xff\xfe"}' if whole.endswith(b"}") else b', "\xff\xfe"]')
+
+
+def _dumped(fields: Any) -> bytes:
+    """JSON with `NaN` and `Infinity`, which some servers send."""
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a reply to one request: its completion tokens, and the body of the n-th reply with it."""
+
+    tokens: int
+    reply: Callable[[JudgeCall, int], Forms]
 
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 529: "overloaded_error"}

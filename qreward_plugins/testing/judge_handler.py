@@ -18,12 +18,12 @@ from aiohttp import web
 
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
 from .faulty_replies import FaultInput, Written, play, sent_status
-from .judge_calls import Answer, JudgeCall, Refused, duration
+from .judge_calls import Answer, Content, JudgeCall, Refused, duration
 from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import RewardCall
 from .report import Tally, Violation
-from .routes import Content, Route, Routes
+from .routes import Route, Routes
 from .streamed_replies import stream
 
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]

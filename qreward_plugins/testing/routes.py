@@ -9,23 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from typing import Protocol as Interface
 
 from .faults import FaultKind
-from .faulty_replies import ReplyForms
-from .faulty_scores import faulty_score
-from .faulty_verdicts import faulty_verdict
+from .faulty_answers import faulty_verdict
 from .judge_calls import (
     Answer,
     Completion,
+    Content,
     JudgeCall,
     Refused,
     as_verdict,
     dump_verdict,
 )
-from .protocols import PROTOCOLS, Framed, Protocol
-from .protocols.reward_models import WIRES, RewardCall, read_rewards, rewards_of
-from .scores import as_score, read_score_call
+from .protocols import PROTOCOLS, Protocol
+from .protocols.reward_models import WIRES, RewardCall, read_rewards, reward_content
+from .scores import read_score_call, score_content
 from .streamed_replies import wants_stream
 
 CHAT_PATH = "/v1/chat/completions"
@@ -35,19 +33,6 @@ _GENERATE = ":generateContent"
 _STREAM = ":streamGenerateContent"
 _SSE = "sse"
 _VERSIONS = ("/v1beta", "/v1")
-
-
-class Content(Interface):
-    """The content of a reply to one request."""
-
-    @property
-    def tokens(self) -> int:
-        """Its completion tokens."""
-        ...
-
-    def reply(self, call: JudgeCall, number: int) -> ReplyForms:
-        """The body of the `number`-th reply."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -120,7 +105,8 @@ class Routes:
 
     def _route(self, protocol: Protocol, model: str = "", *, is_stream: bool = False) -> Route:
         def content(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None) -> Content:
-            return Framed(_completion(call, answers[0], fault), protocol)
+            completion = _completion(call, answers[0], fault)
+            return Content(completion.tokens, partial(protocol.reply, completion))
 
         return Route(lambda body: protocol.read(body, self._models, model), content, protocol, is_stream)
 
@@ -133,7 +119,4 @@ def _completion(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Com
 
 
 def _scores(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None) -> Content:
-    if isinstance(call, RewardCall):
-        return rewards_of(call, answers, fault)
-    score = as_score(answers[0])
-    return score if fault is None or fault.stage != "verdict" else faulty_score(fault, score)
+    return reward_content(call, answers, fault) if isinstance(call, RewardCall) else score_content(answers[0], fault)

@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from .faults import FaultKind
+from .faulty_answers import faulty_score
 from .judge_calls import (
-    OTHER_MODEL,
     Answer,
+    Content,
+    Forms,
     JudgeCall,
     Refused,
     check_messages,
@@ -75,76 +78,21 @@ def read_score_call(body: bytes, model: str) -> ScoreCall:
     return ScoreCall(model, prompt, fields, response, label)
 
 
-@dataclass(frozen=True)
-class Score:
-    """The reply to a scoring request: `text` is its body, `value` its value for faults to change."""
-
-    text: str
-    value: Answer
-
-    @property
-    def tokens(self) -> int:
-        """Always 0: a score has no tokens."""
-        return 0
-
-    def reply(self, call: JudgeCall, number: int) -> ScoreReply:
-        """The reply with it."""
-        return ScoreReply(self.text, self.value)
-
-
-@dataclass(frozen=True)
-class ScoreReply:
-    """The body of a reply with a score, and its faulty variants.
-
-    The first half of a number is a number, too. So a truncated reply is a truncated mapping.
-    """
-
-    text: str
-    value: Answer
-
-    @property
-    def good(self) -> bytes:
-        return _encoded(self.text)
-
-    @property
-    def cuttable(self) -> bytes:
-        return _encoded(dump_verdict(self._mapping()))
-
-    @property
-    def without_verdict(self) -> bytes:
-        return b"{}"
-
-    @property
-    def of_another_model(self) -> bytes:
-        return _encoded(dump_verdict({**self._mapping(), "model": OTHER_MODEL}))
-
-    @property
-    def invalid_utf8(self) -> bytes:
-        return self.cuttable[:-1] + b', "rationale": "\xff\xfe"}'
-
-    @property
-    def around_filler(self) -> tuple[bytes, bytes]:
-        return b'{"score": 1.0, "rationale": "', b'"}'
-
-    def _mapping(self) -> dict[str, object]:
-        if isinstance(self.value, Mapping):
-            return dict(self.value) or {"score": 1.0}
-        return {"score": self.value}
-
-
-def as_score(answer: Answer) -> Score:
+def score_content(answer: Answer, fault: FaultKind | None) -> Content:
     """The reply for a scorer's answer: a number, a mapping, or a text that is sent unchanged.
 
-    Raises `TypeError` for an answer of another type. NaN and infinity pass, because some services send them.
+    The first half of a number is a number, too. So the forms that faults cut are mappings. Raises `TypeError` for an
+    answer of another type. NaN and infinity pass, because some services send them.
     """
-    if isinstance(answer, str):
-        return Score(answer, answer)
-    if isinstance(answer, Mapping):
-        return Score(dump_verdict(answer), answer)
-    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-        return Score(json.dumps(answer), answer)
-    raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+    if fault is not None and fault.stage == "verdict":
+        text = faulty_score(fault, answer)
+    elif isinstance(answer, str):
+        text = answer
+    elif isinstance(answer, Mapping) or (isinstance(answer, (int, float)) and not isinstance(answer, bool)):
+        text = dump_verdict(answer)
+    else:
+        raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
+    fields = (dict(answer) or {"score": 1.0}) if isinstance(answer, Mapping) else {"score": answer}
+    around = (b'{"score": 1.0, "rationale": "', b'"}')
+    forms = Forms(fields, {}, around, text.encode("utf-8", "surrogatepass"))
+    return Content(0, lambda call, number: forms)

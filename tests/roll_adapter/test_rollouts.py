@@ -10,9 +10,9 @@ import pytest
 from qreward_plugins import Sample
 from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.testing import RollDataProto
+from qreward_plugins.testing.generation import WordTokenizer
 from qreward_plugins.testing.roll.protocol import torch
 from qreward_plugins.testing.roll.rollout_loop import response_batch
-from qreward_plugins.testing.tokenizer import WordTokenizer
 from roll_adapter.rollouts import is_streamed, prompt_of, to_samples
 
 TOKENIZER = WordTokenizer()

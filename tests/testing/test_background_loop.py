@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qreward_plugins.testing.background_loop import BackgroundLoop
+from qreward_plugins.testing.fake_trainer import BackgroundLoop
 
 NAME = "background-loop-of-a-test"
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from qreward_plugins.testing import RollDataProto
+from qreward_plugins.testing.generation import WordTokenizer
 from qreward_plugins.testing.roll.generation import RollDataset, collate, encode_row
 from qreward_plugins.testing.roll.protocol import torch
-from qreward_plugins.testing.tokenizer import WordTokenizer
 from tests.kit import each_of
 
 

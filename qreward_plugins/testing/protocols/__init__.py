@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .anthropic import Anthropic
-from .base import Events, Framed, Protocol
+from .base import Events, Protocol
 from .chat import Chat
 from .gemini import Gemini
 from .responses import Responses
@@ -15,4 +15,4 @@ PROTOCOLS: Mapping[str, Protocol] = {
 }
 """The protocols by name."""
 
-__all__ = ["PROTOCOLS", "Events", "Framed", "Protocol"]
+__all__ = ["PROTOCOLS", "Events", "Protocol"]

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any, ClassVar
 
-from ..judge_calls import Completion, JudgeCall, Refused
+from ..judge_calls import Completion, Forms, JudgeCall, Refused
 from .base import (
     Events,
-    Forms,
     Protocol,
     around,
     as_message,
@@ -106,7 +105,7 @@ class Anthropic(Protocol):
             },
         }
         filler = {"type": "message", "stop_reason": "end_turn", "content": [{"type": "text", "text": "FILLER"}]}
-        return Forms(fields, {"content": []}, around(filler))
+        return Forms(fields, {**fields, "content": []}, around(filler))
 
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         def named(kind: str, **fields: Any) -> bytes:

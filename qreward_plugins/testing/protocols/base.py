@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import orjson
 
-from ..judge_calls import OTHER_MODEL, Completion, JudgeCall, Refused, duration, error_body, read_object
+from ..judge_calls import Completion, Forms, JudgeCall, Refused, duration, error_body, read_object
 
 _CHARS_PER_TOKEN = 4
 
@@ -101,60 +101,6 @@ class Protocol(ABC):
         """Return the body of the list of models."""
         listed = [{"id": name, "object": "model", "created": 0, "owned_by": "qreward"} for name in models]
         return {"object": "list", "data": listed}
-
-
-@dataclass(frozen=True)
-class Forms:
-    """The body of a reply, and its faulty variants. `empty` are the fields without an answer, `model_key` is the key of
-    the model, `text_key` that of the text, and `around` is a reply around a text.
-    """
-
-    fields: Mapping[str, Any]
-    empty: Mapping[str, Any]
-    around: tuple[bytes, bytes]
-    model_key: str = "model"
-    text_key: str = "text"
-
-    @property
-    def good(self) -> bytes:
-        return orjson.dumps(self.fields)
-
-    @property
-    def cuttable(self) -> bytes:
-        return self.good
-
-    @property
-    def without_verdict(self) -> bytes:
-        return orjson.dumps({**self.fields, **self.empty})
-
-    @property
-    def of_another_model(self) -> bytes:
-        return orjson.dumps({**self.fields, self.model_key: OTHER_MODEL})
-
-    @property
-    def invalid_utf8(self) -> bytes:
-        start = f'"{self.text_key}":"'.encode()
-        return self.good.replace(start, start + b"\xff\xfe", 1)
-
-    @property
-    def around_filler(self) -> tuple[bytes, bytes]:
-        return self.around
-
-
-@dataclass(frozen=True)
-class Framed:
-    """A completion that is written in a protocol."""
-
-    completion: Completion
-    protocol: Protocol
-
-    @property
-    def tokens(self) -> int:
-        return self.completion.tokens
-
-    def reply(self, call: JudgeCall, number: int) -> Forms:
-        """The body of the `number`-th reply."""
-        return self.protocol.reply(self.completion, call, number)
 
 
 def words(text: str) -> frozenset[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge_calls import Completion, JudgeCall, read_call
-from .base import Events, Forms, Protocol, event, tokens_of
+from ..judge_calls import Completion, Forms, JudgeCall, read_call
+from .base import Events, Protocol, event, tokens_of
 
 _AROUND = (
     b'{"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": "',
@@ -23,7 +23,8 @@ class Chat(Protocol):
         return read_call(body, models)
 
     def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
-        return Forms(completion.body(call, number), {"choices": []}, _AROUND, text_key="content")
+        fields = completion.body(call, number)
+        return Forms(fields, {**fields, "choices": []}, _AROUND)
 
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         choice, usage = body["choices"][0], body["usage"]

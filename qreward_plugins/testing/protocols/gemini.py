@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..judge_calls import Completion, JudgeCall, Refused
+from ..judge_calls import Completion, Forms, JudgeCall, Refused
 from .base import (
     Events,
-    Forms,
     Protocol,
     around,
     as_message,
@@ -104,7 +103,7 @@ class Gemini(Protocol):
             del fields["candidates"]
             fields["promptFeedback"] = {"blockReason": "PROHIBITED_CONTENT"}
         filler = {"candidates": [{"content": {"parts": [{"text": "FILLER"}]}, "finishReason": "STOP"}]}
-        return Forms(fields, {"candidates": []}, around(filler), "modelVersion")
+        return Forms(fields, {**fields, "candidates": []}, around(filler), model_key="modelVersion")
 
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         head = {key: value for key, value in body.items() if key != "candidates"}

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge_calls import Completion, JudgeCall, Refused
+from ..judge_calls import Completion, Forms, JudgeCall, Refused
 from .base import (
     Events,
-    Forms,
     Protocol,
     around,
     as_message,
@@ -93,7 +92,8 @@ class Responses(Protocol):
                 "total_tokens": call.prompt_tokens + tokens,
             },
         }
-        return Forms(fields, {"output": []}, around({"status": "completed", "output": [_message(0, _text("FILLER"))]}))
+        filler = {"status": "completed", "output": [_message(0, _text("FILLER"))]}
+        return Forms(fields, {**fields, "output": []}, around(filler))
 
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         numbers = itertools.count()

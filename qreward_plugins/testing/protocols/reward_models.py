@@ -7,7 +7,6 @@ results.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,12 @@ from functools import cached_property
 from typing import Any
 
 from ..faults import FaultKind
-from ..faulty_verdicts import REFUSAL, prose_of
-from ..judge_calls import OTHER_MODEL, Answer, JudgeCall, Refused, check_messages, read_object, text_of
+from ..faulty_answers import PROSE, REFUSAL
+from ..judge_calls import Answer, Content, Forms, JudgeCall, Refused, check_messages, read_object, text_of
 from ..scores import ScoreCall
 from .base import known_model
+
+_AROUND = (b'{"object": "list", "data": [{"index": 0, "label": "', b'"}]}')
 
 Logits = Mapping[str, Any]
 """Numbers by label. A fault may put anything in the place of a number."""
@@ -60,67 +61,6 @@ class RewardCall(JudgeCall):
         return None
 
 
-@dataclass(frozen=True)
-class Rewards:
-    """The reply to a `RewardCall`. `logits` are those of its items."""
-
-    call: RewardCall
-    logits: Sequence[Logits]
-    fault: FaultKind | None
-
-    @property
-    def tokens(self) -> int:
-        """Always 0: a reward model writes no tokens."""
-        return 0
-
-    def reply(self, call: JudgeCall, number: int) -> RewardReply:
-        """The reply with it."""
-        wire = self.call.wire
-        assert wire is not None
-        results = [wire.result(logits) for logits in self.logits]
-        if wire.numbered:
-            results = [{"index": index, **result} for index, result in enumerate(results)]
-        if self.fault in _LISTS:
-            results = _LISTS[self.fault](results, wire.numbered)
-        return RewardReply(wire.fields(results, call.model, call.prompt_tokens))
-
-
-@dataclass(frozen=True)
-class RewardReply:
-    """The body of a reply, and its faulty variants."""
-
-    fields: Any
-
-    @property
-    def good(self) -> bytes:
-        # Python's JSON has NaN and Infinity, which some servers send.
-        return json.dumps(self.fields).encode()
-
-    @property
-    def cuttable(self) -> bytes:
-        return self.good
-
-    @property
-    def without_verdict(self) -> bytes:
-        return b'{"data": []}'
-
-    @property
-    def of_another_model(self) -> bytes:
-        if isinstance(self.fields, dict) and "model" in self.fields:
-            return json.dumps({**self.fields, "model": OTHER_MODEL}).encode()
-        return self.good
-
-    @property
-    def invalid_utf8(self) -> bytes:
-        if isinstance(self.fields, dict):
-            return self.good[:-1] + b', "note": "\xff\xfe"}'
-        return self.good[:-1] + b', "\xff\xfe"]'
-
-    @property
-    def around_filler(self) -> tuple[bytes, bytes]:
-        return b'{"object": "list", "data": [{"index": 0, "label": "', b'"}]}'
-
-
 def read_rewards(path: str, body: bytes, models: Sequence[str]) -> RewardCall | None:
     """Read a request for scores; None if no server of reward models at this path has its keys. Raises `Refused`."""
     fields = read_object(body)
@@ -137,18 +77,26 @@ def read_rewards(path: str, body: bytes, models: Sequence[str]) -> RewardCall | 
     return None
 
 
-def rewards_of(call: RewardCall, answers: Sequence[Answer], fault: FaultKind | None) -> Rewards:
-    """The content of the reply for the scorer's answers: a number is one logit, a mapping has a logit for each label.
+def reward_content(call: RewardCall, answers: Sequence[Answer], fault: FaultKind | None) -> Content:
+    """The reply for the scorer's answers: a number is one logit, a mapping has a logit for each label.
 
     Raises `TypeError` for other answers.
     """
-    assert call.wire is not None
+    wire = call.wire
+    assert wire is not None
     logits = [_logits(answer) for answer in answers]
-    if call.wire.activated(call.parameters):
+    if wire.activated(call.parameters):
         logits = [_activated(each) for each in logits]
     if fault is not None and fault in _VALUES:
         logits = [dict.fromkeys(logits[0], _VALUES[fault]), *logits[1:]]
-    return Rewards(call, logits, fault)
+    results = [wire.result(each) for each in logits]
+    if wire.numbered:
+        results = [{"index": index, **result} for index, result in enumerate(results)]
+    if fault in _LISTS:
+        results = _LISTS[fault](results, wire.numbered)
+    fields = wire.fields(results, call.items[0].model, call.prompt_tokens)
+    forms = Forms(fields, {"data": []}, _AROUND)
+    return Content(0, lambda call, number: forms)
 
 
 def _logits(answer: Answer) -> dict[str, Any]:
@@ -300,7 +248,7 @@ _VALUES: Mapping[FaultKind, object] = {
     FaultKind.CUT_OFF: "0.",
     FaultKind.REFUSAL: REFUSAL,
     FaultKind.REFUSAL_TEXT: REFUSAL,
-    FaultKind.PROSE: prose_of(1.0),
+    FaultKind.PROSE: PROSE.format(1.0),
     FaultKind.SCORE_NAN: math.nan,
     FaultKind.SCORE_INFINITE: math.inf,
     FaultKind.SCORE_STRING: "1.0",

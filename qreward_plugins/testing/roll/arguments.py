@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import flags as _flags
+from .. import fake_trainer as _shared
 
 DEFAULT_LOOP = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
 
@@ -133,7 +133,7 @@ class GeneratingArguments:
         return asdict(self)
 
 
-refuse_unknown = functools.partial(_flags.refuse_unknown, note=" ROLL itself ignores unknown keys.")
+refuse_unknown = functools.partial(_shared.refuse_unknown, note=" ROLL itself ignores unknown keys.")
 
 
 def path_of(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..held import HeldGenerations
+from ..generation import HeldGenerations
 from ..tensors import objects
 from .protocol import RollDataProto, torch
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..fake_trainer import FakeTrainer
-from ..tokenizer import WordTokenizer
+from ..generation import WordTokenizer
 from .arguments import DEFAULT_LOOP, batch_sizes, make_config, refuse_unknown
 from .estimates import reduce_metrics, train_batch
 from .generation import (

@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from omegaconf import OmegaConf
 
+from ..generation import WordTokenizer
 from ..tensors import objects
-from ..tokenizer import WordTokenizer
 from .protocol import RollDataProto, torch
 
 Reply: TypeAlias = Callable[[Sequence[Mapping[str, str]], random.Random], "str | None"]

@@ -13,10 +13,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..stand_in_modules import stand_in_modules
-from .hooks import DynamicFilterOutput, HookLoader
-from .metrics import rollout_step
-from .results import SlimeEvalOutput, SlimeRolloutOutput
-from .samples import SlimeSample
+from .rollout import load
+from .samples import DynamicFilterOutput, SlimeSample
+from .trainer import SlimeEvalOutput, SlimeRolloutOutput
 
 
 def _log(args: Namespace, metrics: dict[str, Any], step_key: str) -> None:
@@ -39,7 +38,7 @@ def _check_spread(args: Namespace, samples: list[SlimeSample], **_: Any) -> Dyna
 
 def _contents() -> dict[str, dict[str, Any]]:
     logging_utils = {"log": _log}
-    metric_utils = {"compute_rollout_step": rollout_step}
+    metric_utils = {"compute_rollout_step": lambda args, rollout_id: rollout_id}
     return {
         "slime": {},
         "slime.observability": {},  # the place on slime's main branch of what v0.3.1 has in slime.utils
@@ -58,7 +57,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         "slime.utils": {},
         "slime.utils.logging_utils": logging_utils,
         "slime.utils.metric_utils": metric_utils,
-        "slime.utils.misc": {"load_function": HookLoader().load},
+        "slime.utils.misc": {"load_function": load},
         "slime.utils.types": {"Sample": SlimeSample},
     }
 

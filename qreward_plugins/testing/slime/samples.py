@@ -1,7 +1,7 @@
-"""slime's `Sample`, field for field, for tests without slime.
+"""slime's `Sample` and the result of its dynamic filter, with slime's names, types and defaults (v0.3.1).
 
-Lists take the place of slime's tensors. The replays of top-p token ids and of routed experts are missing, because no
-reward hook uses them; their fields exist and stay None.
+Lists take the place of tensors. What no reward code reads is left out: speculative decoding, the prefix cache, and the
+replays of top-p token ids and of routed experts.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import enum
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 _FINISHED = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
 
 @dataclass
 class SlimeSample:
-    """slime's `Sample`: one rollout, with the names, types and defaults of slime v0.3.1.
+    """slime's `Sample`: one rollout.
 
     `index` counts all samples, `group_index` the prompts; both are None wherever slime leaves them None (`group_index`
     in an evaluation). `reward` is None until there is one. `loss_mask` has one 0 or 1 for each of the
@@ -33,22 +33,6 @@ class SlimeSample:
         ABORTED = "aborted"
         FAILED = "failed"
 
-    @dataclass
-    class SpecInfo:
-        """Counts of speculative decoding."""
-
-        spec_accept_token_num: int = 0
-        spec_draft_token_num: int = 0
-        spec_verify_ct: int = 0
-        completion_token_num: int = 0
-
-    @dataclass
-    class PrefixCacheInfo:
-        """Counts of the prefix cache, in tokens."""
-
-        cached_tokens: int = 0
-        total_prompt_tokens: int = 0
-
     group_index: int | None = None
     index: int | None = None
     rollout_id: int | None = None
@@ -56,8 +40,6 @@ class SlimeSample:
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
-    multimodal_train_input_id: str | None = None
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
     label: Any = None
@@ -65,9 +47,6 @@ class SlimeSample:
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
-    rollout_top_p_token_ids: list[int] | None = None
-    rollout_top_p_token_offsets: list[int] | None = None
-    rollout_routed_experts: list[list[int]] | None = None
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
@@ -77,8 +56,6 @@ class SlimeSample:
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
-    spec_info: SpecInfo = field(default_factory=SpecInfo)
-    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
     def get_reward_value(self, args: Namespace) -> Any:
         """The number that trains: the reward, or its entry `args.reward_key` if that is set.
@@ -96,78 +73,53 @@ class SlimeSample:
         self,
         args: Namespace | None = None,
         *,
-        tokens: Sequence[int] | None = None,
+        tokens: Sequence[int] = (),
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
         meta_info: Mapping[str, Any] | None = None,
-        text: str | None = None,
-        update_terminal_info: bool = True,
+        text: str = "",
     ) -> None:
         """Append tokens of the policy, or with `trainable=False` of a tool, and extend mask and log-probs.
 
         `meta_info` is from the inference engine. Its `finish_reason` ("stop", "length" or "abort", in a mapping
-        with the key `type`) sets the status. Raises `ValueError` for log-probs that are missing, superfluous or of
-        another length than the tokens, as slime does.
+        with the key `type`) sets the status. Raises `ValueError` if the policy's tokens have not one log-prob each, or
+        a tool's have any, as slime does.
         """
-        added = [int(token) for token in tokens or ()]
-        scores = None if log_probs is None else [float(score) for score in log_probs]
-        if scores is not None and len(scores) != len(added):
-            raise ValueError(f"{len(scores)} log_probs for {len(added)} tokens: give one for each token")
-        if added and trainable and scores is None:
-            raise ValueError("trainable response tokens need rollout log-probs: pass log_probs, or trainable=False")
-        if added and not trainable:
-            if scores is not None:
-                raise ValueError("tokens that are not trained have no rollout log-probs: omit log_probs")
-            scores = [0.0] * len(added)
-        self.response += text or ""
-        before = self.response_length
-        if added:
-            self.tokens = [*self.tokens, *added]
-            self.response_length += len(added)
-            self.loss_mask = [
-                *([1] * before if self.loss_mask is None else self.loss_mask),
-                *[int(trainable)] * len(added),
+        given = len(tokens) if log_probs is None and not trainable else 0 if log_probs is None else len(log_probs)
+        if given != len(tokens) or (log_probs and not trainable):
+            raise ValueError("one of log_probs for each trainable token, and none for others")
+        self.response += text
+        if tokens:
+            before = self.response_length
+            self.tokens = [*self.tokens, *tokens]
+            self.response_length += len(tokens)
+            mask = [1] * before if self.loss_mask is None else self.loss_mask
+            self.loss_mask = [*mask, *[int(trainable)] * len(tokens)]
+            self.rollout_log_probs = [
+                *(self.rollout_log_probs or [0.0] * before),
+                *(log_probs or [0.0] * len(tokens)),
             ]
-        if scores is not None:
-            if self.rollout_log_probs is None and trainable and before:
-                raise ValueError("this sample has response tokens without rollout_log_probs: none can be appended")
-            self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *scores]
-        if meta_info is not None and update_terminal_info and "finish_reason" in meta_info:
-            self._finish(meta_info)
-        for name, values in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
-            if values is not None and len(values) != self.response_length:
-                raise ValueError(f"{name} has {len(values)} entries for {self.response_length} response tokens")
-
-    def _finish(self, meta_info: Mapping[str, Any]) -> None:
-        self.prefix_cache_info.cached_tokens += meta_info.get("cached_tokens", 0)
-        self.prefix_cache_info.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
-        if "weight_version" in meta_info:
-            self.weight_versions.append(meta_info["weight_version"])
-        reason = meta_info["finish_reason"]["type"]
+        reason = ((meta_info or {}).get("finish_reason") or {}).get("type")
         if reason in _FINISHED:
             self.status = SlimeSample.Status(_FINISHED[reason])
 
-    def to_dict(self) -> dict[str, Any]:
-        """All attributes as plain data (those that a hook added too), as slime writes them to its debug files."""
-        return {
-            **vars(self),
-            "status": self.status.value,
-            "spec_info": dict(vars(self.spec_info)),
-            "prefix_cache_info": dict(vars(self.prefix_cache_info)),
-        }
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SlimeSample:
-        """The inverse of `to_dict`. Raises `KeyError` without a status, `ValueError` for an unknown one."""
-        plain = {
-            **data,
-            "status": cls.Status(data["status"]),
-            "spec_info": cls.SpecInfo(**data.get("spec_info", {})),
-            "prefix_cache_info": cls.PrefixCacheInfo(**data.get("prefix_cache_info", {})),
-        }
-        names = {entry.name for entry in fields(cls)}
-        sample = cls(**{name: value for name, value in plain.items() if name in names})
-        for name, value in plain.items():
-            if name not in names:
-                setattr(sample, name, value)
-        return sample
+Group: TypeAlias = "list[Any]"
+"""The samples of one prompt; lists of samples if a custom generate function fans out."""
+
+
+@dataclass
+class DynamicFilterOutput:
+    """The result of a dynamic sampling filter, as in slime's `slime.rollout.filter_hub.base_types`.
+
+    `keep_when_insufficient`: keep the group anyway if dropping it would need another round of prompts.
+    """
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+def flat(samples: Any) -> list[SlimeSample]:
+    """The samples of nested lists, in order."""
+    return [one for part in samples for one in flat(part)] if isinstance(samples, list) else [samples]

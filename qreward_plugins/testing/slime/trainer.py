@@ -2,7 +2,7 @@
 
 A mistake in a reward hook shows hours into a run: a None is a `TypeError` in post-processing, a NaN makes its whole
 group NaN, an exception ends the job. The stand-in makes the same calls in the same order and fails in the same way, in
-milliseconds, without slime, torch, Ray, Megatron, SGLang or a GPU.
+milliseconds, without slime, torch, Ray, Megatron, SGLang or a GPU; it needs numpy.
 
     with FakeSlimeTrainer(custom_rm_path="my_rewards.score", n_samples_per_prompt=4) as trainer:
         step = trainer.rollout()
@@ -16,15 +16,13 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from ..fake_trainer import FakeTrainer
-from ..flags import refuse_unknown
-from .advantages import sample_advantages, token_advantages
+from ..fake_trainer import FakeTrainer, refuse_unknown
 from .arguments import (
     DEFAULT_DATA_SOURCE,
     DEFAULT_ROLLOUT_FUNCTION,
@@ -33,16 +31,96 @@ from .arguments import (
     resolve_args,
     resolve_eval_dataset,
 )
-from .data import DEFAULT_PROMPTS, Row, SlimeDataSource, prompt_of
-from .engine import Hold, Respond, SlimeEngine, answer_by_chance
-from .hooks import Hook, HookLoader
-from .metrics import log_evaluation, log_rollout
-from .results import SlimeEvalOutput, SlimeEvaluation, SlimeRolloutOutput, SlimeStep
-from .rollout import RolloutRecord, SlimeRollout
-from .samples import SlimeSample
-from .train_data import check_rollout_ids, convert_samples, post_process_rewards
+from .generation import DEFAULT_PROMPTS, Hold, Respond, Row, SlimeDataSource, SlimeEngine, answer_by_chance, prompt_of
+from .rollout import Hook, RolloutRecord, SlimeRollout, load
+from .samples import Group, SlimeSample, flat
+from .training import (
+    check_rollout_ids,
+    convert_samples,
+    log_evaluation,
+    log_rollout,
+    post_process_rewards,
+    sample_advantages,
+    token_advantages,
+)
 
-_SHORTEST_S = 1e-9
+
+@dataclass
+class SlimeRolloutOutput:
+    """The result of slime's rollout function: groups, and metrics to log."""
+
+    samples: list[Group]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class SlimeEvalOutput:
+    """The result of slime's rollout function for an evaluation, by data set."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class SlimeStep:
+    """One rollout, from the samples to the trainer's batch. Lists for each sample are in the order of `samples`.
+
+    `groups` is the batch that the rollout function returned, `samples` the same flattened. `train_data` is slime's
+    batch for the trainer. `token_advantages` has a number for each token, `advantages` their mean over the trained
+    tokens, or None if none is trained; `training.py` says what is assumed of the model. Both are empty if a custom
+    conversion returns no rewards or no loss masks.
+
+    `metrics` are the logged metrics. `dropped` are the groups that the dynamic filter refused. `aborted` are the groups
+    that were running when the batch was full; they are discarded, or put back into the data source with partial
+    rollout. `lost_errors` are exceptions of rewards after the batch was full, which slime drops without a message.
+    `reward_calls` counts the calls of the reward function.
+    """
+
+    rollout_id: int
+    groups: list[Group]
+    samples: list[SlimeSample]
+    train_data: dict[str, Any]
+    token_advantages: list[list[float]]
+    advantages: list[float | None]
+    metrics: dict[str, Any]
+    dropped: list[Group]
+    aborted: list[Group]
+    lost_errors: list[BaseException]
+    reward_calls: int
+
+    @property
+    def raw_rewards(self) -> list[Any]:
+        """The rewards logged as `rollout/raw_reward`."""
+        return list(self.train_data["raw_reward"])
+
+    @property
+    def rewards(self) -> list[Any]:
+        """The rewards that train: post-processed."""
+        return list(self.train_data["rewards"])
+
+    @property
+    def loss_masks(self) -> list[list[int]]:
+        """One 0 or 1 for each token of the response."""
+        return list(self.train_data["loss_masks"])
+
+
+@dataclass(frozen=True)
+class SlimeEvaluation:
+    """One evaluation. `data` is slime's, after the log hook: rewards, truncated and samples for each data set."""
+
+    rollout_id: int
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any]
+
+    @property
+    def rewards(self) -> dict[str, list[Any]]:
+        """The rewards that are averaged, by data set."""
+        return {name: list(results["rewards"]) for name, results in self.data.items()}
+
+    @property
+    def samples(self) -> dict[str, list[SlimeSample]]:
+        """The samples, by data set."""
+        return {name: list(results["samples"]) for name, results in self.data.items()}
 
 
 class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
@@ -58,17 +136,16 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
 
     `prompts`: rows, each a prompt, a conversation, or `{"prompt": ..., "label": ..., "metadata": {...}}`.
     `eval_datasets`: for each name its rows, or `{"rows": rows}` with settings of its own: `custom_rm_path`,
-    `n_samples_per_eval_prompt`, `rm_type`, `max_response_len`, `custom_generate_function_path`, `metadata_overrides`...
+    `n_samples_per_eval_prompt`, `max_response_len`, `metadata_overrides`.
 
     `respond(sample, rng)` returns a response, or None if the engine aborted it; it may be async. A word is a token, and
     an end token follows. If `hold(sample)` is true, the generation waits for `release()`, or for the abort when the
     batch is full, which keeps the first half of its words. `seed` fixes all random numbers. `timeout_s` bounds one
     rollout or evaluation; with None it may wait for ever, as slime does.
 
-    Methods are for one thread, except `release`, `wait_until_held` and `until_aborted`. Leaving the context closes it.
-    Raises `TypeError` for an unknown flag, `ValueError` if slime would refuse to start, and the errors of importing
-    hooks that slime imports at startup. `slime_adapter.post_process` needs torch, so without torch it raises
-    `ImportError`.
+    Methods are for one thread, except `release` and `wait_until_held`. Leaving the context closes it. Raises
+    `TypeError` for an unknown flag, `NotImplementedError` for a flag that is not played, `ValueError` if slime would
+    refuse to start, and the errors of importing hooks that slime imports at startup.
     """
 
     def __init__(
@@ -88,32 +165,27 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         if qreward is not None:
             extra["qreward"] = qreward
         self.args: Namespace = resolve_args(flags, extra)
-        hook = self.args.custom_reward_post_process_path
-        if hook == "slime_adapter.post_process" and find_spec("torch") is None:
-            raise ImportError(f"custom_reward_post_process_path: {hook} needs torch. Run `pip install torch`.")
-        self._loader = HookLoader()
         self._engine = SlimeEngine(respond, hold, seed)
-        self._state = SlimeRollout(self.args, self._loader, self._engine)
+        self._state = SlimeRollout(self.args, self._engine)
         # slime awaits all rewards on one loop, of rollouts and of evaluations alike (slime/utils/async_utils.py).
         super().__init__("fake-slime-rollout", "fake-slime-manager", self._engine.held, timeout_s)
         self._logged: dict[str, Any] = {}
         self._steps = itertools.count()
-        self.args.qreward_aborted = lambda: self._state.aborted
+        self.args.qreward_aborted = lambda: self._engine.aborted
         self.args.qreward_log = self._log
         self.args.qreward_generate_rollout = self.generate_rollout
         self.args.eval_datasets = [
             _eval_dataset(self.args, name, given) for name, given in (eval_datasets or {}).items()
         ]
-        self.args.qreward_data_source = lambda args: SlimeDataSource(args, self._loader, prompts)
+        self.args.qreward_data_source = lambda args: SlimeDataSource(args, prompts)
         # slime makes it before it loads other hooks.
         path = self.args.data_source_path
-        own = path == DEFAULT_DATA_SOURCE
-        self.data_source = (self.args.qreward_data_source if own else self._loader.load(path))(self.args)
+        self.data_source = (self.args.qreward_data_source if path == DEFAULT_DATA_SOURCE else load(path))(self.args)
         self._generate = self._startup(self.args.rollout_function_path)
         self._evaluate = self._startup(self.args.eval_function_path)
         self._post_process = self._startup(self.args.custom_reward_post_process_path) or post_process_rewards
         self._convert = self._startup(self.args.custom_convert_samples_to_train_data_path) or self._default_conversion
-        self._record: RolloutRecord | None = None
+        self._record = RolloutRecord()
 
     def rollout(self, rollout_id: int | None = None) -> SlimeStep:
         """One step: a batch of scored groups, logged, post-processed and made ready for training.
@@ -123,39 +195,29 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         """
         number = next(self._steps) if rollout_id is None else rollout_id
         self._begin(number)
-        self._record = None
-        self._state.rewards_pending_max = self._state.rewards_pending
-        calls_before = self._state.reward_calls
-        started_s = time.monotonic()
+        self._record = RolloutRecord()
+        calls_before, started_s = self._state.reward_calls, time.monotonic()
         output: Any = self._generate(self.args, number, self.data_source, evaluation=False)
-        record = self._record or RolloutRecord()
         groups = getattr(output, "samples", output)
-        metrics = getattr(output, "metrics", None)
         check_rollout_ids(groups)
-        samples: list[Any] = list(groups)
-        while isinstance(samples[0], list):
-            samples = list(itertools.chain.from_iterable(samples))
-        took_s = max(time.monotonic() - started_s, _SHORTEST_S)
-        logged = log_rollout(self.args, self._loader, number, samples, metrics, took_s)
+        samples = flat(groups)
+        metrics = getattr(output, "metrics", None)
+        logged = log_rollout(self.args, number, samples, metrics, time.monotonic() - started_s)
         train_data = self._convert(self.args, samples)
-        rewards: Any = train_data.get("rewards")
-        masks: Any = train_data.get("loss_masks")
-        has_advantages = rewards is not None and masks is not None
-        tokens = token_advantages(self.args, rewards, masks) if has_advantages else []
+        rewards, masks = train_data.get("rewards"), train_data.get("loss_masks")
+        tokens = [] if rewards is None or masks is None else token_advantages(self.args, rewards, masks)
         return SlimeStep(
             rollout_id=number,
             groups=groups,
             samples=samples,
             train_data=train_data,
             token_advantages=tokens,
-            advantages=sample_advantages(tokens, masks) if has_advantages else [],
+            advantages=sample_advantages(tokens, masks or []),
             metrics={**logged, **self._logged},
-            dropped=record.dropped,
-            aborted=record.aborted,
-            surplus=record.surplus,
-            lost_errors=record.lost_errors,
+            dropped=self._record.dropped,
+            aborted=self._record.aborted,
+            lost_errors=self._record.lost_errors,
             reward_calls=self._state.reward_calls - calls_before,
-            rewards_pending_max=self._state.rewards_pending_max,
         )
 
     def start_rollout(self, rollout_id: int | None = None) -> Future[SlimeStep]:
@@ -167,7 +229,7 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         self._begin(rollout_id)
         output: Any = self._evaluate(self.args, rollout_id, self.data_source, evaluation=True)
         data = getattr(output, "data", output)
-        logged = log_evaluation(self.args, self._loader, rollout_id, data, getattr(output, "metrics", None))
+        logged = log_evaluation(self.args, rollout_id, data, getattr(output, "metrics", None))
         return SlimeEvaluation(rollout_id=rollout_id, data=data, metrics={**logged, **self._logged})
 
     def generate_rollout(
@@ -181,17 +243,13 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
             self._record = record = self._run(self._state.rollout(data_source.get_samples))
         finally:
             self._state.args = own
-        if args.partial_rollout and record.aborted:
+        if args.partial_rollout:
             data_source.add_samples(record.aborted)
         return SlimeRolloutOutput(record.groups, record.metrics)
 
     async def generate(self, args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
         """Let the engine write one response, for custom generate functions. In slime this is `POST /generate`."""
-        return await self._engine.generate(args, sample, dict(sampling_params), self._state.rollout_id)
-
-    async def until_aborted(self) -> None:
-        """Return after generation was aborted because the batch is full; for hooks that play a slow judge."""
-        await self._engine.until_aborted()
+        return await self._engine.generate(args, sample, sampling_params, self._state.rollout_id)
 
     def _begin(self, rollout_id: int) -> None:
         self._logged = {}
@@ -200,7 +258,7 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
     def _startup(self, path: str | Hook | None) -> Any:
         if path == DEFAULT_ROLLOUT_FUNCTION:
             return self.generate_rollout
-        return None if path is None else self._loader.load(path)
+        return None if path is None else load(path)
 
     def _default_conversion(self, args: Namespace, samples: list[SlimeSample]) -> dict[str, Any]:
         raw_rewards, rewards = self._post_process(args, samples)
@@ -226,5 +284,4 @@ def _eval_dataset(args: Namespace, name: str, given: Sequence[Row] | Mapping[str
     if not isinstance(given, Mapping):
         given = {"rows": given}
     refuse_unknown(given, ("rows", *EVAL_DATASET_KEYS), f"the eval data set {name!r}")
-    settings = {key: value for key, value in given.items() if key != "rows"}
-    return resolve_eval_dataset(args, name, [prompt_of(row) for row in given["rows"]], settings)
+    return resolve_eval_dataset(args, name, [prompt_of(row) for row in given["rows"]], given)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ..held import HeldGenerations
+from ..generation import HeldGenerations
 
 
 @dataclass(frozen=True)

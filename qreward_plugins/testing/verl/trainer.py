@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig
 
 from ..fake_trainer import FakeTrainer
-from ..tokenizer import WordTokenizer
+from ..generation import WordTokenizer
 from .actors import FakeRay
 from .base import Setup, Values
 from .batch_contract import VERSIONS

@@ -20,10 +20,10 @@ import torch
 from roll.distributed.scheduler import generate_scheduler, user_defined_rollout_loop
 from roll.distributed.scheduler.protocol import DataProto
 
+from qreward_plugins.testing.generation import WordTokenizer
 from qreward_plugins.testing.roll import estimates, rollout_loop
 from qreward_plugins.testing.roll.generation import collate, encode_row
 from qreward_plugins.testing.roll.protocol import RollDataProto
-from qreward_plugins.testing.tokenizer import WordTokenizer
 
 from . import rollouts
 

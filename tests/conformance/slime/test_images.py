@@ -12,7 +12,7 @@ import pytest
 
 from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import SlimeSample
-from qreward_plugins.testing.slime.data import prompt_of
+from qreward_plugins.testing.slime.generation import prompt_of
 from slime_adapter.samples import to_sample
 
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
-from qreward_plugins.testing.tokenizer import WordTokenizer
+from qreward_plugins.testing.generation import WordTokenizer
 
 from .agreement import note
 from .runs import CONFIGURATIONS, CPU, EXPERIMENTAL, RECORDER, recipe

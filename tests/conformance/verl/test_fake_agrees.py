@@ -537,7 +537,7 @@ def test_a_batch_that_is_scored_at_once(monkeypatch, scores):
 def test_verls_naive_manager(kind):
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 
-    from qreward_plugins.testing.tokenizer import WordTokenizer
+    from qreward_plugins.testing.generation import WordTokenizer
     from qreward_plugins.testing.verl.reward_managers import NaiveRewardManager
 
     def number(data_source, solution_str, ground_truth, extra_info):

@@ -1,0 +1,151 @@
+"""slime's data source with its buffer of unfinished groups, and a fake inference engine.
+
+The engine writes responses at once unless the test holds them. So a test chooses which generations are slow, and every
+run is the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import random
+import zlib
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from ..fake_trainer import refuse_unknown
+from ..generation import HeldGenerations
+from .samples import Group, SlimeSample
+
+Row: TypeAlias = "str | list[dict[str, Any]] | Mapping[str, Any] | SlimeSample"
+"""A prompt, a conversation, `{"prompt": ..., "label": ..., "metadata": {...}, "images": [...]}`, or a sample. Images
+are Pillow images, as slime has them after it has read a row."""
+
+Respond: TypeAlias = Callable[[SlimeSample, random.Random], "str | Awaitable[str | None] | None"]
+Hold: TypeAlias = Callable[[SlimeSample], bool]
+
+DEFAULT_PROMPTS: tuple[dict[str, str], ...] = tuple(
+    {"prompt": f"What is {number} + {number + 1}?", "label": str(2 * number + 1)} for number in range(1, 17)
+)
+END_TOKEN = 0
+
+
+def prompt_of(row: Row) -> SlimeSample:
+    """Turn a row of a data set into a sample. Raises `TypeError` for a key that a row does not have."""
+    if isinstance(row, SlimeSample):
+        return copy.deepcopy(row)
+    if isinstance(row, str | list):
+        return SlimeSample(prompt=copy.deepcopy(row))
+    refuse_unknown(row, ("prompt", "label", "metadata", "images"), "a row of prompts")
+    if "prompt" not in row:
+        raise TypeError(f"a row of prompts needs a 'prompt': {dict(row)!r:.200}")
+    own = copy.deepcopy(dict(row))
+    # What slime keeps of a row if there is a processor (slime/utils/processing_utils.py: `process_vision_info`).
+    inputs = {"images": own["images"] or None, "videos": None} if "images" in own else None
+    return SlimeSample(
+        prompt=own["prompt"], label=own.get("label"), metadata=own.get("metadata") or {}, multimodal_inputs=inputs
+    )
+
+
+class SlimeDataSource:
+    """Groups of `n_samples_per_prompt` samples: first those put back, then new ones from the prompts, round and round.
+
+    `buffer` holds the groups that were put back. It is what slime's hooks get as `data_source`.
+    """
+
+    def __init__(self, args: Namespace, rows: Iterable[Row]) -> None:
+        self.args = args
+        self.buffer: list[Group] = []
+        self.metadata: dict[str, Any] = {}
+        self._prompts = [prompt_of(row) for row in rows]
+        if not self._prompts:
+            raise ValueError("prompts is empty: slime would wait for ever for a batch")
+        self._new = enumerate(itertools.cycle(self._prompts))
+        self._index = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """`num_samples` groups."""
+        taken, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
+        return taken + [self._group() for _ in range(num_samples - len(taken))]
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Put groups back. Raises `AssertionError` for one that is not whole."""
+        size = self.args.n_samples_per_prompt
+        for group in samples:
+            assert len(group) == size, f"a group must have n_samples_per_prompt = {size} samples, not {len(group)}"
+            self.buffer.append(group)
+
+    def get_buffer_length(self) -> int:
+        """How many groups wait in the buffer."""
+        return len(self.buffer)
+
+    def _group(self) -> Group:
+        number, prompt = next(self._new)
+        group = [copy.deepcopy(prompt) for _ in range(self.args.n_samples_per_prompt)]
+        for sample in group:
+            sample.group_index, sample.index = number, next(self._index)
+        return group
+
+
+def tokens_of(text: str) -> list[int]:
+    """One token a word, stable between processes; never `END_TOKEN`."""
+    return [1 + zlib.crc32(word.encode()) % 50_000 for word in text.split()]
+
+
+def answer_by_chance(sample: SlimeSample, rng: random.Random) -> str:
+    """The default response: the label or, with equal chance, another answer."""
+    right = rng.random() < 0.5
+    return f"The answer is {sample.label if right else rng.randrange(100, 1000)}"
+
+
+class SlimeEngine:
+    """Plays `/generate` with seeded responses, and aborts.
+
+    `respond` returns the text of a generation, or None if the engine aborted it; it may be async. A generation for
+    which `hold` is true is held after its text is written.
+    """
+
+    def __init__(self, respond: Respond, hold: Hold | None, seed: int) -> None:
+        self.held: HeldGenerations[SlimeSample] = HeldGenerations()
+        """Generations that wait for the test to release them."""
+        self.aborted = False
+        """Set when the batch is full: held generations keep the first half of their words."""
+        self._respond, self._hold, self._seed = respond, hold, seed
+
+    async def generate(
+        self, args: Namespace, sample: SlimeSample, sampling_params: Mapping[str, Any], rollout_id: int
+    ) -> SlimeSample:
+        """Append to the response of `sample`. Raises `AssertionError` if it is finished."""
+        assert sample.status in (SlimeSample.Status.PENDING, SlimeSample.Status.ABORTED), f"status {sample.status}"
+        scope = (self._seed, rollout_id, sample.group_index, sample.index, sample.prompt)
+        text: Any = self._respond(sample, random.Random("/".join(map(str, scope))))
+        text = await text if inspect.isawaitable(text) else text
+        sample.tokens = sample.tokens or tokens_of(str(sample.prompt)) or [END_TOKEN]
+        words = (text or "").split()
+        reason = "abort" if text is None else "stop"
+        held = text is not None and self._hold is not None and self._hold(sample)
+        if held and (self.aborted or not await self.held.wait(sample)):
+            reason, words = "abort", words[: len(words) // 2]
+        tokens = tokens_of(" ".join(words)) + [END_TOKEN] * (reason == "stop")
+        limit = sampling_params.get("max_new_tokens")
+        if limit is not None and len(tokens) > (left := max(limit - sample.response_length, 0)):
+            reason, tokens, words = "length", tokens[:left], words[:left]
+        whole = reason == "stop" and text is not None
+        sample.append_response_tokens(
+            args,
+            tokens=tokens,
+            log_probs=[0.0] * len(tokens),
+            text=" " * bool(sample.response and words) + (text if whole else " ".join(words)),
+            meta_info={"finish_reason": {"type": reason}},
+        )
+        return sample
+
+    def abort(self) -> None:
+        """End held generations, and hold no further one."""
+        self.aborted = True
+        self.held.abort()

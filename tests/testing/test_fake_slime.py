@@ -1,0 +1,623 @@
+"""The fake slime trainer: which hooks are called with what, where scores go, what failures do, what training gets."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import itertools
+import math
+import sys
+import threading
+from concurrent.futures import CancelledError, Future
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from qreward_plugins.testing import DynamicFilterOutput, FakeSlimeTrainer, SlimeSample, slime_stand_in
+from qreward_plugins.testing.slime.training import pass_rates
+from slime_adapter.aborts import finished
+from slime_adapter.hooks import FilterOutput
+from tests.kit import each_of
+
+Status = SlimeSample.Status
+SMALL = {"rollout_batch_size": 2, "n_samples_per_prompt": 3, "respond": lambda sample, rng: "x y"}
+REWARDS = (0.0, 1.0, 5.0, 2.0, 2.0, 2.0)
+
+
+async def parity(args, sample):
+    return float(sample.index % 2)
+
+
+def in_turn(*rewards):
+    async def reward(args, sample):
+        return rewards[sample.index % len(rewards)]
+
+    return reward
+
+
+def step_with(*rewards, **flags):
+    with FakeSlimeTrainer(**{"custom_rm_path": in_turn(*rewards), **SMALL, **flags}) as trainer:
+        return trainer.rollout()
+
+
+def numbers(groups):
+    return [group[0].group_index for group in groups]
+
+
+@each_of(
+    ("given", "error", "message"),
+    [
+        ({"custom_rm": 1}, TypeError, "no 'custom_rm': did you mean 'custom_rm_path'"),
+        ({"n_sample_per_prompt": 1}, TypeError, "did you mean 'n_samples_per_prompt'"),
+        ({"eval_datasets": {"e": {"rows": [], "custom_rm": 1}}}, TypeError, "did you mean 'custom_rm_path'"),
+        ({"prompts": [{"prompt": "x", "labels": "1"}]}, TypeError, "did you mean 'label'"),
+        ({"prompts": [{"label": "1"}]}, TypeError, "needs a 'prompt'"),
+        ({"prompts": []}, ValueError, "prompts is empty"),
+        ({"advantage_estimator": "gpro"}, ValueError, "is one of grpo"),
+        ({"advantage_estimator": "reinforce_plus_plus"}, ValueError, "normalize_advantages"),
+        ({"over_sampling_batch_size": 2}, ValueError, "below rollout_batch_size"),
+        ({"rollout_batch_size": 0}, ValueError, "1 or more"),
+        ({"rm_type": "math"}, NotImplementedError, "rm_type=math is not played by FakeSlimeTrainer"),
+        ({"kl_coef": 0.1}, NotImplementedError, "kl_coef=0.1 is not played"),
+        ({"buffer_filter_path": "my.filter"}, NotImplementedError, "buffer_filter_path=my.filter is not played"),
+        ({"custom_reward_post_process_path": "no_such_module.hook"}, ModuleNotFoundError, "no_such_module"),
+        ({"custom_reward_post_process_path": "json.no_such"}, AttributeError, "no_such"),
+        ({"custom_reward_post_process_path": "json:dumps"}, ValueError, "Empty module name"),
+    ],
+)
+def test_what_slime_would_not_start_with_and_what_is_not_played_is_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        FakeSlimeTrainer(**given)
+
+
+def test_a_file_of_the_users_makes_attributes_that_override_flags(tmp_path):
+    tree = {"qreward": {"judges": {}}, "reward_key": "score"}
+    args = FakeSlimeTrainer(custom_config_path=tree, reward_key="other").args
+    assert (args.qreward, args.reward_key) == (tree["qreward"], "score")
+    file = tmp_path / "custom.yaml"
+    file.write_text("qreward:\n  judges: {}\n")
+    assert FakeSlimeTrainer(custom_config_path=str(file)).args.qreward == {"judges": {}}
+
+
+def test_a_batch_has_the_groups_of_the_first_prompts_in_order():
+    prompts = [{"prompt": "a", "label": "1", "metadata": {"k": 1}}, "b", SlimeSample(prompt="c")]
+    with FakeSlimeTrainer(**{**SMALL, "custom_rm_path": parity, "prompts": prompts}) as trainer:
+        step, again = trainer.rollout(), trainer.rollout()
+    assert [sample.index for sample in step.samples] == [0, 1, 2, 3, 4, 5]
+    assert [sample.prompt for sample in again.samples] == ["c"] * 3 + ["a"] * 3
+    first = step.samples[0]
+    assert (first.prompt, first.label, first.metadata) == ("a", "1", {"k": 1})
+    assert (first.response, first.response_length, first.status) == ("x y", 3, Status.COMPLETED)
+    assert first.metadata is not step.samples[1].metadata
+    assert step.raw_rewards == [0.0, 1.0] * 3
+    assert (step.rollout_id, again.rollout_id, step.reward_calls) == (0, 1, 6)
+
+
+def test_the_same_seed_gives_the_same_responses():
+    def responses(seed):
+        with FakeSlimeTrainer(custom_rm_path=parity, seed=seed) as trainer:
+            return [sample.response for _ in range(2) for sample in trainer.rollout().samples]
+
+    assert responses(3) == responses(3) != responses(4)
+    assert len(set(responses(3))) > 8
+
+
+def test_a_response_longer_than_allowed_is_truncated():
+    def respond(sample, rng):
+        return " ".join(["w"] * (1 + sample.index))
+
+    step = step_with(1.0, respond=respond, rollout_max_response_len=3, rollout_batch_size=1)
+    assert [sample.status for sample in step.samples] == [Status.COMPLETED, Status.COMPLETED, Status.TRUNCATED]
+    assert (step.samples[2].response, step.train_data["truncated"]) == ("w w w", [0, 0, 1])
+    assert step.metrics["rollout/truncated_ratio"] == pytest.approx(1 / 3)
+
+
+def test_what_a_reward_raises_comes_out_once_and_cancels_the_rest(caplog):
+    down, cancelled = [True], []
+
+    async def reward(args, sample):
+        if not down[0]:
+            return 1.0
+        if sample.index in (4, 5):
+            raise ConnectionError("the judge is down")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(sample.index)
+
+    with FakeSlimeTrainer(custom_rm_path=reward, eval_datasets={"e": ["p"] * 5}, **SMALL) as trainer:
+        for play in (trainer.rollout, trainer.evaluate):
+            with pytest.raises(ConnectionError, match="judge is down"):
+                play()
+            assert sorted(cancelled) == [0, 1, 2, 3]
+            cancelled.clear()
+        down[0] = False
+        assert trainer.rollout().raw_rewards == [1.0] * 6
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+@each_of(
+    ("flags", "error", "message"),
+    [
+        ({"custom_rm_path": None}, NotImplementedError, "custom_rm_path"),
+        ({"custom_rm_path": "no_such_module.reward"}, ModuleNotFoundError, "no_such_module"),
+        ({"custom_rm_path": lambda args, sample: 1.0}, TypeError, "await"),
+        ({"custom_rm_path": in_turn(1.0, None)}, TypeError, "must be real number, not NoneType"),
+        ({"custom_rm_path": in_turn({"score": 1.0}, {"score": 2.0})}, TypeError, "not dict"),
+        ({"custom_rm_path": in_turn({"score": 1.0}), "reward_key": "scoer"}, KeyError, "scoer"),
+        ({"custom_rm_path": in_turn(1.0), "reward_key": "score"}, TypeError, "not subscriptable"),
+        ({"custom_rm_path": parity, "respond": lambda s, rng: None if s.index == 2 else "x"}, TypeError, "NoneType"),
+    ],
+)
+def test_a_reward_that_cannot_train_ends_the_run(flags, error, message):
+    with FakeSlimeTrainer(**{**SMALL, **flags}) as trainer, pytest.raises(error, match=message):
+        trainer.rollout()
+
+
+def test_rewards_run_at_once_on_one_loop_and_a_time_out_says_what_is_missing():
+    loops = []
+
+    async def reward(args, sample):
+        loops.append((asyncio.get_running_loop(), threading.current_thread()))
+        await asyncio.Event().wait()
+
+    hold = {"hold": lambda sample: sample.index == 0}
+    with (
+        FakeSlimeTrainer(custom_rm_path=reward, timeout_s=0.2, **SMALL, **hold) as trainer,
+        pytest.raises(TimeoutError, match="5 reward calls are pending and 1 generations are held"),
+    ):
+        trainer.rollout()
+    assert len(set(loops)) == 1
+    assert loops[0][1] is not threading.current_thread()
+
+
+def test_the_group_reward_is_called_once_a_group_and_a_short_list_leaves_none():
+    calls = []
+
+    async def reward(args, samples):
+        calls.append([sample.index for sample in samples])
+        return [float(place) for place in range(len(samples) - args.missing)]
+
+    flags = {**SMALL, "custom_rm_path": reward, "group_rm": True}
+    with FakeSlimeTrainer(**flags, custom_config_path={"missing": 0}) as trainer:
+        assert trainer.rollout().raw_rewards == [0.0, 1.0, 2.0] * 2
+    assert calls == [[0, 1, 2], [3, 4, 5]]
+    with FakeSlimeTrainer(**flags, custom_config_path={"missing": 1}) as trainer, pytest.raises(TypeError):
+        trainer.rollout()
+
+
+def fan_out(with_id):
+    async def generate(args, sample, sampling_params):
+        parts = []
+        for number in (1, 2):
+            part = SlimeSample(group_index=sample.group_index, index=sample.index, prompt=sample.prompt)
+            part.rollout_id = sample.index if with_id else None
+            part.append_response_tokens(args, tokens=[1] * number, log_probs=[0.0] * number, text="x")
+            part.status = Status.COMPLETED
+            parts.append(part)
+        return parts
+
+    return generate
+
+
+def test_a_generation_that_fans_out_is_rewarded_with_a_list():
+    async def reward(args, samples):
+        return [float(len(samples))] * len(samples)
+
+    flags = {**SMALL, "custom_rm_path": reward, "eval_datasets": {"e": ["p"]}}
+    with FakeSlimeTrainer(**flags, custom_generate_function_path=fan_out(True)) as trainer:
+        step = trainer.rollout()
+        assert [[len(parts) for parts in group] for group in step.groups] == [[2, 2, 2]] * 2
+        assert step.raw_rewards == [2.0] * 12
+        assert step.train_data["rollout_mask_sums"] == [3] * 12
+        assert trainer.evaluate().rewards == {"e": [2.0] * 2}
+    with (
+        FakeSlimeTrainer(**flags, custom_generate_function_path=fan_out(False)) as trainer,
+        pytest.raises(AssertionError, match="rollout_id"),
+    ):
+        trainer.rollout()
+
+
+def test_a_custom_generate_function_may_fill_the_reward_and_ask_for_evaluation():
+    asked = []
+
+    async def generate(args, sample, sampling_params, evaluation=False):
+        asked.append(evaluation)
+        made = await trainer.generate(args, sample, sampling_params)
+        made.reward = 9.0 if sample.index == 0 else None
+        return made
+
+    flags = {**SMALL, "rollout_batch_size": 1, "custom_rm_path": parity, "eval_datasets": {"e": ["p"]}}
+    with FakeSlimeTrainer(**flags, custom_generate_function_path=generate) as trainer:
+        step = trainer.rollout()
+        trainer.evaluate()
+    assert (step.raw_rewards, step.reward_calls, asked) == ([9.0, 1.0, 0.0], 2, [False] * 3 + [True])
+
+
+def test_a_filter_drops_groups_and_others_are_generated():
+    def no_odd_groups(args, group):
+        assert all(sample.reward is not None for sample in group)
+        return FilterOutput(keep=group[0].group_index % 2 == 0, reason="odd")
+
+    step = step_with(1.0, dynamic_sampling_filter_path=no_odd_groups)
+    assert (numbers(step.groups), numbers(step.dropped)) == ([0, 2], [1, 3])
+    assert step.metrics["rollout/dynamic_filter/drop_odd"] == 2
+
+    def reluctant(args, group):
+        return DynamicFilterOutput(keep=False, keep_when_insufficient=True)
+
+    step = step_with(1.0, dynamic_sampling_filter_path=reluctant, over_sampling_batch_size=4)
+    assert (numbers(step.groups), numbers(step.dropped)) == ([2, 3], [0, 1])
+    # Another object counts by its truth, whatever its fields say.
+    answers = itertools.chain([SimpleNamespace(keep=False), False], itertools.repeat(True))
+    assert numbers(step_with(1.0, dynamic_sampling_filter_path=lambda *_: next(answers)).groups) == [0, 2]
+
+
+def test_a_custom_rollout_function_may_wrap_that_of_slime_or_return_plain_lists():
+    def wrapped(args, rollout_id, data_source, evaluation=False):
+        output = args.qreward_generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
+        output.metrics["rollout/mine"] = rollout_id
+        return output
+
+    def plain(args, rollout_id, data_source, evaluation=False):
+        groups = data_source.get_samples(2)
+        for sample in [sample for group in groups for sample in group]:
+            sample.reward = 1.0
+            sample.append_response_tokens(args, tokens=[1], log_probs=[0.0], text="x")
+        return groups
+
+    with FakeSlimeTrainer(custom_rm_path=parity, rollout_function_path=wrapped) as trainer:
+        assert trainer.rollout(5).metrics["rollout/mine"] == 5
+    assert step_with(rollout_function_path=plain).raw_rewards == [1.0] * 6
+
+
+def late(sample):
+    return sample.group_index >= 2 and sample.status is Status.PENDING
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_held_generations_are_aborted_when_the_batch_is_full_and_go_on_with_partial_rollout(partial):
+    flags = {"over_sampling_batch_size": 4, "hold": late, "partial_rollout": partial}
+    words = {"respond": lambda sample, rng: "a b c d"}
+    with FakeSlimeTrainer(**{**SMALL, **words, "custom_rm_path": parity, **flags}) as trainer:
+        first = trainer.rollout()
+        assert (numbers(first.groups), numbers(first.aborted), first.reward_calls) == ([0, 1], [2, 3], 6)
+        sample = first.aborted[0][0]
+        assert (sample.status, sample.response, sample.reward) == (Status.ABORTED, "a b", None)
+        assert trainer.data_source.get_buffer_length() == (2 if partial else 0)
+        if partial:
+            second = trainer.rollout()
+            assert numbers(second.groups) == [2, 3]
+            finished = second.samples[0]
+            assert (finished.response, finished.status) == ("a b a b c d", Status.COMPLETED)
+            assert (finished.response_length, finished.metadata) == (7, {"start_rollout_id": 0})
+        with pytest.raises(AssertionError, match="n_samples_per_prompt = 3 samples, not 1"):
+            trainer.data_source.add_samples([[SlimeSample()]])
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("outcome", ["late", "raises", "none"])
+def test_slime_waits_for_pending_rewards_after_the_abort(outcome, partial):
+    calls = []
+
+    async def reward(args, sample):
+        calls.append(sample.index)
+        if sample.group_index == 2:
+            assert not await finished(args, Future())
+        if sample.index == 7 and outcome == "raises":
+            raise ConnectionError("late")
+        return None if sample.index == 7 and outcome == "none" else 1.0
+
+    flags = {"custom_rm_path": reward, "over_sampling_batch_size": 3, "partial_rollout": partial}
+    with FakeSlimeTrainer(**SMALL, **flags) as trainer:
+        if outcome == "raises" and partial:
+            with pytest.raises(ConnectionError, match="late"):
+                trainer.rollout()
+            return
+        step = trainer.rollout()
+        assert not trainer.args.qreward_aborted()
+        if outcome == "raises":
+            assert ([str(error) for error in step.lost_errors], step.aborted) == (["late"], [])
+            return
+        assert [sample.reward for sample in step.aborted[0]] == [1.0, None if outcome == "none" else 1.0, 1.0]
+        if not partial:
+            return
+        if outcome == "none":
+            with pytest.raises(AssertionError, match="sample 7 is finished and has no reward"):
+                trainer.rollout()
+        else:
+            assert numbers(trainer.rollout().groups)[0] == 2
+            assert calls.count(7) == 1
+
+
+def test_with_group_rm_an_aborted_group_is_rewarded_when_it_is_whole():
+    calls = []
+
+    async def reward(args, samples):
+        calls.append([sample.index for sample in samples])
+        return [1.0] * len(samples)
+
+    flags = {"group_rm": True, "over_sampling_batch_size": 3, "partial_rollout": True}
+    hold = {"hold": lambda sample: sample.index == 7 and sample.status is Status.PENDING}
+    with FakeSlimeTrainer(custom_rm_path=reward, **SMALL, **flags, **hold) as trainer:
+        trainer.rollout()
+        assert calls == [[0, 1, 2], [3, 4, 5]]
+        trainer.rollout()
+    assert calls.count([6, 7, 8]) == 1
+
+
+def test_a_test_may_act_while_the_rollout_runs():
+    with FakeSlimeTrainer(custom_rm_path=parity, **SMALL, hold=lambda sample: True) as trainer:
+        running = trainer.start_rollout()
+        trainer.wait_until_held(6)
+        with pytest.raises(TimeoutError, match="6 generations were held"):
+            trainer.wait_until_held(7, timeout_s=0.01)
+        assert trainer.release(lambda sample: sample.index < 3) == 3
+        trainer.wait_until_held(3)
+        assert trainer.release() == 3
+        assert running.result(20).raw_rewards == [0.0, 1.0] * 3
+
+
+@each_of(
+    ("flags", "expected"),
+    [
+        *[({"advantage_estimator": name}, "divided") for name in ("grpo", "gspo", "cispo")],
+        ({"grpo_std_normalization": False}, "centred"),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True}, "centred"),
+        ({"advantage_estimator": "ppo"}, "raw"),
+        ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, "raw"),
+        ({"rewards_normalization": False}, "raw"),
+    ],
+)
+def test_rewards_are_normalised_as_the_estimator_wants(flags, expected):
+    deviation = math.sqrt((4 + 1 + 9) / 2) + 1e-6
+    rewards = {
+        "raw": list(REWARDS),
+        "centred": [-2.0, -1.0, 3.0, 0.0, 0.0, 0.0],
+        "divided": [-2 / deviation, -1 / deviation, 3 / deviation, 0.0, 0.0, 0.0],
+    }
+    step = step_with(*REWARDS, **flags)
+    assert step.rewards == pytest.approx(rewards[expected])
+    assert step.raw_rewards == list(REWARDS)
+    if expected == "divided":
+        assert step.advantages == pytest.approx(step.rewards)
+        assert step.token_advantages[2] == [step.advantages[2]] * 3
+
+
+def test_with_another_count_the_whole_batch_is_one_group_and_one_sample_is_normalised_to_nothing():
+    def cut(args, rollout_id, data_source, evaluation):
+        output = args.qreward_generate_rollout(args, rollout_id, data_source, evaluation)
+        output.samples[-1].pop()
+        return output
+
+    step = step_with(0, 0, 3, 6, 6, grpo_std_normalization=False, rollout_function_path=cut)
+    assert step.rewards == [-3.0, -3.0, 0.0, 3.0, 3.0]
+    assert step_with(1.0, 2.0, n_samples_per_prompt=1).rewards == [0.0, 0.0]
+
+
+def remove(*indices):
+    def chosen(args, groups):
+        for sample in [sample for group in groups for sample in group]:
+            sample.remove_sample = sample.index in indices
+
+    return {"rollout_sample_filter_path": chosen}
+
+
+def test_a_removed_sample_has_no_loss_but_stays_in_the_statistics_of_its_group():
+    step = step_with(*REWARDS, **remove(2), grpo_std_normalization=False)
+    assert step.rewards == [-2.0, -1.0, 3.0, 0.0, 0.0, 0.0]
+    assert step.loss_masks[2] == [0, 0, 0]
+    assert step.advantages == [-2.0, -1.0, None, 0.0, 0.0, 0.0]
+    poisoned = step_with(0.0, math.nan, 1.0, 0.0, 1.0, 2.0, **remove(1))
+    assert [math.isnan(reward) for reward in poisoned.rewards] == [True] * 3 + [False] * 3
+    assert poisoned.advantages[1] is None
+    whitened = step_with(math.nan, 1.0, 2.0, **remove(0), advantage_estimator="ppo", normalize_advantages=True)
+    assert all(math.isnan(value) for value in whitened.advantages[1:3])
+
+
+def test_estimators_that_use_the_last_token():
+    step = step_with(*REWARDS, advantage_estimator="ppo", gamma=0.5, lambd=0.5)
+    assert step.token_advantages[2] == [5 / 16, 5 / 4, 5.0]
+    whitened = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
+    step = step_with(0.0, 1.0, 5.0, **whitened, gamma=0.5)
+    tokens = [reward * discount for reward in (0, 1, 5) for discount in (0.25, 0.5, 1.0)] * 2
+    mean = sum(tokens) / 18
+    deviation = math.sqrt(sum((token - mean) ** 2 for token in tokens) / 17)
+    flat = [value for row in step.token_advantages for value in row]
+    assert flat == pytest.approx([(token - mean) / deviation for token in tokens], abs=1e-5)
+    with pytest.raises(AssertionError, match="index 1 is fully masked"):
+        step_with(*REWARDS, **whitened, **remove(1))
+    with pytest.raises(ValueError, match="no token"):
+        step_with(*REWARDS, normalize_advantages=True, **remove(*range(6)))
+    assert step_with(*REWARDS, **remove(*range(6))).advantages == [None] * 6
+
+
+def test_the_key_chooses_what_trains_and_another_what_an_evaluation_averages():
+    flags = {"custom_rm_path": in_turn({"score": 1.0, "strict": 0.0, "cause": "late"}), "eval_datasets": {"e": ["p"]}}
+    with FakeSlimeTrainer(**SMALL, **flags, reward_key="score", log_reward_category="cause") as trainer:
+        step = trainer.rollout()
+        assert step.raw_rewards == [1.0] * 6
+        assert (step.metrics["rollout/error_cat/late"], step.metrics["rollout/zero_std/count_1.0"]) == (1.0, 2)
+        assert trainer.evaluate().rewards == {"e": [1.0]}
+    with FakeSlimeTrainer(**SMALL, **flags, reward_key="score", eval_reward_key="strict") as trainer:
+        assert trainer.evaluate().rewards == {"e": [0.0]}
+
+
+def test_hooks_replace_post_processing_and_conversion():
+    def post_process(args, samples):
+        return [10.0] * len(samples), [float(sample.index) for sample in samples]
+
+    step = step_with(*REWARDS, custom_reward_post_process_path=post_process)
+    assert (step.raw_rewards, step.rewards) == ([10.0] * 6, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    with pytest.raises(AssertionError, match="1 rewards for 6 samples"):
+        step_with(*REWARDS, custom_reward_post_process_path=lambda args, samples: ([1.0] * 6, [1.0]))
+    step = step_with(*REWARDS, custom_convert_samples_to_train_data_path=lambda args, samples: {"n": len(samples)})
+    assert (step.train_data, step.advantages) == ({"n": 6}, [])
+
+
+def test_the_log_hook_adds_numbers_or_takes_over():
+    def log(rollout_id, args, samples, extra_metrics, rollout_time):
+        extra_metrics["rollout/qreward/failed"] = len(samples)
+        args.qreward_log(args, {"rollout/direct": 1}, step_key="rollout/step")
+        return rollout_id == 1
+
+    with FakeSlimeTrainer(**SMALL, custom_rm_path=parity, custom_rollout_log_function_path=log) as trainer:
+        first, second = trainer.rollout(), trainer.rollout()
+    assert (first.metrics["rollout/qreward/failed"], first.metrics["rollout/response_len/mean"]) == (6, 3.0)
+    assert second.metrics == {"rollout/direct": 1}
+
+
+def test_an_evaluation_scores_each_data_set_by_its_own_reward_and_the_log_hook_changes_what_is_averaged():
+    seen = []
+
+    async def two(args, sample):
+        seen.append((sample.prompt, sample.index, sample.group_index, sample.metadata))
+        return 2.0 if sample.index else 4.0
+
+    def log(rollout_id, args, data, extra_metrics):
+        assert extra_metrics is None
+        data["plain"]["rewards"] = data["plain"]["rewards"][:1]
+        return rollout_id == 6
+
+    special = {
+        "rows": [{"prompt": "r", "metadata": {"k": 1}}],
+        "custom_rm_path": two,
+        "n_samples_per_eval_prompt": 3,
+        "metadata_overrides": {"split": "test"},
+        "max_response_len": 2,
+    }
+    flags = {"eval_datasets": {"plain": ["p", "q"], "special": special}, "custom_eval_rollout_log_function_path": log}
+    with FakeSlimeTrainer(**SMALL, custom_rm_path=parity, **flags) as trainer:
+        result = trainer.evaluate(5)
+        assert trainer.evaluate(6).metrics == {}
+    assert result.rewards == {"plain": [0.0], "special": [4.0, 2.0, 2.0]}
+    assert sorted(seen[:3]) == [("r", index, None, {"k": 1, "split": "test"}) for index in range(3)]
+    assert (result.metrics["eval/plain"], result.metrics["eval/special"]) == (0.0, pytest.approx(8 / 3))
+    assert (result.metrics["eval/special/truncated_ratio"], result.metrics["eval/step"]) == (1.0, 5)
+
+
+def test_evaluation_with_group_rm_is_refused_unless_another_function_does_it():
+    async def polymorphic(args, sample):
+        return [1.0] * len(sample) if isinstance(sample, list) else 1.0
+
+    flags = {"custom_rm_path": polymorphic, "group_rm": True, "eval_datasets": {"e": ["p"]}}
+    with FakeSlimeTrainer(**flags) as trainer, pytest.raises(AssertionError, match="group_rm"):
+        trainer.evaluate()
+    with slime_stand_in(), FakeSlimeTrainer(**flags, eval_function_path="slime_adapter.eval_rollout") as trainer:
+        assert trainer.evaluate().rewards == {"e": [1.0]}
+
+
+def test_pass_rates():
+    assert pass_rates([1, 0, 0, 0, 1, 1, 0, 0], 4) == pytest.approx(
+        {"pass@1": 0.375, "pass@2": (0.5 + 5 / 6) / 2, "pass@4": 1.0}
+    )
+    assert pass_rates([1, 0], 1) == {}
+    with pytest.raises(AssertionError, match="no whole groups"):
+        pass_rates([1, 0, 1], 2)
+    flags = {"eval_datasets": {"e": ["p", "q"]}, "log_passrate": True, "n_samples_per_eval_prompt": 2}
+    with FakeSlimeTrainer(custom_rm_path=parity, **flags) as trainer:
+        metrics = trainer.evaluate().metrics
+    assert (metrics["eval/e-pass@1"], metrics["eval/e-pass@2"]) == (0.5, 1.0)
+
+
+def test_closing_ends_what_runs_and_leaves_nothing_behind():
+    trainer = FakeSlimeTrainer(custom_rm_path=parity, hold=lambda sample: True)
+    running = trainer.start_rollout()
+    trainer.wait_until_held(16)
+    trainer.close()
+    trainer.close()
+    with pytest.raises(CancelledError):
+        running.result(20)
+    for play in (trainer.rollout, trainer.start_rollout):
+        with pytest.raises(RuntimeError, match="closed"):
+            play()
+    dropped = FakeSlimeTrainer(custom_rm_path=parity)
+    dropped.rollout()
+    del dropped
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fake-slime")]
+
+
+def test_tokens_of_a_tool_are_not_trained():
+    sample = SlimeSample()
+    sample.append_response_tokens(tokens=[1, 2], log_probs=[-1.0, -2.0], text="ab")
+    sample.append_response_tokens(tokens=[3], trainable=False, text="tool")
+    reason = {"finish_reason": {"type": "length"}}
+    sample.append_response_tokens(tokens=[4], log_probs=[-3.0], text="c", meta_info=reason)
+    assert (sample.response, sample.tokens, sample.loss_mask) == ("abtoolc", [1, 2, 3, 4], [1, 1, 0, 1])
+    assert sample.rollout_log_probs == [-1.0, -2.0, 0.0, -3.0]
+    assert (sample.status, sample.effective_response_length) == (Status.TRUNCATED, 3)
+    for options in ({}, {"log_probs": []}, {"log_probs": [0.0], "trainable": False}):
+        with pytest.raises(ValueError, match="one of log_probs for each"):
+            SlimeSample().append_response_tokens(tokens=[1], **options)
+
+
+HOOKS = """
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.logging_utils import log
+from slime.utils.metric_utils import compute_rollout_step
+from slime.utils.types import Sample
+
+async def score(args, sample: Sample) -> float:
+    assert isinstance(sample, Sample)
+    return float(sample.index % 8 // 4)
+
+def keep_ones(args, group: list[Sample]) -> DynamicFilterOutput:
+    return DynamicFilterOutput(keep=group[0].reward == 1.0, reason="zeros")
+
+def log_eval(rollout_id, args, data, extra_metrics):
+    log(args, {"eval/mine": 3, "eval/step": compute_rollout_step(args, rollout_id)}, step_key="eval/step")
+
+def evaluate(args, rollout_id, data_source, evaluation=True):
+    return generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("slime") is not None, reason="is for where slime is not installed")
+def test_hooks_that_import_from_slime_can_be_tested_without_it(tmp_path, monkeypatch):
+    (tmp_path / "hooks_that_import_slime.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = {
+        "custom_rm_path": "hooks_that_import_slime.score",
+        "dynamic_sampling_filter_path": "hooks_that_import_slime.keep_ones",
+    }
+    evaluation = {
+        "custom_eval_rollout_log_function_path": "hooks_that_import_slime.log_eval",
+        "eval_datasets": {"e": ["p"]},
+    }
+    with FakeSlimeTrainer(**flags) as trainer, pytest.raises(ModuleNotFoundError, match="slime"):
+        trainer.rollout()
+    with slime_stand_in() as needed:
+        evaluation["eval_function_path"] = "hooks_that_import_slime.evaluate"
+        with FakeSlimeTrainer(**flags, **evaluation) as trainer:
+            step, result = trainer.rollout(), trainer.evaluate(4)
+        with pytest.raises(ModuleNotFoundError, match=r"slime\.ray"):
+            importlib.import_module("slime.ray")
+    assert needed
+    assert (step.raw_rewards, step.metrics["rollout/dynamic_filter/drop_zeros"]) == ([1.0] * 16, 4)
+    assert (result.rewards, result.metrics["eval/mine"], result.metrics["eval/step"]) == ({"e": [0.0]}, 3, 4)
+    assert not [name for name in sys.modules if name.split(".")[0] == "slime"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("slime") is not None, reason="is for where slime is not installed")
+def test_slimes_own_filter_drops_groups_without_spread():
+    async def reward(args, sample):
+        return 0.5 if sample.group_index % 2 else float(sample.index % 2)
+
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    with slime_stand_in():
+        step = step_with(custom_rm_path=reward, dynamic_sampling_filter_path=path)
+    assert (numbers(step.groups), step.metrics["rollout/dynamic_filter/drop_zero_std_0.5"]) == ([0, 2], 2)
+
+
+def test_an_installed_slime_is_left_alone(monkeypatch):
+    module = ModuleType("slime.utils.types")
+    module.__spec__ = importlib.util.spec_from_loader(module.__name__, None)
+    for name in ("slime", "slime.utils", "slime.utils.types"):
+        monkeypatch.setitem(sys.modules, name, module)
+    with slime_stand_in() as needed:
+        assert sys.modules["slime.utils.types"] is module
+    assert not needed

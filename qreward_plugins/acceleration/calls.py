@@ -1,4 +1,4 @@
-"""The calls of one accelerated function in one event loop: its keys, each with a dispatcher and limits of its own.
+"""The calls of one accelerated function in one event loop: its keys, each with limits of its own.
 
 The first call binds it to the running event loop. When that loop is closed, the next call binds it to another one. The
 limits and what was learned are kept, because the calls still count.
@@ -14,29 +14,36 @@ import math
 import os
 import random
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
+from uuid import UUID
 
-from ..config import Price, load_config
+from ..config import load_config
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import Observers, with_names
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
-from ..scheduling import FAILED, Batch, Breaker, Call, ErrorShare, Upstream
+from ..scheduling import Breaker
 from ..sharing.channels import OpenedChannel, open_channel, source_keys
 from ..system.ray_actors import missing_ray, ray_is_up
-from .invocation import Invocation, Items, size_of
+from .call import FAILED, PendingCall
+from .limiter import ErrorShare, Group, Limiter
 from .limits import ANY_NUMBER, MOST_LEARNED, FunctionLimits
-from .options import Options
-from .pending import END_WITHIN_S, KeyedCalls, Pending, Raised, setter, shared_name
-from .source import CallableSource, Kind, loader_of
-from .statistics import AttemptStatistics, DebugLog, FunctionStatistics
+from .options import Kind, Options
+from .raised import Raised
+from .runner import FunctionRunner, loader_of
+from .statistics import DebugLog, FunctionStatistics, Tally
 
+END_WITHIN_S = 2.0
+"""Most seconds for which a cancelled call waits for its attempts."""
 KEYS_KEPT = 1024
 """Keys up to which one is kept for `idle_s`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
 _LOOKED_AT = 4
+_MOST_MEASURED = 32
 
 
 _process = object()
@@ -63,16 +70,13 @@ class FunctionCalls:
         loader = loader_of(function) if options.mode == "process" else None
         self._limits = FunctionLimits(kind, options)
         self._channel_key = _channel_key(options, function)
-        self.source = CallableSource(self.name, function, kind, loader=loader, slots=self._limits.places(options))
-        self._statistics = AttemptStatistics()
+        self._runner = FunctionRunner(self.name, function, kind, loader=loader, slots=self._limits.places(options))
         debug = [("debug log", DebugLog())] if options.debug else []
-        self._observers = Observers([self._statistics], [*with_names(options.observers), *debug])
+        self._observers = Observers(theirs=[*with_names(options.observers), *debug])
+        self._tally = Tally(self.name, self._observers)
         self._rng = random.Random(options.seed)
-        self._keys: OrderedDict[object, KeyedCalls] = OrderedDict()
-        self._ends: Counter[str] = Counter()
-        self._calls = 0
+        self._keys: OrderedDict[object, Limiter] = OrderedDict()
         self._sequence = itertools.count()
-        self._defaults = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._process = _process
         self._channel: OpenedChannel | None = None
@@ -81,7 +85,7 @@ class FunctionCalls:
 
     # Calls
 
-    def submit(
+    def pending(
         self,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -89,54 +93,51 @@ class FunctionCalls:
         *,
         on_end: Callable[[Any], None],
         skip: int = 0,
-        batches: dict[KeyedCalls, Batch] | None = None,
-        items: Callable[[Pending], Items] | None = None,
-    ) -> Pending:
-        """Submit a call. `on_end` is called with its value, or `Raised`, perhaps before this returns; not if it is
-        cancelled. `skip`: arguments that `key` and `size` do not get (`self`). `batches`: those that it joins, one for
-        each key; None: it is submitted alone. Raises what `key` and `size` raise.
+        groups: dict[Limiter, Group] | None = None,
+    ) -> PendingCall:
+        """Make a call, which `submit` has to follow. `on_end` is called with its value, or `Raised`; not if it is
+        cancelled. `skip`: arguments that `key` and `size` do not get (`self`). `groups`: those that it joins, one for
+        each key; None: it is alone. Raises what `key` and `size` raise.
         """
         loop = self.bind()
+        self._tally.calls += 1
         try:
             size = size_of(args[skip:], kwargs) if options.size is None else _size(options.size(*args[skip:], **kwargs))
-            keyed = self._keyed(args[skip:], kwargs, loop.time())
+            limiter = self._limiter(args[skip:], kwargs, loop.time())
         except Exception:
-            self._calls += 1
-            self._ended(FAILED)
+            self._tally.ends[FAILED] += 1
             raise
-        all_batches = keyed.dispatcher.batches
-        if batches is None:
-            batch = all_batches.of_singles(options.number)
-        elif keyed not in batches:
-            batch = batches[keyed] = all_batches.new((), priority=options.number)
+        number = next(self._sequence)
+        if groups is None:
+            if not limiter.calls:
+                limiter.singles = Group()
+            group = limiter.singles
         else:
-            batch = batches[keyed]
-        keyed.waiting += 1
-        self._calls += 1
-        invocation = Invocation(args, kwargs, options, size)
-        pending = Pending(keyed, invocation, all_batches.join(batch), on_leave=self._ended, on_end=on_end)
-        rules = options.rules
-        if items is not None:
-            invocation.items = items(pending)
-            rules = replace(rules, timeout_s=math.inf, hedges=0)
-        call = Call((self.name,), invocation.request, _value, name=self.name, rules=rules)
-        due_at = math.inf if options.deadline_s is None else loop.time() + options.deadline_s
-        job = keyed.dispatcher.submit(call, pending, member=pending.member, deadline_at=due_at)
-        if not pending.over:  # it was not refused at once
-            pending.job = job
-        return pending
+            group = groups.setdefault(limiter, Group(number))
+        return PendingCall(
+            args, kwargs, options, size, number=number, group=group, limiter=limiter, runner=self._runner,
+            rng=self._rng, tally=self._tally, on_end=on_end,
+        )  # fmt: skip
+
+    def submit(self, pending: Sequence[PendingCall]) -> None:
+        """Start the calls, the first ones by rank. Some may be over after this."""
+        for each in pending:
+            each.submit()
+        for limiter in {each.limiter: None for each in pending}:
+            limiter.go_soon()
 
     async def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options, *, skip: int = 0) -> Any:
         """Make a call; return its value, or `Raised`. Cancelling it cancels its attempts."""
+        result = asyncio.get_running_loop().create_future()
         try:
-            result = asyncio.get_running_loop().create_future()
-            pending = self.submit(args, kwargs, options, on_end=setter(result), skip=skip)
+            pending = self.pending(args, kwargs, options, on_end=setter(result), skip=skip)
         except Exception as error:
             return Raised(error, refused=True)
+        self.submit([pending])
         try:
             return await result
         except asyncio.CancelledError:
-            await pending.drop()
+            await pending.drop(END_WITHIN_S)
             raise
 
     async def call_all(
@@ -152,8 +153,8 @@ class FunctionCalls:
         """Make many calls as one batch; return the values, or `Raised`, in order. With `stop_at_error`, the others are
         cancelled when one has failed, and the list has only this `Raised`.
         """
-        batches: dict[KeyedCalls, Batch] = {}
-        pending: list[Pending | Raised] = []
+        groups: dict[Limiter, Group] = {}
+        calls: list[PendingCall | Raised] = []
         left = 1  # the submission itself
         over: asyncio.Future[Raised | None] = self.bind().create_future()
 
@@ -172,31 +173,29 @@ class FunctionCalls:
             for args in arguments:
                 left += 1
                 try:
-                    pending.append(self.submit(args, kwargs, options, on_end=ended, skip=skip, batches=batches))
+                    calls.append(self.pending(args, kwargs, options, on_end=ended, skip=skip, groups=groups))
                 except Exception as error:
-                    pending.append(Raised(error, refused=True))
+                    calls.append(Raised(error, refused=True))
                     if stop_at_error:
                         break
-            for keyed, batch in batches.items():
-                keyed.dispatcher.batches.seal(batch)
-            for refused in [each for each in pending if type(each) is Raised]:
+            self.submit([each for each in calls if isinstance(each, PendingCall)])
+            for refused in [each for each in calls if isinstance(each, Raised)]:
                 ended(refused)
             left -= 1
             if not left and not over.done():
                 over.set_result(None)
             if (failed := await over) is not None:
                 return [failed]
-            return [each if isinstance(each, Raised) else each.result for each in pending]
+            return [each if isinstance(each, Raised) else each.result for each in calls]
         finally:
             over.cancel()
             # All are dropped in one step, so that none of them begins meanwhile.
-            waiting = [each for each in pending if isinstance(each, Pending) and not each.over]
-            if tasks := [task for each in waiting for task in each.cancel()]:
+            if tasks := [task for each in calls if isinstance(each, PendingCall) for task in each.cancel()]:
                 await asyncio.wait(tasks, timeout=END_WITHIN_S)
 
     def defaulted(self) -> None:
         """Count a call that failed and returned its default."""
-        self._defaults += 1
+        self._tally.defaults += 1
 
     # The event loop, keys and limits
 
@@ -211,8 +210,7 @@ class FunctionCalls:
             # After a fork the calls and the workers belong to the parent.
             self._process = _process
             self._keys.clear()
-            loader = self.source._loader
-            self.source = CallableSource(self.name, self.function, self.kind, loader=loader, slots=self.source.slots)
+            self._runner = self._runner.forked()
         elif self._serves_another():
             raise EngineError(
                 f"{self.name} serves another event loop that is still open; await its `aclose()` there first, or "
@@ -221,8 +219,8 @@ class FunctionCalls:
         self._loop = loop
         # The channel of an earlier loop serves this one, too.
         self._channel = self._channel or self._open_channel()
-        for keyed in self._keys.values():
-            keyed.bind(self._rng, self._observers, self._channel, self._sequence)
+        for key, limiter in self._keys.items():
+            limiter.bind(self._channel, self._channel_key_of(key))
         return loop
 
     def retune(self, options: Options) -> None:
@@ -230,27 +228,18 @@ class FunctionCalls:
         self.options = options
         limits = self._limits.declared(options) if self._channel is not None else self._limits.here(options)
         now = self._loop.time() if self._loop is not None else 0.0
-        for keyed in self._keys.values():
-            upstream = keyed.upstream
+        for limiter in self._keys.values():
             if options.error_share is not None:
-                upstream.quota.learn_up_to(min(self._limits.places(options), MOST_LEARNED))
-            upstream.quota.retune(limits, now)
-            upstream.breaker.retune(options.failures_to_open, options.recovery_s)
-            upstream.error_share = None if options.error_share is None else ErrorShare(options.error_share)
+                limiter.quota.learn_up_to(min(self._limits.places(options), MOST_LEARNED))
+            limiter.quota.retune(limits, now)
+            limiter.breaker.retune(options.failures_to_open, options.recovery_s)
+            limiter.error_share = None if options.error_share is None else ErrorShare(options.error_share)
             if self._loop is not None and not self._loop.is_closed():
-                keyed.dispatcher.look_again()
+                limiter.go()
 
     def statistics(self) -> FunctionStatistics:
         """The counts so far."""
-        return FunctionStatistics.of(
-            self.name,
-            self._statistics,
-            [keyed.upstream for keyed in self._keys.values()],
-            now=0.0 if self._loop is None or self._loop.is_closed() else self._loop.time(),
-            calls=self._calls,
-            ends=self._ends,
-            defaults=self._defaults,
-        )
+        return self._tally.statistics(list(self._keys.values()))
 
     def window(self, options: Options) -> int:
         """Calls of a stream that are under way at once: enough to keep the function busy."""
@@ -262,11 +251,11 @@ class FunctionCalls:
         loop = asyncio.get_running_loop()
         if self._process is _process:
             if self._loop is loop:
-                await asyncio.gather(*(keyed.aclose() for keyed in self._keys.values()))
+                await asyncio.gather(*(limiter.aclose(END_WITHIN_S) for limiter in self._keys.values()))
                 await asyncio.gather(*self._forgetting, return_exceptions=True)
             if self._channel is not None:
                 await self._channel.aclose()
-            await self.source.aclose()
+            await self._runner.aclose()
             self._observers.close(loop.time())
         self._keys.clear()
 
@@ -274,27 +263,24 @@ class FunctionCalls:
         """Whether an earlier event loop may go on with calls of this function."""
         if self._loop is None or self._loop.is_closed():
             return False
-        return self._loop.is_running() or any(keyed.waiting for keyed in self._keys.values())
+        return self._loop.is_running() or any(limiter.calls for limiter in self._keys.values())
 
-    def _ended(self, reason: str) -> None:
-        self._ends[reason] += 1
-
-    def _keyed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: float) -> KeyedCalls:
+    def _limiter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: float) -> Limiter:
         key = None if self.options.key is None else self.options.key(*args, **kwargs)
         keys = self._keys
         try:
-            keyed = keys.get(key)
+            limiter = keys.get(key)
         except TypeError:
             raise TypeError(f"{self.name}: key returned {type(key).__name__}, which is not hashable") from None
-        if keyed is None:
-            keyed = keys[key] = self._open(key)
+        if limiter is None:
+            limiter = keys[key] = self._open(key)
         if self.options.key is not None:
             keys.move_to_end(key)
-            self._forget_idle(now, keyed)
-        keyed.used_at = now
-        return keyed
+            self._forget_idle(now, limiter)
+        limiter.used_at = now
+        return limiter
 
-    def _forget_idle(self, now: float, used: KeyedCalls) -> None:
+    def _forget_idle(self, now: float, used: Limiter) -> None:
         """Forget keys that are idle. A few of them, in turn, are looked at in each call."""
         idle_s = max(
             self._limits.refilled_s(self.options), self.options.idle_s if len(self._keys) <= KEYS_KEPT else 0.0
@@ -307,13 +293,11 @@ class FunctionCalls:
                 self._keys.move_to_end(key)
                 continue
             del self._keys[key]
-            oldest.dispatcher.close()
-            if oldest.membership is not None:
-                closing = asyncio.get_running_loop().create_task(oldest.membership.aclose())
-                self._forgetting.add(closing)
-                closing.add_done_callback(self._forgetting.discard)
+            closing = asyncio.get_running_loop().create_task(oldest.aclose(END_WITHIN_S))
+            self._forgetting.add(closing)
+            closing.add_done_callback(self._forgetting.discard)
 
-    def _open(self, key: object) -> KeyedCalls:
+    def _open(self, key: object) -> Limiter:
         options = self.options
         quota: Quota
         if self._channel is not None:
@@ -325,15 +309,15 @@ class FunctionCalls:
             slots = ANY_NUMBER if most is None else None
             quota = Quota(self._limits.here(options), source=self.name, slots=slots, jitter_s=0.0, most_learned=most)
         breaker = Breaker(failures_to_open=options.failures_to_open, recovery_s=options.recovery_s)
-        upstream = Upstream(self.source, quota, timeout_s=math.inf, price=Price(), breaker=breaker)
-        if options.error_share is not None:
-            upstream.error_share = ErrorShare(options.error_share)
-        channel_key = self._channel_key
-        if key is not None and self._channel is not None:
-            channel_key += hashlib.sha256(shared_name(key).encode("utf-8", "replace")).hexdigest()[:16]
-        keyed = KeyedCalls(self.name, upstream, channel_key)
-        keyed.bind(self._rng, self._observers, self._channel, self._sequence)
-        return keyed
+        share = None if options.error_share is None else ErrorShare(options.error_share)
+        limiter = Limiter(self.name, quota, breaker, error_share=share, observers=self._observers)
+        limiter.bind(self._channel, self._channel_key_of(key))
+        return limiter
+
+    def _channel_key_of(self, key: object) -> str:
+        if key is None or self._channel is None:
+            return self._channel_key
+        return self._channel_key + hashlib.sha256(shared_name(key).encode("utf-8", "replace")).hexdigest()[:16]
 
     def _open_channel(self) -> OpenedChannel | None:
         shared = self.options.shared
@@ -344,15 +328,54 @@ class FunctionCalls:
         return open_channel(shared, has_rates=bool(limits.requests_per_minute or limits.tokens_per_minute))
 
 
-def _value(_: object, reply: Any) -> Any:
-    return reply.value
+def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    """The length of the texts and bytes among the arguments, also in a short list or mapping: what a call takes
+    mostly grows with it.
+    """
+    return sum(map(_length, args)) + (sum(map(_length, kwargs.values())) if kwargs else 0)
 
 
-def _size(value: Any) -> int:
+def _length(value: Any) -> int:
+    kind = type(value)
+    if kind is str or kind is bytes:
+        return len(value)
+    if kind is list or kind is tuple:
+        return sum(len(each) for each in value[:_MOST_MEASURED] if type(each) is str or type(each) is bytes)
+    if kind is dict and len(value) <= _MOST_MEASURED:
+        return sum(len(each) for each in value.values() if type(each) is str or type(each) is bytes)
+    return 0
+
+
+def _size(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"size must return a number, at least 0, not {value!r}")
-    # The scheduler counts in whole bytes; a size of 0.5 s must not become 0.
-    return 1 + int(value if isinstance(value, int) else 1000 * value)
+    return float(value)
+
+
+def shared_name(key: object) -> str:
+    """What all processes know a key by: the same text for equal keys. Raises `TypeError` for a key without one.
+
+    `repr` is no such text: that of an object may hold its address, and that of a set has no fixed order.
+    """
+    if isinstance(key, str):
+        return f"text {str.__str__(key)!r}"
+    if isinstance(key, (int, float)):
+        return f"number {int(key) if key == key // 1 else float(key)!r}"
+    if key is None or isinstance(key, (bytes, UUID, PurePath)):
+        return repr(key)
+    if isinstance(key, Enum):
+        return f"{type(key).__qualname__}.{key.name}"
+    if isinstance(key, tuple):
+        return f"({','.join(map(shared_name, key))})"
+    if isinstance(key, frozenset):
+        return f"{{{','.join(sorted(map(shared_name, key)))}}}"
+    if is_dataclass(key):
+        parts = (shared_name(getattr(key, field.name)) for field in fields(key) if field.compare)
+        return f"{type(key).__qualname__}({','.join(parts)})"
+    raise TypeError(
+        f"key returned {type(key).__qualname__}, which other processes cannot recognise; with `shared`, return a text, "
+        "a number, or a tuple of them"
+    )
 
 
 def _channel_key(options: Options, function: Any) -> str:
@@ -367,3 +390,14 @@ def _channel_key(options: Options, function: Any) -> str:
         module = os.path.realpath(getattr(sys.modules.get(module), "__file__", None) or module)
     name = f"{module}.{getattr(function, '__qualname__', options.name)}"
     return "function " + hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def setter(future: asyncio.Future[Any]) -> Callable[[Any], None]:
+    """Return what sets the result of a future, unless that was cancelled."""
+
+    def set_result(result: Any) -> None:
+        # Not `set_exception`: a future refuses StopIteration, and logs an exception that is never read.
+        if not future.done():
+            future.set_result(result)
+
+    return set_result

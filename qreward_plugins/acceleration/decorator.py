@@ -14,8 +14,7 @@ from ..secrets import one_line
 from .calls import FunctionCalls
 from .functions import Accelerated, AsyncFunction, SyncFunction
 from .generators import AsyncGeneratorFunction, GeneratorFunction
-from .options import GivenOptions, Options, check_fit, options_of
-from .source import Kind
+from .options import GivenOptions, Kind, Options, check_fit, options_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

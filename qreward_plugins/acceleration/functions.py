@@ -23,9 +23,8 @@ from ..errors import ConfigurationError, Mistake
 from ..secrets import one_line
 from ..system.streams import End, Stream
 from .calls import FunctionCalls
-from .options import OF_THE_FUNCTION, RETUNABLE, UNSET, Options, check_fit, check_names
-from .pending import Raised
-from .source import Kind
+from .options import OF_THE_FUNCTION, RETUNABLE, UNSET, Kind, Options, check_fit, check_names
+from .raised import Raised
 from .statistics import FunctionStatistics, progress_of
 from .thread import loop_thread
 

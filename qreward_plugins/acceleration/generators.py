@@ -7,14 +7,16 @@ closed. After the first item an error is not retried, because an item cannot be 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Concatenate, Generic, TypeVar, overload
 
+import anyio
 from typing_extensions import ParamSpec, Self
 
+from .calls import END_WITHIN_S, setter
 from .functions import Accelerated, ServedInLoop, ServedInThread
-from .invocation import Items
-from .pending import Pending, Raised, setter
+from .raised import Raised
 from .thread import loop_thread
 
 P = ParamSpec("P")
@@ -22,27 +24,72 @@ Q = ParamSpec("Q")
 T = TypeVar("T")
 
 
+CLOSE_WITHIN_S = 2.0
+"""Most seconds for closing a generator that was left early."""
+
+
+class Items:
+    """The items of one call. No item is made before it is asked for, so a slow caller costs no memory.
+
+    `on_first` is called before the first item is passed on: from then on the call cannot be made again.
+    """
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self._on_first = on_first
+        self._asked = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._held: list[Any] = []
+        self._begun = False
+
+    async def fill(self, items: Any, limit_s: float | None) -> None:
+        """Draw `items` as they are asked for, each within `limit_s` seconds. Raises `TimeoutError`, and what they
+        raise.
+        """
+        try:
+            while True:
+                await self._asked.wait()
+                try:
+                    with anyio.fail_after(limit_s):
+                        item = await anext(items)
+                except StopAsyncIteration:
+                    return
+                if not self._begun:
+                    self._begun = True
+                    self._on_first()
+                self._asked.clear()
+                self._held.append(item)
+                self._arrived.set()
+        finally:
+            with anyio.move_on_after(CLOSE_WITHIN_S, shield=True), contextlib.suppress(AttributeError):
+                await items.aclose()
+
+    async def next(self, ended: asyncio.Future[Any]) -> tuple[Any, ...]:
+        """Return the next item as a tuple; an empty one if the call has `ended` without one."""
+        self._asked.set()
+        arrived = asyncio.ensure_future(self._arrived.wait())
+        try:
+            await asyncio.wait((arrived, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            arrived.cancel()
+        self._arrived.clear()
+        return (self._held.pop(),) if self._held else ()
+
+
 class _Generators(Accelerated):
     async def _iterate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncGenerator[Any, None]:
         bound = self._bound
-        items: list[Items] = []
-
-        def made(pending: Pending) -> Items:
-            items.append(Items(pending.begin))
-            return items[0]
-
         ended = asyncio.get_running_loop().create_future()
-        pending = self._calls.submit(
-            (*bound, *args), kwargs, self._options, on_end=setter(ended), skip=len(bound), items=made
-        )
+        pending = self._calls.pending((*bound, *args), kwargs, self._options, on_end=setter(ended), skip=len(bound))
+        items = pending.items = Items(pending.begin)
+        self._calls.submit([pending])
         try:
-            while found := await items[0].next(ended):
+            while found := await items.next(ended):
                 yield found[0]
             result = await ended
             if type(result) is Raised:
                 raise result.error
         finally:
-            await pending.drop()
+            await pending.drop(END_WITHIN_S)
 
 
 class AsyncGeneratorFunction(_Generators, ServedInLoop, Generic[P, T]):

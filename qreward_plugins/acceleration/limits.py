@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..config import Limits, load_config
 from ..errors import ConfigurationError, Mistake
 from ..sources.function import processors
-from .options import MOST_THREADS, Options
-from .source import Kind
+from .options import MOST_THREADS, Kind, Options
 
 THREADS = 32
 """Most threads of a sync function, by default."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
-import functools
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -14,10 +13,9 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 from ..config import Limits
 from ..config.nodes import PRIORITIES
-from ..errors import ConfigurationError, FunctionTimeout, Mistake
+from ..errors import ConfigurationError, Mistake
 from ..observers import Observer
 from ..observers.base import check as check_observers
-from ..scheduling import Rules
 from ..secrets import one_line
 from .option_checks import mistakes_of, rate_of
 
@@ -33,6 +31,8 @@ UNSET = Unset.UNSET
 RetryOn: TypeAlias = "type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]"
 Priority: TypeAlias = 'Literal["high", "normal", "low"] | int'
 Shared: TypeAlias = Literal["off", "auto", "ray", "machine"]
+Kind: TypeAlias = Literal["async", "sync", "async_generator", "generator"]
+"""What a function is."""
 
 LEARNED_SHARE = 0.3
 """Share of errors from which `adaptive=True` lowers the concurrency."""
@@ -113,7 +113,7 @@ class Options:
     """A function of the arguments that tells how long a call takes compared with others. `map` starts the longest
     first. None: the length of the texts among the arguments."""
     observers: Iterable[Observer] = ()
-    """Called with each event (`AttemptStarted`, `AttemptEnded`, `CallEnded`, `SourceStateChanged`, `BatchEnded`)."""
+    """Called with each event (`AttemptStarted`, `AttemptEnded`, `CallEnded`, `SourceStateChanged`)."""
     debug: bool = False
     """Log every attempt and every call on the logger `qreward_plugins.accelerate`, at level DEBUG."""
     name: str | None = None
@@ -157,22 +157,13 @@ class Options:
         """The priority as a number."""
         return PRIORITIES[self.priority] if isinstance(self.priority, str) else self.priority
 
-    @functools.cached_property
-    def rules(self) -> Rules:
-        """The rules of a call for the scheduler."""
-        return Rules(
-            retries=self.retries,
-            timeout_s=math.inf if self.timeout_s is None else self.timeout_s,
-            retry_timeouts=self._retries_timeouts(),
-            retry_cancelled=self.retries_error(asyncio.CancelledError()),
-            interval_s=self.interval_s,
-            backoff=self.backoff,
-            longest_interval_s=self.longest_interval_s,
-            jitter=self.jitter,
-            hedges=self.max_hedges if self.hedge is not False else 0,
-            hedge_after_s=None if isinstance(self.hedge, bool) else self.hedge,
-            hedge_budget=self.hedge_budget,
-        )
+    def wait_s(self, failures: int, rng: random.Random) -> float:
+        """Seconds from the n-th failure to the next attempt."""
+        try:
+            wait_s = min(self.interval_s * self.backoff ** (failures - 1), self.longest_interval_s)
+        except OverflowError:
+            wait_s = self.longest_interval_s
+        return wait_s * (1.0 - self.jitter * rng.random()) if self.jitter else wait_s
 
     @property
     def failures_to_open(self) -> float:
@@ -195,12 +186,6 @@ class Options:
         if isinstance(self.retry_on, (type, tuple)):
             return isinstance(error, self.retry_on)
         return isinstance(error, Exception) and bool(self.retry_on(error))
-
-    def _retries_timeouts(self) -> bool:
-        try:
-            return self.retries_error(FunctionTimeout("an attempt took longer than timeout_s"))
-        except Exception:  # as for every error: the predicate says no
-            return False
 
     def changed(self, options: Mapping[str, Any]) -> Options:
         """These options with others instead of some. Raises `ConfigurationError`."""

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
-from ..observers import AttemptEnded, AttemptStarted, CallEnded, Event, SourceGauges, SourceStateChanged, Statistics
-from ..scheduling import Upstream
+from ..observers import AttemptEnded, AttemptStarted, CallEnded, Event, Observers, SourceStateChanged
+from ..observers.batch_report import percentile
+from ..observers.events import AttemptResult
+from ..samples.spent import NO_USAGE
 from ..secrets import one_line
+from .limiter import Limiter
+from .limits import ANY_NUMBER
 
 _log = logging.getLogger("qreward_plugins.accelerate")
 _CHARS = 300
+RECENT = 4096
+"""Answered attempts whose latencies are kept."""
 
 
 class DebugLog:
@@ -105,59 +112,81 @@ class FunctionStatistics:
     def failed_total(self) -> int:
         return sum(self.failed.values())
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        counted: AttemptStatistics,
-        upstreams: Sequence[Upstream],
-        *,
-        now: float,
-        calls: int,
-        ends: Mapping[str, int],
-        defaults: int,
-    ) -> FunctionStatistics:
-        """Make the statistics of a function from the counts of its attempts and calls."""
-        idle = SourceGauges(state="up", in_flight=0, requests_share=None, tokens_share=None, paced=False)
-        source = counted.snapshot({name: idle}, waiting=0).sources[name]
-        failed = {reason: count for reason, count in ends.items() if reason}
-        answered = ends.get("", 0)
-        under_way = calls - answered - sum(failed.values())
-        most = sum(upstream.quota.concurrency for upstream in upstreams)
-        return cls(
-            name=name,
-            calls=calls,
-            answered=answered,
+
+class Tally:
+    """Counts the calls and attempts of a function, and tells its observers of them."""
+
+    def __init__(self, name: str, observers: Observers) -> None:
+        self.name = name
+        self._observers = observers
+        self.calls = self.defaults = 0
+        self.ends: Counter[str] = Counter()
+        """Ended calls by the reason why they failed; "": answered."""
+        self._attempts = self._retries = self._hedges = self._timeouts = self._peak = 0
+        self._latencies_s: deque[float] = deque(maxlen=RECENT)
+
+    def attempt_started(self, call: int, attempt: int, *, hedge: bool, now: float, in_flight: int) -> None:
+        """Count an attempt, with which `in_flight` are under way at its key."""
+        self._attempts += 1
+        self._hedges += hedge
+        self._retries += attempt > 0 and not hedge
+        self._peak = max(self._peak, in_flight)
+        if self._observers.watched:
+            self._observers.emit(AttemptStarted(now, call, attempt, self.name, self.name, hedge, in_flight))
+
+    def attempt_ended(self, call: int, attempt: Ended, result: AttemptResult, now: float, detail: str = "") -> None:
+        """Count the end of an attempt. `detail`: what went wrong."""
+        seconds = now - attempt.started_at
+        self._timeouts += attempt.timed_out
+        if result == "answered":
+            self._latencies_s.append(seconds)
+        if self._observers.watched:
+            ended = AttemptEnded(
+                now, call, attempt.number, self.name, self.name, result, seconds, NO_USAGE, 0.0, attempt.timed_out,
+                attempt.late, detail,
+            )  # fmt: skip
+            self._observers.emit(ended)
+
+    def call_ended(self, call: int, reason: str, size: float, waited_s: float, attempts: int, now: float) -> None:
+        """Count the end of a call."""
+        self.ends[reason] += 1
+        if self._observers.watched:
+            source = self.name if attempts else ""
+            self._observers.emit(CallEnded(now, call, self.name, source, reason, int(size), waited_s, attempts))
+
+    def statistics(self, limiters: Sequence[Limiter]) -> FunctionStatistics:
+        """The counts so far. `limiters`: those of its keys."""
+        failed = {reason: count for reason, count in self.ends.items() if reason}
+        most = sum(limiter.quota.concurrency for limiter in limiters)
+        return FunctionStatistics(
+            name=self.name,
+            calls=self.calls,
+            answered=self.ends[""],
             failed=failed,
-            defaults=defaults,
-            under_way=under_way,
-            attempts=source.requests,
-            retries=counted.retries,
-            hedges=source.hedges,
-            timeouts=source.timeouts,
-            in_flight=sum(len(upstream.live) for upstream in upstreams),
-            peak_in_flight=source.peak_in_flight,
-            concurrency=most if most < 1_000_000 else None,
-            keys=len(upstreams),
-            open_circuits=sum(not upstream.breaker.closed for upstream in upstreams),
-            latency_p50_s=source.latency_p50_s,
-            latency_p95_s=source.latency_p95_s,
+            defaults=self.defaults,
+            under_way=self.calls - self.ends.total(),
+            attempts=self._attempts,
+            retries=self._retries,
+            hedges=self._hedges,
+            timeouts=self._timeouts,
+            in_flight=sum(len(limiter.live) for limiter in limiters),
+            peak_in_flight=self._peak,
+            concurrency=most if most < ANY_NUMBER else None,
+            keys=len(limiters),
+            open_circuits=sum(not limiter.breaker.closed for limiter in limiters),
+            latency_p50_s=percentile(self._latencies_s, 0.5),
+            latency_p95_s=percentile(self._latencies_s, 0.95),
         )
 
 
-class AttemptStatistics(Statistics):
-    """Counts attempts, and those that followed a failed one (`retries`). It reads nothing about calls and batches: a
-    report of each call that is made alone would cost as much as the call.
-    """
+class Ended(Protocol):
+    """An attempt that has ended."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.retries = 0
+    number: int
+    started_at: float
+    timed_out: bool
 
-    def reads(self) -> Mapping[type, Callable[[Any], None]]:
-        """The handler of each type of event."""
-        return {AttemptStarted: self._attempt_started, AttemptEnded: self._attempt_ended}
-
-    def _attempt_started(self, event: AttemptStarted) -> None:
-        super()._attempt_started(event)
-        self.retries += event.attempt > 0 and not event.hedge
+    @property
+    def late(self) -> bool:
+        """Whether its call had ended before."""
+        ...

@@ -19,13 +19,12 @@ from ..engine.trial import Trial, cause_of_equal, try_out
 from ..errors import ConfigurationError, InvalidReply, SourceError
 from ..judges import JudgeFailed, Leaf
 from ..samples import Failed, RawScore, Sample, Verdict
-from ..scheduling import Answer, Call, Rules, Unanswered, Upstream
+from ..scheduling import Answer, Call, Unanswered, Upstream
 from ..sources import LOGITS, TEXT, Reply, Request
 
 PATIENCE = 4
 """A call has so many times the time limit of its source, because it may have to wait for the limits of the source."""
 RETRIES = 2
-RETRY_AFTER_S = 0.5
 """A call that fails in passing, or that is throttled, is made so many times more. A throttled one goes when its source
 may be asked again."""
 CLIENT_TOKENS = 1024
@@ -233,8 +232,7 @@ async def _asked(
     """Ask one source within its limits."""
     dispatcher, over = engine.dispatcher(), asyncio.Event()
     asking = FollowedCall(dispatcher, dispatcher.batches.new(()), over.set)
-    rules = Rules(retries=RETRIES, timeout_s=upstream.timeout_s, retry_timeouts=False, interval_s=RETRY_AFTER_S)
-    call = Call((upstream.name,), request, read, name=name, rules=rules)
+    call = Call((upstream.name,), request, read, name=name, tries=1 + RETRIES)
     try:
         asking.start(call, dispatcher.now() + PATIENCE * upstream.timeout_s)
         await over.wait()

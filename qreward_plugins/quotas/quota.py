@@ -135,14 +135,6 @@ class Quota:
                 wait = max(wait, min(paced_s, self._paced_until - now))
         return wait
 
-    def fits(self, requests: int, now: float) -> bool:
-        """Return whether `capacity` allows so many requests without tokens now, in a fifth of its time."""
-        if self.requests.wait_s(requests, now) > 0:
-            return False
-        if self._pace is None or now >= self._paced_until:
-            return True
-        return self._pace.capacity(now, now, self.requests.held) >= requests
-
     def _keep_to_ceilings(self, now: float) -> None:
         """Keep to lower limits than the declared ones, where the server announces them."""
         for window in self._windows:

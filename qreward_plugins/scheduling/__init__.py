@@ -5,15 +5,13 @@ from .breaker import Breaker
 from .calls import Answer, Call, Caller, CallFailed, Unanswered
 from .dispatcher import Dispatcher
 from .jobs import Job
-from .latency import Speed
+from .latency import Speed, Tail
+from .pauses import Pauses
 from .queue import ReadyQueue
-from .rules import FAILED, OPEN, ErrorShare, Rules
 from .upstream import Upstream
 from .upstreams import Moves, Upstreams, open_upstreams
 
 __all__ = [
-    "FAILED",
-    "OPEN",
     "Answer",
     "Batch",
     "Batches",
@@ -23,13 +21,13 @@ __all__ = [
     "Caller",
     "Cutoff",
     "Dispatcher",
-    "ErrorShare",
     "Job",
     "Member",
     "Moves",
+    "Pauses",
     "ReadyQueue",
-    "Rules",
     "Speed",
+    "Tail",
     "Unanswered",
     "Upstream",
     "Upstreams",

@@ -36,9 +36,6 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 START_WITHIN_S = 120.0
 """Seconds that a source may take to begin an attempt, in addition to its time limit: an import can be slow."""
 
-SWALLOWED_AFTER_S = 1.0
-"""Seconds after its time limit until a call with rules goes on without an attempt that swallows its cancellation."""
-
 Result = Literal["", "valid", "invalid", "throttled", "failed", "cancelled"]
 AttemptError: TypeAlias = InvalidReply | SourceError
 """Why an attempt gave no answer."""
@@ -109,8 +106,7 @@ class Attempt:
     @property
     def timeout_s(self) -> float:
         """Its time limit in seconds, from sending."""
-        rules = self.job.call.rules
-        return self.upstream.timeout_s if rules is None else rules.timeout_s
+        return self.upstream.timeout_s
 
     @property
     def sent(self) -> bool:
@@ -305,21 +301,9 @@ class Attempt:
         if now < self.due_at:
             # A request that is not sent yet may be sent right after this, and its time is up before `due_at` then.
             return self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.timeout_s)
-        if self.timed_out:
-            self._overrun(now)
-            return math.inf
         self.timed_out = True
         self.cancel()
-        return math.inf if self.job.call.rules is None else now + SWALLOWED_AFTER_S
-
-    def _overrun(self, now: float) -> None:
-        """Let the job go on without this attempt, because it swallows its cancellation. It keeps its place until it
-        ends.
-        """
-        if not self.result and not self.given_up and self.on_end is not None:
-            self.ended_at = now
-            self.on_end(self, self._no_answer())
-            self.given_up = True
+        return math.inf
 
     def _release(self) -> None:
         reply = self.reply

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from ..errors import QRewardError
 from ..samples.spent import NOTHING, Spent
 from ..sources.base import Reply, Request, ServedWeights
-from .rules import Rules
 
 if TYPE_CHECKING:
     from .upstream import Upstream
@@ -43,7 +42,8 @@ class Call(Generic[T]):
     first piece the call is not asked again: if its attempt comes to nothing, it fails (`broken`). Such a call is never
     hedged, and its attempts end with it. A source that does not stream never calls it. None: nobody reads the pieces.
 
-    `rules` state how often and when it is asked again. None: the scheduler decides by what it learns.
+    `tries`: most attempts, whoever is to blame for a failure; none follows a time-out. 0: the scheduler decides by what
+    it learns.
 
     `once`: an attempt that was sent is not repeated and not hedged, because the request may change something; only one
     that was throttled goes again. `refusal_ends`: a source that refuses this request (400, 413, 422 and the like) ends
@@ -61,7 +61,7 @@ class Call(Generic[T]):
     recall: Callable[[Any], T] | None = None
     instead: Callable[[Unanswered], T] | None = None
     on_text: Callable[[str], None] | None = None
-    rules: Rules | None = None
+    tries: int = 0
     once: bool = False
     refusal_ends: bool = False
     choose: Callable[[Sequence[Upstream]], Upstream] | None = None

@@ -12,12 +12,11 @@ result never changes. `retry_policy.py` decides what the end of an attempt means
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,6 @@ from .jobs import Job, why_no_source, why_not_in_time
 from .planner import Planner
 from .request_batches import close_all, open_all, send_all_ready
 from .retry_policy import RetryPolicy
-from .rules import OPEN
 from .runner import Runner
 from .timers import Deadlines, Pump
 from .upstream import Upstream
@@ -52,8 +50,7 @@ class Dispatcher:
     `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
     failed call that have been sent are left to end, and its caller is told the answer; otherwise they are cancelled.
     `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called after
-    each pump. `observers` get the events. `sequence` numbers the calls in them; None: from 0. `context`: the context
-    variables in which attempts begin; None: those of any caller.
+    each pump. `observers` get the events.
     """
 
     def __init__(
@@ -67,8 +64,6 @@ class Dispatcher:
         on_cutoff: Callable[[Batch], None] | None = None,
         on_pumped: Callable[[], None] | None = None,
         observers: Observers | None = None,
-        sequence: Iterator[int] | None = None,
-        context: contextvars.Context | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
@@ -87,13 +82,13 @@ class Dispatcher:
         """Jobs that were submitted and are not queued yet. Some of them may have ended."""
         self._deadlines = Deadlines(self._loop, partial(self._safely, self.expire))
         self._max_attempts = max_attempts
-        self._pump = Pump(self._loop, self._step, on_stall=self._excuse, context=context)
+        self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
         self._runner = Runner(self._loop, observers, on_ended=self._attempt_ended, on_settled=self._settled)
         self._adopt(upstreams.values())
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
-        self._sequence = sequence or itertools.count()
+        self._sequence = itertools.count()
         self._on_cutoff = on_cutoff
         self._on_pumped = on_pumped
 
@@ -199,21 +194,14 @@ class Dispatcher:
         if self._closed:
             caller.ended(Unanswered("closed", "the engine was closed before the sample was scored"))
             return None
-        if call.rules is not None and (refusal := self._retry_policy.ruled.refusal(call, now)):
-            caller.ended(Unanswered(OPEN, refusal))
-            return None
         job = Job(call, caller, member, batch, now, deadline_at, request, next(self._sequence))
         job.after = self.batches.newest
         job.probes_left = self._max_attempts
         self._jobs[job] = None
         batch.add(job)
         self._deadlines.add(job)
-        upstream = None if self._arrived else self._planner.at_once(job, now)
-        if upstream is not None:
-            self._start_attempt(job, upstream, now, hedge=False)
-        else:
-            self._arrived.append(job)
-            self._pump.ask()
+        self._arrived.append(job)
+        self._pump.ask()
         return job
 
     def _safely(self, act: Callable[[Job], None], job: Job) -> None:

@@ -31,7 +31,6 @@ from .order import per_window_of, windows_order
 from .probes import pace, probing_job
 from .queue import ReadyQueue
 from .strategies import strategy
-from .timed_hedges import TimedHedges
 from .upstream import Upstream
 
 NEARLY_FASTEST = 1.5
@@ -40,8 +39,6 @@ LONGEST_IDLE_S = 0.25
 """Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
 """Longest time, in seconds, for which an expensive source is left out before the planner checks that again."""
-ROOM_TO_SPARE = 2
-"""Calls that a source must have room for, so that one of them may start without the planner."""
 FAILED_HERE = 1.5
 """Factor on the expected latency at the source that has just failed the job."""
 
@@ -69,7 +66,6 @@ class Planner:
         self.forecast = Forecast(upstreams, self.queue, prefer_cost=self._prefer_cost)
         budget = settings.hedge_budget if settings.hedge else 0.0
         self._hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost)
-        self._timed_hedges = TimedHedges(upstreams, self.queue, self.forecast)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
         self.too_large: list[Job] = []
@@ -135,17 +131,12 @@ class Planner:
 
     def started(self, attempt: Attempt) -> None:
         """Watch an attempt, which was a placement before."""
-        if attempt.job.call.rules is None:
-            self._hedges.watch(attempt, attempt.started_at)
-        else:
-            self._timed_hedges.watch(attempt)
+        self._hedges.watch(attempt, attempt.started_at)
 
     def ended(self, attempt: Attempt) -> None:
         """Learn from the age at which an attempt ended."""
         self.forecast.attempt_ended()
         self._hedges.ended(attempt)
-        if attempt.job.call.rules is not None:
-            self._timed_hedges.ended(attempt)
         if not attempt.uncalibrated:
             age = attempt.age(attempt.ended_at)
             if (attempt.result == "valid" or attempt.result == "invalid") and attempt.speaks:
@@ -160,7 +151,6 @@ class Planner:
     def close(self) -> None:
         """Forget the attempts, because they refer to their samples."""
         self._hedges.close()
-        self._timed_hedges.close()
 
     def nothing_to_plan(self, now: float, *, under_way: bool) -> bool:
         """Return whether there is nothing to plan while no job waits: no attempt may be hedged, and no source is
@@ -170,7 +160,7 @@ class Planner:
         for upstream in self._upstreams.values():
             if not upstream.breaker.closed:
                 return False
-        if self._hedges.watching or self._timed_hedges.watching:
+        if self._hedges.watching:
             if under_way:
                 return False
             self.close()
@@ -186,8 +176,6 @@ class Planner:
         pace(self._upstreams, self.queue)
         self.queue.by_deadline = self.forecast.under_pressure(now)
         wait_reasons = {name: upstream.wait_reason(now) for name, upstream in self._upstreams.items()}
-        for job, upstream in self._timed_hedges.choose(now):
-            yield Placement(job, upstream, True)
         if self.queue:
             for job, upstream in self._hedges.choose(now, drained=False):
                 yield Placement(job, upstream, True)
@@ -216,26 +204,7 @@ class Planner:
                 self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
             elif (wait := upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
-        self.wake_at = min(self.wake_at, self._hedges.wake_at, self._timed_hedges.wake_at)
-
-    def at_once(self, job: Job, now: float) -> Upstream | None:
-        """The source at which a single job with rules of its own may start without the planner; None: it has to wait
-        for the next step. Nothing waits and its source has room to spare, so no order is to be kept.
-        """
-        rules = job.call.rules
-        if rules is None or rules.hedges or job.batch.together or len(job.call.sources) != 1:
-            # Hedges are the planner's.
-            return None
-        upstream = self._upstreams[job.call.sources[0]]
-        quota = upstream.quota
-        ready = not (
-            self.queue
-            or upstream.request_batches is not None
-            or quota.most_tokens < math.inf
-            or quota.valid_until < math.inf  # other processes have to learn first what waits here
-            or not upstream.breaker.closed
-        )
-        return upstream if ready and upstream.has_room(ROOM_TO_SPARE, now) else None
+        self.wake_at = min(self.wake_at, self._hedges.wake_at)
 
     # Earliest finish
 

@@ -62,7 +62,7 @@ class Preemption:
     def check_age(self, attempt: Attempt, now: float) -> None:
         """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent."""
         job, upstream = attempt.job, attempt.upstream
-        if job.call.rules is not None or job.ended or attempt.result:
+        if job.ended or attempt.result:
             return
         if upstream.health.silent(attempt, now) or upstream.health.open_for_silence:
             self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} stopped answering")
@@ -112,7 +112,7 @@ class Preemption:
         """End the calls whose time slice is over while others wait; return the time by which to call this again."""
         wake_at = math.inf
         for upstream in self._upstreams.values():
-            if not upstream.sliced or upstream.quota.in_flight < upstream.quota.concurrency:
+            if not upstream.local or upstream.quota.in_flight < upstream.quota.concurrency:
                 continue
             waiting = queue.first(upstream.name)
             if waiting is None or waiting.last:

@@ -29,7 +29,7 @@
                       source sees one failure. If no sample can be to blame, the requests stay as large as they were.
                       A 429 halves a job's requests every third time: one call, or their number, may be too much
 
-A call with fixed rules of its own (`Call.rules`) goes by `ruled.py` instead. A job that has another attempt under way
+A call of `Call.tries` fails with the error of its last one. A job that has another attempt under way
 does not fail yet. Its deadline always ends it.
 
 `preemption.py` ends some attempts earlier, `backoff.py` says when the next one may begin.
@@ -59,7 +59,6 @@ from .attempts import Attempt, AttemptError, is_one_replicas, report_end
 from .backoff import Backoff
 from .jobs import MAX_FAULTS, Job, Jobs
 from .preemption import Preemption
-from .ruled import RuledCalls
 from .upstream import Upstream
 
 OF_THE_REQUEST = (400, 413, 422)
@@ -94,7 +93,6 @@ class RetryPolicy:
         self.preemption = Preemption(self, upstreams)
         self._undecided: dict[Job, None] = {}
         """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
-        self.ruled = RuledCalls(self, jobs, upstreams, rng)
 
     def change(self, max_attempts: int, gone: frozenset[str]) -> None:
         """Go on with another bound, and without what is known of the sources in `gone`."""
@@ -110,9 +108,8 @@ class RetryPolicy:
             self.retry(attempt, "it was not sent, because the share of its limits had ended")
         else:
             attempt.result = "failed"
-            rules = attempt.job.call.rules
-            kind = TransientError if rules is None or rules.retry_cancelled else PermanentError
-            self.ended(attempt, kind(f"the call at {attempt.upstream.name} was cancelled by another task"), now)
+            problem = f"the call at {attempt.upstream.name} was cancelled by another task"
+            self.ended(attempt, TransientError(problem), now)
 
     def ended(self, attempt: Attempt, error: AttemptError | None, now: float) -> None:
         """Decide what an attempt's end means for its source and its job."""
@@ -130,13 +127,6 @@ class RetryPolicy:
         else:
             report_end(self._observers, attempt, error, now)
         gone = job.ended or attempt.given_up
-        if job.call.rules is not None:
-            if error is not None:
-                self.ruled.failed(attempt, error, now, gone=gone)
-                return
-            self.ruled.answered(attempt)
-            if attempt.given_up:
-                return
         if error is None:
             answer = job.answer(attempt, now)
             if not job.ended:
@@ -161,6 +151,14 @@ class RetryPolicy:
             self._raised(attempt, error, now)
         else:
             self._failed(attempt, error, now)
+        if error is not None and job.call.tries and not gone:
+            self._had_its_tries(attempt, error)
+
+    def _had_its_tries(self, attempt: Attempt, error: AttemptError) -> None:
+        """Fail a job of a call that states how often it is made, if that was the last time."""
+        job = attempt.job
+        if (job.attempts >= job.call.tries or attempt.timed_out) and not (job.ended or job.live):
+            self._jobs.fail(job, "exhausted", str(error))
 
     def _replied(self, attempt: Attempt, error: InvalidReply | None, now: float) -> None:
         """Learn from a reply, valid or not: cost, speed and health of its source."""

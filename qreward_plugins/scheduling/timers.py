@@ -7,7 +7,6 @@ loop costs as much as all that the scheduler learns from an answer.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import heapq
 import itertools
 import math
@@ -32,8 +31,7 @@ class Pump:
     not again. All that ask in one iteration of the event loop share a step.
 
     If the event loop was blocked when that time came, `on_stall` is called first, with the time and now, and the
-    answers that have arrived are read before the step. `context`: the context variables of the steps; None: those of
-    whoever asks.
+    answers that have arrived are read before the step.
     """
 
     def __init__(
@@ -42,10 +40,8 @@ class Pump:
         step: Callable[[float], float],
         *,
         on_stall: Callable[[float, float], None],
-        context: contextvars.Context | None = None,
     ) -> None:
         self._loop = loop
-        self._context = context
         self._step = step
         self._on_stall = on_stall
         self._asked = False
@@ -56,7 +52,7 @@ class Pump:
         """Ask for a step. Nothing happens after `close`."""
         if not (self._asked or self._closed or self._loop.is_closed()):
             self._asked = True
-            self._loop.call_soon(self._run, context=self._context)
+            self._loop.call_soon(self._run)
 
     def close(self) -> None:
         """No further steps."""
@@ -77,7 +73,7 @@ class Pump:
         due_at = self._step(now)
         if due_at < float("inf") and not self._closed:
             wake_at = max(due_at, now + SHORTEST_WAKE_S)
-            self._timer = self._loop.call_at(wake_at, self._woken, wake_at, context=self._context)
+            self._timer = self._loop.call_at(wake_at, self._woken, wake_at)
 
     def _woken(self, due_at: float) -> None:
         now = self._loop.time()

@@ -26,7 +26,6 @@ from .breaker import Breaker
 from .health import Health, Silence
 from .latency import Speed, Tail
 from .pauses import Pauses, ThrottledSamples
-from .rules import ErrorShare
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -54,10 +53,6 @@ class Upstream:
         self.local = bool(getattr(source, "local", False))
         """Whether it is a function on this machine. If that hangs, the sample is to blame, and the source is not
         silent."""
-        self.sliced = self.local and bool(getattr(source, "sliced", True))
-        """Whether a call of it that takes far longer than usual is ended when others wait."""
-        self.error_share: ErrorShare | None = None
-        """Tells by its errors when fewer requests should be in flight, of calls with `rules`; None: by time-outs."""
         self.preempted = 0
         """Number of calls in a row that were ended because others waited. A call that ends by itself resets it."""
         self.quota = quota
@@ -196,12 +191,6 @@ class Upstream:
         """Whether some call may go now: it has a place, or an open request that others may join."""
         free = self.quota.wait_s(0, now) <= 0 and self._longest_wait_s(0.0, now) <= 0
         return free or bool(self.request_batches is not None and self.request_batches.open)
-
-    def has_room(self, requests: int, now: float) -> bool:
-        """Whether so many requests may go now, if they take no tokens."""
-        quota = self.quota
-        room = quota.in_flight + requests <= quota.concurrency and quota.fits(requests, now)
-        return room and self._longest_wait_s(0.0, now) <= 0
 
     def joined_size(self, job: Job) -> int:
         """Bytes of the calls with which `job` would share a request now; 0 if it would get a request of its own."""

@@ -18,9 +18,9 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import KeeperError, KeeperLost, KeeperSilent
 from ..quotas.shared import SharedQuota
@@ -29,7 +29,8 @@ from .member import NOTHING, Demand, Member
 from .messages import Answer, Report, SourceNews
 
 if TYPE_CHECKING:
-    from ..scheduling import Dispatcher, Upstream
+    from ..quotas.quota import Quota
+    from ..scheduling import Breaker, Pauses, Speed
 
 _log = logging.getLogger("qreward_plugins.sharing")
 
@@ -62,6 +63,51 @@ class Channel(Protocol):
         ...
 
 
+class Limited(Protocol):
+    """What has limits that are shared: an `Upstream` of the scheduler, or a key of an accelerated function."""
+
+    @property
+    def quota(self) -> Quota: ...
+    @property
+    def breaker(self) -> Breaker: ...
+    @property
+    def pauses(self) -> Pauses: ...
+    @property
+    def speed(self) -> Speed: ...
+    @property
+    def live(self) -> Mapping[Any, None]:
+        """Its attempts under way."""
+        ...
+
+    def learned_elsewhere(
+        self, now: float, *, pause_s: float, open_s: float, recovered: bool, typical: tuple[float, float] | None
+    ) -> None:
+        """Take in what other processes learned of it; see `Upstream`."""
+        ...
+
+
+LimitedT = TypeVar("LimitedT", bound=Limited, contravariant=True)
+
+
+class Caller(Protocol[LimitedT]):
+    """What sends requests within the limits: the `Dispatcher`, or an accelerated function."""
+
+    @property
+    def now(self) -> Callable[[], float]: ...
+
+    def waiting_for(self, limited: LimitedT, /) -> tuple[int, float, float]:
+        """What waits: the number of requests, the estimate of their tokens, and the most of the first one."""
+        ...
+
+    def call_back(self, limited: LimitedT, /, *, sent: bool) -> None:
+        """Cancel the attempts that have not been sent, with `sent` all, and let their calls wait again."""
+        ...
+
+    def look_again(self) -> None:
+        """Send what may be sent, because the limits have changed."""
+        ...
+
+
 @dataclass
 class _Known:
     """What this process knows of one source beside its upstream. Tuples hold two times: when the pause ends, and when
@@ -79,7 +125,7 @@ class _Known:
     recovered: bool = False
     """Whether the circuit closed again and the keeper has not confirmed a report of it."""
 
-    def own(self, upstream: Upstream, now: float) -> tuple[float, ...]:
+    def own(self, upstream: Limited, now: float) -> tuple[float, ...]:
         """Return the times that this process observed itself; minus infinity if none."""
         ends = zip(_ends(upstream, now), self.from_others, strict=True)
         return tuple(end if end > max(now, known) + _ROUNDING_S else -math.inf for end, known in ends)
@@ -92,13 +138,13 @@ class Membership:
     seconds of the event loop's clock.
     """
 
-    def __init__(self, upstreams: Mapping[str, Upstream], channel: Channel) -> None:
+    def __init__(self, upstreams: Mapping[str, Limited], channel: Channel) -> None:
         self._upstreams = upstreams
         self._channel = channel
         quotas = {key: upstream.quota for key, upstream in upstreams.items() if isinstance(upstream.quota, SharedQuota)}
         self.member = Member(secrets.token_hex(8), quotas)
         self._name = self.member.name
-        self._dispatcher: Dispatcher
+        self._dispatcher: Caller[Any]
         """Set by `start`."""
         self._task: asyncio.Task[None] | None = None
         self._ending: asyncio.TimerHandle | None = None
@@ -110,10 +156,10 @@ class Membership:
         self._lost = False
         self._late: set[asyncio.Future[Answer | None]] = set()
         self._known: dict[str, _Known] = {key: _Known() for key in upstreams}
-        self._draining: dict[str, Upstream] = {}
+        self._draining: dict[str, Limited] = {}
         """Upstreams that were removed and have attempts under way, by key."""
 
-    def change(self, upstreams: Mapping[str, Upstream]) -> None:
+    def change(self, upstreams: Mapping[str, Limited]) -> None:
         """Share these upstreams from now on. One that is not among them is shared until its last attempt has ended
         (`drained`), unless its quota goes on for another.
         """
@@ -131,7 +177,7 @@ class Membership:
                 self.member.begin(upstream.quota)
         self._set({**upstreams, **self._draining})
 
-    def drained(self, upstream: Upstream) -> None:
+    def drained(self, upstream: Limited) -> None:
         """Stop sharing an upstream that was removed: its last attempt has ended."""
         keys = [key for key, each in self._draining.items() if each is upstream]
         for key in keys:
@@ -139,14 +185,14 @@ class Membership:
         if keys:
             self._set({key: each for key, each in self._upstreams.items() if key not in keys})
 
-    def _set(self, upstreams: Mapping[str, Upstream]) -> None:
+    def _set(self, upstreams: Mapping[str, Limited]) -> None:
         self._upstreams = upstreams
         self._known = {key: self._known.get(key, _Known()) for key in upstreams}
         self.member.change({key: each.quota for key, each in upstreams.items() if isinstance(each.quota, SharedQuota)})
         if self._task is None or not self.member.must_await_answer(self._dispatcher.now()):
             self._urgent.set()
 
-    def start(self, dispatcher: Dispatcher) -> None:
+    def start(self, dispatcher: Caller[Any]) -> None:
         """Start to report what waits in `dispatcher`, in the running event loop; drop the state of an earlier loop."""
         # An engine that was made before a fork is a worker of its own in each child.
         self.member.name = f"{self._name}-{os.getpid()}"
@@ -322,12 +368,12 @@ class Membership:
         if left_s > 0:
             await asyncio.sleep(left_s)
 
-    def _demand(self, upstream: Upstream) -> Demand:
+    def _demand(self, upstream: Limited) -> Demand:
         if any(upstream is each for each in self._draining.values()):
             return NOTHING
         return Demand(*self._dispatcher.waiting_for(upstream))
 
-    def _learned(self, key: str, upstream: Upstream, demand: Demand, now: float) -> bool:
+    def _learned(self, key: str, upstream: Limited, demand: Demand, now: float) -> bool:
         """Return whether the last report is outdated in a way that matters to other workers.
 
         It is if the source asked for a pause, its circuit opened or closed, or calls no longer wait for it here, so
@@ -342,7 +388,7 @@ class Membership:
             end > reported + _ROUNDING_S for end, reported in zip(known.own(upstream, now), known.reported, strict=True)
         )
 
-    def _news(self, key: str, upstream: Upstream, now: float) -> SourceNews:
+    def _news(self, key: str, upstream: Limited, now: float) -> SourceNews:
         known = self._known[key]
         known.reported = known.own(upstream, now)
         pause_s, open_s = (max(0.0, end - now) for end in known.reported)
@@ -351,7 +397,7 @@ class Membership:
         return SourceNews(pause_s, open_s, known.recovered, upstream.speed.typical)
 
 
-def _ends(upstream: Upstream, now: float) -> tuple[float, float]:
+def _ends(upstream: Limited, now: float) -> tuple[float, float]:
     """Return when the pause of a source ends and when its open circuit may be tried; `now` if there is none."""
     return now + upstream.pauses.left_s(now), now + upstream.breaker.open_s(now)
 

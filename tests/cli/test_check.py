@@ -25,8 +25,7 @@ def right(call) -> bool:
 
 
 @pytest.fixture
-def check(run_cli, tmp_path, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.cli.probe.RETRY_AFTER_S", 0.01)
+def check(run_cli, tmp_path):
     return lambda *options: run_cli("check", tmp_path / "config.yaml", *options)
 
 
@@ -147,7 +146,7 @@ def test_functions_and_services_are_called(check, write_config, tmp_path):
             judges={"quality": {"kind": "function", "reward_range": [0, 1]}},
         )
         result = check()
-        assert (good.report().requests, odd.report().requests) == (1, 3)
+        assert (good.report().requests, odd.report().requests) == (1, 2)
     assert result.exit_code == 1
     assert " 1 " in table_of(result)["right"]
     assert "ValueError: not my data" in result.stdout

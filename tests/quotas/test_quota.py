@@ -449,20 +449,3 @@ def test_joining_spends_nothing_of_a_bucket():
     subject.reserve(0, 0, 0.0, shares_request=True).sent(0.0)
     assert subject.wait_s(0, 0.0) == wait_s > 0
     assert subject.wait_s(0, 0.0, shares_request=True) == 0
-
-
-@given(
-    pauses=st.lists(st.floats(0, 3, allow_nan=False), max_size=30),
-    window=st.sampled_from(["bucket", "sliding", "none"]),
-    requests=st.integers(1, 4),
-)
-def test_what_fits_is_what_the_capacity_allows_now(pauses, window, requests):
-    limits = {} if window == "none" else {"requests_per_minute": 120, "window": window, "burst": 3, "window_s": 2}
-    subject, now = quota(concurrency=1000, **limits), 0.0
-    for pause in pauses:
-        now += pause
-        assert subject.fits(requests, now) == (subject.capacity(now, 0.0, now) >= requests)
-        if subject.wait_s(0, now) <= 0:
-            reservation = subject.reserve(0, 0, now)
-            assert subject.fits(requests, now) == (subject.capacity(now, 0.0, now) >= requests)
-            reservation.sent(now)

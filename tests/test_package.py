@@ -71,7 +71,7 @@ CODE_LINES = {
     "system": 390,
     "adapters": 180,
 }
-"""Most code lines of a room, 5 % above what it has reached. A feature that needs more raises its number, and says why."""
+"""Most code lines of a room, 5 % above what it has reached. A feature may raise its number, and says why."""
 
 NO_NOUNS = {
     "binding",

@@ -18,7 +18,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 import warnings
 from pathlib import Path
@@ -102,16 +101,6 @@ class Player:
     def buffered(self) -> list[dict[str, Any]]:
         """The samples of aborted groups, which slime trains in a later step."""
         return [describe(sample) for group in self._manager.data_source.buffer for sample in group]
-
-    def buffered_when_scored(self, count: int) -> list[dict[str, Any]]:
-        """The complete samples of aborted groups, once all `count` of them have the verdict that came behind."""
-        complete = type(self._manager.data_source.buffer[0][0]).Status.COMPLETED
-        while True:
-            samples = [sample for group in self._manager.data_source.buffer for sample in group]
-            scored = [sample for sample in samples if sample.status == complete and not sample.remove_sample]
-            if len(scored) >= count:
-                return [describe(sample) for sample in scored]
-            time.sleep(0.01)
 
     def loops(self, count: int) -> list[dict[str, Any]]:
         """Score so many groups at once, each from a thread with `asyncio.run`, and one more from slime's own loop."""

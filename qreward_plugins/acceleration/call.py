@@ -157,6 +157,7 @@ class PendingCall:
             attempt.timer = _later(options.timeout_s, attempt.time_out)
         # Each attempt has the context variables of the caller, and none of another one.
         attempt.task = self.context.run(asyncio.create_task, self._run(attempt))
+        attempt.task.add_done_callback(attempt.settle)
         if options.hedge is not False and self.items is None:
             if options.hedge is True and limiter.speed.settled:
                 attempt.expected_s = limiter.speed.expected_s(self.size)
@@ -176,7 +177,6 @@ class PendingCall:
             self._raised(attempt, error)
         else:
             self._answered(attempt, value)
-        self.limiter.go()
 
     def _answered(self, attempt: _Attempt, value: Any) -> None:
         if attempt.given_up or attempt.called_off or attempt.timed_out:
@@ -190,6 +190,12 @@ class PendingCall:
         self.result = value
         self._leave("", "")
         self._on_end(value)
+
+    def settle(self, attempt: _Attempt) -> None:
+        """Clean up after the task of an attempt: it may have been cancelled before its first step."""
+        if not attempt.over:
+            self._raised(attempt, asyncio.CancelledError())
+        self.limiter.go()
 
     def _raised(self, attempt: _Attempt, error: BaseException) -> None:
         now = self._end(attempt, rejected=isinstance(error, Throttled))
@@ -224,6 +230,7 @@ class PendingCall:
     def _end(self, attempt: _Attempt, *, rejected: bool = False) -> float:
         """Free what an attempt holds; return the time."""
         now = self.limiter.now()
+        attempt.over = True
         if attempt.timer is not None:
             attempt.timer.cancel()
         if not attempt.given_up and attempt in self._live:
@@ -406,6 +413,7 @@ class _Attempt:
     called_off: bool = False
     """Whether its call ended without it, or waits for another turn."""
     given_up: bool = False
+    over: bool = False
 
     @property
     def late(self) -> bool:
@@ -418,6 +426,9 @@ class _Attempt:
             self.called_off = True
             raise asyncio.CancelledError
         self.reservation.sent(now)
+
+    def settle(self, _: asyncio.Task[None]) -> None:
+        self.call.settle(self)
 
     def recall(self) -> None:
         if not self.timed_out:

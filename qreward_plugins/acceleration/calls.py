@@ -235,7 +235,7 @@ class FunctionCalls:
             limiter.breaker.retune(options.failures_to_open, options.recovery_s)
             limiter.error_share = None if options.error_share is None else ErrorShare(options.error_share)
             if self._loop is not None and not self._loop.is_closed():
-                limiter.go()
+                limiter.go_soon()
 
     def statistics(self) -> FunctionStatistics:
         """The counts so far."""
@@ -293,6 +293,8 @@ class FunctionCalls:
                 self._keys.move_to_end(key)
                 continue
             del self._keys[key]
+            if oldest.membership is None:
+                continue
             closing = asyncio.get_running_loop().create_task(oldest.aclose(END_WITHIN_S))
             self._forgetting.add(closing)
             closing.add_done_callback(self._forgetting.discard)

@@ -68,11 +68,11 @@ class Group:
 class Turn:
     """A start that waits for the limits."""
 
-    __slots__ = ("start", "waits")
+    __slots__ = ("start",)
 
     def __init__(self, start: Callable[[float], None]) -> None:
-        self.start = start
-        self.waits = True
+        self.start: Callable[[float], None] | None = start
+        """None once it has come, or is withdrawn: it refers to the arguments of the call."""
 
     def __lt__(self, other: Turn) -> bool:
         return False
@@ -143,9 +143,8 @@ class Limiter:
 
     def bind(self, channel: Channel | None, channel_key: str) -> None:
         """Serve the running event loop from now on. What was sent in an earlier one still counts."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.now = loop.time
-        self._at = loop.call_at
         self.live.clear()
         self.calls.clear()
         self._queue.clear()
@@ -191,15 +190,15 @@ class Limiter:
 
     def leave(self, turn: Turn) -> None:
         """Withdraw a turn, unless it has come."""
-        if turn.waits:
-            turn.waits = False
+        if turn.start is not None:
+            turn.start = None
             self._waiting -= 1
 
     def go_soon(self) -> None:
         """Start what may start, in the next step of the event loop: calls that are submitted in one step go by rank."""
         if not self._soon:
             self._soon = True
-            asyncio.get_running_loop().call_soon(self.go)
+            self._loop.call_soon(self.go)
 
     def go(self) -> None:
         """Start what may start now."""
@@ -211,13 +210,14 @@ class Limiter:
             now, queue = self.now(), self._queue
             while queue:
                 turn = queue[0][1]
-                if turn.waits and (wait_s := self.wait_s(now)) > 0:
+                start = turn.start
+                if start is not None and (wait_s := self.wait_s(now)) > 0:
                     self._wake_at(now + wait_s)
                     break
                 heapq.heappop(queue)
-                if turn.waits:
+                if start is not None:
                     self.leave(turn)
-                    turn.start(now)
+                    start(now)
         finally:
             self._going = False
         if self.membership is not None:
@@ -245,10 +245,14 @@ class Limiter:
 
     def _wake_at(self, at: float) -> None:
         if self._wake is not None:
-            if self._wake.when() <= at and self._wake.when() > self.now():
+            if self._wake.when() <= at:
                 return
             self._wake.cancel()
-        self._wake = self._at(at, self.go) if at < math.inf else None
+        self._wake = self._loop.call_at(at, self._woken) if at < math.inf else None
+
+    def _woken(self) -> None:
+        self._wake = None  # event loops run timers a little early, and then it has to wait again
+        self.go()
 
     # Attempts
 
@@ -305,7 +309,7 @@ class Limiter:
     # What the membership asks for
 
     def waiting_for(self, _: object) -> tuple[int, float, float]:
-        """How many calls wait; their tokens, of which functions have none."""
+        """The number of calls that wait. Functions take no tokens."""
         return self._waiting, 0.0, 0.0
 
     def call_back(self, _: object, *, sent: bool) -> None:
@@ -317,16 +321,3 @@ class Limiter:
     def look_again(self) -> None:
         """Start what may start, because the limits have changed."""
         self.go()
-
-    def learned_elsewhere(
-        self, now: float, *, pause_s: float, open_s: float, recovered: bool, typical: tuple[float, float] | None
-    ) -> None:
-        """Take in what other processes learned of the function; see `Upstream.learned_elsewhere`."""
-        if pause_s > 0:
-            self.pauses.paused_elsewhere(pause_s, now)
-        if recovered:
-            self.breaker.answered_elsewhere(now)
-        elif open_s > 0:
-            self.breaker.opened_elsewhere(open_s, now)
-        if typical is not None and not self.speed.known:
-            self.speed.learn(*typical)

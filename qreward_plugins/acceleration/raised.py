@@ -12,7 +12,7 @@ _HERE = os.path.dirname(__file__)
 
 
 class Raised:
-    """The exception of a failed call, in the place of its value.
+    """The result of a call that failed: its exception.
 
     `refused`: the function was not called, because it is closed, or cannot be called like this. That has no default.
     """

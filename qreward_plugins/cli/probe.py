@@ -232,7 +232,7 @@ async def _asked(
     """Ask one source within its limits."""
     dispatcher, over = engine.dispatcher(), asyncio.Event()
     asking = FollowedCall(dispatcher, dispatcher.batches.new(()), over.set)
-    call = Call((upstream.name,), request, read, name=name, tries=1 + RETRIES)
+    call = Call((upstream.name,), request, read, name=name, max_attempts=1 + RETRIES)
     try:
         asking.start(call, dispatcher.now() + PATIENCE * upstream.timeout_s)
         await over.wait()

@@ -42,8 +42,8 @@ class Call(Generic[T]):
     first piece the call is not asked again: if its attempt comes to nothing, it fails (`broken`). Such a call is never
     hedged, and its attempts end with it. A source that does not stream never calls it. None: nobody reads the pieces.
 
-    `tries`: most attempts, whoever is to blame for a failure; none follows a time-out. 0: the scheduler decides by what
-    it learns.
+    `max_attempts`: the call fails after so many attempts, or a time-out, whoever is to blame. None: the scheduler
+    decides by what it learns.
 
     `once`: an attempt that was sent is not repeated and not hedged, because the request may change something; only one
     that was throttled goes again. `refusal_ends`: a source that refuses this request (400, 413, 422 and the like) ends
@@ -61,7 +61,7 @@ class Call(Generic[T]):
     recall: Callable[[Any], T] | None = None
     instead: Callable[[Unanswered], T] | None = None
     on_text: Callable[[str], None] | None = None
-    tries: int = 0
+    max_attempts: int | None = None
     once: bool = False
     refusal_ends: bool = False
     choose: Callable[[Sequence[Upstream]], Upstream] | None = None

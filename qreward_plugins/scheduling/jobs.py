@@ -170,7 +170,7 @@ class Job:
     @property
     def hedgeable(self) -> bool:
         """Whether another attempt may be started beside those under way."""
-        if self.call.on_text is not None or self.call.once or self.call.tries:
+        if self.call.on_text is not None or self.call.once or self.call.max_attempts is not None:
             # Two attempts would write two texts, and a text cannot be taken back.
             return False
         return len(self.live) < MAX_LIVE and self.hedges < MAX_HEDGES and not self.ended

@@ -29,7 +29,7 @@
                       source sees one failure. If no sample can be to blame, the requests stay as large as they were.
                       A 429 halves a job's requests every third time: one call, or their number, may be too much
 
-A call of `Call.tries` fails with the error of its last one. A job that has another attempt under way
+A call with `max_attempts` fails with the error of its last attempt. A job that has another attempt under way
 does not fail yet. Its deadline always ends it.
 
 `preemption.py` ends some attempts earlier, `backoff.py` says when the next one may begin.
@@ -151,13 +151,9 @@ class RetryPolicy:
             self._raised(attempt, error, now)
         else:
             self._failed(attempt, error, now)
-        if error is not None and job.call.tries and not gone:
-            self._had_its_tries(attempt, error)
-
-    def _had_its_tries(self, attempt: Attempt, error: AttemptError) -> None:
-        """Fail a job of a call that states how often it is made, if that was the last time."""
-        job = attempt.job
-        if (job.attempts >= job.call.tries or attempt.timed_out) and not (job.ended or job.live):
+        most = job.call.max_attempts
+        last = most is not None and (job.attempts >= most or attempt.timed_out)
+        if error is not None and last and not (gone or job.ended or job.live):
             self._jobs.fail(job, "exhausted", str(error))
 
     def _replied(self, attempt: Attempt, error: InvalidReply | None, now: float) -> None:

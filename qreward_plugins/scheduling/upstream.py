@@ -362,21 +362,6 @@ class Upstream:
         if pause_s is not None:
             _log.info("source %s asks for a pause of %.1f s", self.name, pause_s)
 
-    def learned_elsewhere(
-        self, now: float, *, pause_s: float, open_s: float, recovered: bool, typical: tuple[float, float] | None
-    ) -> None:
-        """Take in what other processes learned of the source: seconds left of a pause and of an open circuit, whether
-        it has answered a probe, and size and latency of a typical answer.
-        """
-        if pause_s > 0:
-            self.pauses.paused_elsewhere(pause_s, now)
-        if recovered:
-            self.breaker.answered_elsewhere(now)
-        elif open_s > 0:
-            self.breaker.opened_elsewhere(open_s, now)
-        if typical is not None and not self.speed.known:
-            self.speed.learn(*typical)
-
     # State for people
 
     def state(self, now: float) -> str:

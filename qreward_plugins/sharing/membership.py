@@ -79,12 +79,6 @@ class Limited(Protocol):
         """Its attempts under way."""
         ...
 
-    def learned_elsewhere(
-        self, now: float, *, pause_s: float, open_s: float, recovered: bool, typical: tuple[float, float] | None
-    ) -> None:
-        """Take in what other processes learned of it; see `Upstream`."""
-        ...
-
 
 LimitedT = TypeVar("LimitedT", bound=Limited, contravariant=True)
 
@@ -307,7 +301,7 @@ class Membership:
             if key in self._upstreams:
                 upstream, known = self._upstreams[key], self._known[key]
                 before = _ends(upstream, now)
-                upstream.learned_elsewhere(now, **source.news._asdict())
+                _learn(upstream, source.news, now)
                 after = _ends(upstream, now)
                 known.from_others = tuple(
                     new if new > old else earlier
@@ -400,6 +394,18 @@ class Membership:
 def _ends(upstream: Limited, now: float) -> tuple[float, float]:
     """Return when the pause of a source ends and when its open circuit may be tried; `now` if there is none."""
     return now + upstream.pauses.left_s(now), now + upstream.breaker.open_s(now)
+
+
+def _learn(limited: Limited, news: SourceNews, now: float) -> None:
+    """Take in what other processes have learned."""
+    if news.pause_s > 0:
+        limited.pauses.paused_elsewhere(news.pause_s, now)
+    if news.recovered:
+        limited.breaker.answered_elsewhere(now)
+    elif news.open_s > 0:
+        limited.breaker.opened_elsewhere(news.open_s, now)
+    if news.typical is not None and not limited.speed.known:
+        limited.speed.learn(*news.typical)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

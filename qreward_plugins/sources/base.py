@@ -18,9 +18,6 @@ from ..samples.json_values import encoded
 from ..samples.spent import Usage
 from .passed_requests import PassedRequest
 
-NO_SAMPLE = Sample(messages=(), response="")
-"""The sample of a request that is about none."""
-
 
 @quick
 @dataclass(frozen=True, slots=True)
@@ -72,9 +69,6 @@ class Request:
     def __post_init__(self) -> None:
         if self.passed is not None:
             object.__setattr__(self, "size", self.passed.texture.size)
-            return
-        if self.sample is NO_SAMPLE and not self.messages:
-            object.__setattr__(self, "size", 0)
             return
         texts = [message["content"] for message in self.messages] or _texts(self.sample)
         try:

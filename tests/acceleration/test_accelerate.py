@@ -15,6 +15,7 @@ import pytest
 
 from qreward_plugins import AttemptStarted, CircuitOpen, EngineError, FunctionTimeout, Throttled, accelerate
 from qreward_plugins.simulation import run
+from qreward_plugins.simulation.clock import VirtualTimeLoop
 
 
 def now() -> float:
@@ -567,6 +568,40 @@ def test_limits_change_while_calls_run():
     assert calls.peak <= 4
     later = [at for at in calls.starts if at > 4.5]
     assert all(second - first >= 0.4999 for first, second in itertools.pairwise(later[1:]))
+
+
+def test_limits_change_while_the_event_loop_stands_still():
+    calls = Calls(then=10.0)
+    grade = accelerated(calls, concurrency=1)
+    loop = VirtualTimeLoop()
+    batch = loop.create_task(grade.map(range(3)))
+    loop.run_until_complete(asyncio.sleep(1))
+    grade.retune(concurrency=3)
+    assert loop.run_until_complete(batch) == [0, 1, 2]
+    assert calls.starts == [0.0, 1.0, 1.0]
+    loop.close()
+
+
+def test_an_attempt_that_is_cancelled_before_its_first_step_gives_its_place_back():
+    calls, told = Calls(), []
+
+    def cancel_the_first(event):
+        if isinstance(event, AttemptStarted) and not told:
+            told.append(event)
+            first.cancel()
+
+    async def main():
+        nonlocal first
+        grade = accelerated(calls, concurrency=1, observers=[cancel_the_first])
+        first = asyncio.create_task(grade("a"))
+        await asyncio.wait([first])
+        assert grade.statistics().in_flight == 0
+        assert await grade("b") == "b"
+
+    first = None
+    run(main())
+    assert told
+    assert len(calls.starts) == 1
 
 
 def test_observers_and_the_debug_log_are_told_of_attempts(caplog):

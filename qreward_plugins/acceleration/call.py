@@ -24,7 +24,7 @@ from ..observers.events import AttemptResult
 from ..quotas.reservation import Reservation
 from ..secrets import one_line
 from ..sources.threads import FunctionRaised
-from .limiter import Group, Limiter, Rank, Turn
+from .limiter import OPEN, Group, Limiter, Rank, Turn
 from .raised import Raised, add_note, cut_traceback, note_attempts, text_of
 from .statistics import Tally
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 FAILED = "failed"
 """The reason of a call whose last attempt failed."""
-OPEN = "circuit_open"
-"""The reason of a call that was refused because the circuit is open."""
 SWALLOWED_AFTER_S = 1.0
 """Seconds after its time limit until a call goes on without an attempt that swallows its cancellation."""
 LEAST_HEDGES = 4
@@ -108,7 +106,7 @@ class PendingCall:
         limiter.calls[self] = None
         self._group.calls += 1
         if refusal := limiter.refusal(self._submitted_at):
-            self._fail(OPEN, refusal)
+            self.fail(OPEN, refusal)
             return
         if self.options.deadline_s is not None:
             self._deadline = _later(self.options.deadline_s, self._too_late)
@@ -121,13 +119,6 @@ class PendingCall:
     def begin(self) -> None:
         """Note that its caller has an item."""
         self.begun = True
-
-    def strand(self, problem: str) -> None:
-        self._fail(OPEN, problem)
-
-    def close(self) -> None:
-        """Fail it, because the function is closed."""
-        self._fail("closed", "")
 
     async def drop(self, within_s: float) -> None:
         """End the call, because its caller does not want it any more, and wait until its attempts have ended."""
@@ -157,7 +148,7 @@ class PendingCall:
             attempt.timer = _later(options.timeout_s, attempt.time_out)
         # Each attempt has the context variables of the caller, and none of another one.
         attempt.task = self.context.run(asyncio.create_task, self._run(attempt))
-        attempt.task.add_done_callback(attempt.settle)
+        attempt.task.add_done_callback(lambda _: self._settle(attempt))
         if options.hedge is not False and self.items is None:
             if options.hedge is True and limiter.speed.settled:
                 attempt.expected_s = limiter.speed.expected_s(self.size)
@@ -191,7 +182,7 @@ class PendingCall:
         self._leave("", "")
         self._on_end(value)
 
-    def settle(self, attempt: _Attempt) -> None:
+    def _settle(self, attempt: _Attempt) -> None:
         """Clean up after the task of an attempt: it may have been cancelled before its first step."""
         if not attempt.over:
             self._raised(attempt, asyncio.CancelledError())
@@ -269,9 +260,9 @@ class PendingCall:
             youngest = self._live[-1]
             self._hedge_at(max(self._not_before, youngest.started_at + self._first_s(youngest)))
         elif not again or self.begun or self._not_before >= self._deadline_at:
-            self._fail(FAILED, text)
+            self.fail(FAILED, text)
         elif refusal := limiter.refusal(now):
-            self._fail(OPEN, refusal)
+            self.fail(OPEN, refusal)
         else:
             self._wait_until(self._not_before, self._retry)
 
@@ -347,10 +338,10 @@ class PendingCall:
         return math.inf if self.options.deadline_s is None else self._submitted_at + self.options.deadline_s
 
     def _too_late(self) -> None:
-        self._fail("deadline", f"no value within {self.options.deadline_s:g} s")
+        self.fail("deadline", f"no value within {self.options.deadline_s:g} s")
         self.limiter.go()
 
-    def _fail(self, reason: str, detail: str) -> None:
+    def fail(self, reason: str, detail: str) -> None:
         error = self._error(reason, detail)
         mine = isinstance(error, EngineError) and all(error is not each for each in self._errors.values())
         self.result = Raised(error, refused=mine or self.refused)
@@ -426,9 +417,6 @@ class _Attempt:
             self.called_off = True
             raise asyncio.CancelledError
         self.reservation.sent(now)
-
-    def settle(self, _: asyncio.Task[None]) -> None:
-        self.call.settle(self)
 
     def recall(self) -> None:
         if not self.timed_out:

@@ -31,6 +31,9 @@ LEAST_ENDS = 5
 MOST_ENDS = 50
 """Attempts that the share of errors is taken of."""
 
+OPEN = "circuit_open"
+"""The reason of a call that was refused because the circuit is open."""
+
 Rank: TypeAlias = tuple[int, int, float, int]
 """Lowest first: priority with its sign changed, number of the batch, size with its sign changed, number of the call.
 All waiting turns differ."""
@@ -99,12 +102,8 @@ class Waiting(Protocol):
         """Whether no attempt of it is under way."""
         ...
 
-    def strand(self, problem: str) -> None:
-        """Fail it, because the circuit is open."""
-        ...
-
-    def close(self) -> None:
-        """Fail it, because the function is closed."""
+    def fail(self, reason: str, detail: str) -> None:
+        """Fail it: `OPEN`, or "closed"."""
         ...
 
 
@@ -168,7 +167,7 @@ class Limiter:
         """Fail all calls, and wait up to `within_s` seconds until their attempts have ended."""
         tasks = {attempt.task: attempt for attempt in self.live if attempt.task is not None}
         for call in list(self.calls):
-            call.close()
+            call.fail("closed", "")
         self._queue.clear()
         if self._wake is not None:
             self._wake.cancel()
@@ -304,7 +303,7 @@ class Limiter:
         _log.warning("%s (%s)", problem, self._last_error)
         for call in list(self.calls):
             if call.waits:
-                call.strand(problem)
+                call.fail(OPEN, problem)
 
     # What the membership asks for
 

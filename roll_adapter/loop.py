@@ -19,7 +19,7 @@ from roll.distributed.scheduler.generate_scheduler import expand_requests
 from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRolloutLoop, query_filter
 
 from qreward_plugins import GroupGate
-from qreward_plugins.adapters import Groups, mean_of
+from qreward_plugins.adapters import Groups, flat_rate, mean_of
 
 from .rewards import DETAIL, FAILED, GROUPS
 
@@ -64,6 +64,7 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         failed = [cause for cause in causes if cause]
         if not self._gate_of(domain, recording.groups).admit(len(responses), failed, detail=recording.detail):
             return None
+        _note_flatness(responses, causes)
         _make_neutral(responses, causes)
         return responses if query_filter(responses, context.pipeline_config) else None
 
@@ -104,6 +105,17 @@ class _RecordingContext:
         if not cause and not all(math.isfinite(_number(response, key)) for key in _REWARDS):
             return "not a finite reward"
         return cause
+
+
+def _note_flatness(responses: Sequence[Any], causes: Sequence[str]) -> None:
+    """Add to the metrics whether the scored responses of the prompt have equal rewards. Their mean over all is the
+    share of groups without variance.
+    """
+    rewards = (None if cause else _number(each, _REWARDS[0]) for each, cause in zip(responses, causes, strict=True))
+    flat = flat_rate(("", reward) for reward in rewards)
+    if flat is not None:
+        for response in responses:
+            response.meta_info["metrics"] = {**response.meta_info.get("metrics", {}), "qreward/flat_rate": flat}
 
 
 def _make_neutral(responses: Sequence[Any], causes: Sequence[str]) -> None:

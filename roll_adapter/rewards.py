@@ -9,7 +9,7 @@ correctness.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,39 +52,51 @@ def _score(reward: float, outcome: Outcome, right_or_wrong: bool) -> float:
     return 0.0 if right_or_wrong and not judged else reward
 
 
-class Metrics:
-    """Turns the outcomes of a call into ROLL's metrics: numbers, with the same keys in every call.
+_PREFIX = "qreward/"
 
-    The suffix of a key sets how ROLL reduces it over calls (utils/functionals.py, `reduce_metrics`). In the streaming
-    path every sample carries the metrics of its call, so each carries its share of a sum.
+_REDUCED = (
+    *(f"reward/{of}" for of in ("mean", "std", "min", "p50", "max")),
+    "latency_s/p50",
+    "latency_s/p99",
+    "latency_s/max",
+)
+"""Metrics whose names end with how ROLL reduces them."""
+
+_AVERAGED = ("score/", "data/")
+"""How the names of metrics begin that are means over the samples that have them."""
+
+
+class Metrics:
+    """Turns the outcomes of a call into ROLL's metrics.
+
+    The suffix of a key sets how ROLL reduces it over the calls that have it (utils/functionals.py, `reduce_metrics`).
+    In the streaming path every sample carries the metrics of its call, so each carries its share of a sum.
     """
 
     def __init__(self, facts: Facts, sources: Sequence[str]) -> None:
         self._facts = facts
         self._sources = tuple(sources)
 
-    def of(self, outcomes: Sequence[Outcome], *, streamed: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """The metrics of a call, and the facts of its samples."""
-        facts = [self._facts.of(outcome) for outcome in outcomes]
+    def facts(self, outcomes: Sequence[Outcome], data_sources: Sequence[Any]) -> list[dict[str, Any]]:
+        """The facts of a call's samples."""
+        return [self._facts.of(*each) for each in zip(outcomes, data_sources, strict=True)]
+
+    def of(self, facts: Sequence[Mapping[str, Any]], *, streamed: bool) -> dict[str, float]:
+        """The metrics of a call, from the facts of its samples."""
         totals = summary(facts)
         if not totals:
-            return {}, facts
+            return {}
         share = 1.0 / len(facts) if streamed else 1.0
         answered = Counter(source for fact in facts if not fact["cause"] for source in self._sources_of(fact["source"]))
         numbers = {
             **{metric.name: totals[metric.name] for metric in METRICS if metric.mean},
             **{f"{metric.name}_sum": share * totals[metric.name] for metric in METRICS if not metric.mean},
             "latency_s_mean": sum(fact["latency_s"] for fact in facts) / len(facts),
-            "latency_s_p99": totals["latency_s/p99"],
-            "latency_s_max": totals["latency_s/max"],
+            **{name.replace("/", "_"): totals[name] for name in _REDUCED if name in totals},
             **{f"source/{name}_sum": share * answered[name] for name in self._sources},
-            **{
-                f"score/{name}_mean": totals[f"score/{name}"]
-                for name in self._facts.components
-                if f"score/{name}" in totals
-            },
+            **{f"{name}_mean": value for name, value in totals.items() if name.startswith(_AVERAGED) or name == "acc"},
         }
-        return {f"qreward/{name}": value for name, value in numbers.items()}, facts
+        return {f"{_PREFIX}{name}": value for name, value in numbers.items()}
 
     @property
     def defines_correct(self) -> bool:
@@ -116,29 +128,34 @@ class Blames:
 
 
 class Validations:
-    """Counts the samples of a validation for the metrics of the next training step, because ROLL logs no metrics of
+    """Collects the samples of a validation for the metrics of the next training step, because ROLL logs no metrics of
     reward workers in a validation (rlvr_pipeline.py, `val`).
     """
 
     def __init__(self) -> None:
         self._step: Any = None
-        self._samples = 0
-        self._failed = 0
+        self._facts: list[Mapping[str, Any]] = []
+        self._failed = False
+        self._metrics: dict[str, float] | None = {}
 
-    def count(self, step: Any, causes: Sequence[str]) -> bool:
-        """Count the samples of a call in `step`'s validation, with one cause each ("" if scored). Return whether it has
-        the first failed sample of this validation.
+    def add(self, step: Any, facts: Sequence[Mapping[str, Any]]) -> bool:
+        """Add the samples of a call in `step`'s validation. Return whether it has the first failed sample of this
+        validation.
         """
         if step != self._step:
-            self._step, self._samples, self._failed = step, 0, 0
-        before, self._failed = self._failed, self._failed + sum(map(bool, causes))
-        self._samples += len(causes)
-        return before == 0 < self._failed
+            self._step, self._facts, self._failed = step, [], False
+        before, self._failed = self._failed, self._failed or any(fact["failed"] for fact in facts)
+        self._facts += facts
+        self._metrics = None
+        return self._failed and not before
 
     def metrics(self) -> dict[str, float]:
-        """The share of failed samples in the last validation; empty before the first one.
+        """The metrics of the last validation; empty before the first one. Each call of a step has them, and ROLL
+        reduces equal numbers to themselves.
 
         If ROLL samples ahead, a step mixes rewards from before and after a validation, and its metric is the mean of
-        both shares.
+        both.
         """
-        return {"qreward/val/failed_rate": self._failed / self._samples} if self._samples else {}
+        if self._metrics is None:
+            self._metrics = {f"{_PREFIX}val/{name}": value for name, value in summary(self._facts).items()}
+        return self._metrics

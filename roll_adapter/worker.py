@@ -21,7 +21,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.import_utils import safe_import_class
 
-from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored
+from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
 from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
 
 from .rewards import DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
@@ -49,7 +49,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         self._warned_of_correctness = False
         self._phases_known = False
         """Whether the pipeline has called `load_states`, so it calls `offload_states`, too."""
-        self._scoring: set[asyncio.Task[list[Outcome]]] = set()
+        self._scoring: set[asyncio.Task[tuple[list[Sample], list[Outcome]]]] = set()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> None:
@@ -87,15 +87,15 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         scoring = asyncio.ensure_future(self._score(data))
         self._scoring.add(scoring)
         scoring.add_done_callback(self._scoring.discard)
-        outcomes = await scoring
+        samples, outcomes = await scoring
         streamed, validation = is_streamed(data), is_validation(data)
-        metrics, facts = self._metrics.of(outcomes, streamed=streamed)
-        metrics |= self._blames.metrics(self.engine.last_batch())
+        facts = self._metrics.facts(outcomes, [sample.data_source for sample in samples])
+        metrics = self._metrics.of(facts, streamed=streamed) | self._blames.metrics(self.engine.last_batch())
         rewards, causes = self._rewards(data, outcomes, [str(fact["cause"]) for fact in facts])
         if validation:
             # `on_failure` does not apply, because nothing trains on a validation.
             causes = [outcome.label if isinstance(outcome, Failed) else "" for outcome in outcomes]
-            if self._validations.count(data.meta_info.get("global_step"), causes):
+            if self._validations.add(data.meta_info.get("global_step"), facts):
                 self._warn_of_failed_validation(streamed=streamed)
             if not self._metrics.defines_correct:
                 self._warn_of_undefined_correctness(outcomes)
@@ -145,12 +145,12 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         await self.engine.aclose()
         self._decoder.shutdown()
 
-    async def _score(self, data: DataProto) -> list[Outcome]:
+    async def _score(self, data: DataProto) -> tuple[list[Sample], list[Outcome]]:
         loop = asyncio.get_running_loop()
         samples = await loop.run_in_executor(self._decoder, partial(to_samples, data, self._tokenizer))
         if len(samples) == 1:
-            return [await self.engine.score(samples[0])]
-        return await self.engine.score_all(samples)
+            return samples, [await self.engine.score(samples[0])]
+        return samples, await self.engine.score_all(samples)
 
     def _rewards(self, data: Any, outcomes: list[Outcome], causes: list[str]) -> tuple[list[float], list[str]]:
         """The number of every sample, and its cause if the number is a stand-in, else ""."""

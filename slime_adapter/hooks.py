@@ -19,7 +19,7 @@ from typing import Any
 
 from qreward_plugins.adapters import summary
 
-from .samples import ROLLOUT_SAMPLE, flat, has_reward, record_of
+from .samples import ROLLOUT_SAMPLE, flat, group_of, has_reward, record_of
 from .scoring import give_stand_ins, settle
 from .settings import adapter_of, end_rewards
 
@@ -128,7 +128,10 @@ def eval_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool 
 
 
 def _summary(samples: Iterable[ROLLOUT_SAMPLE]) -> dict[str, float]:
-    return summary(record for sample in samples if (record := record_of(sample)))
+    judged = [sample for sample in samples if record_of(sample)]
+    # In an evaluation slime numbers no groups.
+    groups = None if any(group_of(sample) is None for sample in judged) else map(group_of, judged)
+    return summary(map(record_of, judged), groups)
 
 
 def _kept(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> list[bool]:

@@ -37,14 +37,7 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
     beyond the places in the prompt came with the response: a rollout of several turns appends what its environment
     shows.
     """
-    metadata = metadata_of(sample)
     extras = mapping_or_unreadable(getattr(sample, "metadata", None))
-    source = (
-        metadata.get("data_source")
-        or getattr(sample, "source", None)
-        or metadata.get("source_name")
-        or metadata.get("rm_type")
-    )
     group, index = getattr(sample, "group_index", None), getattr(sample, "index", None)
     shown = read_or_unreadable(lambda: attach(messages_of(getattr(sample, "prompt", "")), _images(sample)))
     messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
@@ -52,7 +45,7 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
         messages=messages,
         response=getattr(sample, "response", ""),
         ground_truth=getattr(sample, "label", None),
-        data_source=name_or_unreadable(source),
+        data_source=name_or_unreadable(data_source_of(sample)),
         group_id=None if group is None else name_or_unreadable(group),
         step=_step(),
         split="val" if group is None else "train",
@@ -60,6 +53,17 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
         id=None if index is None else name_or_unreadable(index),
         prompt=getattr(sample, "prompt", None),
         response_images=read_or_unreadable(lambda: [Image.of(image) for image in images]),
+    )
+
+
+def data_source_of(sample: ROLLOUT_SAMPLE) -> Any:
+    """The data source of a sample, see `to_sample`; nothing if it has none."""
+    metadata = metadata_of(sample)
+    return (
+        metadata.get("data_source")
+        or getattr(sample, "source", None)
+        or metadata.get("source_name")
+        or metadata.get("rm_type")
     )
 
 

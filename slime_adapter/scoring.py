@@ -18,7 +18,18 @@ from qreward_plugins import Cause, Failed, Outcome
 from qreward_plugins.adapters import number_of
 
 from .aborts import aborted, finished
-from .samples import ROLLOUT_SAMPLE, exclude, group_of, include, is_aborted, key_of, metadata_of, record_of, to_sample
+from .samples import (
+    ROLLOUT_SAMPLE,
+    data_source_of,
+    exclude,
+    group_of,
+    include,
+    is_aborted,
+    key_of,
+    metadata_of,
+    record_of,
+    to_sample,
+)
 from .settings import Adapter, adapter_of
 
 Reward: TypeAlias = float | dict[str, Any]
@@ -76,7 +87,7 @@ def settle(args: Any, samples: Iterable[ROLLOUT_SAMPLE]) -> None:
             continue
         outcome = _outcomes(work)[place]
         if outcome.reward is not None:
-            facts = adapter_of(args).facts.of(outcome)
+            facts = adapter_of(args).facts.of(outcome, data_source_of(sample))
             include(sample, facts)
             sample.reward = _as_reward(args, sample, facts, outcome.reward)
 
@@ -142,7 +153,7 @@ def _write(
     rewards: dict[int, Reward] = {}
     failed: list[tuple[int, dict[str, Any]]] = []
     for place, (sample, outcome) in enumerate(zip(samples, outcomes, strict=True)):
-        facts = adapter.facts.of(outcome)
+        facts = adapter.facts.of(outcome, data_source_of(sample))
         number = None if outcome is _ABORTED else number_of(outcome, adapter.config.on_failure)
         if number is None:
             failed.append((place, facts))

@@ -104,7 +104,7 @@ class Advantages:
         uids = list(map(str, data.non_tensor_batch.get("uid", sessions)))
         # All rows of a session have the same extra info.
         judged = {
-            session: info
+            session: (uid, info)
             for session, uid, info in zip(sessions, uids, infos, strict=True)
             if not uid.startswith(_PADDING)
         }
@@ -132,14 +132,14 @@ class Advantages:
             data.batch[name] = whole
         return data
 
-    def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[Mapping[str, Any]]) -> None:
+    def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""
         if kept:
             self._in_vain = 0
             self._causes.clear()
             return
         self._in_vain += 1
-        self._causes.update(str(info[CAUSE]) for info in judged if info.get(CAUSE))
+        self._causes.update(str(info[CAUSE]) for _, info in judged if info.get(CAUSE))
         if self._in_vain >= self._settings.groups.give_up_after:
             reasons = ", ".join(f"{cause} {count} times" for cause, count in self._causes.most_common(3))
             raise JudgeUnavailable(

@@ -94,7 +94,9 @@ class QRewardBatchManager:
             rewards[index, read[index][2]] = mean if number is None else number
         if not return_dict:
             return rewards
-        return {"reward_tensor": rewards, "reward_extra_info": _columns(list(map(self._extra_info.of, outcomes)))}
+        sources = (sample.data_source for sample in samples)
+        infos = [self._extra_info.of(*each) for each in zip(outcomes, sources, strict=True)]
+        return {"reward_tensor": rewards, "reward_extra_info": _columns(infos)}
 
     def close(self) -> None:
         """Close the engine and its thread."""

@@ -25,7 +25,7 @@ from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
 from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .rewards import ExtraInfo, KeysRead
-from .rollouts import is_padding, response_ids, to_sample, unreadable
+from .rollouts import is_padding, is_validation, response_ids, to_sample, unreadable
 from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .startup import check_columns, refuse_failures, warn_of_ignored_settings
 from .trainers import trainer_of
@@ -89,14 +89,15 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         if self._lacks_columns:
             check_columns(self.engine.config, self._extra_info.functions, item.non_tensor_batch)
         if is_padding(item):
-            return {"reward_score": 0.0, "reward_extra_info": self._extra_info.of(_NOT_JUDGED)}
+            info = self._extra_info.of(_NOT_JUDGED, reward=None if is_validation(item) else 0.0)
+            return {"reward_score": 0.0, "reward_extra_info": info}
         sample, outcome = await self._scored(item)
         number = number_of(outcome, self.engine.config.on_failure)
         step = (sample.split, sample.step)
         if outcome.reward is not None:
             self._means.add(step, outcome.reward)
         reward = self._means.mean(step) if number is None else number
-        info = self._extra_info.of(outcome, reward=None if sample.split == "val" else reward)
+        info = self._extra_info.of(outcome, sample.data_source, reward=None if sample.split == "val" else reward)
         return {"reward_score": reward, "reward_extra_info": info}
 
     async def begin_rewards(self) -> None:

@@ -25,17 +25,21 @@ class RewardLog:
     """Collects the extra info of samples until the tracker asks for their metrics."""
 
     def __init__(self) -> None:
-        self._facts: dict[str, list[dict[str, Any]]] = {split: [] for split in _PREFIXES}
+        self._facts: dict[str, list[tuple[str, dict[str, Any]]]] = {split: [] for split in _PREFIXES}
+        """By split, of each sample its prompt and its facts."""
         self._waited: dict[str, float] = {}
         self._unscored_prompts = 0
 
-    def add(self, split: Literal["train", "val"], infos: Iterable[Mapping[str, Any]]) -> None:
-        """Count samples by their extra info. Those that an agent loop has rewarded itself have none, and count not."""
-        for info in infos:
+    def add(self, split: Literal["train", "val"], samples: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Count samples by the uid of their prompt and their extra info. Those that an agent loop has rewarded itself
+        have none, and count not.
+        """
+        for uid, info in samples:
             if f"{PREFIX}failed" not in info:
                 continue
             facts = {name.removeprefix(PREFIX): _plain(value) for name, value in info.items()}
-            self._facts[split].append(facts)
+            # Beside a failed sample stands the number that verl was given for it.
+            self._facts[split].append((uid, facts | ({"reward": None} if facts["failed"] else {})))
             waited = json.loads(info[WAITED]) if split == "train" and info.get(WAITED) else {}
             if math.fsum(waited.values()) > math.fsum(self._waited.values()):
                 self._waited = waited
@@ -48,7 +52,8 @@ class RewardLog:
         """Metrics of what was added since the last call; empty without any."""
         metrics: dict[str, float] = {}
         for split, prefix in _PREFIXES.items():
-            metrics |= {f"{prefix}{name}": float(value) for name, value in summary(self._facts[split]).items()}
+            uids, facts = zip(*self._facts[split], strict=True) if self._facts[split] else ((), ())
+            metrics |= {f"{prefix}{name}": float(value) for name, value in summary(facts, uids).items()}
         if self._facts["val"]:
             metrics[f"{_PREFIXES['val']}unscored_prompts"] = float(self._unscored_prompts)
         metrics |= {f"{PREFIX}{name}": seconds for name, seconds in self._waited.items()}

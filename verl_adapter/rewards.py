@@ -52,6 +52,9 @@ PREFIX = "qreward/"
 MISSING = "qreward/missing"
 """1.0 for a failed sample: its score is a stand-in, from which nothing is learned."""
 
+REWARD = "qreward/reward"
+"""The reward of a training sample. A validation has it in a column of verl's own."""
+
 CAUSE = "qreward/cause"
 """Why a sample failed, or why its score is a floor."""
 
@@ -124,12 +127,12 @@ class ExtraInfo:
         columns = [] if reads.column is None else [reads.column]
         self._named = tuple(dict.fromkeys([*self._named, *columns, *reads.parts]))
 
-    def of(self, outcome: Outcome, *, reward: float | None = None) -> dict[str, Any]:
+    def of(self, outcome: Outcome, data_source: object = None, *, reward: float | None = None) -> dict[str, Any]:
         """The extra info of one outcome. `reward`: the number that verl gets in training; None in a validation."""
-        info = self._info(outcome)
+        info = self._info(outcome, data_source)
         info[WAITED] = self._waited()
         if reward is None:
-            return {key: value for key, value in info.items() if key not in _RESERVED}
+            return {key: value for key, value in info.items() if key not in _RESERVED and key != REWARD}
         if outcome.reward is None and self._reads.stand_in is not None:
             info |= dict.fromkeys(self._reads.parts, self._reads.stand_in)
         if self._reads.metric in _ITSELF:
@@ -148,9 +151,9 @@ class ExtraInfo:
                 return Failed(Cause.VERDICT, "invalid", detail, judge=verdict.judge, source=verdict.source)
         return outcome
 
-    def _info(self, outcome: Outcome) -> dict[str, Any]:
+    def _info(self, outcome: Outcome, data_source: object = None) -> dict[str, Any]:
         own = self._own(outcome)
-        facts = self._facts.of(outcome)
+        facts = self._facts.of(outcome, data_source)
         info: dict[str, Any] = {
             PREFIX + key: value for key, value in facts.items() if key != "acc" and not key.startswith("score/")
         }

@@ -120,6 +120,11 @@ def is_padding(item: Any) -> bool:
     return _is_marked(item.non_tensor_batch, PADDING)
 
 
+def is_validation(item: Any) -> bool:
+    """Whether a row is of a validation."""
+    return _is_marked(item.non_tensor_batch, VALIDATION)
+
+
 def _is_marked(columns: Mapping[str, Any], mark: str) -> bool:
     info = columns.get("extra_info")
     return isinstance(info, Mapping) and bool(info.get(mark))

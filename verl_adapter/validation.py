@@ -62,8 +62,9 @@ def with_means(log: RewardLog, process: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(process)
     def processed(sources: Any, uids: Any, infos: Mapping[str, Sequence[Any]], *args: Any, **kwargs: Any) -> Any:
         columns = unpacked(infos)
-        names = [name for name in columns if name.startswith(PREFIX) or name == "acc"]
-        log.add("val", ({name: columns[name][row] for name in names} for row in range(len(uids))))
+        names = [name for name in columns if name.startswith(PREFIX) or name in ("acc", "reward")]
+        facts = ({name: columns[name][row] for name in names} for row in range(len(uids)))
+        log.add("val", zip((f"{source} {uid}" for source, uid in zip(sources, uids, strict=True)), facts, strict=True))
         prompts: dict[tuple[str, str], list[int]] = {}
         for row, prompt in enumerate(zip(map(str, sources), map(str, uids), strict=True)):
             prompts.setdefault(prompt, []).append(row)

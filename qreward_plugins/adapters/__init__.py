@@ -9,7 +9,7 @@
   foreign values; what raises is an `Unreadable`, which fails its own sample only.
 - Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
   mean of its siblings. `fits_float32`: whether a trainer can hold a number. `shared_actor` is an actor of the Ray job.
-- Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes `METRICS` of these.
+- Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes metrics of these.
 - Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
 """
 
@@ -22,7 +22,7 @@ from ..config.load import ENVIRONMENT
 from ..config.origin import adapted
 from ..engine.process_portals import close_process_portals
 from ..judges import kind_of as judge_kind_of
-from ..observers.facts import METRICS, Facts, summary
+from ..observers.facts import METRICS, Facts, flat_rate, summary
 from ..samples import fits_float32
 from ..samples.check import Unreadable, mapping_or_unreadable, messages_of, name_or_unreadable, read_or_unreadable
 from ..samples.images import Image, attach, is_image_part
@@ -54,6 +54,7 @@ __all__ = [
     "did_you_mean",
     "environment_secrets",
     "fits_float32",
+    "flat_rate",
     "is_image_part",
     "judge_kind_of",
     "judges_in_charge",

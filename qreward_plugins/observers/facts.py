@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import pstdev
 from typing import Any, TypeAlias
 
 from ..samples import Failed, Outcome, Scored
 from .batch_report import mean, percentile
+from .events import short
 
 MOST_COMPONENTS = 1_000
 """Most names of components that are kept: a function may return new names for every sample."""
+
+MOST_DATA_SOURCES = 100
+"""Most data sources with metrics of their own, the largest ones: a tracker keeps each name for ever."""
 
 COMPONENT = "score/"
 """Prefix of the keys of components."""
@@ -40,13 +45,14 @@ class Facts:
         """Names of the components known so far."""
         return tuple(self._components)
 
-    def of(self, outcome: Outcome) -> dict[str, Any]:
-        """The facts of an outcome.
+    def of(self, outcome: Outcome, data_source: object = None) -> dict[str, Any]:
+        """The facts of an outcome, of a sample of this data source.
 
-        `failed`, `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the sample failed, or why its score is a
-        floor ("infra/deadline", "policy/empty"); "" for a judged sample. `weight_version` is that of the verdict.
-        `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0,
-        or None for a failed sample and for a judge that does not define correctness.
+        `reward` is None for a failed sample. `failed`, `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the
+        sample failed, or why its score is a floor ("infra/deadline", "policy/empty"); "" for a judged sample.
+        `weight_version` is that of the verdict. `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is
+        a component or None. `acc` is 0.0 or 1.0, or None for a failed sample and for a judge that does not define
+        correctness.
         """
         verdict = outcome.verdict if isinstance(outcome, Scored) else None
         failure = outcome.failure
@@ -57,6 +63,8 @@ class Facts:
             self._components.update(dict.fromkeys(components))
         self.defines_correct = self.defines_correct or correct is not None
         facts: dict[str, Any] = {
+            "data_source": short(data_source) if isinstance(data_source, (str, int)) else "",
+            "reward": outcome.reward,
             "failed": float(verdict is None),
             "floor": float(verdict is not None and verdict.basis == "floor"),
             "cause": failure.label if failure is not None else "",
@@ -110,11 +118,11 @@ METRICS: tuple[Metric, ...] = (
 """The sums and means that slime and ROLL log, under these names."""
 
 
-def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def summary(facts: Iterable[Fact], groups: Iterable[Hashable] | None = None) -> dict[str, float]:
     """Metrics of many outcomes, from their facts; empty without any.
 
-    Counts and shares cover all of them. Latencies are seconds from submission to outcome. Components are means over the
-    samples that have them.
+    Counts and shares cover all of them. Latencies are seconds from submission to outcome. Rewards and components are of
+    the samples that have them. `groups` has the group of each outcome, for the share of groups without variance.
     """
     rows = list(facts)
     if not rows:
@@ -127,12 +135,56 @@ def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         },
         **{f"latency_s/p{share}": percentile(latencies, share / 100) for share in (50, 95, 99)},
         "latency_s/max": max(latencies),
+        **_rewards(rows),
     }
+    flat = flat_rate(zip(groups, (fact["reward"] for fact in rows), strict=True)) if groups is not None else None
+    if flat is not None:
+        numbers["flat_rate"] = flat
     sources = Counter(fact["source"] for fact in rows if fact["source"] and not fact["failed"])
     for source, count in sorted(sources.items()):
         numbers[f"source_share/{source}"] = count / sources.total()
     for name in dict.fromkeys(key for fact in rows for key in fact if key.startswith(COMPONENT) or key == "acc"):
-        values = [fact[name] for fact in rows if fact.get(name) is not None and not fact["failed"]]
-        if values:
-            numbers[name] = mean(values)
+        numbers |= _mean_of(rows, name)
+    return numbers | _by_data_source(rows)
+
+
+def flat_rate(rewards: Iterable[tuple[Hashable, float | None]]) -> float | None:
+    """The share of groups whose rewards are all equal, from pairs of group and reward (None: the sample failed).
+
+    Only groups with at least two rewards count; None without any. A group-based estimator learns nothing from a flat
+    group.
+    """
+    groups: dict[Hashable, list[float]] = {}
+    for group, reward in rewards:
+        if reward is not None:
+            groups.setdefault(group, []).append(reward)
+    flat = [len(set(values)) == 1 for values in groups.values() if len(values) > 1]
+    return mean(flat) if flat else None
+
+
+def _rewards(rows: Sequence[Fact]) -> dict[str, float]:
+    rewards = [fact["reward"] for fact in rows if fact["reward"] is not None]
+    if not rewards:
+        return {}
+    shares = {f"reward/p{share}": percentile(rewards, share / 100) for share in (10, 50, 90)}
+    spread = {"reward/std": pstdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
+    return {"reward/mean": mean(rewards), **spread, **shares}
+
+
+def _by_data_source(rows: Sequence[Fact]) -> dict[str, float]:
+    by_source: dict[str, list[Fact]] = {}
+    for fact in rows:
+        by_source.setdefault(fact["data_source"], []).append(fact)
+    by_source.pop("", None)
+    numbers: dict[str, float] = {}
+    for source, part in sorted(by_source.items(), key=lambda item: -len(item[1]))[:MOST_DATA_SOURCES]:
+        of_part = {"failed_rate": mean([fact["failed"] for fact in part])}
+        of_part |= _mean_of(part, "reward") | _mean_of(part, "acc")
+        numbers |= {f"data/{source}/{name}": value for name, value in of_part.items()}
     return numbers
+
+
+def _mean_of(rows: Sequence[Fact], name: str) -> dict[str, float]:
+    """The mean of a fact over the scored samples that have it, by its name; empty if none has."""
+    values = [fact[name] for fact in rows if fact.get(name) is not None and not fact["failed"]]
+    return {name: mean(values)} if values else {}

@@ -25,22 +25,32 @@ LISTED = set(re.findall(r"`([^`\n]+)`", (DOCS / "metrics.md").read_text()))
 
 def test_every_metric_of_a_step_and_every_fact_of_a_sample():
     facts = Facts(["clarity"], defines_correct=True)
-    row = facts.of(Scored(Verdict(1.0, {"clarity": 1.0}, correct=True, judge="j", source="a")))
+    row = facts.of(Scored(Verdict(1.0, {"clarity": 1.0}, correct=True, judge="j", source="a")), "d")
     assert {name.replace("score/clarity", "score/NAME") for name in row} <= LISTED
-    named = {"score/clarity": "score/NAME", "source_share/a": "source_share/SOURCE"}
-    assert {named.get(name, name) for name in summary([row])} <= LISTED
+    assert {_placed(name) for name in summary([row, row], ["g", "g"])} <= LISTED
+
+
+def _placed(name):
+    """A metric as the page writes it."""
+    for of_one, placed in (
+        ("score/clarity", "score/NAME"),
+        ("source_share/a", "source_share/SOURCE"),
+        ("blame_s/a/queue", "blame_s/SOURCE/PART"),
+        ("data/d/", "data/DATA_SOURCE/"),
+    ):
+        name = name.replace(of_one, placed)
+    return name
 
 
 def test_every_metric_of_verl():
-    facts = Facts([], defines_correct=True).of(Scored(Verdict(1.0, correct=True, judge="j", source="a")))
+    facts = Facts([], defines_correct=True).of(Scored(Verdict(1.0, correct=True, judge="j", source="a")), "d")
     info = {f"qreward/{name}": value for name, value in facts.items()}
     log = RewardLog()
-    log.add("train", [info | {"qreward/waited": '{"blame_s/a/queue": 1.0}'}])
-    log.add("val", [info])
-    placed = {"blame_s/a/queue": "blame_s/SOURCE/PART", "source_share/a": "source_share/SOURCE"}
-    names = {placed.get(name.removeprefix("qreward/"), name.removeprefix("qreward/")) for name in log.since_last()}
-    assert {"blame_s/SOURCE/PART", "val/unscored_prompts"} <= names
-    assert {placed.get(name.removeprefix("val/"), name.removeprefix("val/")) for name in names} <= LISTED
+    log.add("train", [("u", info | {"qreward/waited": '{"blame_s/a/queue": 1.0}'})])
+    log.add("val", [("u", info)])
+    names = {name.removeprefix("qreward/") for name in log.since_last()}
+    assert {"blame_s/a/queue", "val/unscored_prompts"} <= names
+    assert {_placed(name.removeprefix("val/")) for name in names} <= LISTED
 
 
 def test_every_metric_of_prometheus():

@@ -6,7 +6,7 @@ import pytest
 
 from qreward_plugins import Cause, Failed, Scored, Spent, Usage, Verdict
 from qreward_plugins.observers.batch_report import KEPT, BatchReport, Part, WaitBySize, Waits
-from qreward_plugins.observers.facts import Facts, summary
+from qreward_plugins.observers.facts import MOST_DATA_SOURCES, Facts, summary
 
 SCORED = Scored(Verdict(0.5, {"tone": 0.25}, judge="j", source="a", spent=Spent(2, Usage(10, 5), 1.5, 0.01)))
 FAILED = Failed(Cause.INFRA, "deadline", judge="j", spent=Spent(3, latency_s=4.0))
@@ -120,6 +120,44 @@ def test_a_summary_counts_all_and_averages_what_was_scored():
     assert (numbers["latency_s/max"], numbers["latency_s/p50"]) == (4.0, 0.0)
     assert numbers["cost_usd"] == pytest.approx(0.01)
     assert numbers["attempts_mean"] == pytest.approx(1.25)
+
+
+def test_rewards_are_told_with_their_spread_and_by_data_source():
+    facts = Facts([], defines_correct=True)
+    rows = [facts.of(Scored(Verdict(number / 10, correct=number > 5)), "math") for number in range(11)]
+    rows += [facts.of(FAILED, "math"), facts.of(FAILED, "code"), facts.of(SCORED, None)]
+    numbers = summary(rows)
+    spread = {"mean": 0.5, "std": (sum((n / 10 - 0.5) ** 2 for n in range(11)) / 12) ** 0.5, "min": 0.0, "max": 1.0}
+    spread |= {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+    assert {name: numbers[f"reward/{name}"] for name in spread} == pytest.approx(spread)
+    by_source = {name: value for name, value in numbers.items() if name.startswith("data/")}
+    assert by_source == pytest.approx(
+        {
+            "data/math/reward": 0.5,
+            "data/math/failed_rate": 1 / 12,
+            "data/math/acc": 5 / 11,
+            "data/code/failed_rate": 1.0,
+        }
+    )
+
+
+def test_the_largest_data_sources_are_told_of():
+    facts = Facts([], defines_correct=False)
+    rows = [facts.of(SCORED, f"one row of {number}") for number in range(2 * MOST_DATA_SOURCES)]
+    rows += [facts.of(SCORED, "two rows")] * 2
+    told = {name.split("/")[1] for name in summary(rows) if name.startswith("data/")}
+    assert len(told) == MOST_DATA_SOURCES
+    assert "two rows" in told
+
+
+def test_a_group_is_flat_if_all_its_rewards_are_equal():
+    facts = Facts([], defines_correct=False)
+    rewards = {"flat": (0.5, 0.5, None), "spread": (0.5, 0.6), "lone": (1.0, None), "down": (None, None)}
+    pairs = [(group, reward) for group, those in rewards.items() for reward in those]
+    rows = [facts.of(FAILED if reward is None else Scored(Verdict(reward))) for _, reward in pairs]
+    assert summary(rows, [group for group, _ in pairs])["flat_rate"] == 0.5
+    assert "flat_rate" not in summary(rows)
+    assert "flat_rate" not in summary(rows[-4:], "abcc")
 
 
 def test_the_shortest_and_the_longest_third_are_told_apart():

@@ -183,8 +183,11 @@ def test_a_failed_sample_of_a_validation_is_left_out_of_its_tag_and_told_of(trai
     (said,) = [record.getMessage() for record in caplog.records if record.name == "roll_adapter"]
     assert "the domain judged has no reward in this validation" in said
     assert "leaves it out of the means of the tags" in said
-    assert trainer.step().metrics["judged/qreward/val/failed_rate"] == 0.25
-    assert trainer.step().metrics["judged/qreward/val/failed_rate"] == 0.25
+    for _ in range(2):
+        metrics = trainer.step().metrics
+        told = {name.removeprefix("judged/qreward/val/"): value for name, value in metrics.items() if "/val/" in name}
+        assert (told["samples"], told["failed_rate"], told["acc"]) == (4.0, 0.25, pytest.approx(2 / 3))
+        assert (told["reward/mean"], told["data/sums/failed_rate"]) == (pytest.approx(2 / 3), 0.25)
 
 
 def test_without_the_loop_a_failed_sample_of_a_validation_is_wrong_and_the_remedy_is_named(train, caplog) -> None:
@@ -273,3 +276,19 @@ def test_the_configuration_can_come_from_the_environment_of_the_workers(train, w
     # The rollout loop lives in another process, which has no such variable, and drops groups all the same.
     with pytest.raises(JudgeUnavailable, match="2 groups in a row had fewer than 4"):
         train(words("1", "break"), reward=reward).step()
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_step_tells_of_rewards_by_data_source_and_of_groups_without_variance(train, mode) -> None:
+    texts = {"a": ("2", "4", "break", "6"), "b": ("5", "5", "5", "break"), "c": ("3", "break", "1", "2")}
+    means = {"a": 0.4, "b": 0.5, "c": 0.2}
+    rows = [{"prompt": name, "tag": name} for name in texts]
+    trainer = train(lambda draft, rng: texts[draft.columns["tag"]][draft.number % 4], rows=rows, **mode)
+    metrics = trainer.step().metrics
+    told = {name.removeprefix("judged/qreward/"): value for name, value in metrics.items() if "/qreward/" in name}
+    seen = [name for name in texts if f"data/{name}/reward_mean" in told]
+    assert len(seen) == 2
+    assert told["flat_rate"] == ("b" in seen) / 2
+    assert [told[f"data/{name}/reward_mean"] for name in seen] == pytest.approx([means[name] for name in seen])
+    assert [told[f"data/{name}/failed_rate_mean"] for name in seen] == [0.25, 0.25]
+    assert told["reward_mean"] == pytest.approx(sum(means[name] for name in seen) / 2)

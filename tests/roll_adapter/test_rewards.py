@@ -57,24 +57,37 @@ def test_causes_are_told_in_the_order_of_the_rows(answer_of, words) -> None:
 
 EXPECTED = {
     *("samples_sum", "failed_sum", "failed_rate", "failed/infra_sum", "failed/verdict_sum", "failed/policy_sum"),
-    *("attempts_mean", "latency_s_mean", "latency_s_p99", "latency_s_max", "tokens_sum", "cost_usd_sum"),
+    *("attempts_mean", "latency_s_mean", "latency_s_p50", "latency_s_p99", "latency_s_max"),
+    *("tokens_sum", "cost_usd_sum", "data/DATA_SOURCE/failed_rate_mean"),
     *("floor/verdict_sum", "floor/policy_sum"),
     *("floor_rate", "cached_rate", "cut_rate", "source/judge_sum"),
 }
 
 
+OF_SCORED = {
+    *(f"reward_{of}" for of in ("mean", "std", "min", "p50", "max")),
+    *("data/DATA_SOURCE/reward_mean", "data/DATA_SOURCE/acc_mean", "acc_mean"),
+}
+"""Names that a call has if a sample of it has a reward."""
+
+
 def test_the_documentation_lists_them() -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     listed = set(re.findall(r"`([^`\n]+)`", text))
-    assert {name.replace("source/judge", "source/SOURCE") for name in EXPECTED} <= listed
+    assert {name.replace("source/judge", "source/SOURCE") for name in EXPECTED | OF_SCORED} | {"flat_rate"} <= listed
 
 
 @pytest.mark.parametrize("mode", [*MODES, pytest.param({"generate_opt_level": 0}, id="batch")])
 def test_metrics_have_the_same_names_in_every_call(answer_of, words, mode) -> None:
     for result in answer_of(words("1", "break", "nan", "4"), **mode):
         metrics = result.meta_info["metrics"]
-        told = {name for name in metrics if not name.startswith("qreward/blame_s/")}
-        assert told == {f"qreward/{name}" for name in EXPECTED}
+        told = {
+            name.removeprefix("qreward/").replace("data/judged/", "data/DATA_SOURCE/")
+            for name in metrics
+            if not name.startswith("qreward/blame_s/")
+        }
+        assert told - OF_SCORED == EXPECTED
+        assert ("reward_mean" in told) == (metrics["qreward/failed_rate"] < 1.0)
         assert all(type(value) in (int, float) for value in metrics.values())
 
 

@@ -31,8 +31,8 @@ def groups(make_group):
 def scored(make_args, make_group):
     """Samples with rewards, scored by the real adapter; "break" fails."""
 
-    def make(*responses, group=0, **arguments):
-        args, samples = make_args(**arguments), make_group(*responses, group=group)
+    def make(*responses, group=0, metadata=None, **arguments):
+        args, samples = make_args(**arguments), make_group(*responses, group=group, metadata=metadata or {})
         for sample, reward in zip(samples, asyncio.run(slime_adapter.reward(args, samples)), strict=True):
             sample.reward = reward
         return args, samples
@@ -128,7 +128,7 @@ def test_slimes_filter_of_flat_groups_sees_the_scored_samples(make_args, groups,
 
 
 def test_the_step_is_summed_up_in_slimes_own_dict(scored):
-    args, samples = scored("2", "4", "break", "6")
+    args, samples = scored("2", "4", "break", "6", metadata={"data_source": "sums"})
     metrics = {"rollout/other": 1}
     assert slime_adapter.log_rollout(3, args, samples, metrics, 0.5) is False
     told = {name.removeprefix("rollout/qreward/"): value for name, value in metrics.items() if "qreward" in name}
@@ -137,6 +137,8 @@ def test_the_step_is_summed_up_in_slimes_own_dict(scored):
     assert (told["failed/infra"], told["failed/verdict"], told["failed/policy"]) == (1.0, 0.0, 0.0)
     assert told["attempts_mean"] == 1.0
     assert told["source_share/judge"] == 1.0
+    assert (told["reward/mean"], told["reward/max"], told["flat_rate"]) == (pytest.approx(0.4), 0.6, 0.0)
+    assert told["data/sums/failed_rate"] == 0.25
     assert 0 < told["latency_s/p50"] <= told["latency_s/p95"] <= told["latency_s/p99"] <= told["latency_s/max"]
     assert told["tokens"] > 0
     assert sum(value for name, value in told.items() if name.startswith("blame_s/")) > 0

@@ -67,6 +67,8 @@ def batch_of(groups, outputs=1, seed=3):
     columns = {
         **{f"qreward/{name}": np.zeros(count) for name in NUMBERS},
         "qreward/source": np.array(["judge"] * count),
+        "qreward/data_source": np.array(["sums"] * count),
+        "qreward/reward": np.array([np.nan if each else number for each, number in zip(failed, values, strict=True)]),
         "uid": np.array([row[0] for row in rows], dtype=object),
         "qreward/missing": np.array(failed, dtype=float),
         "qreward/failed": np.array(failed, dtype=float),
@@ -141,7 +143,11 @@ def test_of_a_batch_the_failed_rows_are_as_if_they_had_never_been_sampled(verl, 
     advantages, log = hooked()
     check(advantages.by_columns(verl.legacy)(data, **settings(estimator)), computed, rows, estimator)
     assert data.batch["advantages"].abs().sum() > 0
-    assert log.since_last()["qreward/failed_rate"] == failed.mean()
+    metrics = log.since_last()
+    assert metrics["qreward/failed_rate"] == metrics["qreward/data/sums/failed_rate"] == failed.mean()
+    scored = data.non_tensor_batch["qreward/reward"][~failed]
+    assert metrics["qreward/reward/mean"] == pytest.approx(scored.mean())
+    assert metrics["qreward/flat_rate"] == 0.0
 
 
 @pytest.mark.parametrize("outputs", [1, 3])

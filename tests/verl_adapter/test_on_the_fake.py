@@ -53,6 +53,10 @@ def test_a_failed_sample_is_neutral_to_its_group(trainer):
     assert step.metrics["qreward/samples"] == 16
     assert step.metrics["qreward/failed_rate"] == sum(failed) / 16
     assert step.metrics["qreward/failed/infra"] == sum(failed)
+    scores = [score for score, is_failed in zip(step.scores, failed, strict=True) if not is_failed]
+    assert step.metrics["qreward/reward/mean"] == pytest.approx(np.mean(scores))
+    assert step.metrics["qreward/data/fake/data/reward"] == pytest.approx(np.mean(scores))
+    assert 0.0 <= step.metrics["qreward/flat_rate"] < 1.0
     assert not step.poisoned
 
 
@@ -91,7 +95,9 @@ def test_validation_leaves_the_failed_out(trainer):
         assert {value for key, value in metrics.items() if f"/{name}/mean@" in key} == {1.0}
         assert not any(f"/{name}/mean@3" in key for key in metrics), "a failed one keeps its place in its prompt"
     assert metrics["qreward/val/samples"] == 8
-    assert metrics["qreward/val/failed_rate"] == 3 / 8
+    assert metrics["qreward/val/failed_rate"] == metrics["qreward/val/data/fake/data/failed_rate"] == 3 / 8
+    assert metrics["qreward/val/reward/mean"] == metrics["qreward/val/reward/min"] == 1.0, "without the failed ones"
+    assert not any("/qreward/reward/" in key for key in metrics if key.startswith("val-"))
     assert "qreward/samples" not in metrics
 
 

@@ -22,6 +22,8 @@ OURS = "reward.reward_manager.name=qreward"
 FACTS = {
     **dict.fromkeys(("floor", "attempts", "latency_s", "tokens", "cost_usd", "cached", "cut", "failed"), 0.0),
     **dict.fromkeys(("cause", "source", "waited"), ""),
+    "reward": 0.5,
+    "data_source": "sums",
 }
 
 
@@ -149,7 +151,7 @@ def test_a_tracker_gets_what_was_scored_in_a_run_of_ours_only(tracking, compose,
         logger.log({"loss": 1.0}, 3)
         return logger.lines
 
-    log.add("train", [{f"qreward/{name}": value for name, value in FACTS.items()}])
+    log.add("train", [("u", {f"qreward/{name}": value for name, value in FACTS.items()})])
     assert lines("reward.reward_manager.name=naive") == [(3, {"loss": 1.0})]
     assert attached == []
     ((step, data),) = lines(OURS)
@@ -162,15 +164,16 @@ def test_metrics_are_of_what_was_added_since_the_last():
     log = RewardLog()
 
     def infos(*rows):
-        return [{f"qreward/{name}": value for name, value in {**FACTS, **row}.items()} for row in rows]
+        return [("u", {f"qreward/{name}": value for name, value in {**FACTS, **row}.items()}) for row in rows]
 
     assert log.since_last() == {}
     failed = {"failed": 1.0, "cause": "infra/deadline", "score/style": float("nan")}
     slow = {"waited": json.dumps({"blame_s/judge/queue": 2.0}), "score/style": 0.5}
     log.add("train", infos(failed, slow, {"waited": json.dumps({"blame_s/judge/queue": 1.0})}, {"cut": 1.0}))
-    log.add("train", [{"reward_of_an_agent_loop": 1.0}])
+    log.add("train", [("u", {"reward_of_an_agent_loop": 1.0})])
     metrics = log.since_last()
     wanted = {"samples": 4, "failed_rate": 0.25, "failed/infra": 1, "cut_rate": 0.25, "score/style": 0.5}
+    wanted |= {"reward/mean": 0.5, "flat_rate": 1.0, "data/sums/reward": 0.5}
     assert {name: metrics[f"qreward/{name}"] for name in wanted} == wanted
     assert metrics["qreward/blame_s/judge/queue"] == 2.0, "the longest batch"
     assert log.since_last() == {}

@@ -22,6 +22,7 @@ Shape = Mapping[str, Any]
 SUFFIXES = {
     "_s": "seconds",
     "_bytes": "bytes",
+    "_mb": "MB",
     "_chars": "characters",
     "_tokens": "tokens",
     "requests_per_minute": "requests",

@@ -51,7 +51,7 @@ CODE_LINES = {
     "scheduling": 4_420,
     "simulation": 3_720,
     "judges": 2_440,
-    "cli": 2_390,
+    "cli": 2_540,
     "engine": 2_350,
     "acceleration": 2_280,
     "replicas": 2_170,
@@ -63,7 +63,8 @@ CODE_LINES = {
     "verl_adapter": 1_450,
     "samples": 1_130,
     "observers": 860,
-    "journal": 850,
+    # `texts` and `stories` ("Seeing"): what was sent and replied, and how it is found again.
+    "journal": 1_260,
     "slime_adapter": 780,
     "roll_adapter": 730,
     "client": 680,

@@ -71,7 +71,9 @@ def folder(tmp_path_factory):
         (folder / "rollouts.jsonl").write_text(f"{json.dumps(row)}\n")
         judge["engine"] = {"journal": {"path": str(folder / "verdicts.sqlite")}}
         with RewardEngine(judge).portal() as portal:
-            portal.score(Sample([{"role": "user", "content": row["prompt"]}], row["response"], row["ground_truth"]))
+            for deadline_s in (60.0, 1e-6):  # the second one fails
+                question = [{"role": "user", "content": row["prompt"]}]
+                portal.score(Sample(question, row["response"], row["ground_truth"], step=1), deadline_s=deadline_s)
         yield folder
 
 
@@ -162,7 +164,7 @@ def test_every_command_that_ends_runs(folder, monkeypatch):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (command, result.output)
         ran.add(words[0])
-    assert ran == {"check", "journal", "plan", "score"}
+    assert ran == {"check", "journal", "plan", "score", "why"}
 
 
 def whole(text):

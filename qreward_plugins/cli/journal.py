@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
+from ..journal.stories import journals_in
 from ..secrets import one_line
 from .console import OK, OUT, number_of, print_whole, say, seconds, short
 from .journal_reports import LATEST, Row, SourceReport, StepReport, drawn, read_rows, slowest, sources_of, steps_of
@@ -21,7 +21,9 @@ _LEFT = ("run", "step", "judge", "source", "what it said")
 
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Journal: the file that engine.journal.path names.")],
+    paths: Annotated[
+        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
+    ],
     step: Annotated[int | None, typer.Option(metavar="N", help="Only this training step, the slowest first.")] = None,
     last: Annotated[int, typer.Option(metavar="N", min=1, help="How many of the latest steps are shown.")] = 10,
     verdicts: Annotated[int, typer.Option(metavar="N", min=0, help="How many verdicts are shown.")] = 8,
@@ -34,15 +36,16 @@ def command(
 
     Exit codes: 0 shown; 2 there is no such journal, or nothing in it.
     """
-    rows = read_rows(str(path), step)
+    names = " and ".join(paths)
+    rows = [row for path in journals_in(paths) for row in read_rows(path, step)]
     if not rows:
-        raise InputError(f"{path} has no outcomes" + ("" if step is None else f" of step {step}"))
+        raise InputError(f"{names} has no outcomes" + ("" if step is None else f" of step {step}"))
     found = steps_of(rows)
-    latest = "the latest " if len(rows) == LATEST else ""
+    latest = "the latest " if len(rows) >= LATEST else ""
     failed = sum(row.failed for row in rows)
     runs = len({row.run_id for row in rows})
     of_runs = f" of {runs} runs" if runs > 1 else ""
-    say(OUT, f"{path}: {latest}{number_of(len(rows), 'outcome')}{of_runs}, {failed:,} of them failed\n")
+    say(OUT, f"{names}: {latest}{number_of(len(rows), 'outcome')}{of_runs}, {failed:,} of them failed\n")
     shown = found[-last:]
     which = f", the last {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
     print_whole(OUT, _steps(shown, f"steps, and the slowest sample of each{which}", by_run=runs > 1))
@@ -53,6 +56,8 @@ def command(
         picked = drawn(rows, verdicts) if step is None else slowest(rows, verdicts)
         OUT.print()
         print_whole(OUT, _verdicts(picked, f"verdicts, {title}"), widest=80)
+    if verdicts:
+        say(OUT, "\nqreward why FILE --row N: the whole story of a row")
     say(OUT, "\nwaited: in the queue, for a limit, or in tries that failed; the rest is the time of the answer itself")
     return OK
 
@@ -83,13 +88,13 @@ def _sources(found: Iterable[SourceReport]) -> Table:
 
 
 def _verdicts(rows: Sequence[Row], title: str) -> Table:
-    table = _table(title, "step", "judge", "source", "score", "took", "tries", "what it said")
+    table = _table(title, "row", "step", "judge", "source", "score", "took", "what it said")
     table.columns[-1].overflow = "fold"
     for row in rows:
         words = (row.detail if row.failed else None) or row.rationale or "-"
         said = Text(_escaped(words), style="red" if row.failed else "")
         names = map(_name, (row.label, row.judge, row.source))
-        table.add_row(*names, _score(row.score), seconds(row.latency_s), str(row.attempts), said)
+        table.add_row(str(row.id), *names, _score(row.score), seconds(row.latency_s), said)
     return table
 
 

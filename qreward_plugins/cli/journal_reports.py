@@ -5,13 +5,11 @@ A row of the journal is the outcome of one judge for one sample; a sum has a row
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean, median
 
-from ..errors import JournalError
 from ..journal.database import reading
 
 LATEST = 200_000
@@ -23,6 +21,7 @@ _SEED = 0
 class Row:
     """The outcome of one judge for one sample. Its fields are columns of the journal."""
 
+    id: int
     run_id: str
     step: int | None
     split: str | None
@@ -89,12 +88,10 @@ class SourceReport:
 def read_rows(path: str, step: int | None = None) -> list[Row]:
     """Read the latest rows of the journal at `path`, of one step if `step` is given, in the order of writing.
 
-    Raises `JournalError` if there is no such journal, or if it cannot be read.
+    Raises `JournalError` if it cannot be read.
     """
     if step is not None and not -(2**63) <= step < 2**63:
         return []  # SQLite has no such integers
-    if not os.path.isfile(path):
-        raise JournalError(f"there is no journal at {path}; engine.journal.path names the one of a configuration")
     with reading(path) as connection:
         names = ", ".join(field.name for field in fields(Row))
         where, values = ("WHERE step = ?", [step]) if step is not None else ("", [])

@@ -94,7 +94,7 @@ def prepare(rollouts: Path, config_path: Path, out: Path, *, overwrite: bool = F
         total = check_rollouts(rollouts, out=out, overwrite=overwrite)
     if config.engine.server is not None:
         return Plan(rollouts, out, total, config, config_path)
-    journal = config.engine.journal or JournalConfig(path=str(out.with_name(out.name + ".journal")))
+    journal = config.engine.journal or JournalConfig(path=str(out.with_name(out.name + ".journal")), keep="all")
     engine = config.engine.model_copy(update={"journal": journal.model_copy(update={"reuse": True})})
     return Plan(rollouts, out, total, config.model_copy(update={"engine": engine}), config_path)
 

@@ -55,6 +55,15 @@ class JournalConfig(Node):
     reads replies in the same way. Keys that only map the score (`reward_range`, `correct_at`, `floor`, `weights`) may
     differ. Answers of a function are used again only if its source has a `version`. Default: true."""
 
+    keep: Literal["interesting", "all", "none"] = "interesting"
+    """Whose texts are kept for `qreward why`: prompt, response, what was sent, and each reply. `interesting` (default):
+    of samples without a reward or with a floor, of those with an invalid reply, and in each step about 8 of the best, 8
+    of the worst, and 32 at random. `all`. `none`: numbers and rationales only."""
+
+    texts_mb: PositiveFloat = 4096.0
+    """Size of the file in MB (10^6 bytes) above which the oldest texts are deleted. Numbers are never deleted. Default:
+    4096."""
+
 
 Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests", "least_tokens"]
 

@@ -7,7 +7,7 @@ samples of leaves are, too, because the journal is awaited.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
 from ..scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
 from ..scheduling.calls import T
+from ..scheduling.history import PastAttempt, history_of
 from ..sources import Source
 from .outcomes import failure, scored
 
@@ -191,7 +192,7 @@ class Judging(Pending):
             self._recorded = True
             outcome = asked.outcome(result)
             if outcome is not None:
-                await self._record(scoring.key_of(call, result, keys, sources), outcome)
+                await self._record(scoring.key_of(call, result, keys, sources), outcome, asked.history)
         if isinstance(result, Unanswered):
             raise CallFailed(result)
         return result
@@ -238,15 +239,31 @@ class Judging(Pending):
                 await self._record(None, outcome)
             except JournalError:
                 return
+        elif self._recorded:
+            self._note_whole(outcome)
         self.end(outcome)
 
-    async def _record(self, key: str | None, outcome: Outcome) -> None:
+    async def _record(self, key: str | None, outcome: Outcome, history: Sequence[PastAttempt] = ()) -> None:
         """Record an outcome. Raises `JournalError`, and passes it to the caller of the engine."""
         try:
-            await self._scoring.record(key, self.sample, outcome, self._due_at)
+            await self._scoring.record(key, self.sample, outcome, history, self._due_at)
         except JournalError as error:
             self._raise_to_caller(error)
             raise
+
+    def _note_whole(self, outcome: Outcome) -> None:
+        """Record what a judge of judges made of its calls, each of which is on record with what it took."""
+        if isinstance(self.judge, Leaf):
+            return
+        own: dict[str, Any] = {
+            "judge": self.judge.name,
+            "source": "",
+            "spent": Spent(latency_s=self._total().latency_s),
+        }
+        if isinstance(outcome, Failed):
+            self._scoring.note(self.sample, replace(outcome, **own))
+        else:
+            self._scoring.note(self.sample, Scored(replace(outcome.verdict, model="", **own)))
 
     def _raise_to_caller(self, error: JournalError) -> None:
         if not self.future.done():
@@ -281,6 +298,8 @@ class Judging(Pending):
             outcome = self._with_spent(Failed(Cause.INFRA, reason, detail, judge=self.judge.name))
             if not self._recorded:
                 self._scoring.note(self.sample, outcome)
+            else:
+                self._note_whole(outcome)
             self.end(outcome)
 
     def close(self) -> None:
@@ -316,7 +335,7 @@ class Judging(Pending):
 class _Asked:
     """One running call of a judge."""
 
-    __slots__ = ("_call", "_job", "_keys", "_sample", "_scoring", "_sources", "future")
+    __slots__ = ("_call", "_job", "_keys", "_sample", "_scoring", "_sources", "future", "history")
 
     def __init__(
         self,
@@ -333,12 +352,17 @@ class _Asked:
         self._sources = sources
         self.future: asyncio.Future[Answer[Any] | Unanswered] = asyncio.get_running_loop().create_future()
         self._job: Job | None = None
+        self.history: tuple[PastAttempt, ...] = ()
+        """Its attempts, once it has ended; empty without a journal."""
 
     def start(self, member: Member, due_at: float) -> None:
         """Make the call. `future` gets its result."""
         self._job = self._scoring.dispatcher.submit(self._call, self, member=member, deadline_at=due_at)
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:
+        # The job forgets its attempts when its batch does not need them any more.
+        if self._job is not None and self._scoring.journal is not None:
+            self.history = history_of(self._job, self._scoring.now())
         if not self.future.done():
             self.future.set_result(result)
 

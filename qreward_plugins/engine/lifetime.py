@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio
 
-from ..config import Config, configured_name
+from ..config import Config, JournalConfig, configured_name
 from ..config.several_keys import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..journal import Journal
@@ -89,7 +89,7 @@ class Lifetime:
         self.router = self.routed(self.config, self.upstreams)
         self.source_starts = SourceStarts([upstream.source for upstream in self.upstreams.values()])
         self.start_probe = StartProbe(self.router.leaves.values(), given=sources)
-        self.journal = Journal(settings.journal.path) if settings.journal else None
+        self.journal = None if settings.journal is None else _opened(settings.journal, settings.seed)
         self.reuse = bool(settings.journal and settings.journal.reuse)
         """Whether recorded answers of the journal are used instead of asking again."""
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -358,6 +358,10 @@ async def _closed(upstream: Upstream) -> None:
             await upstream.source.aclose()
     except Exception:
         _log.warning("source %s, which was removed, could not be closed", upstream.name, exc_info=True)
+
+
+def _opened(config: JournalConfig, seed: int | None) -> Journal:
+    return Journal(config.path, keep=config.keep, texts_mb=config.texts_mb, rng=random.Random(seed))
 
 
 def _check_fit(judges: Mapping[str, Leaf], upstreams: Mapping[str, Upstream], *, given: Collection[str]) -> None:

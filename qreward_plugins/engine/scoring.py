@@ -19,6 +19,7 @@ from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.check import Rejected, named
 from ..scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
 from ..scheduling.calls import T
+from ..scheduling.history import PastAttempt
 from ..secrets import one_line
 from ..sources import Source
 from ..sources.base import Request, ServedWeights
@@ -236,11 +237,13 @@ class Scoring:
             return keys.get(result.source)
         return question_keys(replace(call, sources=(result.source,)), {result.source: source}).get(result.source)
 
-    async def record(self, key: str | None, sample: Sample, outcome: Outcome, due_at: float) -> None:
+    async def record(
+        self, key: str | None, sample: Sample, outcome: Outcome, history: Sequence[PastAttempt], due_at: float
+    ) -> None:
         """Record the outcome of a call. The entry is queued at once; this waits for a slow disk until `due_at`."""
         if self.journal is not None:
             with anyio.move_on_after(max(0.0, due_at - self.now())):
-                await self.journal.put(key, sample, outcome)
+                await self.journal.put(key, sample, outcome, history)
 
     def note(self, sample: Sample, outcome: Outcome) -> None:
         """Record an outcome without waiting, because its sample's time is up."""

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from ..errors import JournalError
 from .entries import COLUMNS
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 
 BUSY_TIMEOUT_S: Final = 5.0
 """Longest wait for another process that writes, in seconds."""
@@ -33,6 +33,8 @@ _CREATE: Final = (
     "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, " + ", ".join(f"{name} {kind}" for name, kind in COLUMNS) + ")",
     # The index holds only rows that `get` may return.
     "CREATE INDEX outcomes_by_key ON outcomes (key, id) WHERE outcome = 'scored' AND cached = 0",
+    # `rowid` is the order of writing, in which the oldest are deleted.
+    "CREATE TABLE texts (hash TEXT PRIMARY KEY, body BLOB NOT NULL)",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
@@ -114,6 +116,15 @@ def check_place(path: str) -> None:
         raise JournalError(f"the journal {path} cannot be opened: there is no directory {folder!r}; create it")
     if not os.access(path if start else folder, os.W_OK):
         raise JournalError(explained(sqlite3.OperationalError("readonly"), path))
+
+
+def is_database(path: str) -> bool:
+    """Return whether a file is one of SQLite. Raises nothing."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 class _Locked(JournalError):

@@ -1,7 +1,7 @@
 """Converts outcomes to rows of the journal, and rows back to verdicts.
 
-Prompts and responses are not recorded: they are large, they belong to the trainer, and the key is enough to find a
-verdict. Rows are built in the caller's thread, so that the writing thread holds only short plain values that SQLite
+Rows hold numbers and short texts. Prompts, responses and replies are in a table of their own (`texts`), of which a row
+holds the hashes. Rows are built in the caller's thread, so that the writing thread holds only plain values that SQLite
 accepts.
 """
 
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import orjson
+
 from ..samples import Failed, Outcome, RawScore, Sample, Verdict
 from ..samples.spent import NOTHING, Spent
+from ..scheduling.history import PastAttempt
+from .texts import Texts
 
 RATIONALE_CHARS = 4000
 """Longest rationale that is recorded, in characters."""
@@ -60,13 +64,19 @@ COLUMNS = (
     ("cached_tokens", "INTEGER"),
     ("thinking_tokens", "INTEGER"),
     ("run_id", "TEXT"),
+    ("history", "TEXT"),
+    ("prompt", "TEXT"),
+    ("response", "TEXT"),
+    ("ground_truth", "TEXT"),
 )
 """Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` is the
 time from the sample to its outcome, waiting included; `service_s` is the time of the answered attempt alone.
 `raw_score` and `raw_components` are the judge's numbers before they were mapped to the reward range. `weight_version`
 is the version of the weights that judged; "" for those of the configuration, and for sources without versions.
 `cached_tokens` are the part of `prompt_tokens` that the server read from its cache, `thinking_tokens` the part of
-`completion_tokens` that the model spent on thoughts; 0 if the server did not say. `run_id` is the training job."""
+`completion_tokens` that the model spent on thoughts; 0 if the server did not say. `run_id` is the training job.
+`history` has the attempts as a JSON list, see `_history`. `prompt`, `response` and `ground_truth` are hashes of texts;
+NULL if the texts of this sample are not kept."""
 
 VERDICT_COLUMNS = (
     "score",
@@ -85,9 +95,17 @@ VERDICT_COLUMNS = (
 
 
 def row(
-    key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float, process_id: int, run_id: str
+    key: str | None,
+    sample: Sample,
+    outcome: Outcome,
+    history: Sequence[PastAttempt],
+    texts: Texts | None,
+    *,
+    recorded_at: float,
+    process_id: int,
+    run_id: str,
 ) -> tuple[Value, ...]:
-    """Return the values of `COLUMNS` for an outcome."""
+    """Return the values of `COLUMNS` for an outcome. The texts of the sample are added to `texts`; None: not kept."""
     values: dict[str, Value] = {
         "key": _text(key, None),
         "recorded_at": recorded_at,
@@ -98,6 +116,8 @@ def row(
         "step": _integer(sample.step),
         "split": _text(sample.split),
         "run_id": _text(run_id),
+        "history": _history(history, texts),
+        **({} if texts is None else texts.of_sample(sample)),
     }
     if isinstance(outcome, Failed):
         values |= _failed(outcome)
@@ -155,6 +175,30 @@ def _failed(failed: Failed) -> dict[str, Value]:
         "detail": _text(failed.detail),
         **_spent(failed.spent),
     }
+
+
+def _history(attempts: Sequence[PastAttempt], texts: Texts | None) -> str | None:
+    """Write attempts as JSON, in the order in which they started. Times are seconds since the call. `request`, `reply`
+    and `thinking` are hashes of texts, where these are kept; see `texts.restored` for what was sent.
+    """
+    if not attempts:
+        return None
+    written: list[dict[str, Any]] = [
+        {
+            "source": _text(attempt.source),
+            "result": attempt.result,
+            "started_s": round(attempt.started_s, 4),
+            "sent_s": None if attempt.sent_s is None else round(attempt.sent_s, 4),
+            "ended_s": round(attempt.ended_s, 4),
+            "tokens": [attempt.usage.prompt_tokens, attempt.usage.completion_tokens],
+            "cost_usd": _real(attempt.cost_usd),
+            **({"hedge": True} if attempt.hedge else {}),
+            **({"problem": _text(attempt.problem)} if attempt.problem else {}),
+            **({} if texts is None else texts.of_attempt(attempt)),
+        }
+        for attempt in attempts
+    ]
+    return orjson.dumps(written).decode()
 
 
 def _spent(spent: Spent) -> dict[str, Value]:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import os
+import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,9 +26,11 @@ from typing import Final
 
 from ..errors import JournalError
 from ..samples import Outcome, Sample, Scored, Verdict
+from ..scheduling.history import PastAttempt
 from ..system.ray_actors import job_name
 from . import entries
 from .database import explained, open_database
+from .texts import Interest, Keep, Texts
 from .writer import Writer
 
 VARIABLE: Final = "QREWARD_RUN_ID"
@@ -83,6 +87,8 @@ class Journal:
         clock: returns seconds since 1970 for the column `recorded_at`. Wall-clock time is used here because the record
             outlives the process.
         run_id: the training job, for the column `run_id`. None: what `current_run` finds out.
+        keep: whose texts are kept (`texts.Interest`). `rng` draws some of them.
+        texts_mb: size of the file in MB (10^6 bytes) above which the oldest texts are deleted.
 
     Opening blocks for some milliseconds. Raises `JournalError` if the file cannot be opened or written, or is not a
     journal of this version.
@@ -94,13 +100,21 @@ class Journal:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time, run_id: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        clock: Callable[[], float] = time.time,
+        run_id: str | None = None,
+        keep: Keep = "interesting",
+        texts_mb: float = math.inf,
+        rng: random.Random | None = None,
     ) -> None:
         self.path = os.fspath(path)
         self.run_id = current_run() if run_id is None else run_id
         self.read_errors = 0
         """Number of failed look-ups, which returned None."""
         self._clock = clock
+        self._interest = Interest(keep, rng or random.Random(0))
         self._reading = open_database(self.path)
         try:
             writing = open_database(self.path)
@@ -109,7 +123,7 @@ class Journal:
             raise
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-journal-reader")
         self._read_logged = False
-        self._writer = Writer(self.path, writing, on_last=self._close_reading)
+        self._writer = Writer(self.path, writing, most_bytes=texts_mb * 1e6, on_last=self._close_reading)
 
     @property
     def write_errors(self) -> int:
@@ -132,8 +146,8 @@ class Journal:
             raise JournalError(f"the journal {self.path} is closed") from None
         return await asyncio.wrap_future(reading)
 
-    async def put(self, key: str | None, sample: Sample, outcome: Outcome) -> None:
-        """Record an outcome. Without a key it is recorded, but `get` never returns it.
+    async def put(self, key: str | None, sample: Sample, outcome: Outcome, history: Sequence[PastAttempt] = ()) -> None:
+        """Record an outcome, and the attempts that led to it. Without a key it is recorded, but `get` never returns it.
 
         The entry is accepted before the call first waits, so a cancellation does not lose it. The call waits only while
         more than `ROOM` entries are unwritten and the file can be written. Raises only `JournalError`, if closed.
@@ -144,24 +158,27 @@ class Journal:
         if isinstance(outcome, Scored) and outcome.verdict.cached:
             self._writer.check()
             if not self._writer.is_behind(ROOM):
-                self.note(key, sample, outcome)
+                self.note(key, sample, outcome, history)
             return
-        self.note(key, sample, outcome)
+        self.note(key, sample, outcome, history)
         room = self._writer.room(ROOM)
         if room is not None:
             await asyncio.wrap_future(room)
 
-    def note(self, key: str | None, sample: Sample, outcome: Outcome) -> None:
+    def note(self, key: str | None, sample: Sample, outcome: Outcome, history: Sequence[PastAttempt] = ()) -> None:
         """Record an outcome as `put` does, without waiting. For rare entries, because it does not limit the memory.
 
         Any thread may call it. Raises `JournalError` if closed.
         """
         self._writer.check()
         try:
+            texts = Texts() if self._interest.in_texts(sample, outcome, history) else None
             row = entries.row(
                 key,
                 sample,
                 outcome,
+                history,
+                texts,
                 recorded_at=self._clock(),
                 process_id=self._writer.process_id,
                 run_id=self.run_id,
@@ -173,7 +190,7 @@ class Journal:
         verdict: Verdict | None = None
         if key is not None and isinstance(outcome, Scored) and entries.is_answer(outcome.verdict):
             verdict = entries.as_cached(outcome.verdict)
-        self._writer.add(row, key, verdict)
+        self._writer.add(row, key, verdict, {} if texts is None else texts.by_hash)
 
     async def flush(self) -> None:
         """Wait until all earlier entries are in the file.

@@ -12,7 +12,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Final
 
@@ -32,6 +33,9 @@ COMMIT_ENTRIES: Final = 256
 COMMIT_MOST: Final = 1024
 """Largest number of entries in one transaction. Other processes wait for it, so it is bounded."""
 
+KEPT_BYTES: Final = 64 * 2**20
+"""Most bytes of texts in memory that are not written yet. Further texts are lost: they cost the journal no number."""
+
 KEPT_CHARS: Final = 64 * 2**20
 """Largest number of characters kept in memory while the file cannot be written. Further outcomes are lost."""
 
@@ -41,6 +45,9 @@ LONGEST_RETRY_S: Final = 10.0
 
 CLOSE_WITHIN_S: Final = 15.0
 """Longest time in seconds that closing goes on retrying writes."""
+
+KNOWN: Final = 10_000
+"""Most hashes of texts that are known to be there, so that they are not compressed again."""
 
 _ROW_CHARS: Final = 500
 """Assumed size of a row without its texts, in characters."""
@@ -68,18 +75,28 @@ class Writer:
     Any thread may call its methods. They raise `JournalError` once the journal is being closed, and in a forked child.
     """
 
-    def __init__(self, path: str, connection: sqlite3.Connection, *, on_last: Callable[[], None]) -> None:
+    def __init__(
+        self, path: str, connection: sqlite3.Connection, *, most_bytes: float, on_last: Callable[[], None]
+    ) -> None:
         self.write_errors = 0
         """Number of lost rows."""
         self.process_id = os.getpid()
         self._path = path
         self._connection = connection
+        self._most_bytes = most_bytes
         self._on_last = on_last
         self._changed = threading.Condition()
         self._waiting: list[tuple[entries.Value, ...]] = []
         self._unwritten_verdicts: dict[str, Verdict] = {}
         self._verdicts_being_written: dict[str, Verdict] = {}
         self._kept: list[tuple[entries.Value, ...]] = []
+        self._waiting_texts: dict[str, bytes] = {}
+        self._texts: dict[str, bytes] = {}
+        """Texts that are written next, with the kept entries."""
+        self._known: dict[str, None] = {}
+        """Hashes of texts that were written lately."""
+        self._text_bytes = 0
+        """Size of both."""
         self._unwritten = 0
         self._unwritten_chars = 0
         self._failing: str | None = None
@@ -101,8 +118,12 @@ class Writer:
                     return unwritten[key]
         return None
 
-    def add(self, row: tuple[entries.Value, ...], key: str | None, verdict: Verdict | None) -> None:
-        """Accept a row. Until it is written, `verdict` is found under `key`. The row is lost if memory is full."""
+    def add(
+        self, row: tuple[entries.Value, ...], key: str | None, verdict: Verdict | None, texts: Mapping[str, bytes]
+    ) -> None:
+        """Accept a row and its texts, by their hashes. Until it is written, `verdict` is found under `key`. The row is
+        lost if memory is full, and the texts before it.
+        """
         if self._unwritten_chars > KEPT_CHARS and self._failing is not None:
             self.lost(1, self._failing)
             self._say_once(
@@ -116,6 +137,9 @@ class Writer:
             self._unwritten_chars += _chars(row)
             if key is not None and verdict is not None:
                 self._unwritten_verdicts[key] = verdict
+            if self._text_bytes <= KEPT_BYTES:
+                self._waiting_texts.update(texts)
+                self._text_bytes += sum(map(len, texts.values()))
             if len(self._waiting) in (1, COMMIT_ENTRIES):
                 self._changed.notify()
 
@@ -226,6 +250,8 @@ class Writer:
         """Move the waiting entries to the kept ones, which are written next. The lock must be held."""
         self._kept += self._waiting
         self._waiting = []
+        self._texts |= self._waiting_texts
+        self._waiting_texts = {}
         # `get` reads both mappings without the lock, in the opposite order, so this one is filled first.
         self._verdicts_being_written = {**self._verdicts_being_written, **self._unwritten_verdicts}
         self._unwritten_verdicts = {}
@@ -235,12 +261,19 @@ class Writer:
         why = None
         while self._kept and why is None:
             rows = self._kept[:COMMIT_MOST]
-            why = self._commit(rows)
+            why = self._commit(rows, self._texts)
+            if why is not None and "full" in why and self._texts:
+                # Numbers take little room.
+                self._texts = {}
+                why = self._commit(rows, self._texts)
             if why is None:
+                self._known = dict.fromkeys(self._texts) | (self._known if len(self._known) < KNOWN else {})
+                self._texts = {}
                 del self._kept[: len(rows)]
                 self._let_go(rows)
         with self._changed:
             recovered, self._failing = self._failing and why is None, why
+            self._text_bytes = sum(map(len, (*self._texts.values(), *self._waiting_texts.values())))
             if why is None:
                 self._verdicts_being_written = {}
                 self._retry_s = FIRST_RETRY_S
@@ -270,8 +303,8 @@ class Writer:
             self._unwritten -= len(rows)
             self._unwritten_chars -= sum(map(_chars, rows))
 
-    def _commit(self, rows: list[tuple[entries.Value, ...]]) -> str | None:
-        """Write all `rows` or none; return why they cannot be written now. Invalid rows are dropped."""
+    def _commit(self, rows: list[tuple[entries.Value, ...]], texts: Mapping[str, bytes]) -> str | None:
+        """Write all `rows` and `texts` or none; return why they cannot be written now. Invalid rows are dropped."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -280,11 +313,26 @@ class Writer:
                 self._roll_back()
                 self._connection.execute("BEGIN IMMEDIATE")
                 self._insert_one_by_one(rows)
+            if texts:
+                self._write_texts(texts)
             self._connection.execute("COMMIT")
         except Exception as error:
             self._roll_back()
             return explained(error, self._path)
         return None
+
+    def _write_texts(self, texts: Mapping[str, bytes]) -> None:
+        execute = self._connection.execute
+        # The siblings of a group share their prompt.
+        new = {name: body for name, body in texts.items() if name not in self._known}
+        rows = ((name, _compressed(body)) for name, body in new.items())
+        self._connection.executemany("INSERT OR IGNORE INTO texts VALUES (?, ?)", rows)
+        (pages,), (free,), (size,) = (
+            execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
+        )
+        if (pages - free) * size > self._most_bytes:
+            execute("DELETE FROM texts WHERE rowid <= (SELECT min(rowid) + (max(rowid) - min(rowid)) / 8 FROM texts)")
+            self._known.clear()
 
     def _insert_one_by_one(self, rows: list[tuple[entries.Value, ...]]) -> None:
         for row in rows:
@@ -314,6 +362,12 @@ class Writer:
         if what not in self._logged:
             self._logged.add(what)
             _log.error("%s", message)
+
+
+def _compressed(body: bytes) -> bytes:
+    # A small window and little memory: to clear those of the default takes 50 us, four times as long as the rest.
+    compress = zlib.compressobj(1, zlib.DEFLATED, 13, 6)
+    return compress.compress(body) + compress.flush()
 
 
 def _started() -> Future[None]:

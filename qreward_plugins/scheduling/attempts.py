@@ -78,6 +78,9 @@ class Attempt:
     """Whether its age has reached `hedging.OVERDUE_AT`."""
     given_up: bool = False
     """Whether the scheduler gave it up, so that its end says nothing about its job any more."""
+    problem: str = ""
+    """Why it gave no answer; "" for an answer."""
+    cost_usd: float = 0.0
     timed_out: bool = False
     sent_at: float = math.inf
     """Time at which the source reported that the request was sent; infinity if it has not."""
@@ -236,6 +239,8 @@ class Attempt:
             # Sources report the cancellation inside of `on_sent` as a failure of their own.
             raise asyncio.CancelledError
         self.ended_at = loop.time()
+        if failure is not None:
+            self.problem = str(failure)
         self._release()
         try:
             on_end(self, failure)

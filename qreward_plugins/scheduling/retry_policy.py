@@ -161,7 +161,7 @@ class RetryPolicy:
         job, upstream = attempt.job, attempt.upstream
         was_open = not upstream.breaker.closed
         reply = attempt.reply or Reply()  # a refusal may come without one
-        cost_usd = upstream.answered(attempt, reply, now)
+        cost_usd = attempt.cost_usd = upstream.answered(attempt, reply, now)
         job.cost_usd += cost_usd
         if reply.usage is not None:
             job.usage = reply.usage if job.usage is NO_USAGE else job.usage + reply.usage

@@ -124,7 +124,7 @@ def verdicts_in():
         connection = sqlite3.connect(path)
         try:
             return connection.execute(
-                "SELECT count(*) FROM outcomes WHERE outcome = 'scored' AND cached = 0"
+                "SELECT count(*) FROM outcomes WHERE outcome = 'scored' AND cached = 0 AND attempts"
             ).fetchone()[0]
         except sqlite3.OperationalError:  # it is being made
             return 0

@@ -282,10 +282,10 @@ class Remembered:
         verdict = self.verdicts.get(key)
         return verdict and dataclasses.replace(verdict, cached=True)
 
-    async def put(self, key, sample, outcome):
+    async def put(self, key, sample, outcome, history=()):
         self.note(key, sample, outcome)
 
-    def note(self, key, sample, outcome):
+    def note(self, key, sample, outcome, history=()):
         if isinstance(outcome, Scored):
             self.verdicts[key] = outcome.verdict
 

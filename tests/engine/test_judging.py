@@ -270,10 +270,10 @@ class Remembered:
         await asyncio.sleep(0.01)
         return next((self.verdicts[key] for key in keys if key in self.verdicts), None)
 
-    async def put(self, key, sample, outcome):
+    async def put(self, key, sample, outcome, history=()):
         self.note(key, sample, outcome)
 
-    def note(self, key, sample, outcome):
+    def note(self, key, sample, outcome, history=()):
         self.rows.append(outcome)
         if key is not None and isinstance(outcome, Scored):
             self.verdicts[key] = outcome.verdict
@@ -294,8 +294,10 @@ def test_each_call_of_a_judge_is_on_record_by_itself():
     assert [(row.verdict.judge, row.verdict.cached) for row in book.rows] == [
         ("small", False),
         ("large", False),
+        ("cascade", False),
         ("small", True),
         ("large", True),
+        ("cascade", True),
     ]
     assert (second.verdict.cached, second.verdict.attempts, second.verdict.cost_usd) == (True, 0, 0.0)
 

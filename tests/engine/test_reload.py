@@ -349,10 +349,10 @@ def test_an_answer_of_a_source_that_was_replaced_is_recorded_under_what_gave_it(
         async def get(self, *keys):
             return None
 
-        async def put(self, key, sample, outcome):
+        async def put(self, key, sample, outcome, history=()):
             recorded.append(key)
 
-        def note(self, key, sample, outcome):
+        def note(self, key, sample, outcome, history=()):
             recorded.append(key)
 
         async def aclose(self):

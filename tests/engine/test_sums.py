@@ -79,10 +79,10 @@ class Remembered:
         verdict = self.verdicts.get(key)
         return verdict and replace(verdict, cached=True, spent=Spent())
 
-    async def put(self, key, sample, outcome):
+    async def put(self, key, sample, outcome, history=()):
         self.note(key, sample, outcome)
 
-    def note(self, key, sample, outcome):
+    def note(self, key, sample, outcome, history=()):
         self.outcomes.append(outcome)
         if isinstance(outcome, Scored):
             self.verdicts[key] = outcome.verdict
@@ -196,7 +196,8 @@ def test_a_part_that_fails_ends_the_sample_and_cancels_the_other(journal, caplog
     assert (report.samples, report.scored, report.failed) == (1, 0, 1)
     assert "rules: not my data" in caplog.text
     if book is not None:
-        assert [one.judge for one in book.outcomes] == ["rules"]
+        assert [(one.judge, one.reward, one.attempts) for one in book.outcomes][1:] == [("total", None, 0)]
+        assert book.outcomes[0].judge == "rules"
 
 
 def test_a_missing_reward_is_never_a_zero():
@@ -440,7 +441,8 @@ def test_every_part_is_on_record_by_itself_and_other_weights_cost_nothing():
 
     first = simulated()
     engine_run(tree(), first, main, journal=book)
-    assert sorted(outcome.verdict.judge for outcome in book.outcomes) == ["rules"] * 3 + ["words"] * 3
+    recorded = [(outcome.verdict.judge, outcome.verdict.attempts) for outcome in book.outcomes]
+    assert sorted(recorded) == [("rules", 1)] * 3 + [("total", 0)] * 3 + [("words", 1)] * 3
     for config, reward in ((tree(weights={"words": 0.5, "rules": -2.0}), -1.75), (tree(routes={"*": "words"}), 0.5)):
         again = simulated()
         outcomes, statistics = engine_run(config, again, main, journal=book)
@@ -520,7 +522,7 @@ async def test_the_journal_on_disk_knows_the_parts(tmp_path):
 
 def test_a_journal_that_breaks_is_told_once_and_leaves_nothing():
     class Broken(Remembered):
-        async def put(self, key, sample, outcome):
+        async def put(self, key, sample, outcome, history=()):
             raise JournalError("the journal is closed")
 
     complaints = []

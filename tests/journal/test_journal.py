@@ -179,7 +179,7 @@ def test_an_answer_that_is_used_again_waits_for_no_disk(path: Path, monkeypatch:
 def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
     async def main() -> None:
         times = iter([1_700_000_000.5, 1_700_000_001.0])
-        journal = Journal(path, clock=lambda: next(times), run_id="run-1")
+        journal = Journal(path, clock=lambda: next(times), run_id="run-1", keep="none")
         await journal.put("k", SAMPLE, Scored(VERDICT))
         await journal.put(None, SAMPLE, FAILED)
         await journal.aclose()
@@ -196,6 +196,7 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
         "split": "train",
         "judge": "quality",
         "cached": 0,
+        **dict.fromkeys(("history", "prompt", "response", "ground_truth")),
     }
     assert json.loads(scored.pop("components")) == VERDICT.components
     assert scored == common | {
@@ -690,14 +691,14 @@ def test_a_damaged_journal(path: Path) -> None:
     assert "is damaged; move it away" in refusal(path)
 
 
-@pytest.mark.parametrize("version", [1, 4, 6])
+@pytest.mark.parametrize("version", [1, 5, 7])
 def test_a_journal_of_another_version_is_refused_and_left_as_it_is(path: Path, version: int) -> None:
     written(path, 1)
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     said = refusal(path)
-    assert f"has schema version {version}, and this version of qreward-plugins uses version 5; move the file" in said
+    assert f"has schema version {version}, and this version of qreward-plugins uses version 6; move the file" in said
     with pytest.raises(JournalError, match=f"has schema version {version}"), reading(str(path)):
         pass
     assert path.read_bytes() == before

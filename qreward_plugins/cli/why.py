@@ -1,0 +1,195 @@
+"""`qreward why`: why a sample got its reward. What was sent, what was replied, how it was read, and what it waited for.
+
+Prompts, responses and replies are foreign text: control characters are escaped, because a terminal would obey them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import InputError
+from ..journal.stories import Entry, Stories, Story, Wanted
+from ..secrets import one_line
+from .console import OK, OUT, number_of, print_whole, say, seconds, short
+
+_LINE_CHARS = 20_000
+_BAR = 40
+"""Width of the time line, in characters."""
+_STYLES = {"valid": "green", "invalid": "yellow", "throttled": "magenta", "failed": "red", "cancelled": "dim"}
+
+
+def command(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
+    ],
+    sample: Annotated[str | None, typer.Option(metavar="ID", help="The sample with this id.")] = None,
+    row: Annotated[
+        int | None, typer.Option(metavar="N", help="The sample of this row; qreward journal shows it.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only samples of this training step.")] = None,
+    judge: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only samples that this judge was asked about.")
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Samples without a reward, the latest first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first, of the latest step.")] = False,
+    most: Annotated[int, typer.Option("--most", metavar="N", min=1, help="How many samples are shown.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each sample.")] = False,
+) -> int:
+    """Show why a sample got its reward, or none; also while a run writes.
+
+    It shows the prompt, the response, and its siblings with their rewards. For each judge: every attempt on a time
+    line, what was sent, what was replied, and how it was read, or the rule that refused it. Without ID, the latest
+    sample is shown. The texts are there if engine.journal.keep kept them.
+
+    Exit codes: 0 shown; 2 there is no such journal, or no such sample.
+    """
+    wanted = Wanted(sample, row, step, judge, failed=failed, worst=worst)
+    with Stories(paths) as stories:
+        found, count = stories.find(wanted, most)
+    if not found:
+        given = {name: value for name, value in asdict(wanted).items() if value not in (None, False)}
+        chosen = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())
+        raise InputError(f"{' and '.join(paths)} has no sample {chosen}; `qreward journal` shows what is there")
+    for story in found:
+        if as_json:
+            say(OUT, json.dumps(asdict(story)))
+        else:
+            _tell(story)
+    if count > len(found) and not as_json:
+        say(OUT, f"\nshown: {len(found)} of {number_of(count, 'sample')}; --most, --step and --sample choose others")
+    return OK
+
+
+def _tell(story: Story) -> None:
+    first = story.entries[0]
+    step = "no step" if first.step is None else f"step {first.step}"
+    names = [step, first.split, first.data_source, f"sample {first.sample_id or first.id}", f"run {first.run_id}"]
+    # What a sum made of its parts is recorded after them.
+    reward = story.entries[-1].reward
+    names.append("no reward" if reward is None else f"reward {_number(reward)}")
+    OUT.rule(Text(" · ".join(_line(name) for name in names if name), style="bold"), align="left")
+    if story.siblings:
+        say(OUT, _siblings(story))
+    _quote("prompt", _messages(first.prompt))
+    _quote("response", first.response)
+    _quote("ground truth", first.ground_truth)
+    if first.prompt is None:
+        say(OUT, Text("its texts are not kept; engine.journal.keep: all keeps those of every sample", style="dim"))
+    for entry, attempts in zip(story.entries, story.attempts, strict=True):
+        OUT.print()
+        say(OUT, _verdict(entry))
+        if attempts:
+            print_whole(OUT, _time_line(attempts))
+        _exchanges(attempts)
+        _quote("the judge's words", entry.rationale)
+
+
+def _siblings(story: Story) -> Text:
+    """The rewards of the group by judge, its own in bold."""
+    own = {entry.id for entry in story.entries}
+    shown = Text(f"group {_line(story.entries[0].group_id or '')}")
+    for judge in dict.fromkeys(entry.judge for entry in story.siblings):
+        entries = [entry for entry in story.siblings if entry.judge == judge]
+        shown.append(f"\n  {_line(judge) or 'no judge'}: ")
+        for entry in sorted(entries, key=lambda entry: (entry.reward is None, entry.reward or 0.0)):
+            shown.append(f"{_number(entry.reward)} ", style="bold reverse" if entry.id in own else "")
+        rewards = [entry.reward for entry in entries if entry.reward is not None]
+        if rewards:
+            shown.append(f" mean {fmean(rewards):.3g}")
+    return shown
+
+
+def _verdict(entry: Entry) -> Text:
+    shown = Text(f"{_line(entry.judge) or 'no judge'}: ", style="bold")
+    if entry.outcome == "scored":
+        shown.append(f"reward {_number(entry.score)}", style="bold green")
+        if entry.raw_score is not None and entry.raw_score != entry.score:
+            shown.append(f", from the judge's score {_number(entry.raw_score)}")
+        shown.append({1: ", correct", 0: ", not correct"}.get(entry.correct if entry.correct is not None else -1, ""))
+        for name, value in json.loads(entry.components or "{}").items():
+            shown.append(f", {_line(name)} {_number(value)}")
+        shown.append("; it saw the text without its middle" if entry.reason else "")
+    else:
+        got = "no reward" if entry.floor is None else f"the floor {_number(entry.floor)}"
+        shown.append(f"{got}, {entry.cause}/{_line(entry.reason or '')}", style="bold red")
+        shown.append(f": {_line(entry.detail or '')}")
+    asked = " ".join(_line(name) for name in (entry.source, entry.model and f"({entry.model})") if name)
+    tokens = f"{short(entry.prompt_tokens)} + {short(entry.completion_tokens)} tokens"
+    cost = f", ${entry.cost_usd:.4g}" if entry.cost_usd else ""
+    how = f"{asked}; {number_of(entry.attempts, 'attempt')}, {seconds(entry.latency_s)}, {tokens}{cost}"
+    if entry.cached:
+        how = f"{asked}; from the journal"
+    elif not entry.attempts:
+        how = f"no source was asked for this itself; {seconds(entry.latency_s)}"
+    shown.append(f"\n  {how}; row {entry.id} of {_line(entry.journal)}", style="dim")
+    return shown
+
+
+def _time_line(attempts: Sequence[Mapping[str, Any]]) -> Table:
+    """Each attempt from its start to its end; lighter before its request was written."""
+    end = max(attempt["ended_s"] for attempt in attempts) or 1.0
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    for _ in range(6):
+        table.add_column(no_wrap=True)
+    table.columns[-1].no_wrap = False
+    for number, attempt in enumerate(attempts, 1):
+        start, sent, last = (
+            min(_BAR - 1, int(_BAR * (attempt[name] or attempt["started_s"]) / end))
+            for name in ("started_s", "sent_s", "ended_s")
+        )
+        style = _STYLES.get(attempt["result"], "")
+        bar = Text(" " * start + "░" * (sent - start)).append("█" * (last - sent + 1), style=style)
+        took = f"{seconds(attempt['started_s'])} + {seconds(attempt['ended_s'] - attempt['started_s'])}"
+        name = Text(attempt["result"] + (" hedge" if attempt.get("hedge") else ""), style=style)
+        table.add_row(f"  {number}", _line(attempt["source"]), name, took, bar, _line(attempt.get("problem", "")))
+    return table
+
+
+def _exchanges(attempts: Sequence[Mapping[str, Any]]) -> None:
+    """What was sent by the attempt that was answered, or by the last one, and every reply."""
+    answered = [number for number, attempt in enumerate(attempts) if attempt.get("request")]
+    valid = [number for number in answered if attempts[number]["result"] == "valid"]
+    for number in (valid or answered)[-1:]:
+        sent = json.loads(attempts[number]["request"])
+        _quote(f"sent (attempt {number + 1})", _messages(json.dumps(sent.pop("messages"))))
+        if sent:
+            say(OUT, Text(f"  {_line(json.dumps(sent))}", style="dim"))
+    for number, attempt in enumerate(attempts, 1):
+        _quote(f"thoughts (attempt {number})", attempt.get("thinking"))
+        _quote(f"replied (attempt {number}, {attempt['result']})", attempt.get("reply"))
+
+
+def _messages(text: str | None) -> str | None:
+    """Messages as they are read: `role: content`. A text that is no JSON of messages stays as it is."""
+    try:
+        return "\n".join(f"{turn['role']}: {_content(turn['content'])}" for turn in json.loads(text or ""))
+    except (ValueError, TypeError, KeyError):
+        return text
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if "text" in part else json.dumps(part) for part in content)
+
+
+def _quote(title: str, text: str | None) -> None:
+    if text:
+        say(OUT, Text(title, style="bold"))
+        say(OUT, Text("\n".join(f"  │ {_line(line)}" for line in text.splitlines())))
+
+
+def _line(text: str) -> str:
+    return one_line(text, _LINE_CHARS)
+
+
+def _number(value: float | None) -> str:
+    return "failed" if value is None else f"{value:.4g}"

@@ -1,0 +1,230 @@
+"""Reads the whole story of a sample from journals: who judged it, what was sent, what was replied, and its siblings.
+
+A sample has an entry for each judge that asked about it. They are found by the sample's id, its step and its run. An
+answer that came from the journal has no attempts of its own: they are those of the entry that was recorded first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..errors import JournalError
+from .database import is_database, reading
+from .texts import restored
+
+NOT_KEPT = "(this text is not kept any more)"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of a journal, see `entries.COLUMNS`. The texts are None if those of its sample are not kept."""
+
+    id: int
+    key: str | None
+    run_id: str
+    sample_id: str | None
+    data_source: str
+    group_id: str | None
+    step: int | None
+    split: str | None
+    outcome: str
+    judge: str
+    source: str
+    model: str | None
+    score: float | None
+    raw_score: float | None
+    components: str | None
+    rationale: str | None
+    correct: int | None
+    cached: int
+    cause: str | None
+    reason: str | None
+    detail: str | None
+    floor: float | None
+    attempts: int
+    prompt_tokens: int
+    completion_tokens: int
+    latency_s: float
+    cost_usd: float
+    history: str | None
+    prompt: str | None
+    response: str | None
+    ground_truth: str | None
+    journal: str = ""
+    """The path of its file."""
+
+    @property
+    def reward(self) -> float | None:
+        """The score, or the floor that stands for it; None if the sample failed."""
+        return self.score if self.outcome == "scored" else self.floor
+
+
+_NAMES = tuple(field.name for field in fields(Entry) if field.name != "journal")
+_COLUMNS = ", ".join(_NAMES)
+_REWARD = "coalesce(score, floor)"
+_TEXTS = ("request", "reply", "thinking")
+
+
+@dataclass(frozen=True)
+class Story:
+    """A sample: its entries in the order of writing, the attempts of each, and the entries of its siblings."""
+
+    entries: tuple[Entry, ...]
+    attempts: tuple[tuple[Mapping[str, Any], ...], ...]
+    """Of each entry, its attempts as in the column `history`, with texts in place of hashes."""
+    siblings: tuple[Entry, ...]
+    """The entries of all samples of its group, its own included; empty if it has no group."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which samples are told of. None is no condition. `worst`: the lowest rewards first, of
+    the latest step if no step and no sample is named.
+    """
+
+    sample: str | None = None
+    row: int | None = None
+    step: int | None = None
+    judge: str | None = None
+    failed: bool = False
+    worst: bool = False
+
+
+def journals_in(paths: Sequence[str]) -> list[str]:
+    """Return the journals at these paths: files, and all SQLite files in directories. Raises `JournalError` for a path
+    without any.
+    """
+    found: list[str] = []
+    for path in paths:
+        if not os.path.isdir(path):
+            if not os.path.isfile(path):
+                raise JournalError(f"there is no journal at {path}; engine.journal.path names the one of a run")
+            found.append(path)
+            continue
+        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_database(entry.path)]
+        if not files:
+            raise JournalError(f"there is no journal in the directory {path}")
+        found += sorted(files)
+    return found
+
+
+class Stories:
+    """Reads stories from open journals. Use it as a context manager.
+
+    Raises `JournalError` for a file that is no journal of this version, or that cannot be read.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = journals_in(paths)
+        self._open = ExitStack()
+        self._connections: dict[str, sqlite3.Connection] = {}
+
+    def __enter__(self) -> Stories:
+        with ExitStack() as opened:
+            for path in self._paths:
+                self._connections[path] = opened.enter_context(reading(path))
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def find(self, wanted: Wanted, most: int) -> tuple[list[Story], int]:
+        """Return the stories of at most `most` samples, and how many there are. The latest come first, or the worst."""
+        found: dict[tuple[Any, ...], tuple[str, int]] = {}
+        for *_, path, number, run_id, step, split, sample_id in sorted(self._ranked(wanted)):
+            found.setdefault((run_id, step, split, sample_id or (path, number)), (path, number))
+        chosen = itertools.islice(found.values(), most)
+        return [self._story(path, number) for path, number in chosen], len(found)
+
+    def _ranked(self, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+        """The entries that are wanted: what they are ordered by, and what tells their sample from others."""
+        where, values = _where(wanted)
+        if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
+            return  # SQLite has no such integers
+        order = f"{_REWARD}, 0" if wanted.worst else "-recorded_at, -id"
+        columns = f"{order}, id, run_id, step, split, sample_id"
+        if wanted.worst and wanted.step is None and wanted.sample is None:
+            steps = [self._value(path, f"SELECT max(step) FROM outcomes WHERE {where}", values) for path in self._paths]
+            where, values = (
+                f"{where} AND step IS ?",
+                [*values, max((step for step in steps if step is not None), default=None)],
+            )
+        for path, connection in self._connections.items():
+            for row in connection.execute(f"SELECT {columns} FROM outcomes WHERE {where}", values):
+                yield (*row[:2], path, *row[2:])
+
+    def _value(self, path: str, query: str, values: Sequence[Any]) -> Any:
+        return self._connections[path].execute(query, values).fetchone()[0]
+
+    def _story(self, path: str, number: int) -> Story:
+        entry = next(self._select("id = ?", [number], path))
+        of_sample = "run_id = ? AND step IS ? AND split IS ? AND "
+        place = [entry.run_id, entry.step, entry.split]
+        if entry.sample_id is None:
+            entries = [entry]
+        else:
+            entries = list(self._select(f"{of_sample} sample_id = ? ORDER BY id", [*place, entry.sample_id]))
+        siblings: list[Entry] = []
+        if entry.group_id is not None:
+            siblings = list(self._select(f"{of_sample} group_id = ? ORDER BY id", [*place, entry.group_id]))
+        return Story(
+            tuple(map(self._with_texts, entries)),
+            tuple(tuple(self._attempts(each)) for each in entries),
+            tuple(siblings),
+        )
+
+    def _select(self, where: str, values: Sequence[Any], only: str | None = None) -> Iterator[Entry]:
+        """Read entries, of all journals or `only` one."""
+        for path in self._paths if only is None else [only]:
+            for row in self._connections[path].execute(f"SELECT {_COLUMNS} FROM outcomes WHERE {where}", values):
+                yield Entry(journal=path, **dict(zip(_NAMES, row, strict=True)))
+
+    def _attempts(self, entry: Entry) -> Iterator[Mapping[str, Any]]:
+        history = entry.history
+        if history is None and entry.cached and entry.key is not None:
+            before = "key = ? AND cached = 0 AND id < ? ORDER BY id DESC LIMIT 1"
+            first = next(self._select(before, [entry.key, entry.id], entry.journal), None)
+            history = None if first is None else first.history
+        for attempt in json.loads(history or "[]"):
+            told: dict[str, Any] = {
+                name: self._text(entry, each) if name in _TEXTS else each for name, each in attempt.items()
+            }
+            if "request" in told:
+                told["request"] = restored(told["request"], told.pop("nonce"), self._text(entry, entry.response))
+            yield told
+
+    def _with_texts(self, entry: Entry) -> Entry:
+        return replace(
+            entry,
+            prompt=self._text(entry, entry.prompt),
+            response=self._text(entry, entry.response),
+            ground_truth=self._text(entry, entry.ground_truth),
+        )
+
+    def _text(self, entry: Entry, name: str | None) -> str | None:
+        if name is None:
+            return None
+        # Journals of one run may share texts, but each has its own.
+        row = self._connections[entry.journal].execute("SELECT body FROM texts WHERE hash = ?", (name,)).fetchone()
+        return NOT_KEPT if row is None else zlib.decompress(row[0]).decode()
+
+
+def _where(wanted: Wanted) -> tuple[str, list[Any]]:
+    conditions = [
+        ("sample_id = ?", wanted.sample),
+        ("id = ?", wanted.row),
+        ("step = ?", wanted.step),
+        ("judge = ?", wanted.judge),
+    ]
+    chosen = [(condition, value) for condition, value in conditions if value is not None]
+    reward = [f"{_REWARD} IS {'NULL' if wanted.failed else 'NOT NULL'}"] if wanted.failed or wanted.worst else []
+    return " AND ".join([*(condition for condition, _ in chosen), *reward]) or "1", [value for _, value in chosen]

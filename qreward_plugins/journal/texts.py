@@ -1,0 +1,196 @@
+"""Chooses the samples whose texts are kept, and writes the texts: prompt, response, what was sent, what was replied.
+
+Texts are large, and most of them are never read. So by default they are kept of the samples that people ask about:
+those without a reward or with a floor, those with an invalid reply, the best and the worst of a step, and some at
+random. A sample is chosen when it ends, because a killed process must not lose it. So the first samples of a step count
+as its best, and a step keeps more than the numbers below.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import orjson
+
+from ..samples import Message, Outcome, Sample, Scored
+from ..samples.images import EncodedImage
+from ..samples.json_values import without_lone_surrogates
+from ..scheduling.history import PastAttempt
+from ..sources.base import Reply, Request, identity_of
+
+Keep = Literal["interesting", "all", "none"]
+
+BEST: Final = 8
+WORST: Final = 8
+RANDOM: Final = 32
+"""Samples of each judge in a step, in each process, whose texts are kept at least."""
+
+MOST_CHARS: Final = 200_000
+"""Longest text that is kept whole, in characters. A longer one loses its middle."""
+
+_OPTIONS: Final = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+_RESPONSE: Final = "\0response\0"
+_NONCE: Final = "\0nonce\0"
+
+_STEPS: Final = 64
+"""Most steps and judges whose best and worst scores are known at once."""
+
+
+class Interest:
+    """Decides by `keep` whose texts are kept. `rng` draws those at random."""
+
+    def __init__(self, keep: Keep, rng: random.Random) -> None:
+        self._keep = keep
+        self._rng = rng
+        self._seen: OrderedDict[tuple[Any, ...], _Scores] = OrderedDict()
+
+    def in_texts(self, sample: Sample, outcome: Outcome, history: Sequence[PastAttempt]) -> bool:
+        """Whether the texts of a sample are kept."""
+        if self._keep != "interesting":
+            return self._keep == "all"
+        if not isinstance(outcome, Scored) or outcome.failure is not None:
+            return True
+        invalid = any(attempt.result == "invalid" for attempt in history)
+        key = (sample.split, sample.step, outcome.verdict.judge)
+        scores = self._seen.setdefault(key, _Scores())
+        self._seen.move_to_end(key)
+        if len(self._seen) > _STEPS:
+            self._seen.popitem(last=False)
+        return scores.stand_out(outcome.verdict.score, self._rng) or invalid
+
+
+class _Scores:
+    """The scores of one judge in one step so far."""
+
+    __slots__ = ("_best", "_count", "_worst")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._best: list[float] = []
+        """The best scores, the least of them first."""
+        self._worst: list[float] = []
+        """The worst scores, negated, in the same way."""
+
+    def stand_out(self, score: float, rng: random.Random) -> bool:
+        """Whether a new score is one of the best or worst so far, or is drawn."""
+        self._count += 1
+        drawn = rng.random() * self._count < RANDOM
+        best, worst = _enters(self._best, score, BEST), _enters(self._worst, -score, WORST)
+        return drawn or best or worst
+
+
+def _enters(highest: list[float], value: float, most: int) -> bool:
+    """Add `value` to the heap of the `most` highest ones; return whether it is one of them. An equal one comes late."""
+    if len(highest) < most:
+        heapq.heappush(highest, value)
+        return True
+    return heapq.heappushpop(highest, value) < value
+
+
+class Texts:
+    """The texts of one entry of the journal, by their hashes."""
+
+    def __init__(self) -> None:
+        self.by_hash: dict[str, bytes] = {}
+
+    def of_sample(self, sample: Sample) -> dict[str, str | None]:
+        """Add the texts of a sample; return the hashes for the columns of the journal."""
+        found: dict[str, str | None] = {}
+        for name, read in _OF_SAMPLE.items():
+            try:
+                found[name] = self._add_json(read(sample))
+            except Exception:  # a foreign object may raise anything, and this must not cost the row
+                found[name] = None
+        return found
+
+    def of_attempt(self, attempt: PastAttempt) -> dict[str, str | None]:
+        """Add the texts of an attempt; return their hashes: what was sent, the reply, and the thoughts before it."""
+        found: dict[str, str | None] = {}
+        request = attempt.request
+        if request.messages:
+            found["request"] = self._add_json(_shared(request))
+            found["nonce"] = request.nonce
+        if attempt.reply is not None:
+            found["reply"] = self._add(_said(attempt.reply))
+            if attempt.reply.thinking:
+                found["thinking"] = self._add(attempt.reply.cleaned(attempt.reply.thinking))
+        return found
+
+    def _add_json(self, value: Any) -> str | None:
+        return None if value is None else self._add(value if isinstance(value, str) else _json(value))
+
+    def _add(self, text: str) -> str:
+        if len(text) > MOST_CHARS:
+            half = MOST_CHARS // 2
+            text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are left out ...]\n{text[-half:]}"
+        body = text.encode("utf-8", "replace")
+        name = hashlib.blake2b(body, digest_size=16).hexdigest()
+        self.by_hash[name] = body
+        return name
+
+
+_OF_SAMPLE: Final[Mapping[str, Callable[[Sample], Any]]] = {
+    "prompt": lambda sample: list(sample.messages),
+    "response": lambda sample: sample.response,
+    "ground_truth": lambda sample: sample.ground_truth,
+}
+
+
+def _shared(request: Request) -> Mapping[str, Any]:
+    """What is sent, with marks in place of the response and the nonce: so the siblings of a group share this text."""
+    return {"messages": [_marked(message, request) for message in request.messages], **request.parameters}
+
+
+def _marked(message: Message, request: Request) -> Mapping[str, Any]:
+    content, response = message["content"], request.sample.response
+    if not isinstance(content, str) or "\0" in content:
+        return message
+    if isinstance(response, str) and len(response) < MOST_CHARS and _is_utf8(response):
+        content = content.replace(response, _RESPONSE) if response else content
+    return {**message, "content": content.replace(request.nonce, _NONCE) if request.nonce else content}
+
+
+def restored(request: str, nonce: str, response: str | None) -> str:
+    """Return what was sent, as JSON, from the text of `_shared`, the attempt's nonce and the sample's response."""
+    written = orjson.dumps(response or "").decode()[1:-1]
+    return request.replace(_written(_NONCE), nonce).replace(_written(_RESPONSE), written)
+
+
+def _written(mark: str) -> str:
+    return orjson.dumps(mark).decode()[1:-1]
+
+
+def _is_utf8(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _said(reply: Reply) -> str:
+    return reply.cleaned(reply.text or ("" if reply.value is None else _json(reply.value)))
+
+
+def _json(value: Any) -> str:
+    """Write any value as JSON; what JSON cannot hold is named by its type, and an image by its hash."""
+    try:
+        return orjson.dumps(value, default=_named, option=_OPTIONS).decode()
+    except TypeError:
+        pass
+    try:
+        return orjson.dumps(without_lone_surrogates(value), default=_named, option=_OPTIONS).decode()
+    except Exception:  # data sets hold anything
+        return f"[a {type(value).__name__} that cannot be shown]"
+
+
+def _named(value: Any) -> str:
+    return identity_of(value) if type(value) is EncodedImage else f"[{type(value).__name__}]"

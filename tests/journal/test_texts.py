@@ -1,0 +1,222 @@
+"""Whose texts the journal keeps, and what a story tells of a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from qreward_plugins import RewardEngine, Sample
+from qreward_plugins.errors import JournalError
+from qreward_plugins.journal import Journal, writer
+from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted
+from qreward_plugins.journal.texts import BEST, MOST_CHARS, RANDOM, WORST
+from qreward_plugins.samples import Cause, Failed, Scored, Verdict
+from qreward_plugins.testing import Faults, JudgeServer
+
+from ..kit import make_config
+
+QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
+FAILED = Failed(Cause.INFRA, "deadline", "took too long", judge="quality")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "journal.sqlite"
+
+
+def written(path, outcomes, *, response="It is {number}.", close=True, **options):
+    """Record outcomes of one step, the n-th with the id n."""
+
+    async def main():
+        book = Journal(path, **options)
+        for number, outcome in enumerate(outcomes):
+            text = response.format(number=number)
+            sample = Sample(QUESTION, text, "4", step=1, group_id="g", id=str(number))
+            await book.put(None, sample, outcome)
+        await book.aclose()
+
+    asyncio.run(main())
+
+
+def kept(path):
+    """The ids of the samples whose texts are there."""
+    with closing(sqlite3.connect(path)) as connection:
+        return {int(name) for (name,) in connection.execute("SELECT sample_id FROM outcomes WHERE response NOT NULL")}
+
+
+def story_of(path, **wanted):
+    with Stories([str(path)]) as stories:
+        (story,), count = stories.find(Wanted(**wanted), 1)
+    assert count == 1
+    return story
+
+
+def scored(score):
+    return Scored(Verdict(score, judge="quality"))
+
+
+def test_interesting_are_failures_floors_the_best_the_worst_and_some_at_random(path):
+    scores = random.Random(5).sample(range(1000), 1000)
+    floor = Scored(Verdict(0.0, judge="quality", basis="floor", failure=FAILED))
+    written(path, [*(scored(float(score)) for score in scores), FAILED, floor])
+    by_score = sorted(range(1000), key=scores.__getitem__)
+    there = kept(path)
+    assert there >= {1000, 1001, *by_score[:WORST], *by_score[-BEST:]}
+    drawn = len(there) - WORST - BEST
+    assert RANDOM < drawn < 300
+    assert any(number > 500 for number in there - set(by_score[:50]) - set(by_score[-50:])), "drawn from all"
+
+
+def test_equal_scores_are_drawn_only(path):
+    written(path, [scored(1.0)] * 2000)
+    assert RANDOM <= len(kept(path)) < 250
+
+
+@pytest.mark.parametrize(("keep", "expected"), [("all", {0, 1, 2}), ("none", set())])
+def test_all_or_none(path, keep, expected):
+    written(path, [scored(1.0), scored(0.5), FAILED], keep=keep)
+    assert kept(path) == expected
+    assert story_of(path, sample="2").entries[0].response == ("It is 2." if expected else None)
+
+
+def test_a_text_is_there_once_and_a_long_one_loses_its_middle(path):
+    long = "x" * MOST_CHARS + "the middle" + "y" * MOST_CHARS
+    written(path, [FAILED] * 20, response=long)
+    entry = story_of(path, sample="19").entries[0]
+    assert (json.loads(entry.prompt), entry.ground_truth) == (QUESTION, "4")
+    assert len(entry.response) < MOST_CHARS + 100
+    assert "[... 200,010 characters are left out ...]" in entry.response
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM texts").fetchone() == (3,)
+    assert path.stat().st_size < 200_000, "compressed"
+
+
+def test_the_oldest_texts_of_a_large_file_are_deleted_and_no_row(path):
+    rng = random.Random(3)
+    texts = ["".join(rng.choices("abcdefghij klmnop", k=20_000)) for _ in range(400)]
+
+    async def main():
+        book = Journal(path, keep="all", texts_mb=1.0)
+        for number, text in enumerate(texts):
+            await book.put(None, Sample(QUESTION, text, step=1, id=str(number)), scored(1.0))
+            await book.flush()
+        await book.aclose()
+
+    asyncio.run(main())
+    assert path.stat().st_size < 1.2e6
+    assert story_of(path, sample="399").entries[0].response == texts[-1]
+    assert story_of(path, sample="0").entries[0].response == NOT_KEPT
+    assert len(kept(path)) == 400
+
+
+def test_a_disk_that_is_full_loses_texts_before_numbers(path, monkeypatch):
+    monkeypatch.setattr(writer, "CLOSE_WITHIN_S", 0.0)
+    insert = writer.Writer._write_texts
+    seen = []
+
+    def full(self, texts):
+        seen.append(len(texts))
+        insert(self, texts)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(writer.Writer, "_write_texts", full)
+    written(path, [scored(number / 10) for number in range(10)], keep="all")
+    assert seen
+    story = story_of(path, sample="9")
+    assert (story.entries[0].reward, story.entries[0].response) == (0.9, NOT_KEPT)
+
+
+def test_a_story_is_what_the_server_saw_and_said(path):
+    seen, said = {}, {}
+
+    def score(call):
+        response = call.blocks["response"]
+        seen[call.nonce] = list(call.messages)
+        said[call.nonce] = {"score": len(response) / 10, "rationale": f"about {response}"}
+        return said[call.nonce]
+
+    faults = Faults(script=lambda number: {1: "error_500", 3: "wrong_nonce"}.get(number))
+    with JudgeServer(score, faults=faults) as server:
+        tree = make_config({"a": server}, judge={"score_range": [0, 10]}, engine={"journal": {"path": str(path)}})
+        tree["judges"]["total"] = {"kind": "sum", "weights": {"quality": 2.0}}
+        tree["routes"] = {"*": "total"}
+
+        async def main():
+            async with RewardEngine(tree) as engine:
+                samples = [Sample(QUESTION, "x" * (n + 1), "4", step=1, group_id="g", id=str(n)) for n in range(5)]
+                return [await engine.score(sample) for sample in samples]
+
+        outcomes = asyncio.run(main())
+    results = []
+    for number, outcome in enumerate(outcomes):
+        story = story_of(path, sample=str(number))
+        part, total = story.entries
+        assert (part.judge, total.judge, total.reward) == ("quality", "total", outcome.reward)
+        assert {entry.sample_id for entry in story.siblings} == {"0", "1", "2", "3", "4"}
+        results.append([attempt["result"] for attempt in story.attempts[0]])
+        for attempt in story.attempts[0]:
+            assert 0 <= attempt["started_s"] <= attempt["sent_s"] <= attempt["ended_s"] <= part.latency_s + 0.001
+        last = story.attempts[0][-1]
+        sent, reply = json.loads(last["request"]), json.loads(last["reply"])
+        assert sent["messages"] == seen[reply["id"]]
+        assert (reply["score"], part.raw_score) == (said[reply["id"]]["score"],) * 2
+        assert (part.rationale, sent["temperature"]) == (f"about {'x' * (number + 1)}", 0.0)
+    assert results == [["valid"], ["failed", "valid"], ["invalid", "valid"], ["valid"], ["valid"]]
+    refused = story_of(path, sample="2").attempts[0][0]
+    assert "id" in refused["problem"]
+    assert json.loads(refused["reply"])["id"] not in refused["request"]
+
+
+def test_an_answer_of_the_journal_tells_how_it_was_given_at_first(path):
+    with JudgeServer(lambda call: 1.0) as server:
+        tree = make_config({"a": server}, engine={"journal": {"path": str(path), "keep": "all"}})
+
+        async def main():
+            async with RewardEngine(tree) as engine:
+                for step in (1, 2):
+                    await engine.score(Sample(QUESTION, "4", step=step, id="s"))
+
+        asyncio.run(main())
+    story = story_of(path, step=2)
+    assert story.entries[0].cached
+    assert [attempt["result"] for attempt in story.attempts[0]] == ["valid"]
+    assert "What is 2 + 2?" in story.attempts[0][0]["request"]
+
+
+def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
+    class Broken:
+        def __iter__(self):
+            raise RuntimeError
+
+    async def main():
+        book = Journal(path, keep="all")
+        await book.put(None, Sample(Broken(), "a\ud800b", {1: object()}, id="0"), scored(1.0))
+        await book.aclose()
+
+    asyncio.run(main())
+    entry = story_of(path).entries[0]
+    assert (entry.prompt, entry.response, entry.ground_truth) == (None, "a?b", '{"1":"[object]"}')
+
+
+def test_journals_of_several_processes_are_one(tmp_path):
+    for name, score in (("a", 0.5), ("b", 0.25)):
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        written(tmp_path / "runs" / f"{name}.sqlite", [scored(score)] * 3, run_id="r")
+    (tmp_path / "runs" / "notes.txt").write_text("no journal")
+    with Stories([str(tmp_path / "runs")]) as stories:
+        (story,), count = stories.find(Wanted(worst=True), 1)
+    assert count == 3
+    assert story.entries[0].reward == 0.5
+    assert len(story.entries) == 2
+    assert len(story.siblings) == 6
+
+
+def test_where_no_journal_is(tmp_path):
+    for place in (tmp_path, tmp_path / "none.sqlite"):
+        with pytest.raises(JournalError, match="there is no journal"):
+            Stories([str(place)])

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
-from ..journal.stories import Entry, Stories, Story, Wanted
+from ..journal.stories import LOOKED_AT, Entry, Stories, Story, Wanted
 from ..secrets import one_line
 from .console import OK, OUT, number_of, print_whole, say, seconds, short
 
@@ -60,12 +60,20 @@ def command(
         raise InputError(f"{' and '.join(paths)} has no sample {chosen}; `qreward journal` shows what is there")
     for story in found:
         if as_json:
-            say(OUT, json.dumps(asdict(story)))
+            say(OUT, json.dumps(_as_json(story)))
         else:
             _tell(story)
     if count > len(found) and not as_json:
-        say(OUT, f"\nshown: {len(found)} of {number_of(count, 'sample')}; --most, --step and --sample choose others")
+        of_all = f"{'at least ' if count >= LOOKED_AT else ''}{number_of(count, 'sample')}"
+        say(OUT, f"\nshown: {len(found)} of {of_all}; --most, --step and --sample choose others")
     return OK
+
+
+def _as_json(story: Story) -> dict[str, Any]:
+    told = asdict(story)
+    for entry in (*told["entries"], *told["siblings"]):
+        del entry["history"]  # the attempts, with hashes in place of texts
+    return told
 
 
 def _tell(story: Story) -> None:
@@ -158,13 +166,22 @@ def _exchanges(attempts: Sequence[Mapping[str, Any]]) -> None:
     answered = [number for number, attempt in enumerate(attempts) if attempt.get("request")]
     valid = [number for number in answered if attempts[number]["result"] == "valid"]
     for number in (valid or answered)[-1:]:
-        sent = json.loads(attempts[number]["request"])
-        _quote(f"sent (attempt {number + 1})", _messages(json.dumps(sent.pop("messages"))))
-        if sent:
-            say(OUT, Text(f"  {_line(json.dumps(sent))}", style="dim"))
+        messages, parameters = _sent(attempts[number]["request"])
+        _quote(f"sent (attempt {number + 1})", messages)
+        if parameters:
+            say(OUT, Text(f"  {_line(json.dumps(parameters))}", style="dim"))
     for number, attempt in enumerate(attempts, 1):
         _quote(f"thoughts (attempt {number})", attempt.get("thinking"))
         _quote(f"replied (attempt {number}, {attempt['result']})", attempt.get("reply"))
+
+
+def _sent(text: str) -> tuple[str | None, Mapping[str, Any]]:
+    """The messages of a request, as they are read, and its parameters. A text that lost its middle is no JSON."""
+    try:
+        sent = json.loads(text)
+    except ValueError:
+        return text, {}
+    return _messages(json.dumps(sent.pop("messages"))), sent
 
 
 def _messages(text: str | None) -> str | None:

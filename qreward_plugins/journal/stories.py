@@ -20,6 +20,9 @@ from ..errors import JournalError
 from .database import is_database, reading
 from .texts import restored
 
+LOOKED_AT = 20_000
+"""Most entries of a journal among which samples are chosen."""
+
 NOT_KEPT = "(this text is not kept any more)"
 
 
@@ -138,9 +141,11 @@ class Stories:
         self._open.close()
 
     def find(self, wanted: Wanted, most: int) -> tuple[list[Story], int]:
-        """Return the stories of at most `most` samples, and how many there are. The latest come first, or the worst."""
+        """Return the stories of at most `most` samples, and how many there are (at most `LOOKED_AT`). The latest come
+        first, or the worst.
+        """
         found: dict[tuple[Any, ...], tuple[str, int]] = {}
-        for *_, path, number, run_id, step, split, sample_id in sorted(self._ranked(wanted)):
+        for *_, path, number, run_id, step, split, sample_id in sorted(self._ranked(wanted), key=lambda row: row[:4]):
             found.setdefault((run_id, step, split, sample_id or (path, number)), (path, number))
         chosen = itertools.islice(found.values(), most)
         return [self._story(path, number) for path, number in chosen], len(found)
@@ -150,16 +155,15 @@ class Stories:
         where, values = _where(wanted)
         if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
             return  # SQLite has no such integers
-        order = f"{_REWARD}, 0" if wanted.worst else "-recorded_at, -id"
-        columns = f"{order}, id, run_id, step, split, sample_id"
+        order = f"{_REWARD}, -id" if wanted.worst else "-recorded_at, -id"
         if wanted.worst and wanted.step is None and wanted.sample is None:
             steps = [self._value(path, f"SELECT max(step) FROM outcomes WHERE {where}", values) for path in self._paths]
-            where, values = (
-                f"{where} AND step IS ?",
-                [*values, max((step for step in steps if step is not None), default=None)],
-            )
+            latest = max((step for step in steps if step is not None), default=None)
+            where, values = f"{where} AND step IS ?", [*values, latest]
+        columns = f"{order}, id, run_id, step, split, sample_id"
         for path, connection in self._connections.items():
-            for row in connection.execute(f"SELECT {columns} FROM outcomes WHERE {where}", values):
+            query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY {order} LIMIT {LOOKED_AT}"
+            for row in connection.execute(query, values):
                 yield (*row[:2], path, *row[2:])
 
     def _value(self, path: str, query: str, values: Sequence[Any]) -> Any:
@@ -198,7 +202,7 @@ class Stories:
             told: dict[str, Any] = {
                 name: self._text(entry, each) if name in _TEXTS else each for name, each in attempt.items()
             }
-            if "request" in told:
+            if "nonce" in told:
                 told["request"] = restored(told["request"], told.pop("nonce"), self._text(entry, entry.response))
             yield told
 

@@ -35,6 +35,7 @@ MOST_CHARS: Final = 200_000
 
 _OPTIONS: Final = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
+_ESCAPED_NULL: Final = "\\u0000"
 _RESPONSE: Final = "\0response\0"
 _NONCE: Final = "\0nonce\0"
 
@@ -114,8 +115,13 @@ class Texts:
         found: dict[str, str | None] = {}
         request = attempt.request
         if request.messages:
-            found["request"] = self._add_json(_shared(request))
-            found["nonce"] = request.nonce
+            sent: Mapping[str, Any] = {"messages": list(request.messages), **request.parameters}
+            written = _json(sent)
+            if _ESCAPED_NULL not in written:
+                # With marks in place of the response and the nonce, the siblings of a group share this text.
+                sent = {**sent, "messages": [_marked(message, request) for message in request.messages]}
+                written, found["nonce"] = _json(sent), request.nonce
+            found["request"] = self._add(written)
         if attempt.reply is not None:
             found["reply"] = self._add(_said(attempt.reply))
             if attempt.reply.thinking:
@@ -142,14 +148,10 @@ _OF_SAMPLE: Final[Mapping[str, Callable[[Sample], Any]]] = {
 }
 
 
-def _shared(request: Request) -> Mapping[str, Any]:
-    """What is sent, with marks in place of the response and the nonce: so the siblings of a group share this text."""
-    return {"messages": [_marked(message, request) for message in request.messages], **request.parameters}
-
-
 def _marked(message: Message, request: Request) -> Mapping[str, Any]:
-    content, response = message["content"], request.sample.response
-    if not isinstance(content, str) or "\0" in content:
+    content: Any = message["content"]
+    response = request.sample.response
+    if not isinstance(content, str):
         return message
     if isinstance(response, str) and len(response) < MOST_CHARS and _is_utf8(response):
         content = content.replace(response, _RESPONSE) if response else content
@@ -157,7 +159,7 @@ def _marked(message: Message, request: Request) -> Mapping[str, Any]:
 
 
 def restored(request: str, nonce: str, response: str | None) -> str:
-    """Return what was sent, as JSON, from the text of `_shared`, the attempt's nonce and the sample's response."""
+    """Return what was sent, as JSON, from a text with marks, the attempt's nonce and the sample's response."""
     written = orjson.dumps(response or "").decode()[1:-1]
     return request.replace(_written(_NONCE), nonce).replace(_written(_RESPONSE), written)
 

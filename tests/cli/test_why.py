@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -83,6 +85,14 @@ def test_a_row_of_the_journal_and_a_step(run_cli, journal):
     row = next(line.split()[0] for line in verdicts if "it says 4" in line)
     assert "sample s0" in lines(run_cli("why", journal, "--row", row))[0]
     assert lines(run_cli("why", journal, "--step", "1", "--judge", "quality"))[0].startswith("step 1 ")
+
+
+def test_texts_that_are_not_there_any_more(run_cli, journal):
+    with closing(sqlite3.connect(journal)) as connection, connection:
+        connection.execute("DELETE FROM texts")
+    told = "\n".join(lines(run_cli("why", journal, "--sample", "s1")))
+    assert told.count("(this text is not kept any more)") == 5, "prompt, response, ground truth, sent, replied"
+    assert "quality: reward 0.25" in told
 
 
 def test_as_json(run_cli, journal):

@@ -11,6 +11,7 @@ import os
 import sqlite3
 import tempfile
 import traceback
+import zlib
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
@@ -159,9 +160,11 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
         with sqlite3.connect(journal) as database:
             tables = [name for (name,) in database.execute("select name from sqlite_master where type = 'table'")]
             rows = [list(database.execute(f"select * from {name}")) for name in tables]
+            texts = [zlib.decompress(body).decode() for (body,) in database.execute("select body from texts")]
+        assert texts
         database.close()
     shown = "\n".join(
-        [repr(told), str(told), repr(config), str(config), log.getvalue(), streams.getvalue(), repr(rows)]
+        [repr(told), str(told), repr(config), str(config), log.getvalue(), streams.getvalue(), repr(rows), *texts]
     )
     if status == 200:
         assert [outcome.reward for outcome in told[0]] == [0.5] * 3

@@ -172,6 +172,28 @@ def test_a_story_is_what_the_server_saw_and_said(path):
     assert json.loads(refused["reply"])["id"] not in refused["request"]
 
 
+@pytest.mark.parametrize(
+    "response", ["\0response\0 and \0nonce\0", 'say "four"\n\\u0000nonce\\u0000', "4" * 64, "\ud800 four", "2 + 2"]
+)
+def test_what_was_sent_is_told_exactly_whatever_the_response_is(path, response):
+    sent = []
+
+    def score(call):
+        sent.append(list(call.messages))
+        return 1.0
+
+    with JudgeServer(score) as server:
+        tree = make_config({"a": server}, engine={"journal": {"path": str(path), "keep": "all"}})
+
+        async def main():
+            async with RewardEngine(tree) as engine:
+                await engine.score(Sample(QUESTION, response, id="s"))
+
+        asyncio.run(main())
+    (attempt,) = story_of(path).attempts[0]
+    assert json.loads(attempt["request"])["messages"] == sent[0]
+
+
 def test_an_answer_of_the_journal_tells_how_it_was_given_at_first(path):
     with JudgeServer(lambda call: 1.0) as server:
         tree = make_config({"a": server}, engine={"journal": {"path": str(path), "keep": "all"}})

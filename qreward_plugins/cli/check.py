@@ -33,6 +33,7 @@ from ..sources.replica_set_config import ReplicaSetConfig
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds
 from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_for_clients, probe_whole, samples_for, with_route_to_each
+from .prompts import show_prompts
 from .serve_judge import start_servers
 from .training_lines import Framework, framework_of, say_how_to_train
 
@@ -90,6 +91,15 @@ def command(
     offline: Annotated[
         bool, typer.Option("--offline", help="Validate only: send nothing, and need no server and no key.")
     ] = False,
+    prompt: Annotated[
+        bool,
+        typer.Option(
+            "--prompt", help="Ask nothing; print exactly what each judge would send, for the sample or for --row."
+        ),
+    ] = False,
+    row: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="With --prompt: row N of the file of --rollouts.")
+    ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -121,6 +131,11 @@ def command(
     """
     if against is not None:
         return show_difference(against, config)
+    if row is not None and not (prompt and rollouts):
+        raise typer.BadParameter("--row needs --prompt and --rollouts")
+    if prompt:
+        bare, _ = without_servers(load_config(config))
+        return run(show_prompts(bare, config, rollouts, row))
     return run(check_config(config, rollouts, timeout_s=timeout, offline=offline))
 
 

@@ -7,6 +7,9 @@ them. The output of an earlier run is not read, because it may belong to another
 
 from __future__ import annotations
 
+import heapq
+import random
+import shlex
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from ..config import Config, JournalConfig, load_config
@@ -21,12 +25,20 @@ from ..engine import RewardEngine
 from ..errors import JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
 from ..observers import EngineStatistics
-from ..samples import Outcome, Sample
+from ..observers.batch_report import percentile
+from ..samples import Outcome, Sample, Scored
+from ..secrets import one_line
 from ..sources import kind_of
 from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
 from .engines import open_engine
 from .progress import ProgressDisplay, source_table
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_DRAWN = 2_000
+_MOST_SOURCES = 100
+_SAID_CHARS = 160
+_WORST = 5
 
 
 def _comes_first(given: str | None) -> None:
@@ -121,7 +133,12 @@ async def score_rollouts(plan: Plan) -> int:
     for source in statistics.sources.values():
         if source.learned:
             say(OUT, f"{source.name}: {source.learned}")
+    if tally.rewarded:
+        OUT.print(tally.table())
+        say(OUT, tally.worst_rows())
     say(OUT, _summary(plan, tally, statistics))
+    if plan.config.engine.server is None:
+        say(OUT, f"why a row got its reward: qreward why {shlex.quote(plan.journal)} --worst --most 5")
     for line in tally.failures():
         say(ERRORS, line)
     if unrecorded is not None:
@@ -137,7 +154,7 @@ async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
         async with ProgressDisplay(ERRORS, plan.total, engine):
             async for sample, outcome in engine.score_stream(rows):
                 writer.write(rows.take(sample).row, outcome)
-                tally.count(outcome)
+                tally.count(sample, outcome)
 
 
 async def _close(engine: RewardEngine) -> JournalError | None:
@@ -174,6 +191,44 @@ class _Rows:
 
 
 @dataclass
+class _Rewards:
+    """The rewards of one data source. Quantiles are those of up to `_DRAWN` rewards, drawn evenly."""
+
+    rows: int = 0
+    failed: int = 0
+    total: float = 0.0
+    drawn: list[float] = field(default_factory=list)
+    _rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def add(self, reward: float | None) -> None:
+        self.rows += 1
+        if reward is None:
+            self.failed += 1
+            return
+        self.total += reward
+        if len(self.drawn) < _DRAWN:
+            self.drawn.append(reward)
+        elif (place := self._rng.randrange(self.rows - self.failed)) < _DRAWN:
+            self.drawn[place] = reward  # Vitter's algorithm R
+
+    def cells(self) -> Iterator[str]:
+        yield f"{self.rows:,}"
+        yield f"{self.failed:,}"
+        scored = self.rows - self.failed
+        numbers = [self.total / scored, *(percentile(self.drawn, share) for share in (0.1, 0.5, 0.9))] if scored else []
+        yield from (f"{number:.3g}" for number in numbers)
+        yield from ["-"] * (4 - len(numbers))
+
+    def bars(self, lowest: float, highest: float) -> str:
+        """A bar for each twentieth of the range of all rewards."""
+        counts = [0] * 20
+        for reward in self.drawn:
+            share = (reward - lowest) / (highest - lowest) if highest > lowest else 0.0
+            counts[min(19, int(20 * share))] += 1
+        return "".join(_BARS[-(-(len(_BARS) - 1) * count // max(1, *counts))] for count in counts)
+
+
+@dataclass
 class _Tally:
     """Counts outcomes. It does not keep them, because the file may be larger than the memory."""
 
@@ -182,19 +237,46 @@ class _Tally:
     done: int = 0
     rewarded: int = 0
     total_reward: float = 0.0
+    by_source: dict[str, _Rewards] = field(default_factory=dict)
+    """The rewards of each data source, of the first `_MOST_SOURCES`."""
+    worst: list[tuple[float, int, str, str]] = field(default_factory=list)
+    """Of the rows with the lowest rewards: the reward, negated, the number, negated, its id, and what was said."""
     reasons: Counter[tuple[str, bool]] = field(default_factory=Counter)
     examples: dict[tuple[str, bool], str] = field(default_factory=dict)
 
-    def count(self, outcome: Outcome) -> None:
+    def count(self, sample: Sample, outcome: Outcome) -> None:
         self.done += 1
-        if outcome.reward is not None:
+        if sample.data_source in self.by_source or len(self.by_source) < _MOST_SOURCES:
+            self.by_source.setdefault(sample.data_source, _Rewards()).add(outcome.reward)
+        if isinstance(outcome, Scored):
             self.rewarded += 1
             self.total_reward += outcome.reward
+            said = outcome.failure.describe() if outcome.failure is not None else outcome.verdict.rationale
+            entry = -outcome.reward, -self.done, sample.id or "", said[:_SAID_CHARS]
+            (heapq.heappush if len(self.worst) < _WORST else heapq.heappushpop)(self.worst, entry)
         failed = outcome.failure
         if failed is not None:
             reason = failed.label, outcome.reward is None
             self.reasons[reason] += 1
             self.examples.setdefault(reason, failed.detail)
+
+    def table(self) -> Table:
+        """The rewards by data source."""
+        table = Table(box=None, padding=(0, 1), pad_edge=False)
+        for name in ("data source", "rows", "no reward", "mean", "p10", "p50", "p90", "from lowest to highest"):
+            table.add_column(name, justify="right" if name not in ("data source", "from lowest to highest") else "left")
+        lowest = min((min(each.drawn) for each in self.by_source.values() if each.drawn), default=0.0)
+        highest = max((max(each.drawn) for each in self.by_source.values() if each.drawn), default=1.0)
+        for name, each in sorted(self.by_source.items(), key=lambda item: -item[1].rows):
+            table.add_row(Text(one_line(name or "(none)", 40)), *each.cells(), each.bars(lowest, highest))
+        return table
+
+    def worst_rows(self) -> Text:
+        """The rows with the lowest rewards, with what was said of them."""
+        shown = Text("lowest:")
+        for reward, number, name, said in sorted(self.worst, reverse=True):
+            shown.append(f"\n  {-reward:.4g}  {one_line(name or f'row {-number}', 40)}  {one_line(said, _SAID_CHARS)}")
+        return shown
 
     def failures(self) -> Iterator[Text]:
         """Yield one line for each reason, with its first example; reasons for a missing reward come first."""

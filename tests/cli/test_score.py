@@ -70,6 +70,24 @@ def test_rows_come_out_in_order_with_their_outcome(server, score, read_rows, row
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
+def test_it_ends_with_the_rewards_of_each_data_source_and_the_lowest(server, score, row, run_cli, tmp_path):
+    rows = [
+        row(n, response=f"It is {n + n % 2:03}.", data_source="odd" if n % 4 else "even \x1b[1m") for n in range(40)
+    ]
+    rows[8]["response"] = "It is BAD"
+    result = score(rows)
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert next(line for line in lines if line[:1] == ["odd"])[:7] == ["odd", "30", "0", "0.667", "0", "1", "1"]
+    assert next(line for line in lines if line[:1] == ["even"])[2:7] == ["10", "1", "0", "0", "0"]
+    lowest = result.stdout.partition("lowest:\n")[2].splitlines()[:5]
+    assert [line.split()[:3] for line in lowest] == [["0", "line", str(n)] for n in (1, 3, 5, 7, 11)]
+    assert "\x1b" not in result.stdout
+    (command,) = (line for line in result.stdout.splitlines() if "qreward why" in line)
+    told = run_cli(*command.partition("qreward ")[2].split())
+    assert told.exit_code == 0
+    assert told.stdout.count(" · reward 0 ") == 5
+
+
 def test_failed_rows_keep_their_place_and_only_they_are_tried_again(server, score, scored, row):
     result = score([row(n, response=f"It is {n + 1:03}." + (" BAD" if n in (3, 17) else "")) for n in range(20)])
     assert result.exit_code == 3

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from qreward_plugins import group_means
+from qreward_plugins.adapters import Trained
 
 from .samples import (
     FLOAT32_MAX,
@@ -23,10 +24,12 @@ from .samples import (
     keeps_a_token,
     mask,
     mask_but_one_token,
+    record_of,
+    step_of_rollout,
     value_of,
 )
 from .scoring import settle
-from .settings import end_rewards
+from .settings import end_rewards, record_training
 
 GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """The estimators whose rewards slime normalises within groups."""
@@ -48,6 +51,36 @@ def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any
     """
     end_rewards()
     settle(args, samples)
+    raw, normalized = _post_processed(args, samples)
+    record_training(args, _trained(args, samples, raw, normalized))
+    return raw, normalized
+
+
+def _trained(
+    args: Any, samples: Sequence[ROLLOUT_SAMPLE], raw: Sequence[Any], normalized: Sequence[Any]
+) -> list[Trained]:
+    """What becomes of the samples that this adapter has scored."""
+    return [
+        Trained(
+            str(sample.index),
+            None if group_of(sample) is None else str(group_of(sample)),
+            step_of_rollout(),
+            float(reward),
+            float(advantage) if _is_normalized(args) else None,
+            not has_reward(args, sample),
+        )
+        for sample, reward, advantage in zip(samples, raw, normalized, strict=True)
+        if record_of(sample) and getattr(sample, "index", None) is not None
+    ]
+
+
+def _is_normalized(args: Any) -> bool:
+    """Whether slime trains on the normalised rewards as advantages."""
+    estimator = getattr(args, "advantage_estimator", None)
+    return estimator in GROUP_ESTIMATORS and getattr(args, "rewards_normalization", True)
+
+
+def _post_processed(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any], list[Any]]:
     scored = [has_reward(args, sample) for sample in samples]
     for sample, has in zip(samples, scored, strict=True):
         if not has:
@@ -66,13 +99,12 @@ def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any
             args, samples, [reward if has else None for reward, has in zip(raw, scored, strict=True)]
         )
         return raw, [reward if has else neutral for reward, has in zip(raw, scored, strict=True)]
-    estimator = getattr(args, "advantage_estimator", None)
-    if estimator not in GROUP_ESTIMATORS or not getattr(args, "rewards_normalization", True):
+    if not _is_normalized(args):
         return raw, list(raw)
     size = getattr(args, "n_samples_per_prompt", 1)
     # If rollouts became several samples, slime treats the whole batch as one group, and so does this hook.
     size = size if len(raw) == size * getattr(args, "rollout_batch_size", 0) else len(raw)
-    scale = estimator in SCALED_ESTIMATORS and getattr(args, "grpo_std_normalization", True)
+    scale = args.advantage_estimator in SCALED_ESTIMATORS and getattr(args, "grpo_std_normalization", True)
     return raw, _normalized(raw, scored, size=size, scale=scale)
 
 

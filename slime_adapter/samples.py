@@ -47,7 +47,7 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
         ground_truth=getattr(sample, "label", None),
         data_source=name_or_unreadable(data_source_of(sample)),
         group_id=None if group is None else name_or_unreadable(group),
-        step=_step(),
+        step=step_of_rollout(),
         split="val" if group is None else "train",
         extras={key: value for key, value in extras.items() if key != RECORD} if isinstance(extras, dict) else extras,
         id=None if index is None else name_or_unreadable(index),
@@ -72,7 +72,7 @@ def _images(sample: ROLLOUT_SAMPLE) -> Sequence[Any]:
     return (inputs.get("images") if isinstance(inputs, Mapping) else None) or ()
 
 
-def _step() -> int | None:
+def step_of_rollout() -> int | None:
     """The number of the rollout or evaluation under way, which slime's manager keeps for hooks of samples
     (slime/rollout/sample_hooks.py); None if this slime keeps none.
     """

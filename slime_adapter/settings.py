@@ -11,7 +11,7 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qreward_plugins import Config, ConfigurationError, GroupGate, Mistake, process_portal
@@ -19,6 +19,7 @@ from qreward_plugins.adapters import (
     ENVIRONMENT,
     VALUE,
     RunningMeans,
+    Trained,
     close_process_portals,
     did_you_mean,
     judge_kind_of,
@@ -47,6 +48,12 @@ class Adapter:
         """The detail of the last failure."""
         self.means = RunningMeans()
         self._warned = False
+        self._training = self.portal.training_log()
+
+    def record(self, samples: Sequence[Trained]) -> None:
+        """Record what slime trains on in the journal, if there is one. Raises nothing."""
+        if self._training is not None:
+            self._training.add(samples)
 
     @property
     def imputes(self) -> bool:
@@ -79,13 +86,11 @@ def adapter_of(args: Any) -> Adapter:
     `framework://NAME` is the router of the model NAME that slime serves (`--sglang-config`), and `framework://reward`
     is also the server of `--rm-url`.
     """
-    inline, url = getattr(args, "qreward", None), getattr(args, "rm_url", None)
-    servers = _servers(args)
-    key = (inline, url, os.environ.get(ENVIRONMENT), servers)
+    key = inline, url, _, servers = _key_of(args)
     with _lock:
-        for known, adapter in _adapters:
-            if known == key:
-                return adapter
+        found = _made(key)
+        if found is not None:
+            return found
         settings = with_framework(_load(args, inline, url), servers, framework="this run of slime", remedy=_NO_SERVER)
         problem, remedy = problem_of(args)
         if problem:
@@ -94,6 +99,24 @@ def adapter_of(args: Any) -> Adapter:
         _check_reward_keys(args, adapter)
         _adapters.append((copy.deepcopy(key), adapter))
         return adapter
+
+
+def record_training(args: Any, samples: Sequence[Trained]) -> None:
+    """Record what slime trains on in the journal of the adapter that has scored, if it has one. Raises nothing."""
+    with _lock:
+        adapter = _made(_key_of(args))
+    if adapter is not None:
+        adapter.record(samples)
+
+
+def _key_of(args: Any) -> tuple[Any, str | None, str | None, Any]:
+    inline, url = getattr(args, "qreward", None), getattr(args, "rm_url", None)
+    return inline, url, os.environ.get(ENVIRONMENT), _servers(args)
+
+
+def _made(key: tuple[Any, ...]) -> Adapter | None:
+    """The adapter that was made for a configuration. The lock must be held."""
+    return next((adapter for known, adapter in _adapters if known == key), None)
 
 
 def end_rewards() -> None:

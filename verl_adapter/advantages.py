@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qreward_plugins import Config, JudgeUnavailable
+from qreward_plugins.adapters import Trained, TrainingLog
 
 from .metrics import RewardLog
 from .queue import extra_info
-from .rewards import CAUSE, MISSING, PREFIX
+from .rewards import CAUSE, MISSING, PREFIX, SAMPLE
 
 NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})
 """Estimators that do not compare the samples of a prompt (trainer/ppo/core_algos.py)."""
@@ -40,6 +41,8 @@ class Advantages:
         self._unbased: set[str] = set()
         """The prompts whose greedy response failed (remax), by uid."""
         self._in_vain = 0
+        journal = settings.engine.journal
+        self._training = None if journal is None else TrainingLog(journal.path)
         self._causes: Counter[str] = Counter()
 
     def by_columns(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,27 +113,25 @@ class Advantages:
         }
         self._log.add("train", judged.values())
         every = range(len(infos))
-        if self._settings.on_failure not in KEEPS_OUT:
-            return compute(data, every)
-        out = {row for row in every if infos[row].get(MISSING) or uids[row] in self._unbased}
+        out: set[int] = set()
+        if self._settings.on_failure in KEEPS_OUT:
+            out = self._left_out(infos, uids, sessions, estimator)
+            kept = [row for row in every if row not in out]
+            self._give_up_if_in_vain([row for row in kept if not uids[row].startswith(_PADDING)], judged.values())
+        data = compute(data, every) if not out else _among(kept, compute, data, estimator)
+        if self._training is not None:
+            self._training.add(list(_trained(data, infos, uids, sessions, out)))
+        return data
+
+    def _left_out(
+        self, infos: Sequence[Mapping[str, Any]], uids: Sequence[str], sessions: Sequence[str], estimator: str
+    ) -> set[int]:
+        """The rows that get zeros: those that failed, and those that have nothing left to be compared with."""
+        out = {row for row, info in enumerate(infos) if info.get(MISSING) or uids[row] in self._unbased}
         self._unbased.difference_update(uids)
         if estimator not in NOT_GROUPED:
             out |= _lone(uids, sessions, out)
-        kept = [row for row in every if row not in out]
-        self._give_up_if_in_vain([row for row in kept if not uids[row].startswith(_PADDING)], judged.values())
-        if not out:
-            return compute(data, every)
-        part = compute(data.select_idxs(np.array(kept)), kept) if kept else None
-        for name in ("advantages", "returns"):
-            if name == "returns" and estimator == "gae":
-                whole = data.batch["values"].clone()
-            else:
-                whole = data.batch["token_level_rewards"].clone()
-                whole[:] = 0.0
-            if part is not None:
-                whole[kept] = part.batch[name]
-            data.batch[name] = whole
-        return data
+        return out
 
     def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""
@@ -146,6 +147,40 @@ class Advantages:
                 f"{self._in_vain} steps in a row trained on nothing, because no sample had a reward to compare "
                 f"({reasons}). `qreward check` tests every source; groups.give_up_after sets the number of steps."
             )
+
+
+def _among(kept: Sequence[int], compute: Callable[[Any, Sequence[int]], Any], data: Any, estimator: str) -> Any:
+    """The batch with the advantages of the rows in `kept`, computed among these, and zeros for the others."""
+    part = compute(data.select_idxs(np.array(kept)), kept) if kept else None
+    for name in ("advantages", "returns"):
+        if name == "returns" and estimator == "gae":
+            whole = data.batch["values"].clone()
+        else:
+            whole = data.batch["token_level_rewards"].clone()
+            whole[:] = 0.0
+        if part is not None:
+            whole[kept] = part.batch[name]
+        data.batch[name] = whole
+    return data
+
+
+def _trained(
+    data: Any, infos: Sequence[Mapping[str, Any]], uids: Sequence[str], sessions: Sequence[str], out: Iterable[int]
+) -> Iterator[Trained]:
+    """What became of the samples that reward managers have judged. The rows of a session are one sample."""
+    mask = data.batch["response_mask"]
+    sums = (data.batch["advantages"] * mask).sum(-1).tolist()
+    tokens, rewards = mask.sum(-1).tolist(), data.batch["token_level_rewards"].sum(-1).tolist()
+    left_out = set(out)
+    of_session: dict[str, list[int]] = {}
+    for row, session in enumerate(sessions):
+        of_session.setdefault(session, []).append(row)
+    for rows in of_session.values():
+        info, count = infos[rows[-1]], sum(tokens[row] for row in rows)
+        if info.get(SAMPLE):
+            advantage = sum(sums[row] for row in rows) / count if count else None
+            masked = left_out.issuperset(rows)
+            yield Trained(str(info[SAMPLE]), uids[rows[-1]], None, rewards[rows[-1]], advantage, masked)
 
 
 def _lone(uids: Sequence[str], sessions: Sequence[str], out: set[int]) -> set[int]:

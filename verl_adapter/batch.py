@@ -94,8 +94,7 @@ class QRewardBatchManager:
             rewards[index, read[index][2]] = mean if number is None else number
         if not return_dict:
             return rewards
-        sources = (sample.data_source for sample in samples)
-        infos = [self._extra_info.of(*each) for each in zip(outcomes, sources, strict=True)]
+        infos = [self._extra_info.of(*each) for each in zip(outcomes, samples, strict=True)]
         return {"reward_tensor": rewards, "reward_extra_info": _columns(infos)}
 
     def close(self) -> None:

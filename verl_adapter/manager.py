@@ -97,7 +97,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         if outcome.reward is not None:
             self._means.add(step, outcome.reward)
         reward = self._means.mean(step) if number is None else number
-        info = self._extra_info.of(outcome, sample.data_source, reward=None if sample.split == "val" else reward)
+        info = self._extra_info.of(outcome, sample, reward=None if sample.split == "val" else reward)
         return {"reward_score": reward, "reward_extra_info": info}
 
     async def begin_rewards(self) -> None:

@@ -30,6 +30,7 @@ from qreward_plugins import (
     Mistake,
     Outcome,
     RewardEngine,
+    Sample,
     Scored,
     Verdict,
 )
@@ -54,6 +55,9 @@ MISSING = "qreward/missing"
 
 REWARD = "qreward/reward"
 """The reward of a training sample. A validation has it in a column of verl's own."""
+
+SAMPLE = "qreward/sample"
+"""The id of the sample in the journal."""
 
 CAUSE = "qreward/cause"
 """Why a sample failed, or why its score is a floor."""
@@ -127,9 +131,10 @@ class ExtraInfo:
         columns = [] if reads.column is None else [reads.column]
         self._named = tuple(dict.fromkeys([*self._named, *columns, *reads.parts]))
 
-    def of(self, outcome: Outcome, data_source: object = None, *, reward: float | None = None) -> dict[str, Any]:
+    def of(self, outcome: Outcome, sample: Sample | None = None, *, reward: float | None = None) -> dict[str, Any]:
         """The extra info of one outcome. `reward`: the number that verl gets in training; None in a validation."""
-        info = self._info(outcome, data_source)
+        info = self._info(outcome, None if sample is None else sample.data_source)
+        info[SAMPLE] = "" if sample is None or sample.id is None else sample.id
         info[WAITED] = self._waited()
         if reward is None:
             return {key: value for key, value in info.items() if key not in _RESERVED and key != REWARD}

@@ -6,6 +6,8 @@ A reward function gets the same `extra_info` as from verl's own managers, key by
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,8 @@ VALIDATION = "qreward_validation"
 
 PADDING = "qreward_padding"
 """The key in `extra_info` with which `validation` marks copies that fill up a batch. verl drops their scores."""
+
+_numbers = itertools.count()
 
 RESPONSE_IMAGES = "qreward_images"
 """The key of an agent loop's `extra_fields` for images that belong to the response."""
@@ -63,7 +67,7 @@ def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: s
         data_source=_data_source(columns, data_source_column),
         **_place(columns),
         extras=read_or_unreadable(lambda: _extras(columns)),
-        id=None if uid is None else f"{uid}/{_plain(columns.get('session_id', ''))}",
+        id=None if uid is None else f"{uid}/{_session(columns)}",
         response_images=read_or_unreadable(lambda: _response_images(columns, images)),
     )
 
@@ -128,6 +132,12 @@ def is_validation(item: Any) -> bool:
 def _is_marked(columns: Mapping[str, Any], mark: str) -> bool:
     info = columns.get("extra_info")
     return isinstance(info, Mapping) and bool(info.get(mark))
+
+
+def _session(columns: Mapping[str, Any]) -> str:
+    """What tells a sample from its siblings: V1 numbers its sessions, the other trainers number nothing."""
+    session = _plain(columns.get("session_id"))
+    return f"{os.getpid()}.{next(_numbers)}" if session is None else str(session)
 
 
 def unreadable(item: Any, error: Exception) -> tuple[Sample, Failed]:

@@ -10,6 +10,7 @@
 - Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
   mean of its siblings. `fits_float32`: whether a trainer can hold a number. `shared_actor` is an actor of the Ray job.
 - Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes metrics of these.
+  `TrainingLog` records what the trainer made of rewards (`Trained`) in the journal.
 - Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
 """
 
@@ -21,6 +22,7 @@ from ..config.framework import colocated_sources, with_framework, without_coloca
 from ..config.load import ENVIRONMENT
 from ..config.origin import adapted
 from ..engine.process_portals import close_process_portals
+from ..journal import Trained, TrainingLog
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, Facts, flat_rate, summary
 from ..samples import fits_float32
@@ -45,6 +47,8 @@ __all__ = [
     "Image",
     "Redactor",
     "RunningMeans",
+    "Trained",
+    "TrainingLog",
     "Unreadable",
     "adapted",
     "attach",

@@ -70,7 +70,7 @@ def command(
 
 
 def _as_json(story: Story) -> dict[str, Any]:
-    told = asdict(story)
+    told = asdict(story) | {"trained": {name: each._asdict() for name, each in story.trained.items()}}
     for entry in (*told["entries"], *told["siblings"]):
         del entry["history"]  # the attempts, with hashes in place of texts
     return told
@@ -84,7 +84,10 @@ def _tell(story: Story) -> None:
     reward = story.entries[-1].reward
     names.append("no reward" if reward is None else f"reward {_number(reward)}")
     OUT.rule(Text(" · ".join(_line(name) for name in names if name), style="bold"), align="left")
-    if story.siblings:
+    own = story.trained.get(first.sample_id or "")
+    if own is not None and own.masked:
+        say(OUT, Text("the trainer left it out", style="yellow"))
+    if story.siblings or own is not None:
         say(OUT, _siblings(story))
     _quote("prompt", _messages(first.prompt))
     _quote("response", first.response)
@@ -101,7 +104,7 @@ def _tell(story: Story) -> None:
 
 
 def _siblings(story: Story) -> Text:
-    """The rewards of the group by judge, its own in bold."""
+    """The rewards of the group by judge, and what the trainer made of them; its own in bold."""
     own = {entry.id for entry in story.entries}
     shown = Text(f"group {_line(story.entries[0].group_id or '')}")
     for judge in dict.fromkeys(entry.judge for entry in story.siblings):
@@ -112,6 +115,12 @@ def _siblings(story: Story) -> Text:
         rewards = [entry.reward for entry in entries if entry.reward is not None]
         if rewards:
             shown.append(f" mean {fmean(rewards):.3g}")
+    if story.trained:
+        shown.append("\n  advantages: ")
+        for trained in sorted(story.trained.values(), key=lambda trained: trained.advantage or 0.0):
+            number = "left out" if trained.masked else _number(trained.advantage)
+            is_own = trained.sample_id == story.entries[0].sample_id
+            shown.append(f"{number} ", style="bold reverse" if is_own else "")
     return shown
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config, Limits, load_config
 from ..config.origin import located
 from ..errors import ConfigurationError, EngineError
+from ..journal import TrainingLog
 from ..judges import Leaf
 from ..observers import EngineStatistics, Observer, Statistics
 from ..observers.batch_report import BatchReport
@@ -378,6 +379,11 @@ class RewardEngine:
         if server is not None:
             return Facts(server.facts.components, defines_correct=server.facts.defines_correct)
         return Facts(self._lifetime.router.component_names(), defines_correct=self._lifetime.router.defines_correct)
+
+    def training_log(self) -> TrainingLog | None:
+        """Return what records in this engine's journal what a trainer makes of rewards; None without a journal."""
+        journal = self._lifetime.journal
+        return None if journal is None else TrainingLog(journal.path, run_id=journal.run_id)
 
     def portal(self) -> AbstractContextManager[EnginePortal]:
         """Return a context manager that runs the engine in its own thread and yields a sync, thread-safe facade."""

@@ -20,6 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from ..config import Config
 from ..errors import EngineError
+from ..journal import TrainingLog
 from ..observers import EngineStatistics
 from ..observers.batch_report import BatchReport
 from ..observers.facts import Facts
@@ -160,6 +161,10 @@ class EnginePortal:
     def facts(self) -> Facts:
         """Return what `RewardEngine.facts` returns."""
         return self._engine.facts()
+
+    def training_log(self) -> TrainingLog | None:
+        """Return what `RewardEngine.training_log` returns."""
+        return self._engine.training_log()
 
     def last_batch(self) -> BatchReport | None:
         """Return what `RewardEngine.last_batch` returns."""

@@ -5,5 +5,6 @@ from __future__ import annotations
 from .database import check_place
 from .journal import Journal
 from .keys import question_keys
+from .training import Trained, TrainingLog
 
-__all__ = ["Journal", "check_place", "question_keys"]
+__all__ = ["Journal", "Trained", "TrainingLog", "check_place", "question_keys"]

@@ -35,6 +35,9 @@ _CREATE: Final = (
     "CREATE INDEX outcomes_by_key ON outcomes (key, id) WHERE outcome = 'scored' AND cached = 0",
     # `rowid` is the order of writing, in which the oldest are deleted.
     "CREATE TABLE texts (hash TEXT PRIMARY KEY, body BLOB NOT NULL)",
+    "CREATE TABLE trained (run_id TEXT NOT NULL, recorded_at REAL NOT NULL, sample_id TEXT NOT NULL, group_id TEXT, "
+    "step INTEGER, reward REAL, advantage REAL, masked INTEGER NOT NULL)",
+    "CREATE INDEX trained_by_sample ON trained (run_id, sample_id)",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )

@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import JournalError
 from .database import is_database, reading
 from .texts import restored
+from .training import Trained
 
 LOOKED_AT = 20_000
 """Most entries of a journal among which samples are chosen."""
@@ -85,6 +86,8 @@ class Story:
     """Of each entry, its attempts as in the column `history`, with texts in place of hashes."""
     siblings: tuple[Entry, ...]
     """The entries of all samples of its group, its own included; empty if it has no group."""
+    trained: Mapping[str, Trained]
+    """What the trainer made of the samples of its group, or of itself, by their ids; empty if that is not recorded."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,24 @@ class Stories:
         siblings: list[Entry] = []
         if entry.group_id is not None:
             siblings = list(self._select(f"{of_sample} group_id = ? ORDER BY id", [*place, entry.group_id]))
+        together = siblings or entries
         return Story(
             tuple(map(self._with_texts, entries)),
             tuple(tuple(self._attempts(each)) for each in entries),
             tuple(siblings),
+            self._trained(entry, {each.sample_id for each in together if each.sample_id is not None}),
         )
+
+    def _trained(self, entry: Entry, names: set[str]) -> dict[str, Trained]:
+        where = f"run_id = ? AND sample_id IN ({', '.join('?' * len(names))}) ORDER BY recorded_at"
+        found = {}
+        for connection in self._connections.values():
+            columns = ", ".join(Trained._fields)
+            for row in connection.execute(f"SELECT {columns} FROM trained WHERE {where}", [entry.run_id, *names]):
+                trained = Trained._make((*row[:-1], bool(row[-1])))
+                if entry.step is None or trained.step is None or entry.step == trained.step:
+                    found[trained.sample_id] = trained
+        return found
 
     def _select(self, where: str, values: Sequence[Any], only: str | None = None) -> Iterator[Entry]:
         """Read entries, of all journals or `only` one."""

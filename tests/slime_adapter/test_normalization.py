@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import slime_adapter
+from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.testing import FakeSlimeTrainer
+from slime_adapter import settings
 
 FLOAT32_MAX = 3.4028234663852886e38
 ESTIMATORS = ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo"]
@@ -136,6 +138,34 @@ def test_a_failed_sample_moves_nothing_with_reinforce_plus_plus(make_args, judge
     with FakeSlimeTrainer(qreward=tree, respond=lambda sample, rng: said[sample.index % 4], **flags) as trainer:
         advantages = trainer.rollout().advantages
     assert [abs(advantage) < 1e-4 for advantage in advantages] == [False, False, True, False] * 2
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+def test_the_journal_has_what_slime_trains_on(make_args, judge, tmp_path, estimator):
+    flags = {
+        "custom_rm_path": "slime_adapter.reward",
+        "custom_reward_post_process_path": "slime_adapter.post_process",
+        "advantage_estimator": estimator,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4,
+    }
+    said = ["1", "4", "break", "9"]
+    path = tmp_path / "journal.sqlite"
+    tree = make_args(tree={"engine": {"journal": {"path": str(path)}, "max_attempts": 1}}).qreward
+    with FakeSlimeTrainer(qreward=tree, respond=lambda sample, rng: said[sample.index % 4], **flags) as trainer:
+        step = trainer.rollout()
+        (adapter,) = (adapter for _, adapter in settings._adapters)
+        adapter._training.flush()
+        settings.close()
+    with Stories([str(path)]) as stories:
+        found, count = stories.find(Wanted(), 99)
+    assert count == 8
+    trained = [story.trained[story.entries[0].sample_id] for story in found]
+    trained.sort(key=lambda each: int(each.sample_id))
+    assert [each.masked for each in trained] == [False, False, True, False] * 2
+    assert [each.reward for each in trained] == pytest.approx(step.raw_rewards)
+    advantages = [None] * 8 if estimator == "ppo" else pytest.approx(step.rewards)
+    assert [each.advantage for each in trained] == advantages
 
 
 @pytest.mark.parametrize("normalize_advantages", [True, False])

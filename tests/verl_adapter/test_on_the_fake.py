@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError, JudgeUnavailable
+from qreward_plugins.journal import TrainingLog
+from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency
 
 GRPO = "algorithm.adv_estimator=grpo"
@@ -322,3 +324,31 @@ def test_no_score_is_too_large_for_float32(trainer):
     assert all(math.isfinite(score) for score in step.scores)
     assert sum(info["qreward/missing"] for info in step.extra_info) == 4
     assert not step.poisoned
+
+
+@BOTH
+def test_the_journal_has_what_the_trainer_made_of_each_sample(trainer, tmp_path, monkeypatch):
+    added = []
+    add = TrainingLog.add
+    monkeypatch.setattr(TrainingLog, "add", lambda log, samples: added.append(log) or add(log, samples))
+    path = tmp_path / "journal.sqlite"
+    journal = f"+qreward.engine.journal.path={path}"
+    with JudgeServer(faults=Faults(script=one_in_four)) as server, play(server, trainer, journal) as fake:
+        step = fake.step()
+    (log,) = added
+    log.flush()
+    told = {}
+    with Stories([str(path)]) as stories:
+        found, count = stories.find(Wanted(), 99)
+    assert count == 16
+    for story in found:
+        (entry,) = story.entries
+        told[entry.sample_id] = story.trained[entry.sample_id]
+        assert story.trained.keys() == {sibling.sample_id for sibling in story.siblings}
+    for info, uid, advantage, score in zip(step.extra_info, step.uids, step.advantages, step.scores, strict=True):
+        trained = told[info["qreward/sample"]]
+        assert (trained.group_id, trained.advantage) == (uid, pytest.approx(advantage, abs=1e-6))
+        if not info["qreward/missing"]:
+            assert trained.reward == pytest.approx(score)
+        else:
+            assert (trained.masked, trained.advantage) == (True, 0.0)

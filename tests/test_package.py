@@ -27,7 +27,7 @@ FLOORS = [
     {"judges", "journal", "sharing"},
     {"engine", "acceleration"},
     {"adapters", "server", "simulation"},
-    {"planning", "testing"},
+    {"planning", "testing", "ui"},
     {"cli"},
 ]
 """The rooms from the ground up. A room imports from floors below its own, for type checkers too. So no room imports
@@ -69,6 +69,7 @@ CODE_LINES = {
     # It records what slime trains on.
     "slime_adapter": 830,
     "roll_adapter": 730,
+    "ui": 800,
     "client": 680,
     "files": 420,
     "system": 390,
@@ -135,7 +136,7 @@ def _imports():
 def test_there_is_a_floor_for_every_room():
     rooms = {parts[0] for parts, _, _ in modules()} - {"__init__"}
     assert rooms == set.union(*FLOORS)
-    assert len(rooms) == sum(map(len, FLOORS)) == 23
+    assert len(rooms) == sum(map(len, FLOORS)) == 24
 
 
 def test_imports_go_down_only():

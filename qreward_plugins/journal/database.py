@@ -33,6 +33,7 @@ _CREATE: Final = (
     "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, " + ", ".join(f"{name} {kind}" for name, kind in COLUMNS) + ")",
     # The index holds only rows that `get` may return.
     "CREATE INDEX outcomes_by_key ON outcomes (key, id) WHERE outcome = 'scored' AND cached = 0",
+    "CREATE INDEX outcomes_by_step ON outcomes (step)",
     # `rowid` is the order of writing, in which the oldest are deleted.
     "CREATE TABLE texts (hash TEXT PRIMARY KEY, body BLOB NOT NULL)",
     "CREATE TABLE trained (run_id TEXT NOT NULL, recorded_at REAL NOT NULL, sample_id TEXT NOT NULL, group_id TEXT, "

@@ -17,7 +17,7 @@ import orjson
 
 from ..samples import Failed, Outcome, RawScore, Sample, Verdict
 from ..samples.spent import NOTHING, Spent
-from ..scheduling.history import PastAttempt
+from ..scheduling.attempts import PastAttempt
 from .texts import Texts
 
 RATIONALE_CHARS = 4000

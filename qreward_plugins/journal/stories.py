@@ -140,8 +140,9 @@ class Stories:
             self._open = opened.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
+    def __exit__(self, *raised: Any) -> bool | None:
+        # `reading` explains errors of SQLite.
+        return self._open.__exit__(*raised)
 
     def find(self, wanted: Wanted, most: int) -> tuple[list[Story], int]:
         """Return the stories of at most `most` samples, and how many there are (at most `LOOKED_AT`). The latest come
@@ -151,7 +152,8 @@ class Stories:
         for *_, path, number, run_id, step, split, sample_id in sorted(self._ranked(wanted), key=lambda row: row[:4]):
             found.setdefault((run_id, step, split, sample_id or (path, number)), (path, number))
         chosen = itertools.islice(found.values(), most)
-        return [self._story(path, number) for path, number in chosen], len(found)
+        stories = [self.story(path, number) for path, number in chosen]
+        return [story for story in stories if story is not None], len(found)
 
     def _ranked(self, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
         """The entries that are wanted: what they are ordered by, and what tells their sample from others."""
@@ -172,8 +174,11 @@ class Stories:
     def _value(self, path: str, query: str, values: Sequence[Any]) -> Any:
         return self._connections[path].execute(query, values).fetchone()[0]
 
-    def _story(self, path: str, number: int) -> Story:
-        entry = next(self._select("id = ?", [number], path))
+    def story(self, path: str, row: int) -> Story | None:
+        """Return the story of the sample of a row of one of the journals; None if there is no such row."""
+        entry = next(self._select("id = ?", [row], path), None)
+        if entry is None:
+            return None
         of_sample = "run_id = ? AND step IS ? AND split IS ? AND "
         place = [entry.run_id, entry.step, entry.split]
         if entry.sample_id is None:

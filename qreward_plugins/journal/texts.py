@@ -20,7 +20,7 @@ import orjson
 from ..samples import Message, Outcome, Sample, Scored
 from ..samples.images import EncodedImage
 from ..samples.json_values import without_lone_surrogates
-from ..scheduling.history import PastAttempt
+from ..scheduling.attempts import PastAttempt
 from ..sources.base import Reply, Request, identity_of
 
 Keep = Literal["interesting", "all", "none"]

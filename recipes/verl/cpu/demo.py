@@ -141,7 +141,7 @@ def _written(environment: Mapping[str, str], template: Path, out: Path) -> Path:
 
 
 def _look_at(plot: Path, journal: Path, config: Path) -> str:
-    """Three things to look at after the run, as commands that work in this folder."""
+    """What to look at after the run, as commands that work in this folder."""
     here = Path.cwd()
     plot, journal, config = (
         path.relative_to(here) if path.is_relative_to(here) else path for path in (plot, journal, config)
@@ -149,10 +149,11 @@ def _look_at(plot: Path, journal: Path, config: Path) -> str:
     qreward = Path(sys.executable).with_name("qreward")
     qreward = qreward.relative_to(here) if qreward.is_relative_to(here) else qreward
     return (
-        "Three things to look at:\n"
-        f"1. the reward, step by step:      {plot}\n"
-        f"2. what the judges said:          {qreward} journal {journal}\n"
-        f"3. what a larger step would cost: {qreward} plan {config} --samples 1024 --seeds 2"
+        "Four things to look at:\n"
+        f"1. the reward, step by step:         {plot}\n"
+        f"2. what the judges said:             {qreward} journal {journal}\n"
+        f"3. why a sample got so low a reward: {qreward} why {journal} --worst\n"
+        f"4. what a larger step would cost:    {qreward} plan {config} --samples 1024 --seeds 2"
     )
 
 

@@ -1,0 +1,61 @@
+"""`qreward ui`: a page over journals, in the browser of this machine.
+
+It listens at 127.0.0.1 only. A page that others can reach would need a login, and who trains on another machine has SSH,
+which forwards a port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import webbrowser
+from typing import Annotated
+
+import typer
+from aiohttp import web
+
+from ..errors import InputError
+from ..journal.stories import journals_in
+from .console import ERRORS, OK, OUT, run, say
+
+
+def command(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
+    ],
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="Port at 127.0.0.1; 0: any.")] = 8899,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> int:
+    """Show a run in the browser: its rewards over the steps, the samples of a step, and the story of each sample.
+
+    It reads journals, also while runs write them, and changes nothing. Only this machine can open the page; from
+    another one, forward the port: ssh -L 8899:127.0.0.1:8899 HOST. Ctrl-C ends it.
+
+    Exit codes: 2 there is no such journal, or the port is taken; 130 stopped with Ctrl-C.
+    """
+    return run(serve_page(journals_in(paths), port, show=show))
+
+
+async def serve_page(paths: list[str], port: int, *, show: bool = False) -> int:
+    """Serve the page until it is cancelled. Raises `JournalError`, and `InputError` if the port is taken."""
+    from ..ui.pages import RunPage
+
+    page = RunPage(paths)
+    runner = web.AppRunner(page.application(), access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        with ERRORS.status("reading the journal ..."):
+            entries = await page.load()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+        except OSError as error:
+            raise InputError(
+                f"port {port} cannot be opened ({error.strerror}); choose another one with --port"
+            ) from None
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        say(OUT, f"{entries:,} entries at {url} (Ctrl-C ends it)")
+        if show:
+            await asyncio.to_thread(webbrowser.open, url)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+    return OK

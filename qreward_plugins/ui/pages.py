@@ -1,0 +1,344 @@
+"""Answers the requests of the page: the trend of a run, a step, a sample, and the note of new entries.
+
+Only programs and browsers of this machine may ask, and a browser only for this address: a web page could read verdicts
+otherwise. Texts of journals are foreign. They are escaped, also their control characters, and the pages run no script
+and load nothing but the two files beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+from aiohttp import web
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ..errors import JournalError
+from ..journal.stories import Stories
+from ..secrets import one_line
+from ..server.access import Access
+from ..server.forms import Refused
+from . import charts
+from .charts import Series
+from .samples import PAGE, SORTS, SampleFilter, choices, histogram, rows_of
+from .totals import StepSummary, Totals
+
+_T = TypeVar("_T")
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks for new entries, while a page is open."""
+NO_STEP = "none"
+"""Stands for the samples without a step in a URL."""
+_LINE_CHARS = 400_000
+_STATIC = Path(__file__).parent / "static"
+
+
+class RunPage:
+    """The page over the journals at `paths`, which are read in a thread of their own."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = list(paths)
+        self._totals = Totals(paths)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-ui-reader")
+        self._access = Access(None, "127.0.0.1")
+        templates = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
+        templates.filters |= {"text": _text, "number": charts.shown, "seconds": "{:.2f} s".format}
+        templates.globals |= {"with_": _with, "files": self._paths}
+        self._templates = templates
+
+    def application(self) -> web.Application:
+        """The application, for an `aiohttp` runner."""
+        app = web.Application(middlewares=[self._guarded])
+        app.router.add_get("/", self._trend)
+        app.router.add_get("/step/{step}", self._step)
+        app.router.add_get("/sample/{journal:\\d+}/{row:\\d+}", self._sample)
+        app.router.add_get("/events", self._events)
+        app.router.add_static("/static", _STATIC)
+        app.on_cleanup.append(self._close)
+        return app
+
+    async def _close(self, _: web.Application) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    async def load(self) -> int:
+        """Read the journals; return the number of their entries. Raises `JournalError`."""
+        await self._in_reader(lambda: self._trend_page({}))
+        return self._totals.entries
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+        status, title, problem = 200, "", ""
+        try:
+            self._access.check(request)
+            response: web.StreamResponse = await handler(request)
+        except Refused as error:
+            status, title, problem = error.status, "Refused", str(error)
+        except JournalError as error:
+            status, title, problem = 500, "The journal cannot be read", str(error)
+        except web.HTTPNotFound as error:
+            status, title, problem = 404, "Not here", error.text or ""
+        if status != 200:
+            response = self._page("problem.html", title=title, problem=problem, status=status)
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    async def _in_reader(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+
+    # Pages
+
+    async def _trend(self, request: web.Request) -> web.Response:
+        return await self._in_reader(lambda: self._trend_page(request.query))
+
+    def _trend_page(self, query: Mapping[str, str]) -> web.Response:
+        self._totals.refresh()
+        chosen = self._chosen(query)
+        if not chosen["run"]:
+            return self._page("empty.html", title="No entries yet")
+        steps = self._totals.trend(chosen["run"], chosen["split"], chosen["judge"], chosen["data"] or None)
+        names = [NO_STEP if step.step is None else str(step.step) for step in steps]
+        links = [f"/step/{name}?{urlencode(chosen)}" for name in names]
+        return self._page(
+            "trend.html",
+            title="Trend",
+            chosen=chosen,
+            options=self._options(chosen["run"]),
+            steps=steps,
+            rows=list(zip(names, links, steps, strict=True))[-10:][::-1],
+            charts=_charts(steps, names, links),
+            entries=self._totals.entries,
+        )
+
+    async def _step(self, request: web.Request) -> web.Response:
+        return await self._in_reader(lambda: self._step_page(request.match_info["step"], request.query))
+
+    def _step_page(self, name: str, query: Mapping[str, str]) -> web.Response:
+        self._totals.refresh()
+        chosen = self._chosen(query)
+        step = None if name == NO_STEP else int(name) if name.lstrip("-").isdecimal() and len(name) < 19 else -1
+        summaries = self._totals.trend(chosen["run"], chosen["split"], chosen["judge"], chosen["data"] or None)
+        places = [summary.step for summary in summaries]
+        if step not in places:
+            raise web.HTTPNotFound(text=f"no step {name} of this judge in run {chosen['run']}")
+        place, page = places.index(step), _number(query.get("page"), int) or 0
+        wanted = SampleFilter(
+            chosen["run"],
+            step,
+            chosen["split"],
+            chosen["judge"],
+            chosen["data"],
+            query.get("source", ""),
+            query.get("cause", ""),
+            query.get("text", ""),
+            _number(query.get("low"), float),
+            _number(query.get("high"), float),
+            query.get("sort", "reward") if query.get("sort", "reward") in SORTS else "reward",
+            query.get("down") == "1",
+        )
+        bins = histogram(self._paths, wanted)
+        rows, count = rows_of(self._paths, wanted, page)
+        here = {**chosen, **{key: query[key] for key in ("source", "cause", "text", "sort", "down") if query.get(key)}}
+        off = [wanted.low == each.low for each in bins]
+        links = [
+            _with(here, {} if is_off else {"low": repr(each.low), "high": repr(each.high)})
+            for is_off, each in zip(off, bins, strict=True)
+        ]
+        names = [NO_STEP if each is None else str(each) for each in places]
+        return self._page(
+            "step.html",
+            title=f"Step {name}",
+            name=name,
+            chosen=chosen,
+            here=here
+            | ({"low": query["low"], "high": query["high"]} if wanted.low is not None and "high" in query else {}),
+            options=self._options(chosen["run"]) | {"sources": choices(self._paths, wanted, "source")},
+            summary=summaries[place],
+            before=f"/step/{names[place - 1]}?{urlencode(chosen)}" if place else "",
+            after=f"/step/{names[place + 1]}?{urlencode(chosen)}" if place + 1 < len(places) else "",
+            histogram=charts.histogram(bins, links, wanted.low),
+            wanted=wanted,
+            sorts=list(SORTS),
+            rows=rows,
+            count=count,
+            page=page,
+            pages=-(-count // PAGE),
+            first=page * PAGE + 1,
+        )
+
+    async def _sample(self, request: web.Request) -> web.Response:
+        journal, row = int(request.match_info["journal"]), int(request.match_info["row"])
+        return await self._in_reader(lambda: self._sample_page(journal, row, request.query))
+
+    def _sample_page(self, journal: int, row: int, query: Mapping[str, str]) -> web.Response:
+        if journal >= len(self._paths) or row >= 2**63:
+            raise web.HTTPNotFound(text="there is no such journal or row")
+        path = self._paths[journal]
+        with Stories(self._paths) as stories:
+            story = stories.story(path, row)
+        if story is None:
+            raise web.HTTPNotFound(text=f"{path} has no row {row}")
+        first = story.entries[0]
+        numbers = {path: number for number, path in enumerate(self._paths)}
+        own = next(entry for entry in story.entries if (entry.journal, entry.id) == (path, row))
+        judges = list(dict.fromkeys(entry.judge for entry in story.siblings))
+        siblings = sorted(
+            (entry for entry in story.siblings if entry.judge == own.judge),
+            key=lambda entry: (entry.reward is None, entry.reward or 0.0),
+        )
+        parts = [
+            {
+                "entry": entry,
+                "components": json.loads(entry.components or "{}"),
+                "attempts": attempts,
+                "timeline": charts.attempts(attempts) if attempts else "",
+                "sent": _last_sent(attempts),
+            }
+            for entry, attempts in zip(story.entries, story.attempts, strict=True)
+        ]
+        return self._page(
+            "sample.html",
+            title=f"Sample {first.sample_id or first.id}",
+            first=first,
+            reward=story.entries[-1].reward,
+            prompt=_turns(first.prompt),
+            # What a sum made of its parts is recorded last, and read first.
+            parts=parts if own.source or len(parts) == 1 else parts[::-1],
+            siblings=[
+                (entry, f"/sample/{numbers[entry.journal]}/{entry.id}", entry.id == own.id) for entry in siblings
+            ],
+            judges=judges,
+            judge=own.judge,
+            trained={name: each._asdict() for name, each in story.trained.items()},
+            back=f"/step/{NO_STEP if first.step is None else first.step}?"
+            + urlencode({"run": first.run_id, "split": first.split or "train", "judge": own.judge}),
+        )
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: the number of entries, whenever it has grown."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **HEADERS})
+        await response.prepare(request)
+        told = -1
+        while True:
+            await self._in_reader(self._totals.refresh)
+            if self._totals.entries != told:
+                told = self._totals.entries
+                await response.write(f"data: {told}\n\n".encode())
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _chosen(self, query: Mapping[str, str]) -> dict[str, str]:
+        """The run, split, judge and data source of a request; by default where it names none that is there."""
+        totals = self._totals
+        run = _one_of(query.get("run"), totals.runs())
+        split = _one_of(
+            query.get("split"), ["train", *totals.splits(run)] if "train" in totals.splits(run) else totals.splits(run)
+        )
+        judge = _one_of(query.get("judge"), totals.judges(run))
+        data = query.get("data", "")
+        return {"run": run, "split": split, "judge": judge, "data": data if data in totals.data_sources(run) else ""}
+
+    def _options(self, run: str) -> dict[str, list[str]]:
+        totals = self._totals
+        return {
+            "runs": totals.runs(),
+            "splits": totals.splits(run),
+            "judges": totals.judges(run),
+            "data_sources": totals.data_sources(run),
+        }
+
+    def _page(self, template: str, *, status: int = 200, **values: Any) -> web.Response:
+        text = self._templates.get_template(template).render(values)
+        return web.Response(text=text, content_type="text/html", status=status)
+
+
+def _charts(steps: Sequence[StepSummary], names: Sequence[str], links: Sequence[str]) -> dict[str, Any]:
+    def drawn(*lines: Series, **how: Any) -> Any:
+        return charts.trend(names, lines, links=links, **how)
+
+    failed = [
+        Series(cause, f"c{number}", [step.causes.get(cause, 0) / step.samples for step in steps])
+        for number, cause in enumerate(("infra", "verdict", "policy"), 1)
+    ]
+    made = {
+        "reward": drawn(
+            Series("mean", "accent", [step.mean for step in steps]),
+            Series("p50", "c1", [step.p50 for step in steps]),
+            band=([step.p10 for step in steps], [step.p90 for step in steps]),
+        ),
+        "failed": drawn(*failed, Series("floor", "c4", [step.floors / step.samples for step in steps]), low=0.0),
+        "flat": drawn(Series("share", "c1", [step.flat_rate for step in steps]), low=0.0),
+        "latency": drawn(
+            Series("p50", "c1", [step.latency_p50_s for step in steps]),
+            Series("p95", "c2", [step.latency_p95_s for step in steps]),
+            low=0.0,
+        ),
+    }
+    if any(step.cost_usd for step in steps):
+        made["cost"] = drawn(Series("US dollars", "c1", [step.cost_usd for step in steps]), low=0.0)
+    return made
+
+
+def _last_sent(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the answered attempt sent, or the last one: its number, turns and parameters."""
+    sent = [(number, attempt) for number, attempt in enumerate(attempts, 1) if attempt.get("request")]
+    chosen = [each for each in sent if each[1]["result"] == "valid"] or sent
+    if not chosen:
+        return None
+    number, attempt = chosen[-1]
+    try:
+        body = json.loads(attempt["request"])
+        turns = _turns(json.dumps(body.pop("messages")))
+    except (ValueError, KeyError):  # it lost its middle, or is not kept any more
+        return {"number": number, "turns": [("", attempt["request"])], "parameters": ""}
+    return {"number": number, "turns": turns, "parameters": json.dumps(body) if body else ""}
+
+
+def _turns(text: str | None) -> list[tuple[str, str]]:
+    """Messages as pairs of role and content. A text that is no JSON of messages is one without a role."""
+    try:
+        return [(str(turn["role"]), _content(turn["content"])) for turn in json.loads(text or "[]")]
+    except (ValueError, TypeError, KeyError):
+        return [("", text or "")]
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", json.dumps(part))) for part in content)
+
+
+def _text(value: object) -> str:
+    """Foreign text with its line breaks. Other control characters, and marks that turn text around, are escaped."""
+    return "\n".join(one_line(line, _LINE_CHARS) for line in str(value).splitlines())
+
+
+def _with(query: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    """A query with changes, as the end of a URL; an empty value removes a key."""
+    merged = {key: value for key, value in {**query, **changes}.items() if value not in ("", None)}
+    return f"?{urlencode(merged)}"
+
+
+def _one_of(given: str | None, known: Sequence[str]) -> str:
+    return given if given in known and given is not None else next(iter(known), "")
+
+
+def _number(text: str | None, kind: Callable[[str], Any]) -> Any:
+    """A number of a query; None for what is none, or not finite, or negative where an integer is wanted."""
+    try:
+        value = kind(text or "")
+    except ValueError:
+        return None
+    if kind is int:
+        return value if 0 <= value < 10**9 else None
+    return value if abs(value) < float("inf") else None

@@ -1,0 +1,292 @@
+"""`qreward ui`: what the page says of a journal, who may open it, and foreign text that stays text."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import asynccontextmanager, closing
+from html.parser import HTMLParser
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from qreward_plugins.journal import Journal, Trained, TrainingLog
+from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
+from qreward_plugins.samples.spent import Spent, Usage
+from qreward_plugins.ui import pages, samples
+from qreward_plugins.ui.pages import RunPage
+
+PAYLOADS = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    '"><svg onload=alert(1)>',
+    "'><iframe srcdoc='<script>alert(1)</script>'>",
+    "</pre></section><a href='javascript:alert(1)'>click</a>",
+    "{{ 7 * 7 }}{% for x in () %}",
+    "<style>*{display:none}</style><link rel=stylesheet href=//evil.example>",
+    "<!--",
+    "]]>",
+    "</title><base href=//evil.example>",
+    "\x1b[2J\u202eright to left\u2066\u0000",
+    "&lt;b&gt;",
+]
+
+
+class Elements(HTMLParser):
+    """The elements of a page, with what could run or load something."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.scripts, self.links, self.handlers = set(), [], [], []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        attributes = dict(attrs)
+        self.handlers += [name for name in attributes if name.startswith("on") or name == "style"]
+        self.scripts += [attributes.get("src")] if tag == "script" else []
+        self.links += [attributes[name] for name in ("href", "action") if attributes.get(name)]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@asynccontextmanager
+async def opened(*paths):
+    """A client of the page over these journals."""
+    page = RunPage([str(path) for path in paths])
+    await page.load()
+    runner = web.AppRunner(page.application(), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        await runner.cleanup()
+
+
+def read(*paths, urls):
+    """The status and the text of each of these URLs."""
+
+    async def main():
+        async with opened(*paths) as client:
+            answers = [await client.get(url) for url in urls]
+            return [(answer.status, await answer.text()) for answer in answers]
+
+    return asyncio.run(main())
+
+
+def write(path, *entries, run_id="run", **options):
+    """Record (step, number, outcome, fields of the sample) in a journal."""
+
+    async def main():
+        book = Journal(path, run_id=run_id, keep="all", **options)
+        for step, number, outcome, fields in entries:
+            given = {"response": f"response {number}", "group_id": f"g{number // 2}", "data_source": "math", **fields}
+            question = [{"role": "user", "content": f"question {number}"}]
+            await book.put(None, Sample(question, step=step, split="train", id=f"s{number}", **given), outcome)
+        await book.aclose()
+
+    asyncio.run(main())
+
+
+def scored(score, **fields):
+    spent = Spent(1, Usage(100, 20), latency_s=1.5, cost_usd=0.25)
+    return Scored(
+        Verdict(score, **{"judge": "quality", "source": "a", "rationale": "because", "spent": spent, **fields})
+    )
+
+
+FAILED = Failed(Cause.INFRA, "deadline", "it took too long", judge="quality", spent=Spent(2, latency_s=9.0))
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Two steps: one of four samples in two groups, and one of eight, of which one failed."""
+    path = tmp_path / "journal.sqlite"
+    first = [(1, number, scored(score), {}) for number, score in enumerate((0.5, 0.5, 0.0, 1.0))]
+    second = [(2, number, scored(number / 10), {"data_source": "code"}) for number in range(1, 8)]
+    write(path, *first, *second, (2, 8, FAILED, {}))
+    log = TrainingLog(str(path), run_id="run")
+    log.add(
+        [Trained(f"s{number}", f"g{number // 2}", 2, number / 10, number - 4.0, number == 8) for number in range(1, 9)]
+    )
+    log.flush()
+    return path
+
+
+def test_the_trend_has_each_step_with_its_numbers(path):
+    ((status, text),) = read(path, urls=["/"])
+    page = Elements(text)
+    assert status == 200
+    assert "quality: 2 steps" in page.text
+    rows = [line.split("<td") for line in text.splitlines() if line.startswith("<tr><td><a")]
+    cells = [
+        [cell.rpartition(">")[2] or Elements(f"<td{cell}").text for cell in (c.removesuffix("</td>") for c in row[2:])]
+        for row in rows
+    ]
+    cells = [[Elements(f"<td{cell}").text.strip() for cell in row[2:]] for row in rows]
+    # samples, mean, p10, p50, p90, no reward, floors, flat groups, p95
+    assert cells == [
+        ["8", "0.4", "0.1", "0.4", "0.7", "1", "0", "0", "9.00 s"],
+        ["4", "0.5", "0", "0.5", "1", "0", "0", "0.5", "1.50 s"],
+    ]
+    assert any(link.startswith("/step/2?run=run&split=train&judge=quality") for link in page.links)
+    assert "US dollars a step" in page.text
+    ((_, text),) = read(path, urls=["/?data=code"])
+    assert "quality: 1 step" in Elements(text).text
+
+
+@pytest.mark.parametrize(
+    ("query", "numbers"),
+    [
+        ("", [8, 1, 2, 3, 4, 5, 6, 7]),
+        ("?down=1", [8, 7, 6, 5, 4, 3, 2, 1]),
+        ("?sort=advantage&down=1", [8, 7, 6, 5, 4, 3, 2, 1]),
+        ("?sort=row", [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("?cause=infra", [8]),
+        ("?cause=floor", []),
+        ("?data=code&source=a", [1, 2, 3, 4, 5, 6, 7]),
+        ("?text=s3", [3]),
+        ("?text=too+long", [8]),
+        ("?low=0.25&high=0.45", [3, 4]),
+        ("?low=nan&high=x&page=-1&sort=drop+table", [8, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_the_samples_of_a_step_are_found_filtered_and_sorted(path, query, numbers):
+    ((status, text),) = read(path, urls=[f"/step/2{query}"])
+    assert status == 200
+    found = [cell.partition("<")[0] for cell in text.split('<td class="cut">s')[1:]]
+    assert [int(number) for number in found] == numbers
+    assert ("No sample is like this" in text) == (not numbers)
+
+
+def test_a_bar_of_the_histogram_shows_its_samples(path):
+    ((_, text),) = read(path, urls=["/step/2"])
+    bars = [link for link in Elements(text).links if "low=" in link]
+    assert len(bars) == samples.BINS
+    ((_, text),) = read(path, urls=[f"/step/2{bars[-1]}"])
+    assert [cell.partition("<")[0] for cell in text.split('<td class="cut">s')[1:]] == ["7"], "the highest reward, too"
+
+
+def test_a_long_table_has_pages(path, monkeypatch):
+    monkeypatch.setattr(samples, "PAGE", 3)
+    monkeypatch.setattr(pages, "PAGE", 3)
+    answers = read(path, urls=[f"/step/2?sort=row&page={page}" for page in range(4)])
+    found = [[cell.partition("<")[0] for cell in text.split('<td class="cut">s')[1:]] for _, text in answers]
+    assert found == [["1", "2", "3"], ["4", "5", "6"], ["7", "8"], []]
+    assert "4 to 6 of 8 samples" in answers[1][1]
+
+
+def test_a_sample_has_its_texts_its_group_and_its_advantage(path):
+    with closing(sqlite3.connect(path)) as connection:
+        rows = dict(connection.execute("SELECT sample_id, id FROM outcomes WHERE step = 2"))
+    (status, text), (_, failed) = read(path, urls=[f"/sample/0/{rows['s5']}", f"/sample/0/{rows['s8']}"])
+    page = Elements(text)
+    assert status == 200
+    for part in ("Sample s5 · reward 0.5", "response 5", "question 5", "got 0.5, advantage 1", "because", "100 + 20"):
+        assert part in page.text
+    assert f"/sample/0/{rows['s4']}" in page.links, "its sibling"
+    assert "no reward" in failed
+    assert "infra/deadline: it took too long" in failed
+    assert "left it out" in failed
+
+
+def test_several_journals_are_one_run(tmp_path):
+    for name, score in (("a", 0.25), ("b", 0.75)):
+        write(tmp_path / f"{name}.sqlite", *[(1, number + 4 * (name == "b"), scored(score), {}) for number in range(4)])
+    paths = [tmp_path / "a.sqlite", tmp_path / "b.sqlite"]
+    (_, trend), (_, step), (status, sample) = read(*paths, urls=["/", "/step/1?sort=reward&down=1", "/sample/1/1"])
+    assert '<td class="num">8</td><td class="num">0.5</td>' in trend
+    assert [cell.partition("<")[0] for cell in step.split('<td class="cut">s')[1:]] == list("45670123")
+    assert (status, "Sample s4" in sample) == (200, True)
+
+
+def test_new_entries_are_told_of_while_a_run_writes(path):
+    async def main():
+        async with opened(path) as client, client.get("/events") as events:
+            told = [await events.content.readline()]
+            await events.content.readline()
+            await asyncio.to_thread(write, path, (3, 9, scored(1.0), {}))
+            told.append(await events.content.readline())
+            later = await (await client.get("/")).text()
+            return told, later
+
+    told, later = asyncio.run(main())
+    assert told == [b"data: 12\n", b"data: 13\n"]
+    assert "quality: 3 steps" in later
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_foreign_text_is_text_wherever_it_comes_from(tmp_path, payload):
+    path = tmp_path / "journal.sqlite"
+    verdict = scored(0.5, judge=payload, source=payload, model=payload, rationale=payload, components={payload: 1.0})
+    failed = Failed(Cause.VERDICT, payload, payload, judge=payload, source=payload, spent=Spent(1))
+    fields = {"response": payload, "ground_truth": payload, "group_id": payload, "data_source": payload}
+
+    async def main():
+        book = Journal(path, run_id=payload, keep="all")
+        for number, outcome in enumerate((verdict, failed)):
+            sample = Sample([{"role": payload, "content": payload}], step=1, id=f"{payload}{number}", **fields)
+            await book.put(None, sample, outcome)
+        await book.aclose()
+
+    asyncio.run(main())
+    for status, text in read(path, urls=["/", "/step/1", "/sample/0/1", "/sample/0/2", f"/step/{payload[:5]}"]):
+        page = Elements(text)
+        assert status in (200, 404)
+        assert page.scripts == ["/static/page.js"]
+        assert page.handlers == []
+        assert not page.tags & {"img", "iframe", "style", "base", "object", "embed"}
+        assert {link[0] for link in page.links if not link.startswith("data:,")} <= {"/", "?", "#"}
+        assert not any(character in page.text for character in "\x1b\u202e\u2066\x00")
+        assert "49" not in page.text or "{{" not in payload
+
+
+def test_no_answer_lets_a_browser_run_or_load_anything_else(path):
+    async def main():
+        async with opened(path) as client:
+            return [
+                await client.get(url) for url in ("/", "/step/1", "/step/9", "/sample/0/1", "/static/page.js", "/none")
+            ]
+
+    answers = asyncio.run(main())
+    assert [answer.status for answer in answers] == [200, 200, 404, 200, 200, 404]
+    for answer in answers:
+        assert answer.headers["Content-Security-Policy"].startswith("default-src 'self'; frame-ancestors 'none'")
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}])
+def test_a_web_page_reads_nothing(path, headers):
+    async def main():
+        async with opened(path) as client:
+            answer = await client.get("/sample/0/1", headers=headers)
+            return answer.status, await answer.text()
+
+    status, text = asyncio.run(main())
+    assert (status, "response" in text) == (403, False)
+
+
+def test_what_is_not_there(path, tmp_path):
+    answers = read(path, urls=["/step/7", "/step/none", "/sample/0/99", "/sample/9/1", f"/sample/0/{2**70}"])
+    assert [status for status, _ in answers] == [404] * 5
+    assert "no step 7 of this judge in run run" in answers[0][1]
+    write(tmp_path / "empty.sqlite")
+    assert "No entries yet" in read(tmp_path / "empty.sqlite", urls=["/"])[0][1]
+
+
+def test_a_journal_that_breaks_is_said(path):
+    async def main():
+        async with opened(path) as client:
+            with closing(sqlite3.connect(path)) as connection, connection:
+                connection.execute("DROP TABLE outcomes")
+            answer = await client.get("/")
+            return answer.status, await answer.text()
+
+    status, text = asyncio.run(main())
+    assert (status, "is damaged; move it away" in text) == (500, True)

@@ -134,7 +134,7 @@ def commands_of(text):
 
 COMMANDS = sorted({one for page, text in TEXTS.items() if page.stem != "CHANGELOG" for one in commands_of(text)})
 """Those of all pages. The change log names commands that are gone."""
-LEFT_OUT = {"serve", "serve-judge", "fake-judge", "init", "calibrate"}
+LEFT_OUT = {"serve", "ui", "serve-judge", "fake-judge", "init", "calibrate"}
 """Servers do not end, `init` asks questions, and `calibrate` needs a reward model."""
 SHORTER = {"2048": "16", "-": "judges.yaml"}
 """Words of a command that would take long, or read the standard input, and what stands for them."""

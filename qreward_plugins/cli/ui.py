@@ -1,7 +1,7 @@
 """`qreward ui`: a page over journals, in the browser of this machine.
 
-It listens at 127.0.0.1 only. A page that others can reach would need a login, and who trains on another machine has SSH,
-which forwards a port.
+It listens at 127.0.0.1 only. A page that others can reach would need a login, and who trains on another machine has
+SSH, which forwards a port.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def test_the_demo_says_its_phases_and_ends_with_three_things_to_look_at(
     monkeypatch.setattr("sys.argv", ["demo.py", "--judge", judge, "--out", str(tmp_path)])
     assert demo.main() == 0
     told = capsys.readouterr().out
-    for part in ("1/4 making", "2/4 starting", "3/4 starting", "4/4 done", "Three things to look at", "reward.png"):
+    for part in ("1/4 making", "2/4 starting", "3/4 starting", "4/4 done", "Five things to look at", "reward.png"):
         assert part in told
     assert f"qreward journal {tmp_path}" in told
     assert ("language model" in told) == (judge == "llm")

@@ -149,11 +149,12 @@ def _look_at(plot: Path, journal: Path, config: Path) -> str:
     qreward = Path(sys.executable).with_name("qreward")
     qreward = qreward.relative_to(here) if qreward.is_relative_to(here) else qreward
     return (
-        "Four things to look at:\n"
+        "Five things to look at:\n"
         f"1. the reward, step by step:         {plot}\n"
         f"2. what the judges said:             {qreward} journal {journal}\n"
         f"3. why a sample got so low a reward: {qreward} why {journal} --worst\n"
-        f"4. what a larger step would cost:    {qreward} plan {config} --samples 1024 --seeds 2"
+        f"4. all of that in the browser:       {qreward} ui {journal} --open\n"
+        f"5. what a larger step would cost:    {qreward} plan {config} --samples 1024 --seeds 2"
     )
 
 

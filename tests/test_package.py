@@ -51,8 +51,8 @@ CODE_LINES = {
     "scheduling": 4_420,
     "simulation": 3_720,
     "judges": 2_440,
-    # `why`, `prompts` and the end of `score` ("Seeing").
-    "cli": 2_720,
+    # `why`, `diff`, `ui`, `prompts` and the end of `score` ("Seeing").
+    "cli": 3_000,
     "engine": 2_350,
     "acceleration": 2_280,
     "replicas": 2_170,

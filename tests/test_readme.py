@@ -69,11 +69,13 @@ def folder(tmp_path_factory):
         (folder / "short.yaml").write_text(found_in(ROOT / "docs/extending.md", "yaml")[0])
         row = {"prompt": "What is 17 + 25?", "response": "It is 42.", "ground_truth": "42"}
         (folder / "rollouts.jsonl").write_text(f"{json.dumps(row)}\n")
-        judge["engine"] = {"journal": {"path": str(folder / "verdicts.sqlite")}}
-        with RewardEngine(judge).portal() as portal:
-            for deadline_s in (60.0, 1e-6):  # the second one fails
-                question = [{"role": "user", "content": row["prompt"]}]
-                portal.score(Sample(question, row["response"], row["ground_truth"], step=1), deadline_s=deadline_s)
+        for name in ("verdicts", "before", "after"):
+            judge["engine"] = {"journal": {"path": str(folder / f"{name}.sqlite")}}
+            with RewardEngine(judge).portal() as portal:
+                for deadline_s in (60.0, 1e-6):  # the second one fails
+                    question = [{"role": "user", "content": row["prompt"]}]
+                    sample = Sample(question, row["response"], row["ground_truth"], step=1, id=f"{deadline_s}")
+                    portal.score(sample, deadline_s=deadline_s)
         yield folder
 
 
@@ -164,7 +166,7 @@ def test_every_command_that_ends_runs(folder, monkeypatch):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (command, result.output)
         ran.add(words[0])
-    assert ran == {"check", "journal", "plan", "score", "why"}
+    assert ran == {"check", "diff", "journal", "plan", "score", "why"}
 
 
 def whole(text):

@@ -1,0 +1,114 @@
+"""`qreward diff`: two judges on the same samples, and figures that are those of the textbooks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+
+import pytest
+
+from qreward_plugins.cli.diff import kappa, rank_correlation
+from qreward_plugins.journal import Journal
+from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
+
+QUESTION = [{"role": "user", "content": "?"}]
+
+
+def write(path, rewards, *, judge="quality", run_id="run", group=4, said="said"):
+    """Record rewards (None: failed) of samples 0, 1, 2 ..., four to a group."""
+
+    async def main():
+        book = Journal(path, run_id=run_id)
+        for number, reward in enumerate(rewards):
+            sample = Sample(QUESTION, "!", step=1, group_id=f"g{number // group}", id=f"s{number}")
+            verdict = Verdict(reward, judge=judge, source="a", rationale=said) if reward is not None else None
+            failed = Failed(Cause.INFRA, "deadline", judge=judge)
+            await book.put(None, sample, failed if verdict is None else Scored(verdict))
+        await book.aclose()
+
+    asyncio.run(main())
+    return path
+
+
+def rows_of(result):
+    """The figures, by their names."""
+    assert result.exit_code == 0, result.output
+    lines = [re.split(r"  +", line.strip(), maxsplit=1) for line in result.stdout.splitlines()]
+    return {line[0]: line[1].split() for line in lines if len(line) == 2}
+
+
+def test_two_journals_on_the_same_samples(run_cli, tmp_path):
+    first = [0.0, 0.2, 0.6, 1.0, 0.4, 0.4, 0.8, None, 0.1]
+    second = [0.1, 0.6, 0.5, 1.0, 0.2, 0.8, 0.3, 0.9, 0.1]
+    a, b = write(tmp_path / "a.sqlite", first), write(tmp_path / "b.sqlite", second, judge="strict", said="\x1b[2Jno")
+    result = run_cli("diff", a, b, "--judge", "quality", "--other-judge", "strict", "--most", "1")
+    rows = rows_of(result)
+    assert f"A: {a}, judge quality: 9 samples, 1 without a reward" in result.stdout
+    assert "8 samples with a reward in both" in result.stdout
+    assert [rows[name][0] for name in ("mean of A", "mean of B", "mean of B - A")] == ["0.438", "0.45", "0.0125"]
+    # Of 8, 2 are good for both and 3 for neither; 3/8 and 4/8 are good: (5/8 - 1/2) / (1 - 1/2).
+    assert rows["kappa at 0.5"][0] == "0.25"
+    # 0.8 in the first group, and -sqrt(3)/2 / ... in the second; the third has one sample.
+    expected = (0.8 + rank_correlation([(0.4, 0.2), (0.4, 0.8), (0.8, 0.3)])) / 2
+    assert float(rows["rank correlation within 2 groups"][0]) == pytest.approx(expected, abs=1e-3)
+    low, _, high = rows["mean of B - A"][1:]
+    assert float(low) < 0.0125 < float(high)
+    assert "3 change sides at 0.5 (37.5%): 1 fall below it, 2 rise to it" in result.stdout
+    (change,) = result.stdout.partition("largest changes")[2].splitlines()[2:]
+    assert change.split() == ["0.8", "0.3", "s6", "said", "\\x1b[2Jno"]
+    assert "\x1b" not in result.stdout
+
+
+def test_two_judges_of_one_journal_and_the_latest_run(run_cli, tmp_path):
+    path = tmp_path / "journal.sqlite"
+    write(path, [1.0] * 4, run_id="old")
+    write(path, [0.0, 0.5, 0.5, 1.0])
+    write(path, [1.0, 0.5, 0.5, 0.0], judge="strict")
+    rows = rows_of(run_cli("diff", path, path, "--judge", "quality", "--other-judge", "strict"))
+    assert rows["rank correlation within 1 group"] == ["-1"]
+    assert (rows["mean of A"], rows["kappa at 0.5"]) == (["0.5"], ["-0.333"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a", "none"], "there is no journal at"),
+        (["a", "a"], "A and B are both quality of"),
+        (["a", "b", "--other-judge", "other"], "name a judge of its latest run with --judge or --other-judge: quality"),
+        (["a", "two"], "name a judge of its latest run with --judge or --other-judge: quality, strict"),
+        (["a", "later"], "no sample has a reward in both"),
+    ],
+)
+def test_what_cannot_be_compared(run_cli, tmp_path, arguments, said):
+    write(tmp_path / "a", [0.5] * 4)
+    write(tmp_path / "b", [0.5] * 4)
+    write(tmp_path / "two", [0.5] * 4)
+    write(tmp_path / "two", [0.5] * 4, judge="strict")
+    write(tmp_path / "later", [None] * 4)
+    paths = [tmp_path / arguments[0], tmp_path / arguments[1]]
+    result = run_cli("diff", *paths, *arguments[2:])
+    assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        # scipy.stats.spearmanr of the same numbers.
+        ([(1, 2), (2, 1), (3, 4), (4, 3), (5, 5)], 0.8),
+        ([(0.1, 5), (0.1, 7), (0.4, 7), (0.9, 9), (0.4, 1)], 0.43259045634870014),
+        ([(1, 1), (1, 1), (2, 3)], 1.0),
+    ],
+)
+def test_rank_correlations_are_those_of_scipy(pairs, expected):
+    assert rank_correlation(pairs) == pytest.approx(expected)
+
+
+def test_without_a_difference_there_is_no_correlation_and_no_kappa():
+    assert math.isnan(rank_correlation([(1, 1), (1, 2)]))
+    assert math.isnan(rank_correlation([(1, 1)]))
+    assert math.isnan(kappa([(True, True)] * 3))
+    # 35 of 50 agree, and 25 would by chance.
+    assert kappa(
+        [(True, True)] * 20 + [(True, False)] * 5 + [(False, True)] * 10 + [(False, False)] * 15
+    ) == pytest.approx(0.4)

@@ -177,7 +177,7 @@ def _trained(
         of_session.setdefault(session, []).append(row)
     for rows in of_session.values():
         info, count = infos[rows[-1]], sum(tokens[row] for row in rows)
-        if info.get(SAMPLE):
+        if info.get(SAMPLE) and not uids[rows[-1]].startswith(_PADDING):
             advantage = sum(sums[row] for row in rows) / count if count else None
             masked = left_out.issuperset(rows)
             yield Trained(str(info[SAMPLE]), uids[rows[-1]], None, rewards[rows[-1]], advantage, masked)

@@ -35,7 +35,7 @@ class RewardLog:
         have none, and count not.
         """
         for uid, info in samples:
-            if f"{PREFIX}failed" not in info:
+            if is_absent(info.get(f"{PREFIX}failed")):
                 continue
             facts = {name.removeprefix(PREFIX): _plain(value) for name, value in info.items()}
             # Beside a failed sample stands the number that verl was given for it.

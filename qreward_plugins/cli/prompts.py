@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.text import Text
 
 from ..config import Config
@@ -63,8 +63,10 @@ def _show(judge: Leaf, source: Source, sample: Sample) -> None:
         why = verdict.failure.describe() if verdict.failure is not None else "it needs no source"
         say(OUT, f"nothing: the reward is {verdict.score:g}; {one_line(why, _LINE_CHARS)}")
         return
+    redactor = getattr(source, "redactor", None)
     for line in _written(source, request):
-        say(OUT, one_line(line, _LINE_CHARS))
+        # Parameters of a source may be secrets.
+        say(OUT, one_line(line if redactor is None or redactor.clean is None else redactor.clean(line), _LINE_CHARS))
 
 
 def _written(source: Source, request: Request) -> Iterator[str]:
@@ -72,12 +74,12 @@ def _written(source: Source, request: Request) -> Iterator[str]:
     sent = getattr(source, "sent", None)
     if callable(sent):
         *_, body = sent(request)
-        yield from _lines(orjson.loads(body))
+        yield from _lines(json.loads(body))
         return
     sample = request.sample
     shown = {"prompt": list(sample.messages), "response": sample.response, "ground_truth": sample.ground_truth}
     yield "the function is called with:"
-    yield from _lines(orjson.loads(orjson.dumps(shown, default=repr)))
+    yield from _lines(json.loads(json.dumps(shown, default=repr)))
 
 
 def _lines(value: Any, key: str = "") -> Iterator[str]:
@@ -94,4 +96,4 @@ def _lines(value: Any, key: str = "") -> Iterator[str]:
         yield f"{key} |"
         yield from (f"  {line}" for line in value.split("\n"))
     else:
-        yield f"{key} {value if isinstance(value, str) else orjson.dumps(value).decode()}"
+        yield f"{key} {value if isinstance(value, str) else json.dumps(value)}"

@@ -77,7 +77,7 @@ def _as_json(story: Story) -> dict[str, Any]:
 
 
 def _tell(story: Story) -> None:
-    first = story.entries[0]
+    first = story.sample
     step = "no step" if first.step is None else f"step {first.step}"
     names = [step, first.split, first.data_source, f"sample {first.sample_id or first.id}", f"run {first.run_id}"]
     # What a sum made of its parts is recorded after them.
@@ -210,7 +210,7 @@ def _content(content: Any) -> str:
 def _quote(title: str, text: str | None) -> None:
     if text:
         say(OUT, Text(title, style="bold"))
-        say(OUT, Text("\n".join(f"  │ {_line(line)}" for line in text.splitlines())))
+        say(OUT, Text("\n".join(f"  │ {_line(line)}" for line in text.split("\n"))))
 
 
 def _line(text: str) -> str:

@@ -171,26 +171,43 @@ class Journal:
         Any thread may call it. Raises `JournalError` if closed.
         """
         self._writer.check()
+        texts: Texts | None = None
         try:
-            texts = Texts() if self._interest.in_texts(sample, outcome, history) else None
-            row = entries.row(
-                key,
-                sample,
-                outcome,
-                history,
-                texts,
-                recorded_at=self._clock(),
-                process_id=self._writer.process_id,
-                run_id=self.run_id,
-            )
-        except Exception as error:
-            # Samples come from outside: a step that is not a number may lose the row, but not the reward.
-            self._writer.lost(1, f"an outcome cannot be written ({type(error).__name__})")
-            return
+            if self._interest.in_texts(sample, outcome, history):
+                texts = Texts()
+            row = self._row(key, sample, outcome, history, texts)
+        except Exception:
+            # Texts come from outside, and must not cost the numbers.
+            texts = None
+            try:
+                row = self._row(key, sample, outcome, (), None)
+            except Exception as error:
+                # A step that is not a number may lose the row, but not the reward.
+                self._writer.lost(1, f"an outcome cannot be written ({type(error).__name__})")
+                return
         verdict: Verdict | None = None
         if key is not None and isinstance(outcome, Scored) and entries.is_answer(outcome.verdict):
             verdict = entries.as_cached(outcome.verdict)
         self._writer.add(row, key, verdict, {} if texts is None else texts.by_hash)
+
+    def _row(
+        self,
+        key: str | None,
+        sample: Sample,
+        outcome: Outcome,
+        history: Sequence[PastAttempt],
+        texts: Texts | None,
+    ) -> tuple[entries.Value, ...]:
+        return entries.row(
+            key,
+            sample,
+            outcome,
+            history,
+            texts,
+            recorded_at=self._clock(),
+            process_id=self._writer.process_id,
+            run_id=self.run_id,
+        )
 
     async def flush(self) -> None:
         """Wait until all earlier entries are in the file.

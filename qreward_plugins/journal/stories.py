@@ -89,6 +89,11 @@ class Story:
     trained: Mapping[str, Trained]
     """What the trainer made of the samples of its group, or of itself, by their ids; empty if that is not recorded."""
 
+    @property
+    def sample(self) -> Entry:
+        """An entry that has the sample's texts, if one does: each judge keeps them or not."""
+        return next((entry for entry in self.entries if entry.prompt is not None), self.entries[0])
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -193,10 +198,10 @@ class Stories:
             tuple(map(self._with_texts, entries)),
             tuple(tuple(self._attempts(each)) for each in entries),
             tuple(siblings),
-            self._trained(entry, {each.sample_id for each in together if each.sample_id is not None}),
+            {} if entry.split == "val" else self._trained(entry, {each.sample_id for each in together} - {None}),
         )
 
-    def _trained(self, entry: Entry, names: set[str]) -> dict[str, Trained]:
+    def _trained(self, entry: Entry, names: set[str | None]) -> dict[str, Trained]:
         where = f"run_id = ? AND sample_id IN ({', '.join('?' * len(names))}) ORDER BY recorded_at"
         found = {}
         for connection in self._connections.values():
@@ -214,12 +219,10 @@ class Stories:
                 yield Entry(journal=path, **dict(zip(_NAMES, row, strict=True)))
 
     def _attempts(self, entry: Entry) -> Iterator[Mapping[str, Any]]:
-        history = entry.history
-        if history is None and entry.cached and entry.key is not None:
-            before = "key = ? AND cached = 0 AND id < ? ORDER BY id DESC LIMIT 1"
-            first = next(self._select(before, [entry.key, entry.id], entry.journal), None)
-            history = None if first is None else first.history
-        for attempt in json.loads(history or "[]"):
+        if entry.history is None and entry.cached and entry.key is not None:
+            before = "key = ? AND cached = 0 AND outcome = 'scored' AND id < ? ORDER BY id DESC LIMIT 1"
+            entry = next(self._select(before, [entry.key, entry.id], entry.journal), entry)
+        for attempt in json.loads(entry.history or "[]"):
             told: dict[str, Any] = {
                 name: self._text(entry, each) if name in _TEXTS else each for name, each in attempt.items()
             }

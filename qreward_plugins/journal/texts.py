@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import json
 import random
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
@@ -36,6 +38,8 @@ MOST_CHARS: Final = 200_000
 _OPTIONS: Final = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 _ESCAPED_NULL: Final = "\\u0000"
+_SHORT: Final = 32
+"""Longest response, in characters, that gets no mark: it may be a part of everything, and the mark is as long."""
 _RESPONSE: Final = "\0response\0"
 _NONCE: Final = "\0nonce\0"
 
@@ -50,6 +54,7 @@ class Interest:
         self._keep = keep
         self._rng = rng
         self._seen: OrderedDict[tuple[Any, ...], _Scores] = OrderedDict()
+        self._lock = threading.Lock()
 
     def in_texts(self, sample: Sample, outcome: Outcome, history: Sequence[PastAttempt]) -> bool:
         """Whether the texts of a sample are kept."""
@@ -59,11 +64,12 @@ class Interest:
             return True
         invalid = any(attempt.result == "invalid" for attempt in history)
         key = (sample.split, sample.step, outcome.verdict.judge)
-        scores = self._seen.setdefault(key, _Scores())
-        self._seen.move_to_end(key)
-        if len(self._seen) > _STEPS:
-            self._seen.popitem(last=False)
-        return scores.stand_out(outcome.verdict.score, self._rng) or invalid
+        with self._lock:
+            scores = self._seen.setdefault(key, _Scores())
+            self._seen.move_to_end(key)
+            if len(self._seen) > _STEPS:
+                self._seen.popitem(last=False)
+            return scores.stand_out(outcome.verdict.score, self._rng) or invalid
 
 
 class _Scores:
@@ -153,8 +159,8 @@ def _marked(message: Message, request: Request) -> Mapping[str, Any]:
     response = request.sample.response
     if not isinstance(content, str):
         return message
-    if isinstance(response, str) and len(response) < MOST_CHARS and _is_utf8(response):
-        content = content.replace(response, _RESPONSE) if response else content
+    if isinstance(response, str) and _SHORT < len(response) < MOST_CHARS and _is_utf8(response):
+        content = content.replace(response, _RESPONSE)
     return {**message, "content": content.replace(request.nonce, _NONCE) if request.nonce else content}
 
 
@@ -189,7 +195,8 @@ def _json(value: Any) -> str:
     except TypeError:
         pass
     try:
-        return orjson.dumps(without_lone_surrogates(value), default=_named, option=_OPTIONS).decode()
+        # Integers of more than 64 bits.
+        return json.dumps(without_lone_surrogates(value), default=_named, ensure_ascii=False)
     except Exception:  # data sets hold anything
         return f"[a {type(value).__name__} that cannot be shown]"
 

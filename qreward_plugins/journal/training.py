@@ -7,7 +7,7 @@ writes in a thread, so that training never waits for a disk; a disk that fails c
 from __future__ import annotations
 
 import logging
-import sqlite3
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,30 +47,40 @@ class TrainingLog:
         self._clock = clock
         self._run_id = run_id
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="qreward-training-log")
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[float, Trained]] = []
+        """What was added and is not written yet, and when."""
         self._warned = False
 
     def add(self, samples: Sequence[Trained]) -> None:
         """Record the samples of a step, without waiting. Any thread may call it; it raises nothing."""
-        with suppress(RuntimeError):  # the interpreter is shutting down
-            self._writer.submit(self._write, [tuple(sample) for sample in samples])
+        at = self._clock()
+        with self._lock:
+            idle, self._waiting = not self._waiting, [*self._waiting, *((at, sample) for sample in samples)]
+        if idle:
+            # One task writes all that is there when its turn comes, so that a locked file is waited for once.
+            with suppress(RuntimeError):  # the interpreter is shutting down
+                self._writer.submit(self._write)
 
     def flush(self) -> None:
         """Wait until what was added is written, or could not be. A process waits for it at its exit, too."""
         self._writer.submit(int).result()
 
-    def _write(self, samples: Sequence[tuple[object, ...]]) -> None:
+    def _write(self) -> None:
+        with self._lock:
+            samples, self._waiting = self._waiting, []
         try:
             # In this thread: to find out the run may ask Ray.
             run_id = self._run_id = current_run() if self._run_id is None else self._run_id
             connection = open_database(self._path)
             try:
-                rows = [(run_id, self._clock(), *sample) for sample in samples]
+                rows = [(run_id, at, *sample) for at, sample in samples]
                 connection.execute("BEGIN IMMEDIATE")
                 connection.executemany("INSERT INTO trained VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
                 connection.execute("COMMIT")
             finally:
                 connection.close()
-        except (JournalError, sqlite3.Error) as error:
+        except Exception as error:
             if not self._warned:
                 self._warned = True
                 said = str(error) if isinstance(error, JournalError) else explained(error, self._path)

@@ -46,9 +46,6 @@ LONGEST_RETRY_S: Final = 10.0
 CLOSE_WITHIN_S: Final = 15.0
 """Longest time in seconds that closing goes on retrying writes."""
 
-KNOWN: Final = 10_000
-"""Most hashes of texts that are known to be there, so that they are not compressed again."""
-
 _ROW_CHARS: Final = 500
 """Assumed size of a row without its texts, in characters."""
 
@@ -93,8 +90,8 @@ class Writer:
         self._waiting_texts: dict[str, bytes] = {}
         self._texts: dict[str, bytes] = {}
         """Texts that are written next, with the kept entries."""
-        self._known: dict[str, None] = {}
-        """Hashes of texts that were written lately."""
+        self._is_full = False
+        """Whether the last write failed because the disk is full."""
         self._text_bytes = 0
         """Size of both."""
         self._unwritten = 0
@@ -262,12 +259,11 @@ class Writer:
         while self._kept and why is None:
             rows = self._kept[:COMMIT_MOST]
             why = self._commit(rows, self._texts)
-            if why is not None and "full" in why and self._texts:
+            if self._is_full and self._texts:
                 # Numbers take little room.
                 self._texts = {}
                 why = self._commit(rows, self._texts)
             if why is None:
-                self._known = dict.fromkeys(self._texts) | (self._known if len(self._known) < KNOWN else {})
                 self._texts = {}
                 del self._kept[: len(rows)]
                 self._let_go(rows)
@@ -305,6 +301,7 @@ class Writer:
 
     def _commit(self, rows: list[tuple[entries.Value, ...]], texts: Mapping[str, bytes]) -> str | None:
         """Write all `rows` and `texts` or none; return why they cannot be written now. Invalid rows are dropped."""
+        self._is_full = False
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -318,21 +315,21 @@ class Writer:
             self._connection.execute("COMMIT")
         except Exception as error:
             self._roll_back()
+            self._is_full = any(words in str(error) for words in ("is full", "disk I/O"))
             return explained(error, self._path)
         return None
 
     def _write_texts(self, texts: Mapping[str, bytes]) -> None:
         execute = self._connection.execute
-        # The siblings of a group share their prompt.
-        new = {name: body for name, body in texts.items() if name not in self._known}
-        rows = ((name, _compressed(body)) for name, body in new.items())
-        self._connection.executemany("INSERT OR IGNORE INTO texts VALUES (?, ?)", rows)
+        for name, body in texts.items():
+            # The siblings of a group share their prompt.
+            if not execute("SELECT 1 FROM texts WHERE hash = ?", (name,)).fetchone():
+                execute("INSERT INTO texts VALUES (?, ?)", (name, _compressed(body)))
         (pages,), (free,), (size,) = (
             execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
         )
         if (pages - free) * size > self._most_bytes:
             execute("DELETE FROM texts WHERE rowid <= (SELECT min(rowid) + (max(rowid) - min(rowid)) / 8 FROM texts)")
-            self._known.clear()
 
     def _insert_one_by_one(self, rows: list[tuple[entries.Value, ...]]) -> None:
         for row in rows:

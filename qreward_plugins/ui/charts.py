@@ -111,8 +111,9 @@ class _Scale:
     """Places numbers and steps in a chart."""
 
     def __init__(self, low: float, high: float, steps: int) -> None:
-        if high <= low:
-            high = low + 1.0
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
+            # Means of equal numbers differ by their rounding.
+            high = low + max(1.0, abs(low))
         self.unit: float = 10.0 ** math.floor(math.log10((high - low) / 2.5))
         self.unit *= next(unit for unit in (1, 2, 5, 10) if (high - low) / (self.unit * unit) <= 5)
         self.low, self.high = math.floor(low / self.unit) * self.unit, math.ceil(high / self.unit) * self.unit

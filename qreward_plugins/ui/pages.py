@@ -61,8 +61,8 @@ class RunPage:
         """The application, for an `aiohttp` runner."""
         app = web.Application(middlewares=[self._guarded])
         app.router.add_get("/", self._trend)
-        app.router.add_get("/step/{step}", self._step)
-        app.router.add_get("/sample/{journal:\\d+}/{row:\\d+}", self._sample)
+        app.router.add_get(r"/step/{step:none|-?\d{1,18}}", self._step)
+        app.router.add_get(r"/sample/{journal:\d{1,4}}/{row:\d{1,18}}", self._sample)
         app.router.add_get("/events", self._events)
         app.router.add_static("/static", _STATIC)
         app.on_cleanup.append(self._close)
@@ -86,8 +86,8 @@ class RunPage:
             status, title, problem = error.status, "Refused", str(error)
         except JournalError as error:
             status, title, problem = 500, "The journal cannot be read", str(error)
-        except web.HTTPNotFound as error:
-            status, title, problem = 404, "Not here", error.text or ""
+        except web.HTTPException as error:
+            status, title, problem = error.status, error.reason, error.text or ""
         if status != 200:
             response = self._page("problem.html", title=title, problem=problem, status=status)
         if not response.prepared:
@@ -127,7 +127,7 @@ class RunPage:
     def _step_page(self, name: str, query: Mapping[str, str]) -> web.Response:
         self._totals.refresh()
         chosen = self._chosen(query)
-        step = None if name == NO_STEP else int(name) if name.lstrip("-").isdecimal() and len(name) < 19 else -1
+        step = None if name == NO_STEP else int(name)
         summaries = self._totals.trend(chosen["run"], chosen["split"], chosen["judge"], chosen["data"] or None)
         places = [summary.step for summary in summaries]
         if step not in places:
@@ -182,14 +182,14 @@ class RunPage:
         return await self._in_reader(lambda: self._sample_page(journal, row, request.query))
 
     def _sample_page(self, journal: int, row: int, query: Mapping[str, str]) -> web.Response:
-        if journal >= len(self._paths) or row >= 2**63:
-            raise web.HTTPNotFound(text="there is no such journal or row")
+        if journal >= len(self._paths):
+            raise web.HTTPNotFound(text="there is no such journal")
         path = self._paths[journal]
         with Stories(self._paths) as stories:
             story = stories.story(path, row)
         if story is None:
             raise web.HTTPNotFound(text=f"{path} has no row {row}")
-        first = story.entries[0]
+        first = story.sample
         numbers = {path: number for number, path in enumerate(self._paths)}
         own = next(entry for entry in story.entries if (entry.journal, entry.id) == (path, row))
         judges = list(dict.fromkeys(entry.judge for entry in story.siblings))
@@ -232,9 +232,13 @@ class RunPage:
         told = -1
         while True:
             await self._in_reader(self._totals.refresh)
-            if self._totals.entries != told:
-                told = self._totals.entries
-                await response.write(f"data: {told}\n\n".encode())
+            news = f"data: {self._totals.entries}\n\n" if self._totals.entries != told else ":\n\n"
+            told = self._totals.entries
+            try:
+                # A comment where there is no news: it fails where nobody listens any more.
+                await response.write(news.encode())
+            except ConnectionError:
+                return response
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _chosen(self, query: Mapping[str, str]) -> dict[str, str]:
@@ -320,7 +324,7 @@ def _content(content: Any) -> str:
 
 def _text(value: object) -> str:
     """Foreign text with its line breaks. Other control characters, and marks that turn text around, are escaped."""
-    return "\n".join(one_line(line, _LINE_CHARS) for line in str(value).splitlines())
+    return "\n".join(one_line(line, _LINE_CHARS) for line in str(value).split("\n"))
 
 
 def _with(query: Mapping[str, Any], changes: Mapping[str, Any]) -> str:

@@ -75,3 +75,14 @@ def test_a_row_that_is_not_there(run_cli, write_config, tmp_path):
     assert (result.exit_code, "has no row 2" in result.stderr) == (2, True)
     result = run_cli("check", config, "--row", "2")
     assert (result.exit_code, "--row needs --prompt and --rollouts" in result.stderr) == (2, True)
+
+
+def test_no_secret_is_printed_and_every_row_is_shown(run_cli, write_config, tmp_path):
+    source = {"parameters": {"metadata": {"api_token": "HIDDENTOKEN123456"}}}
+    config = write_config({"a": "http://a.invalid/v1"}, source=source)
+    assert "HIDDENTOKEN123456" not in told(run_cli, config)
+    functions = write_config(
+        sources={"f": {"kind": "function", "function": "math:fsum"}}, judges={"rules": {"kind": "function"}}
+    )
+    rows = rows_of(tmp_path, {"prompt": "q\ud800", "response": "a\ud800", "ground_truth": {"a": 10**30}})
+    assert str(10**30) in told(run_cli, functions, "--rollouts", rows, "--row", "1")

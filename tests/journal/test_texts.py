@@ -6,16 +6,20 @@ import asyncio
 import json
 import random
 import sqlite3
+import threading
 from contextlib import closing
 
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.errors import JournalError
-from qreward_plugins.journal import Journal, writer
+from qreward_plugins.journal import Journal, Trained, TrainingLog, writer
 from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted
 from qreward_plugins.journal.texts import BEST, MOST_CHARS, RANDOM, WORST
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
+from qreward_plugins.samples.spent import NO_USAGE
+from qreward_plugins.scheduling.attempts import PastAttempt
+from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.testing import Faults, JudgeServer
 
 from ..kit import make_config
@@ -242,3 +246,135 @@ def test_where_no_journal_is(tmp_path):
     for place in (tmp_path, tmp_path / "none.sqlite"):
         with pytest.raises(JournalError, match="there is no journal"):
             Stories([str(place)])
+
+
+def attempt(sample, content, *, reply="1", nonce="n0nce", result="valid", clean=None):
+    request = Request(sample, ({"role": "user", "content": content},), {}, nonce)
+    return PastAttempt("a", 0.0, 0.1, 1.0, result, False, "", NO_USAGE, 0.0, request, Reply(reply, clean=clean))
+
+
+def put(path, *entries, **options):
+    """Record (key, sample, outcome, attempts)."""
+
+    async def main():
+        book = Journal(path, **options)
+        for key, sample, outcome, attempts in entries:
+            given = await book.get(key) if outcome is None else None
+            await book.put(key, sample, outcome or Scored(given), attempts)
+            await book.flush()
+        await book.aclose()
+
+    asyncio.run(main())
+
+
+def of(number, response="THE RESPONSE " * 10, **fields):
+    return Sample(QUESTION, response, **{"step": 1, "id": str(number), **fields})
+
+
+def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
+    sent = attempt(of(0), f"<n0nce>{of(0).response}</n0nce>")
+    others = [(None, of(n + 10, f"r{n}", step=2), scored(0.5), ()) for n in range(500)]
+    put(path, ("k", of(0), scored(0.5), [sent]), *others, ("k", of(1, step=2), None, ()), rng=random.Random(1))
+    story = story_of(path, sample="1")
+    assert story.entries[0].cached
+    assert f"<n0nce>{of(0).response}</n0nce>" in story.attempts[0][0]["request"]
+
+
+def test_a_used_answer_is_not_told_with_a_failed_attempt_at_the_same_question(path):
+    good, bad = attempt(of(0), "?", reply="GOOD"), attempt(of(1), "?", reply="bad", result="invalid")
+    put(path, ("k", of(0), scored(0.9), [good]), ("k", of(1), FAILED, [bad]), ("k", of(2), None, ()), keep="all")
+    assert [each["reply"] for each in story_of(path, sample="2").attempts[0]] == ["GOOD"]
+
+
+def test_a_shared_prompt_is_written_again_after_the_oldest_texts_are_deleted(path):
+    rng = random.Random(3)
+    samples = [of(n, "".join(rng.choices("abcdefghij klmnop", k=20_000))) for n in range(200)]
+    put(path, *[(None, sample, FAILED, ()) for sample in samples], texts_mb=1.0)
+    assert json.loads(story_of(path, sample="199").entries[0].prompt) == QUESTION
+
+
+def test_a_short_response_leaves_what_was_sent_as_it_is(path):
+    content = "the quick brown fox met the eager eel. " * 1500
+    put(path, ("k", of(0, "e"), scored(0.5), [attempt(of(0, "e"), content)]))
+    assert json.loads(story_of(path).attempts[0][0]["request"])["messages"][0]["content"] == content
+
+
+def test_a_sample_has_its_texts_if_one_of_its_judges_keeps_them(path):
+    part = Scored(Verdict(0.5, judge="other"))
+    put(path, ("k", of(0), part, ()), ("l", of(0), FAILED, ()), keep="interesting", rng=AlwaysOne())
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE outcomes SET prompt = NULL, response = NULL WHERE judge = 'other'")
+    assert story_of(path).sample.response == of(0).response
+
+
+class AlwaysOne(random.Random):
+    def random(self):
+        return 1.0
+
+
+def test_a_file_that_is_locked_loses_no_texts_whatever_its_folder_is_called(tmp_path, monkeypatch):
+    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
+    (tmp_path / "full-run").mkdir()
+    path = tmp_path / "full-run" / "journal.sqlite"
+
+    async def main():
+        book = Journal(path, keep="all")
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            await book.put(None, of(0), scored(1.0))
+            with pytest.raises(JournalError):
+                await book.flush()
+            connection.execute("ROLLBACK")
+        await book.aclose()
+
+    asyncio.run(main())
+    assert story_of(path).entries[0].response == of(0).response
+
+
+def test_a_reply_that_cannot_be_cleaned_costs_its_texts_only(path):
+    def clean(text):
+        raise RuntimeError
+
+    put(path, ("k", of(0), scored(0.5), [attempt(of(0), "?", clean=clean)]), keep="all")
+    entry = story_of(path).entries[0]
+    assert (entry.reward, entry.response) == (0.5, None)
+
+
+def test_a_large_integer_is_shown(path):
+    put(path, ("k", of(0, ground_truth={"a": 10**30}), scored(0.5), ()), keep="all")
+    assert json.loads(story_of(path).entries[0].ground_truth) == {"a": 10**30}
+
+
+def trained(number, advantage, step=1):
+    return Trained(str(number), "g", step, 0.5, advantage, False)
+
+
+def test_a_validation_gets_no_advantages_of_the_training(path):
+    put(path, *[(None, of(0, split=split), scored(0.5), ()) for split in ("train", "val")])
+    log = TrainingLog(str(path))
+    log._run_id = sqlite3.connect(path).execute("SELECT run_id FROM outcomes").fetchone()[0]
+    log.add([trained(0, 1.5)])
+    log.flush()
+    assert [story_of(path, row=row).trained.keys() for row in (1, 2)] == [{"0"}, set()]
+
+
+def test_a_locked_journal_is_waited_for_once_for_all_steps(path, monkeypatch, caplog):
+    put(path)
+    opened = []
+
+    def opening(path):
+        opened.append(path)
+        assert go.wait(10)
+        raise JournalError("it is locked")
+
+    go = threading.Event()
+    monkeypatch.setattr("qreward_plugins.journal.training.open_database", opening)
+    log = TrainingLog(str(path), run_id="r")
+    for step in range(50):
+        log.add([trained(0, 1.0, step)])
+    go.set()
+    log.flush()
+    assert len(opened) <= 2
+    assert [record.getMessage() for record in caplog.records] == ["advantages are not recorded: it is locked"]
+    log.add([trained(0, 1.0, 2**70)])
+    log.flush()

@@ -261,7 +261,14 @@ def test_no_answer_lets_a_browser_run_or_load_anything_else(path):
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
 
 
-@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Origin": "https://evil.example"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+    ],
+)
 def test_a_web_page_reads_nothing(path, headers):
     async def main():
         async with opened(path) as client:
@@ -273,11 +280,34 @@ def test_a_web_page_reads_nothing(path, headers):
 
 
 def test_what_is_not_there(path, tmp_path):
-    answers = read(path, urls=["/step/7", "/step/none", "/sample/0/99", "/sample/9/1", f"/sample/0/{2**70}"])
-    assert [status for status, _ in answers] == [404] * 5
+    urls = ["/step/7", "/step/none", "/sample/0/99", "/sample/9/1", f"/sample/0/{2**70}", "/step/--5", "/static/"]
+    answers = read(path, urls=urls)
+    assert [status for status, _ in answers] == [404] * 6 + [403]
     assert "no step 7 of this judge in run run" in answers[0][1]
     write(tmp_path / "empty.sqlite")
     assert "No entries yet" in read(tmp_path / "empty.sqlite", urls=["/"])[0][1]
+
+
+def test_rewards_that_differ_by_their_rounding_only_are_drawn(tmp_path):
+    rewards = [(1, 0, scored(0.97), {}), *[(2, number, scored(0.97), {}) for number in range(1, 18)]]
+    write(tmp_path / "journal.sqlite", *rewards)
+    ((status, text),) = read(tmp_path / "journal.sqlite", urls=["/"])
+    assert (status, "quality: 2 steps" in text) == (200, True)
+
+
+def test_who_listens_no_more_costs_nothing(path, monkeypatch):
+    monkeypatch.setattr(pages, "LOOK_EVERY_S", 0.01)
+
+    async def main():
+        async with opened(path) as client:
+            before = asyncio.all_tasks()
+            for _ in range(5):
+                async with aiohttp.ClientSession() as other:
+                    answer = await other.get(f"{client._base_url}/events")
+                    await answer.content.readline()
+            await asyncio.wait(asyncio.all_tasks() - before)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_a_journal_that_breaks_is_said(path):

@@ -10,7 +10,7 @@ import pytest
 from qreward_plugins import ConfigurationError, JudgeUnavailable
 from qreward_plugins.journal import TrainingLog
 from qreward_plugins.journal.stories import Stories, Wanted
-from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency
+from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency, VerlOutput
 
 GRPO = "algorithm.adv_estimator=grpo"
 BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
@@ -352,3 +352,24 @@ def test_the_journal_has_what_the_trainer_made_of_each_sample(trainer, tmp_path,
             assert trained.reward == pytest.approx(score)
         else:
             assert (trained.masked, trained.advantage) == (True, 0.0)
+
+
+def test_a_validation_with_rows_that_an_agent_loop_has_rewarded_itself():
+    def respond(draft, rng):
+        return VerlOutput(["It is 6"], reward_score=0.5) if draft.ground_truth == "6" else "It is 4"
+
+    with JudgeServer() as server, play(server, "trainer.use_v1=True", val_rows=ROWS, respond=respond) as fake:
+        assert fake.validate().metrics["qreward/val/samples"] == 1
+
+
+def test_rows_that_fill_up_a_batch_are_not_recorded_as_trained(tmp_path, monkeypatch):
+    path, added = tmp_path / "journal.sqlite", []
+    add = TrainingLog.add
+    monkeypatch.setattr(TrainingLog, "add", lambda log, samples: added.append(samples) or add(log, samples))
+    changes = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=3"]
+    changes += ["trainer.use_v1=True", f"+qreward.engine.journal.path={path}"]
+    with JudgeServer() as server, play(server, *changes) as fake:
+        fake.step()
+    ((*samples,),) = added
+    assert len(samples) == len({each.sample_id for each in samples}) > 0
+    assert not any(each.group_id.startswith("pad") for each in samples)

@@ -305,6 +305,7 @@ def test_who_listens_no_more_costs_nothing(path, monkeypatch):
                 async with aiohttp.ClientSession() as other:
                     answer = await other.get(f"{client._base_url}/events")
                     await answer.content.readline()
+                    answer.close()
             await asyncio.wait(asyncio.all_tasks() - before)
 
     asyncio.run(asyncio.wait_for(main(), 20))

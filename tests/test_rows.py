@@ -130,6 +130,8 @@ FEATURES: dict[tuple[int, str], str] = {
     (28, "journal"): """
         engine/test_engine.py::test_the_journal_answers_what_was_scored_before
         cli/test_score_interrupted.py::test_after_sigkill_the_same_command_goes_on
+        journal/test_texts.py::test_a_story_is_what_the_server_saw_and_said
+        cli/test_why.py::test_a_sample_is_told_of_from_its_prompt_to_its_reward
         """,
     (29, "blame"): "engine/test_batches.py::test_the_last_batch_says_what_it_waited_for",
     (30, "quota discovery and plan"): """
@@ -158,6 +160,7 @@ FEATURES: dict[tuple[int, str], str] = {
         cli/test_check.py::test_a_good_source_shows_latency_limits_and_verdict
         cli/test_journal_command.py::test_it_shows_the_steps_the_sources_and_what_was_said
         planning/test_timeline.py::test_a_picture_is_drawn
+        ui/test_page.py::test_the_samples_of_a_step_are_found_filtered_and_sorted
         """,
     (35, "reward models"): """
         sources/test_reward_model.py::test_a_reward_model_scores_a_batch

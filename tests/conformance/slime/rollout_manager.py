@@ -95,7 +95,8 @@ class Manager(_RolloutManager):
 
     def default_rewards(self) -> list[float] | None:
         """What slime's own normalisation makes of the latest step's rewards; None where it has none of its own."""
-        if any(sample.remove_sample for sample in self.samples):
+        # With REINFORCE++ a failed sample keeps a token, so it is not removed.
+        if any(sample.remove_sample or sample.metadata.get("qreward", {}).get("excluded") for sample in self.samples):
             return None
         with mock.patch.object(self, "custom_reward_post_process_func", None):
             return self._post_process_rewards(self.samples)[1]

@@ -16,7 +16,7 @@ def options_of(name: str) -> str:
     types = get_type_hints(inspect.unwrap(command.callback))
     lines = ["| argument or option | default | meaning |", "|---|---|---|"]
     for parameter in command.params:
-        if parameter.name == "help":
+        if parameter.name == "help" or getattr(parameter, "hidden", False):
             continue
         value = parameter.metavar or ("NUMBER" if types[parameter.name] in (int, float, float | None) else "TEXT")
         if parameter.param_type_name == "argument":

@@ -49,26 +49,31 @@ def command(
     """
     a, b = _Judged.read(first, judge), _Judged.read(second, other or judge)
     if (a.path, a.judge) == (b.path, b.judge):
-        raise InputError(f"A and B are both {a.judge} of {first}; name another journal, or --other-judge")
+        remedy = "name another journal (score again with another --out), or --other-judge"
+        raise InputError(f"A and B are both {a.judge} of {first}; {remedy}")
     pairs = list(_pairs(a, b))
     if not pairs:
         raise InputError(
             f"no sample has a reward in both {first} and {second}; they are compared by id, step and split"
         )
+    others = sum(not pair.same for pair in pairs)
+    if others == len(pairs):
+        raise InputError(f"{first} and {second} have other responses under the same ids; they are not the same samples")
     for name, one in (("A", a), ("B", b)):
         failed = f", {one.failed:,} without a reward" if one.failed else ""
-        say(
-            OUT, f"{name}: {_line(one.path)}, judge {_line(one.judge)}: {number_of(len(one.samples), 'sample')}{failed}"
-        )
-    say(OUT, f"{number_of(len(pairs), 'sample')} with a reward in both\n")
+        count = number_of(len(one.samples), "sample")
+        say(OUT, f"{name}: {_line(one.path)}, run {_line(one.run)}, judge {_line(one.judge)}: {count}{failed}")
+    differ = f"; {others:,} of them are other responses under the same id" if others else ""
+    say(OUT, f"{number_of(len(pairs), 'sample')} with a reward in both{differ}\n")
     print_whole(OUT, _table(pairs, at))
     down = sum(pair.a >= at > pair.b for pair in pairs)
     up = sum(pair.b >= at > pair.a for pair in pairs)
     share = (down + up) / len(pairs)
     say(OUT, f"\n{down + up:,} change sides at {at:g} ({share:.1%}): {down:,} fall below it, {up:,} rise to it")
-    if most:
+    changed = [pair for pair in pairs if pair.a != pair.b]
+    if most and changed:
         OUT.print()
-        print_whole(OUT, _changes(pairs, most))
+        print_whole(OUT, _changes(changed, most))
     return OK
 
 
@@ -81,6 +86,8 @@ class _Pair:
     a: float
     b: float
     said: tuple[str, str]
+    same: bool
+    """Whether both have judged the same response, as far as is known."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +96,19 @@ class _Judged:
 
     path: str
     judge: str
-    samples: Mapping[tuple[Any, ...], tuple[float | None, str | None, str]]
-    """The reward, the group, and what was said."""
+    run: str
+    samples: Mapping[tuple[Any, ...], tuple[float | None, str | None, str, str | None]]
+    """The reward, the group, what was said, and the hash of the response if it is kept."""
 
     @property
     def failed(self) -> int:
-        return sum(reward is None for reward, _, _ in self.samples.values())
+        return sum(reward is None for reward, *_ in self.samples.values())
 
     @classmethod
     def read(cls, path: str, judge: str | None) -> _Judged:
         """Read a journal. Raises `JournalError`, and `InputError` for a judge that is not there."""
-        journals_in([path])
+        if journals_in([path]) != [path]:
+            raise InputError(f"{path} is a directory; name one journal in it")
         with reading(path) as connection:
             ask = connection.execute
             run = ask("SELECT run_id FROM outcomes ORDER BY recorded_at DESC LIMIT 1").fetchone()
@@ -110,19 +119,22 @@ class _Judged:
             if chosen not in judges or (judge is None and len(judges) > 1 and len(whole) != 1):
                 known = ", ".join(sorted(judges)) or "none"
                 raise InputError(f"{path}: name a judge of its latest run with --judge or --other-judge: {known}")
-            columns = f"sample_id, step, coalesce(split, 'train'), {_REWARD}, group_id, coalesce(rationale, detail, '')"
+            columns = f"sample_id, step, coalesce(split, 'train'), {_REWARD}, group_id, "
+            columns += "coalesce(rationale, detail, ''), response"
             where = "run_id IS ? AND judge = ? AND sample_id IS NOT NULL ORDER BY id"
             rows = ask(f"SELECT {columns} FROM outcomes WHERE {where}", (*(run or (None,)), chosen))
-            return cls(path, chosen, {row[:3]: (row[3], row[4], row[5]) for row in rows})
+            return cls(path, chosen, run[0] if run else "", {row[:3]: row[3:] for row in rows})
 
 
 def _pairs(a: _Judged, b: _Judged) -> Iterator[_Pair]:
-    for place, (reward, group, said) in a.samples.items():
-        other, _, other_said = b.samples.get(place, (None, None, ""))
+    for place, (reward, group, said, response) in a.samples.items():
+        other, _, other_said, other_response = b.samples.get(place, (None, None, "", None))
         if reward is not None and other is not None:
+            # Without texts in one of them, the id has to do.
+            same = response == other_response or None in (response, other_response)
             # A sample without a group is one of its own.
             own = repr(place) if group is None else f"{place[1]} {group}"
-            yield _Pair(str(place[0]), own, reward, other, (said, other_said))
+            yield _Pair(str(place[0]), own, reward, other, (said, other_said), same)
 
 
 def _table(pairs: Sequence[_Pair], at: float) -> Table:

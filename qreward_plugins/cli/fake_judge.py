@@ -36,7 +36,8 @@ def command(
         str | None,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="Function that scores a JudgeCall; file.py:function works too. Default: overlap with the reference.",
+            help="Function that scores a JudgeCall (call.blocks['response'], call.score_range); file.py:function works "
+            "too. Default: overlap with the reference.",
         ),
     ] = None,
     model: Annotated[str, typer.Option(help="Name of the model to serve.")] = "judge",

@@ -17,7 +17,7 @@ from .journal_reports import LATEST, Row, SourceReport, StepReport, drawn, read_
 
 _WIDEST_NAME = 16
 _WIDEST_CHARS = 20_000
-_LEFT = ("run", "step", "judge", "source", "what it said")
+_LEFT = ("run", "sample", "step", "judge", "source", "what it said")
 
 
 def command(
@@ -42,10 +42,12 @@ def command(
         raise InputError(f"{names} has no outcomes" + ("" if step is None else f" of step {step}"))
     found = steps_of(rows)
     latest = "the latest " if len(rows) >= LATEST else ""
-    failed = sum(row.failed for row in rows)
+    failed, floors = sum(row.failed for row in rows), sum(row.floor is not None for row in rows)
     runs = len({row.run_id for row in rows})
     of_runs = f" of {runs} runs" if runs > 1 else ""
-    say(OUT, f"{names}: {latest}{number_of(len(rows), 'outcome')}{of_runs}, {failed:,} of them failed\n")
+    floor = f", {floors:,} got a floor" if floors else ""
+    count = number_of(len(rows), "outcome")
+    say(OUT, f"{names}: {latest}{count}{of_runs}, {failed:,} of them failed{floor}\n")
     shown = found[-last:]
     which = f", the last {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
     print_whole(OUT, _steps(shown, f"steps, and the slowest sample of each{which}", by_run=runs > 1))
@@ -88,13 +90,13 @@ def _sources(found: Iterable[SourceReport]) -> Table:
 
 
 def _verdicts(rows: Sequence[Row], title: str) -> Table:
-    table = _table(title, "row", "step", "judge", "source", "score", "took", "what it said")
+    table = _table(title, "row", "sample", "step", "judge", "score", "took", "what it said")
     table.columns[-1].overflow = "fold"
     for row in rows:
-        words = (row.detail if row.failed else None) or row.rationale or "-"
+        words = row.detail or row.rationale or "-"
         said = Text(_escaped(words), style="red" if row.failed else "")
-        names = map(_name, (row.label, row.judge, row.source))
-        table.add_row(str(row.id), *names, _score(row.score), seconds(row.latency_s), said)
+        names = map(_name, (row.sample_id or "-", row.label, row.judge))
+        table.add_row(str(row.id), *names, _score(row.reward), seconds(row.latency_s), said)
     return table
 
 

@@ -23,12 +23,14 @@ class Row:
 
     id: int
     run_id: str
+    sample_id: str | None
     step: int | None
     split: str | None
     judge: str
     source: str
     score: float | None
     outcome: str
+    floor: float | None
     detail: str | None
     rationale: str | None
     attempts: int
@@ -40,8 +42,14 @@ class Row:
     cached: int
 
     @property
+    def reward(self) -> float | None:
+        """The score, or the floor that stands for it."""
+        return self.score if self.outcome == "scored" else self.floor
+
+    @property
     def failed(self) -> bool:
-        return self.outcome != "scored"
+        """Whether it has no reward."""
+        return self.reward is None
 
     @property
     def waited_s(self) -> float | None:
@@ -106,7 +114,7 @@ def steps_of(rows: Sequence[Row]) -> list[StepReport]:
         groups.setdefault((row.run_id, row.label, row.judge), []).append(row)
     reports = []
     for (run_id, label, judge), found in groups.items():
-        scores = [row.score for row in found if not row.failed and row.score is not None]
+        scores = [row.reward for row in found if row.reward is not None]
         reports.append(
             StepReport(
                 run_id=run_id,

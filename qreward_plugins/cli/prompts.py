@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,13 @@ async def show_prompts(config: Config, path: Path, rollouts: Path | None, row: i
 def _samples(engine: RewardEngine, rollouts: Path | None, row: int | None) -> Mapping[str, Sample]:
     if rollouts is None:
         return {}
-    samples = (rollout.sample for rollout in read_rollouts(rollouts))
     if row is None:
-        return samples_for(engine, samples)
-    sample = next(islice(samples, row - 1, None), None)
-    if sample is None:
-        raise InputError(f"{rollouts}: has no row {row}")
-    return dict.fromkeys(engine.judges, sample)
+        return samples_for(engine, (rollout.sample for rollout in read_rollouts(rollouts)))
+    count = 0
+    for count, rollout in enumerate(read_rollouts(rollouts), 1):
+        if count == row:
+            return dict.fromkeys(engine.judges, rollout.sample)
+    raise InputError(f"{rollouts}: has no row {row}; it has {count:,}, counted from 1")
 
 
 def _show(judge: Leaf, source: Source, sample: Sample) -> None:

@@ -137,8 +137,9 @@ async def score_rollouts(plan: Plan) -> int:
         OUT.print(tally.table())
         say(OUT, tally.worst_rows())
     say(OUT, _summary(plan, tally, statistics))
-    if plan.config.engine.server is None:
-        say(OUT, f"why a row got its reward: qreward why {shlex.quote(plan.journal)} --worst --most 5")
+    if plan.config.engine.server is None and tally.worst:
+        lowest = shlex.quote(max(tally.worst)[2])
+        say(OUT, f"why the lowest got its reward: qreward why {shlex.quote(plan.journal)} --sample {lowest}")
     for line in tally.failures():
         say(ERRORS, line)
     if unrecorded is not None:

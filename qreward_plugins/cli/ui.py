@@ -7,6 +7,7 @@ SSH, which forwards a port.
 from __future__ import annotations
 
 import asyncio
+import errno
 import webbrowser
 from typing import Annotated
 
@@ -48,9 +49,8 @@ async def serve_page(paths: list[str], port: int, *, show: bool = False) -> int:
         try:
             await web.TCPSite(runner, "127.0.0.1", port).start()
         except OSError as error:
-            raise InputError(
-                f"port {port} cannot be opened ({error.strerror}); choose another one with --port"
-            ) from None
+            taken = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
+            raise InputError(f"port {port} {taken}; choose another one with --port") from None
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
         say(OUT, f"{entries:,} entries at {url} (Ctrl-C ends it)")
         if show:

@@ -30,10 +30,8 @@ def command(
     paths: Annotated[
         list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
     ],
-    sample: Annotated[str | None, typer.Option(metavar="ID", help="The sample with this id.")] = None,
-    row: Annotated[
-        int | None, typer.Option(metavar="N", help="The sample of this row; qreward journal shows it.")
-    ] = None,
+    sample: Annotated[str | None, typer.Option(metavar="ID", help="The sample with this id, e.g. 'line 17'.")] = None,
+    row: Annotated[int | None, typer.Option(metavar="N", help="The sample of entry N of the journal.")] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="Only samples of this training step.")] = None,
     judge: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only samples that this judge was asked about.")
@@ -47,7 +45,8 @@ def command(
 
     It shows the prompt, the response, and its siblings with their rewards. For each judge: every attempt on a time
     line, what was sent, what was replied, and how it was read, or the rule that refused it. Without ID, the latest
-    sample is shown. The texts are there if engine.journal.keep kept them.
+    sample is shown. Rows of a file that `qreward score` scored have the ids `line 1`, `line 2` ..., unless they have
+    their own; `qreward journal` shows ids and entries. The texts are there if engine.journal.keep kept them.
 
     Exit codes: 0 shown; 2 there is no such journal, or no such sample.
     """
@@ -55,9 +54,9 @@ def command(
     with Stories(paths) as stories:
         found, count = stories.find(wanted, most)
     if not found:
-        given = {name: value for name, value in asdict(wanted).items() if value not in (None, False)}
-        chosen = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())
-        raise InputError(f"{' and '.join(paths)} has no sample {chosen}; `qreward journal` shows what is there")
+        given = {name: value for name, value in asdict(wanted).items() if value is not None and value is not False}
+        chosen = "".join(f" --{name}" if value is True else f" --{name} {value}" for name, value in given.items())
+        raise InputError(f"there is no sample{chosen} in {' and '.join(paths)}; `qreward journal` shows what is there")
     for story in found:
         if as_json:
             say(OUT, json.dumps(_as_json(story)))
@@ -65,7 +64,9 @@ def command(
             _tell(story)
     if count > len(found) and not as_json:
         of_all = f"{'at least ' if count >= LOOKED_AT else ''}{number_of(count, 'sample')}"
-        say(OUT, f"\nshown: {len(found)} of {of_all}; --most, --step and --sample choose others")
+        latest = worst and step is None and sample is None and found[0].sample.step is not None
+        of_step = f" of step {found[0].sample.step}, the latest" if latest else ""
+        say(OUT, f"\nshown: {len(found)} of {of_all}{of_step}; --most, --step and --sample choose others")
     return OK
 
 

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
@@ -72,7 +72,9 @@ def reading(path: str) -> Iterator[sqlite3.Connection]:
     try:
         with closing(_for_queries(path)) as connection:
             if not _is_ours(connection, path):
-                raise JournalError(f"{path} is no journal of qreward")
+                raise JournalError(
+                    f"{path} is no journal of qreward, or is empty; of a run that goes on, copy {path}-wal too"
+                )
             yield connection
     except sqlite3.Error as error:
         raise JournalError(explained(error, path)) from None
@@ -131,6 +133,16 @@ def is_database(path: str) -> bool:
         return False
 
 
+def is_journal(path: str) -> bool:
+    """Return whether a file is a journal of this version, by its header (sqlite.org/fileformat). Raises nothing."""
+    with suppress(OSError), open(path, "rb") as file:
+        header = file.read(100)
+        version, application = header[60:64], header[68:72]
+        numbers = (int.from_bytes(version, "big"), int.from_bytes(application, "big"))
+        return header.startswith(_MAGIC) and numbers == (SCHEMA_VERSION, _APPLICATION_ID)
+    return False
+
+
 class _Locked(JournalError):
     pass
 
@@ -186,7 +198,8 @@ def _is_ours(connection: sqlite3.Connection, path: str) -> bool:
     if version != SCHEMA_VERSION:
         raise JournalError(
             f"the journal {path} has schema version {version}, and this version of qreward-plugins uses version "
-            f"{SCHEMA_VERSION}; move the file away, or choose another path for engine.journal"
+            f"{SCHEMA_VERSION}; move the file away, or choose another path for engine.journal; to read it, use the "
+            "version that wrote it"
         )
     return True
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..errors import JournalError
-from .database import is_database, reading
+from .database import is_database, is_journal, reading
 from .texts import restored
 from .training import Trained
 
@@ -110,17 +110,20 @@ class Wanted:
 
 
 def journals_in(paths: Sequence[str]) -> list[str]:
-    """Return the journals at these paths: files, and all SQLite files in directories. Raises `JournalError` for a path
-    without any.
+    """Return the journals at these paths: files, and all journals of this version in directories.
+
+    Raises `JournalError` for a path without any.
     """
     found: list[str] = []
     for path in paths:
         if not os.path.isdir(path):
             if not os.path.isfile(path):
                 raise JournalError(f"there is no journal at {path}; engine.journal.path names the one of a run")
+            if not is_database(path) and os.path.isfile(f"{path}.journal"):
+                raise JournalError(f"{path} is not a journal; its journal is {path}.journal")
             found.append(path)
             continue
-        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_database(entry.path)]
+        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_journal(entry.path)]
         if not files:
             raise JournalError(f"there is no journal in the directory {path}")
         found += sorted(files)

@@ -71,7 +71,8 @@ def histogram(bins: Sequence[Bin], links: Sequence[str], chosen: float | None) -
         bar = _rect(style, x + 1, _TOP + _UP - height, width - 2, height)
         slot = _rect("slot", x, _TOP, width, _UP)
         parts.append(f'<a href="{escape(link)}"><title>{label}</title>{bar}{slot}</a>')
-    for place, text in ((0, bins[0].low), (len(bins), bins[-1].high)) if bins else ():
+    ends = [(0, bins[0].low), (len(bins), bins[-1].high)] if len(bins) > 1 else [(0, each.low) for each in bins]
+    for place, text in ends:
         anchor = "start" if place == 0 else "end"
         x = _LEFT + place * width
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{shown(text)}</text>')

@@ -25,7 +25,7 @@ from ..server.access import Access
 from ..server.forms import Refused
 from . import charts
 from .charts import Series
-from .samples import PAGE, SORTS, SampleFilter, choices, histogram, rows_of
+from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, choices, histogram, rows_of
 from .totals import StepSummary, Totals
 
 _T = TypeVar("_T")
@@ -69,7 +69,7 @@ class RunPage:
         return app
 
     async def _close(self, _: web.Application) -> None:
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._reader.shutdown, cancel_futures=True)
 
     async def load(self) -> int:
         """Read the journals; return the number of their entries. Raises `JournalError`."""
@@ -167,7 +167,8 @@ class RunPage:
             summary=summaries[place],
             before=f"/step/{names[place - 1]}?{urlencode(chosen)}" if place else "",
             after=f"/step/{names[place + 1]}?{urlencode(chosen)}" if place + 1 < len(places) else "",
-            histogram=charts.histogram(bins, links, wanted.low),
+            histogram=charts.histogram(bins, links, wanted.low) if bins else "",
+            no_reward=NO_REWARD,
             wanted=wanted,
             sorts=list(SORTS),
             rows=rows,

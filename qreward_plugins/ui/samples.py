@@ -12,6 +12,8 @@ from ..journal.database import reading
 
 PAGE = 200
 """Rows of a page of the table."""
+NO_REWARD = "any, without a reward"
+"""Stands for all causes of samples without a reward."""
 BINS = 20
 """Bars of a histogram."""
 
@@ -46,7 +48,7 @@ class SampleFilter:
     data_source: str = ""
     source: str = ""
     cause: str = ""
-    """A cause, or "floor"."""
+    """A cause, "floor", or `NO_REWARD`."""
     text: str = ""
     """Part of a sample's id, or of what was said."""
     low: float | None = None
@@ -65,7 +67,9 @@ class SampleFilter:
         ]
         parts += [("data_source = ?", self.data_source)] if self.data_source else []
         parts += [("source = ?", self.source)] if self.source else []
-        if self.cause == "floor":
+        if self.cause == NO_REWARD:
+            parts.append(("(coalesce(score, floor) IS NULL) = ?", 1))
+        elif self.cause == "floor":
             parts.append(("(floor IS NOT NULL) = ?", 1))
         elif self.cause:
             parts += [("cause = ?", self.cause), ("(floor IS NULL) = ?", 1)]
@@ -140,7 +144,9 @@ def histogram(paths: Sequence[str], wanted: SampleFilter) -> list[Bin]:
     if not rewards:
         return []
     low, high = min(rewards), max(rewards)
-    width = (high - low) / BINS or 1.0
+    if low == high:
+        return [Bin(low, math.nextafter(high, math.inf), len(rewards))]
+    width = (high - low) / BINS
     counts = [0] * BINS
     for reward in rewards:
         counts[min(BINS - 1, int((reward - low) / width))] += 1

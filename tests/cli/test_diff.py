@@ -15,13 +15,14 @@ from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 QUESTION = [{"role": "user", "content": "?"}]
 
 
-def write(path, rewards, *, judge="quality", run_id="run", group=4, said="said"):
+def write(path, rewards, *, judge="quality", run_id="run", group=4, said="said", responses="!", keep="interesting"):
     """Record rewards (None: failed) of samples 0, 1, 2 ..., four to a group."""
 
     async def main():
-        book = Journal(path, run_id=run_id)
+        book = Journal(path, run_id=run_id, keep=keep)
         for number, reward in enumerate(rewards):
-            sample = Sample(QUESTION, "!", step=1, group_id=f"g{number // group}", id=f"s{number}")
+            response = responses[number % len(responses)]
+            sample = Sample(QUESTION, response, step=1, group_id=f"g{number // group}", id=f"s{number}")
             verdict = Verdict(reward, judge=judge, source="a", rationale=said) if reward is not None else None
             failed = Failed(Cause.INFRA, "deadline", judge=judge)
             await book.put(None, sample, failed if verdict is None else Scored(verdict))
@@ -44,7 +45,7 @@ def test_two_journals_on_the_same_samples(run_cli, tmp_path):
     a, b = write(tmp_path / "a.sqlite", first), write(tmp_path / "b.sqlite", second, judge="strict", said="\x1b[2Jno")
     result = run_cli("diff", a, b, "--judge", "quality", "--other-judge", "strict", "--most", "1")
     rows = rows_of(result)
-    assert f"A: {a}, judge quality: 9 samples, 1 without a reward" in result.stdout
+    assert f"A: {a}, run run, judge quality: 9 samples, 1 without a reward" in result.stdout
     assert "8 samples with a reward in both" in result.stdout
     assert [rows[name][0] for name in ("mean of A", "mean of B", "mean of B - A")] == ["0.438", "0.45", "0.0125"]
     # Of 8, 2 are good for both and 3 for neither; 3/8 and 4/8 are good: (5/8 - 1/2) / (1 - 1/2).
@@ -78,6 +79,8 @@ def test_two_judges_of_one_journal_and_the_latest_run(run_cli, tmp_path):
         (["a", "b", "--other-judge", "other"], "name a judge of its latest run with --judge or --other-judge: quality"),
         (["a", "two"], "name a judge of its latest run with --judge or --other-judge: quality, strict"),
         (["a", "later"], "no sample has a reward in both"),
+        (["a", "unlike"], "have other responses under the same ids; they are not the same samples"),
+        (["a", "."], "is a directory; name one journal in it"),
     ],
 )
 def test_what_cannot_be_compared(run_cli, tmp_path, arguments, said):
@@ -86,9 +89,18 @@ def test_what_cannot_be_compared(run_cli, tmp_path, arguments, said):
     write(tmp_path / "two", [0.5] * 4)
     write(tmp_path / "two", [0.5] * 4, judge="strict")
     write(tmp_path / "later", [None] * 4)
+    write(tmp_path / "unlike", [0.5] * 4, responses="?")
     paths = [tmp_path / arguments[0], tmp_path / arguments[1]]
     result = run_cli("diff", *paths, *arguments[2:])
     assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True)
+
+
+def test_other_responses_under_the_same_id_are_counted_where_texts_are_kept(run_cli, tmp_path):
+    a = write(tmp_path / "a", [0.5] * 4, responses="abcd")
+    b, c = write(tmp_path / "b", [0.6] * 4, responses="abxy"), write(tmp_path / "c", [0.6] * 4, keep="none")
+    assert "2 of them are other responses under the same id" in run_cli("diff", a, b).stdout
+    assert "other responses" not in run_cli("diff", a, c).stdout
+    assert "largest changes" not in run_cli("diff", a, write(tmp_path / "d", [0.5] * 4, responses="abcd")).stdout
 
 
 @pytest.mark.parametrize(

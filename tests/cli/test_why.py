@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 
@@ -75,7 +76,7 @@ def test_who_failed_and_who_was_worst(run_cli, journal):
     assert "shown: " not in told
     told = "\n".join(lines(run_cli("why", journal, "--worst", "--most", "1")))
     assert "sample s1" in told
-    assert "shown: 1 of 2 samples" in told
+    assert "shown: 1 of 2 samples of step 2, the latest;" in told
     told = [line for line in lines(run_cli("why", journal, "--most", "9")) if line.startswith("step ")]
     assert [line.split(" · ")[3] for line in told] == ["sample s2", "sample s1", "sample s0", "sample s0"]
 
@@ -105,9 +106,9 @@ def test_as_json(run_cli, journal):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--sample", "nobody"], "has no sample --sample nobody;"),
-        (["--step", "7", "--failed"], "has no sample --step 7 --failed;"),
-        (["--row", str(2**70)], "has no sample --row 118"),
+        (["--sample", "nobody"], "there is no sample --sample nobody in"),
+        (["--step", "7", "--failed"], "there is no sample --step 7 --failed in"),
+        (["--row", str(2**70)], "there is no sample --row 118"),
     ],
 )
 def test_a_sample_that_is_not_there(run_cli, journal, arguments, said):
@@ -115,6 +116,19 @@ def test_a_sample_that_is_not_there(run_cli, journal, arguments, said):
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
     assert "qreward journal" in result.stderr
+
+
+def test_what_stands_beside_a_journal(run_cli, journal):
+    beside = journal.with_name("out.jsonl")
+    beside.write_text('{"qreward": {}}\n')
+    journal.with_name("out.jsonl.journal").write_bytes(b"")
+    result = run_cli("why", beside)
+    assert (result.exit_code, f"its journal is {beside}.journal" in " ".join(result.stderr.split())) == (2, True)
+    with closing(sqlite3.connect(journal.with_name("other.sqlite"))) as connection:
+        connection.execute("CREATE TABLE t (x)")
+    with closing(sqlite3.connect(shutil.copy(journal, journal.with_name("old.sqlite")))) as connection:
+        connection.execute("PRAGMA user_version = 5")
+    assert run_cli("why", journal.parent).exit_code == 0, "those of other programs and versions are left out"
 
 
 def test_no_journal(run_cli, tmp_path):

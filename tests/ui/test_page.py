@@ -149,6 +149,7 @@ def test_the_trend_has_each_step_with_its_numbers(path):
         ("?sort=advantage&down=1", [8, 7, 6, 5, 4, 3, 2, 1]),
         ("?sort=row", [1, 2, 3, 4, 5, 6, 7, 8]),
         ("?cause=infra", [8]),
+        ("?cause=any%2C+without+a+reward", [8]),
         ("?cause=floor", []),
         ("?data=code&source=a", [1, 2, 3, 4, 5, 6, 7]),
         ("?text=s3", [3]),
@@ -171,6 +172,16 @@ def test_a_bar_of_the_histogram_shows_its_samples(path):
     assert len(bars) == samples.BINS
     ((_, text),) = read(path, urls=[f"/step/2{bars[-1]}"])
     assert [cell.partition("<")[0] for cell in text.split('<td class="cut">s')[1:]] == ["7"], "the highest reward, too"
+
+
+def test_equal_rewards_are_one_bar_and_none_are_no_histogram(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    write(path, *[(1, number, scored(1.0), {}) for number in range(4)], *[(2, 9, FAILED, {})])
+    (_, equal), (_, none) = read(path, urls=["/step/1", "/step/2"])
+    assert equal.count('class="bar"') == 2, "the bar, and the form"
+    assert "1 to 1: 4" in equal
+    assert "<h2>Rewards</h2>" not in none
+    assert 'href="?run=run&amp;split=train&amp;judge=quality&amp;cause=any%2C+without+a+reward"' in none
 
 
 def test_a_long_table_has_pages(path, monkeypatch):

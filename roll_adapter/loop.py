@@ -64,7 +64,8 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         failed = [cause for cause in causes if cause]
         if not self._gate_of(domain, recording.groups).admit(len(responses), failed, detail=recording.detail):
             return None
-        _note_flatness(responses, causes)
+        if recording.ours:
+            _note_flatness(responses, causes)
         _make_neutral(responses, causes)
         return responses if query_filter(responses, context.pipeline_config) else None
 
@@ -85,6 +86,8 @@ class _RecordingContext:
         """The detail of one failure, from its reward worker."""
         self.groups = Groups()
         """The domain's `groups`, from its reward workers."""
+        self.ours = False
+        """Whether the domain's rewards come from our reward workers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -94,7 +97,9 @@ class _RecordingContext:
         if (groups := rewards.meta_info.pop(GROUPS, None)) is not None:
             self.groups = Groups(**groups)
         self.detail = rewards.meta_info.pop(DETAIL, "") or self.detail
-        causes = rewards.meta_info.pop(FAILED, None) or [""] * len(rewards)
+        causes = rewards.meta_info.pop(FAILED, None)
+        self.ours = causes is not None
+        causes = causes or [""] * len(rewards)
         # The context has set the rollout ids of `req` for the call.
         self._causes.update(zip(map(str, req.non_tensor_batch["rollout_id"]), causes, strict=True))
         return rewards

@@ -58,6 +58,7 @@ def test_a_nan_of_another_worker_is_masked_and_poisons_nothing(mode) -> None:
     assert not step.poisoned
     assert step.raw_rewards == pytest.approx([0.0, 0.5, 1.0, 0.5] * 2)
     assert step.trained_tokens == [2, 0, 2, 2] * 2
+    assert not [name for name in step.metrics if "qreward" in name], "these rewards are not ours"
 
 
 def test_so_is_an_infinity_and_a_score_that_is_none() -> None:

@@ -65,7 +65,7 @@ CODE_LINES = {
     "samples": 1_130,
     "observers": 860,
     # `texts` and `stories` ("Seeing"): what was sent and replied, and how it is found again.
-    "journal": 1_340,
+    "journal": 1_360,
     # It records what slime trains on.
     "slime_adapter": 830,
     "roll_adapter": 730,

@@ -44,6 +44,16 @@ from .registry import KindError, Kinds
 from .source_models import ServerURL, SourceConfig, VariableName
 
 
+def _pattern(text: str) -> str:
+    try:
+        pattern = re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    if pattern.search("") is not None:
+        raise ValueError("the pattern matches an empty text, so it would match between all characters")
+    return text
+
+
 class JournalConfig(Node):
     """The durable record of verdicts."""
 
@@ -63,6 +73,14 @@ class JournalConfig(Node):
     texts_mb: PositiveFloat = 4096.0
     """Size of the file in MB (10^6 bytes) above which the oldest texts are deleted. Numbers are never deleted. Default:
     4096."""
+
+    redact: Annotated[
+        tuple[Annotated[str, AfterValidator(_pattern)], ...],
+        BeforeValidator(one_or_several),
+        takes("a regular expression, or a list of them"),
+    ] = ()
+    """Regular expressions. In all texts that the journal records, `[redacted]` replaces what one of them matches; what
+    judges and trainers get stays as it is. Default: none."""
 
 
 Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests", "least_tokens"]

@@ -361,7 +361,9 @@ async def _closed(upstream: Upstream) -> None:
 
 
 def _opened(config: JournalConfig, seed: int | None) -> Journal:
-    return Journal(config.path, keep=config.keep, texts_mb=config.texts_mb, rng=random.Random(seed))
+    return Journal(
+        config.path, keep=config.keep, texts_mb=config.texts_mb, redact=config.redact, rng=random.Random(seed)
+    )
 
 
 def _check_fit(judges: Mapping[str, Leaf], upstreams: Mapping[str, Upstream], *, given: Collection[str]) -> None:

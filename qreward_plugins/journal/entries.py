@@ -18,7 +18,7 @@ import orjson
 from ..samples import Failed, Outcome, RawScore, Sample, Verdict
 from ..samples.spent import NOTHING, Spent
 from ..scheduling.attempts import PastAttempt
-from .texts import Texts
+from .texts import Redact, Texts
 
 RATIONALE_CHARS = 4000
 """Longest rationale that is recorded, in characters."""
@@ -128,6 +128,17 @@ def row(
     else:
         values |= _scored(outcome.verdict)
     return tuple(values.get(name) for name, _ in COLUMNS)
+
+
+def redacted(outcome: Outcome, history: Sequence[PastAttempt], redact: Redact) -> tuple[Outcome, Sequence[PastAttempt]]:
+    """Return an outcome and its attempts with `redact` applied to their texts."""
+    if isinstance(outcome, Failed):
+        outcome = replace(outcome, detail=redact(outcome.detail))
+    else:
+        verdict = outcome.verdict
+        failure = verdict.failure and replace(verdict.failure, detail=redact(verdict.failure.detail))
+        outcome = replace(outcome, verdict=replace(verdict, rationale=redact(verdict.rationale), failure=failure))
+    return outcome, [replace(attempt, problem=redact(attempt.problem)) for attempt in history]
 
 
 def is_answer(verdict: Verdict) -> bool:

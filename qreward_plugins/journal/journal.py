@@ -30,7 +30,7 @@ from ..scheduling.attempts import PastAttempt
 from ..system.ray_actors import job_name
 from . import entries
 from .database import explained, open_database
-from .texts import Interest, Keep, Texts
+from .texts import Interest, Keep, Texts, redaction
 from .writer import Writer
 
 VARIABLE: Final = "QREWARD_RUN_ID"
@@ -89,6 +89,7 @@ class Journal:
         run_id: the training job, for the column `run_id`. None: what `current_run` finds out.
         keep: whose texts are kept (`texts.Interest`). `rng` draws some of them.
         texts_mb: size of the file in MB (10^6 bytes) above which the oldest texts are deleted.
+        redact: regular expressions; what they match in a text is recorded as "[redacted]".
 
     Opening blocks for some milliseconds. Raises `JournalError` if the file cannot be opened or written, or is not a
     journal of this version.
@@ -107,6 +108,7 @@ class Journal:
         run_id: str | None = None,
         keep: Keep = "interesting",
         texts_mb: float = math.inf,
+        redact: Sequence[str] = (),
         rng: random.Random | None = None,
     ) -> None:
         self.path = os.fspath(path)
@@ -115,6 +117,7 @@ class Journal:
         """Number of failed look-ups, which returned None."""
         self._clock = clock
         self._interest = Interest(keep, rng or random.Random(0))
+        self._redact = redaction(redact)
         self._reading = open_database(self.path)
         try:
             writing = open_database(self.path)
@@ -171,10 +174,12 @@ class Journal:
         Any thread may call it. Raises `JournalError` if closed.
         """
         self._writer.check()
+        if self._redact is not None:
+            outcome, history = entries.redacted(outcome, history, self._redact)
         texts: Texts | None = None
         try:
             if self._interest.in_texts(sample, outcome, history):
-                texts = Texts()
+                texts = Texts(self._redact)
             row = self._row(key, sample, outcome, history, texts)
         except Exception:
             # Texts come from outside, and must not cost the numbers.

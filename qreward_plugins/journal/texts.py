@@ -12,10 +12,11 @@ import hashlib
 import heapq
 import json
 import random
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import orjson
 
@@ -34,6 +35,11 @@ RANDOM: Final = 32
 
 MOST_CHARS: Final = 200_000
 """Longest text that is kept whole, in characters. A longer one loses its middle."""
+
+Redact: TypeAlias = Callable[[str], str]
+"""Replaces what a journal must not hold."""
+
+_REDACTED: Final = "[redacted]"
 
 _OPTIONS: Final = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -100,11 +106,24 @@ def _enters(highest: list[float], value: float, most: int) -> bool:
     return heapq.heappushpop(highest, value) < value
 
 
-class Texts:
-    """The texts of one entry of the journal, by their hashes."""
+def redaction(patterns: Sequence[str]) -> Redact | None:
+    """Return what replaces the matches of regular expressions; None if there are none. Raises `re.error`."""
+    compiled = [re.compile(pattern) for pattern in patterns]
 
-    def __init__(self) -> None:
+    def redact(text: str) -> str:
+        for pattern in compiled:
+            text = pattern.sub(_REDACTED, text)
+        return text
+
+    return redact if compiled else None
+
+
+class Texts:
+    """The texts of one entry of the journal, by their hashes. `redact` is applied to each."""
+
+    def __init__(self, redact: Redact | None = None) -> None:
         self.by_hash: dict[str, bytes] = {}
+        self._redact = redact
 
     def of_sample(self, sample: Sample) -> dict[str, str | None]:
         """Add the texts of a sample; return the hashes for the columns of the journal."""
@@ -127,7 +146,7 @@ class Texts:
                 # With marks in place of the response and the nonce, the siblings of a group share this text.
                 sent = {**sent, "messages": [_marked(message, request) for message in request.messages]}
                 written, found["nonce"] = _json(sent), request.nonce
-            found["request"] = self._add(written)
+            found["request"] = self._add_written(written)
         if attempt.reply is not None:
             found["reply"] = self._add(_said(attempt.reply))
             if attempt.reply.thinking:
@@ -135,9 +154,18 @@ class Texts:
         return found
 
     def _add_json(self, value: Any) -> str | None:
-        return None if value is None else self._add(value if isinstance(value, str) else _json(value))
+        if value is None or isinstance(value, str):
+            return None if value is None else self._add(value)
+        return self._add_written(_json(value))
+
+    def _add_written(self, written: str) -> str:
+        """Add JSON. A pattern may match quotes and brackets, so it gets the texts in it."""
+        return self._insert(written if self._redact is None else _redacted_json(written, self._redact))
 
     def _add(self, text: str) -> str:
+        return self._insert(text if self._redact is None else self._redact(text))
+
+    def _insert(self, text: str) -> str:
         if len(text) > MOST_CHARS:
             half = MOST_CHARS // 2
             text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are left out ...]\n{text[-half:]}"
@@ -199,6 +227,21 @@ def _json(value: Any) -> str:
         return json.dumps(without_lone_surrogates(value), default=_named, ensure_ascii=False)
     except Exception:  # data sets hold anything
         return f"[a {type(value).__name__} that cannot be shown]"
+
+
+def _redacted_json(written: str, redact: Redact) -> str:
+    def walked(value: Any) -> Any:
+        if isinstance(value, str):
+            return redact(value)
+        if isinstance(value, dict):
+            return {redact(name): walked(each) for name, each in value.items()}
+        return [walked(each) for each in value] if isinstance(value, list) else value
+
+    try:
+        return json.dumps(walked(json.loads(written)), ensure_ascii=False)
+    except ValueError:
+        # It is the note on what cannot be shown.
+        return redact(written)
 
 
 def _named(value: Any) -> str:

@@ -7,6 +7,7 @@ import json
 import random
 import sqlite3
 import threading
+import zlib
 from contextlib import closing
 
 import pytest
@@ -378,3 +379,45 @@ def test_a_locked_journal_is_waited_for_once_for_all_steps(path, monkeypatch, ca
     assert [record.getMessage() for record in caplog.records] == ["advantages are not recorded: it is locked"]
     log.add([trained(0, 1.0, 2**70)])
     log.flush()
+
+
+def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(path):
+    mail = "ann@example.org"
+    question = [{"role": "user", "content": f'Write to "{mail}".'}]
+    seen = []
+
+    def score(call):
+        seen.append(call.blocks["response"])
+        return {"score": 0.5, "rationale": f"polite to {mail}"}
+
+    def fault(number):
+        return {0: "error_500", 2: "prose"}.get(number)
+
+    with JudgeServer(score, faults=Faults(script=fault)) as server:
+        # The second pattern takes all that follows, were it not for the end of the text.
+        journal = {"path": str(path), "keep": "all", "redact": [r"\S+@example\.org\S*", "(?s)Dear .*"]}
+        tree = make_config({"a": server}, judge={"score_range": [0, 1]}, engine={"journal": journal})
+
+        async def main():
+            async with RewardEngine(tree) as engine:
+                for number, response in enumerate([f"Mail {mail} for the first time.", f"{mail}: Dear Ann", "No."]):
+                    await engine.score(Sample(question, response, {"to": mail}, step=1, id=str(number)))
+            book = Journal(path, redact=journal["redact"])
+            broken = Failed(Cause.INFRA, "deadline", f"asked for {mail}", judge="quality")
+            await book.put(None, Sample(question, mail, step=1, id="3"), broken)
+            await book.aclose()
+
+        asyncio.run(main())
+    assert seen[0] == f"Mail {mail} for the first time."
+    with closing(sqlite3.connect(path)) as connection:
+        texts = [zlib.decompress(body).decode() for (body,) in connection.execute("SELECT body FROM texts")]
+        rows = [str(row) for row in connection.execute("SELECT * FROM outcomes")]
+    assert not [text for text in (*texts, *rows) if "example.org" in text or "Dear" in text]
+    story = story_of(path, sample="1")
+    (entry,) = story.entries
+    assert (json.loads(entry.prompt)[0]["content"], entry.response) == ("Write to [redacted]", "[redacted] [redacted]")
+    assert json.loads(entry.ground_truth) == {"to": "[redacted]"}
+    assert entry.rationale == "polite to [redacted]"
+    sent = json.loads(story.attempts[0][-1]["request"])
+    assert "[redacted] [redacted]" in sent["messages"][-1]["content"]
+    assert story_of(path, sample="3").entries[0].detail == "asked for [redacted]"

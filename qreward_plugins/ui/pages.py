@@ -40,6 +40,8 @@ LOOK_EVERY_S = 1.0
 """Seconds between two looks for new entries, while a page is open."""
 NO_STEP = "none"
 """Stands for the samples without a step in a URL."""
+_LIST = ("source", "cause", "text", "low", "high", "sort", "down", "page")
+"""Keys of a query that choose and order the samples of a step, beside those of `RunPage._chosen`."""
 _LINE_CHARS = 400_000
 _STATIC = Path(__file__).parent / "static"
 
@@ -132,28 +134,14 @@ class RunPage:
         places = [summary.step for summary in summaries]
         if step not in places:
             raise web.HTTPNotFound(text=f"no step {name} of this judge in run {chosen['run']}")
-        place, page = places.index(step), _number(query.get("page"), int) or 0
-        wanted = SampleFilter(
-            chosen["run"],
-            step,
-            chosen["split"],
-            chosen["judge"],
-            chosen["data"],
-            query.get("source", ""),
-            query.get("cause", ""),
-            query.get("text", ""),
-            _number(query.get("low"), float),
-            _number(query.get("high"), float),
-            query.get("sort", "reward") if query.get("sort", "reward") in SORTS else "reward",
-            query.get("down") == "1",
-        )
+        place, (wanted, page) = places.index(step), _list(step, chosen, query)
         bins = histogram(self._paths, wanted)
         rows, count = rows_of(self._paths, wanted, page)
-        here = {**chosen, **{key: query[key] for key in ("source", "cause", "text", "sort", "down") if query.get(key)}}
-        off = [wanted.low == each.low for each in bins]
+        here = _here(chosen, query)
+        every = {"low": "", "high": "", "page": ""}
         links = [
-            _with(here, {} if is_off else {"low": repr(each.low), "high": repr(each.high)})
-            for is_off, each in zip(off, bins, strict=True)
+            _with(here, every if wanted.low == each.low else every | {"low": repr(each.low), "high": repr(each.high)})
+            for each in bins
         ]
         names = [NO_STEP if each is None else str(each) for each in places]
         return self._page(
@@ -161,8 +149,7 @@ class RunPage:
             title=f"Step {name}",
             name=name,
             chosen=chosen,
-            here=here
-            | ({"low": query["low"], "high": query["high"]} if wanted.low is not None and "high" in query else {}),
+            here=here,
             options=self._options(chosen["run"]) | {"sources": choices(self._paths, wanted, "source")},
             summary=summaries[place],
             before=f"/step/{names[place - 1]}?{urlencode(chosen)}" if place else "",
@@ -190,9 +177,15 @@ class RunPage:
             story = stories.story(path, row)
         if story is None:
             raise web.HTTPNotFound(text=f"{path} has no row {row}")
+        self._totals.refresh()
         first = story.sample
         numbers = {path: number for number, path in enumerate(self._paths)}
         own = next(entry for entry in story.entries if (entry.journal, entry.id) == (path, row))
+        chosen = self._chosen({**query, "run": own.run_id or "", "split": own.split or "train", "judge": own.judge})
+        here = _here(chosen, query)
+        rows, _ = rows_of(self._paths, *_list(own.step, chosen, query))
+        links = [f"/sample/{each.journal}/{each.id}{_with(here, {})}" for each in rows]
+        place = next((at for at, each in enumerate(rows) if (each.journal, each.id) == (journal, row)), None)
         judges = list(dict.fromkeys(entry.judge for entry in story.siblings))
         siblings = sorted(
             (entry for entry in story.siblings if entry.judge == own.judge),
@@ -217,13 +210,15 @@ class RunPage:
             # What a sum made of its parts is recorded last, and read first.
             parts=parts if own.source or len(parts) == 1 else parts[::-1],
             siblings=[
-                (entry, f"/sample/{numbers[entry.journal]}/{entry.id}", entry.id == own.id) for entry in siblings
+                (entry, f"/sample/{numbers[entry.journal]}/{entry.id}{_with(here, {})}", entry.id == own.id)
+                for entry in siblings
             ],
             judges=judges,
             judge=own.judge,
             trained={name: each._asdict() for name, each in story.trained.items()},
-            back=f"/step/{NO_STEP if first.step is None else first.step}?"
-            + urlencode({"run": first.run_id, "split": first.split or "train", "judge": own.judge}),
+            back=f"/step/{NO_STEP if first.step is None else first.step}{_with(here, {})}",
+            previous=links[place - 1] if place else "",
+            following=links[place + 1] if place is not None and place + 1 < len(links) else "",
         )
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
@@ -332,6 +327,30 @@ def _with(query: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
     """A query with changes, as the end of a URL; an empty value removes a key."""
     merged = {key: value for key, value in {**query, **changes}.items() if value not in ("", None)}
     return f"?{urlencode(merged)}"
+
+
+def _here(chosen: Mapping[str, str], query: Mapping[str, str]) -> dict[str, str]:
+    """The query that leads to the same samples in the same order."""
+    return {**chosen, **{key: query[key] for key in _LIST if query.get(key)}}
+
+
+def _list(step: int | None, chosen: Mapping[str, str], query: Mapping[str, str]) -> tuple[SampleFilter, int]:
+    """The samples that a query asks for, and the page of them."""
+    wanted = SampleFilter(
+        chosen["run"],
+        step,
+        chosen["split"],
+        chosen["judge"],
+        chosen["data"],
+        query.get("source", ""),
+        query.get("cause", ""),
+        query.get("text", ""),
+        _number(query.get("low"), float),
+        _number(query.get("high"), float),
+        query.get("sort", "reward") if query.get("sort", "reward") in SORTS else "reward",
+        query.get("down") == "1",
+    )
+    return wanted, _number(query.get("page"), int) or 0
 
 
 def _one_of(given: str | None, known: Sequence[str]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import re
 import sqlite3
 from contextlib import asynccontextmanager, closing
 from html.parser import HTMLParser
@@ -201,10 +203,29 @@ def test_a_sample_has_its_texts_its_group_and_its_advantage(path):
     assert status == 200
     for part in ("Sample s5 · reward 0.5", "response 5", "question 5", "got 0.5, advantage 1", "because", "100 + 20"):
         assert part in page.text
-    assert f"/sample/0/{rows['s4']}" in page.links, "its sibling"
+    assert f"/sample/0/{rows['s4']}" in {link.partition("?")[0] for link in page.links}, "its sibling"
     assert "no reward" in failed
     assert "infra/deadline: it took too long" in failed
     assert "left it out" in failed
+
+
+def test_a_sample_leads_to_those_before_and_after_it_in_the_list_that_led_to_it(path):
+    """By its reward among the samples of one source, from the highest on: 7 to 1."""
+    query = "?run=run&split=train&judge=quality&source=a&low=0.15&high=0.65&sort=reward&down=1"
+    ((_, step),) = read(path, urls=[f"/step/2{query}"])
+    listed = [link for link in Elements(step).links if link.startswith("/sample/")]
+    assert len(listed) == 5
+    answers = read(path, urls=listed)
+    found = [re.findall(r'<a id="(back|previous|next)" href="([^"]*)"', html.unescape(text)) for _, text in answers]
+    ways = [dict(links) for links in found]
+    assert [way["back"] for way in ways] == [f"/step/2{query}"] * 5
+    assert [way.get("previous") for way in ways] == [None, *listed[:-1]]
+    assert [way.get("next") for way in ways] == [*listed[1:], None]
+    # One that the list does not have is shown all the same.
+    ((status, text),) = read(path, urls=[listed[0].replace("low=0.15", "low=0.65")])
+    assert status == 200
+    assert 'id="next"' not in text
+    assert "low=0.65" in text
 
 
 def test_several_journals_are_one_run(tmp_path):

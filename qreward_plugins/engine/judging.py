@@ -252,7 +252,7 @@ class Judging(Pending):
             raise
 
     def _note_whole(self, outcome: Outcome) -> None:
-        """Record what a judge of judges made of its calls, each of which is on record with what it took."""
+        """Record the outcome of a judge of judges. Its calls are recorded already, each with its cost."""
         if isinstance(self.judge, Leaf):
             return
         own: dict[str, Any] = {

@@ -1,8 +1,7 @@
 """Converts outcomes to rows of the journal, and rows back to verdicts.
 
-Rows hold numbers and short texts. Prompts, responses and replies are in a table of their own (`texts`), of which a row
-holds the hashes. Rows are built in the caller's thread, so that the writing thread holds only plain values that SQLite
-accepts.
+Rows hold numbers and short texts. Prompts, responses and replies are in the table `texts`; a row has their hashes. Rows
+are built in the caller's thread, so that the writing thread holds only plain values that SQLite accepts.
 """
 
 from __future__ import annotations
@@ -132,13 +131,18 @@ def row(
 
 def redacted(outcome: Outcome, history: Sequence[PastAttempt], redact: Redact) -> tuple[Outcome, Sequence[PastAttempt]]:
     """Return an outcome and its attempts with `redact` applied to their texts."""
+
+    def text(value: Any) -> str:
+        # A judge of others may give a rationale that is no text.
+        return redact(_text(value, None) or "")
+
     if isinstance(outcome, Failed):
-        outcome = replace(outcome, detail=redact(outcome.detail))
+        outcome = replace(outcome, detail=text(outcome.detail))
     else:
         verdict = outcome.verdict
-        failure = verdict.failure and replace(verdict.failure, detail=redact(verdict.failure.detail))
-        outcome = replace(outcome, verdict=replace(verdict, rationale=redact(verdict.rationale), failure=failure))
-    return outcome, [replace(attempt, problem=redact(attempt.problem)) for attempt in history]
+        failure = verdict.failure and replace(verdict.failure, detail=text(verdict.failure.detail))
+        outcome = replace(outcome, verdict=replace(verdict, rationale=text(verdict.rationale), failure=failure))
+    return outcome, [replace(attempt, problem=text(attempt.problem)) for attempt in history]
 
 
 def is_answer(verdict: Verdict) -> bool:

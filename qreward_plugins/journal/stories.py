@@ -97,8 +97,8 @@ class Story:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which samples are told of. None is no condition. `worst`: the lowest rewards first, of
-    the latest step if no step and no sample is named.
+    """Which samples to find. None is no condition. `worst`: the lowest rewards first, of the latest step if no step and
+    no sample is named.
     """
 
     sample: str | None = None

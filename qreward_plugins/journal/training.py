@@ -1,6 +1,6 @@
 """Records what the trainer made of rewards: the number that trained, the advantage, and who was left out.
 
-The trainer's process writes it into the journal of the run, beside the reward workers. It is told of a step at once and
+The trainer's process writes it into the journal of the run, beside the reward workers. It gets a step at once and
 writes in a thread, so that training never waits for a disk; a disk that fails costs this record only.
 """
 

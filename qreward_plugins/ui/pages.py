@@ -184,8 +184,9 @@ class RunPage:
         chosen = self._chosen({**query, "run": own.run_id or "", "split": own.split or "train", "judge": own.judge})
         here = _here(chosen, query)
         rows, _ = rows_of(self._paths, *_list(own.step, chosen, query))
-        links = [f"/sample/{each.journal}/{each.id}{_with(here, {})}" for each in rows]
-        place = next((at for at, each in enumerate(rows) if (each.journal, each.id) == (journal, row)), None)
+        order = [(each.journal, each.id) for each in rows]
+        place = order.index((journal, row)) if (journal, row) in order else None
+        links = [f"/sample/{file}/{number}{_with(here, {})}" for file, number in order]
         judges = list(dict.fromkeys(entry.judge for entry in story.siblings))
         siblings = sorted(
             (entry for entry in story.siblings if entry.judge == own.judge),
@@ -231,7 +232,7 @@ class RunPage:
             news = f"data: {self._totals.entries}\n\n" if self._totals.entries != told else ":\n\n"
             told = self._totals.entries
             try:
-                # A comment where there is no news: it fails where nobody listens any more.
+                # Without news, a comment: writing it fails once the browser has left.
                 await response.write(news.encode())
             except ConnectionError:
                 return response

@@ -421,3 +421,12 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     sent = json.loads(story.attempts[0][-1]["request"])
     assert "[redacted] [redacted]" in sent["messages"][-1]["content"]
     assert story_of(path, sample="3").entries[0].detail == "asked for [redacted]"
+
+
+@pytest.mark.parametrize("said", [None, 5, ValueError("ann@example.org")])
+def test_what_is_no_text_is_redacted_and_costs_no_sample(path, said):
+    failed = Failed(Cause.INFRA, "error", said, judge="quality")
+    written(path, [failed, Scored(Verdict(1.0, judge="quality", rationale=said))], redact=["ann@[a-z.]+"])
+    expected = {None: "", 5: "5"}.get(said, "[redacted]")
+    assert story_of(path, sample="0").entries[0].detail == expected
+    assert story_of(path, sample="1").entries[0].rationale == expected

@@ -51,8 +51,8 @@ CODE_LINES = {
     "scheduling": 4_420,
     "simulation": 3_720,
     "judges": 2_440,
-    # `why`, `diff`, `ui`, `prompts` and the end of `score` ("Seeing").
-    "cli": 3_000,
+    # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing").
+    "cli": 3_500,
     "engine": 2_350,
     "acceleration": 2_280,
     "replicas": 2_170,
@@ -64,8 +64,8 @@ CODE_LINES = {
     "verl_adapter": 1_500,
     "samples": 1_130,
     "observers": 860,
-    # `texts` and `stories` ("Seeing"): what was sent and replied, and how it is found again.
-    "journal": 1_360,
+    # `texts`, `stories` and `samples` ("Seeing"): what was sent and replied, and how it is found again.
+    "journal": 1_460,
     # It records what slime trains on.
     "slime_adapter": 830,
     "roll_adapter": 730,

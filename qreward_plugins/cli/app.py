@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, str] = {
     "serve-judge": "Start the servers of the sources of kind replicas, and nothing else.",
     "journal": "Show what the judges said, and which sample a step waited for.",
     "why": "Show why a sample got its reward: what was sent, what was replied, how it was read.",
+    "replay": "Judge the samples of a journal again, with another configuration.",
     "diff": "Compare two judges on the same samples.",
     "ui": "Show a run in the browser: trend, steps, samples.",
     "fake-judge": "Serve a judge for trials, with limits and faults.",

@@ -7,11 +7,12 @@ them. The output of an earlier run is not read, because it may belong to another
 
 from __future__ import annotations
 
+import functools
 import heapq
 import random
 import shlex
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -77,13 +78,14 @@ def command(
 
 @dataclass(frozen=True)
 class Plan:
-    """A run with a checked input: `total` rows of `rollouts`, and the output file `out`."""
+    """A run with a checked input: `total` rows of `rollouts`, which `read` yields, and the output file `out`."""
 
     rollouts: Path
     out: Path
     total: int
     config: Config
     config_path: Path
+    read: Callable[[], Iterator[Rollout]]
 
     @property
     def journal(self) -> str:
@@ -104,11 +106,12 @@ def prepare(rollouts: Path, config_path: Path, out: Path, *, overwrite: bool = F
     config = load_config(config_path)
     with ERRORS.status(Text(f"reading {rollouts} ...")):
         total = check_rollouts(rollouts, out=out, overwrite=overwrite)
+    read = functools.partial(read_rollouts, rollouts)
     if config.engine.server is not None:
-        return Plan(rollouts, out, total, config, config_path)
+        return Plan(rollouts, out, total, config, config_path, read)
     journal = config.engine.journal or JournalConfig(path=str(out.with_name(out.name + ".journal")), keep="all")
     engine = config.engine.model_copy(update={"journal": journal.model_copy(update={"reuse": True})})
-    return Plan(rollouts, out, total, config.model_copy(update={"engine": engine}), config_path)
+    return Plan(rollouts, out, total, config.model_copy(update={"engine": engine}), config_path, read)
 
 
 async def score_rollouts(plan: Plan) -> int:
@@ -148,7 +151,7 @@ async def score_rollouts(plan: Plan) -> int:
 
 
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
-    rows = _Rows(plan.rollouts)
+    rows = _Rows(plan.read)
     with open_writer(plan.out, source=plan.rollouts) as writer:
         tally.begun = True
         say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
@@ -168,18 +171,18 @@ async def _close(engine: RewardEngine) -> JournalError | None:
 
 
 class _Rows:
-    """Yields the samples of a file, and keeps the row of each until it is written.
+    """Yields the samples of a run, and keeps the row of each until it is written.
 
     It keeps as many rows as the engine takes before it returns the first outcome. They are read in a thread, because a
     file system may hang.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, read: Callable[[], Iterator[Rollout]]) -> None:
+        self._read = read
         self._taken: deque[Rollout] = deque()
 
     async def __aiter__(self) -> AsyncIterator[Sample]:
-        async for rollout in taken_in_thread(read_rollouts(self._path)):
+        async for rollout in taken_in_thread(self._read()):
             self._taken.append(rollout)
             yield rollout.sample
 

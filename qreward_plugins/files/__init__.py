@@ -8,12 +8,13 @@ complete, so that OUT never holds a part of the rows.
 from __future__ import annotations
 
 from .rollouts import Rollout, check_rollouts, message_list, read_rollouts, sample_of
-from .tables import RESULT, RowWriter, open_writer, partial_path, to_result
+from .tables import RESULT, RowWriter, check_output, open_writer, partial_path, to_result
 
 __all__ = [
     "RESULT",
     "Rollout",
     "RowWriter",
+    "check_output",
     "check_rollouts",
     "message_list",
     "open_writer",

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from ..errors import JournalError
 from .entries import COLUMNS
 
-SCHEMA_VERSION: Final = 6
+SCHEMA_VERSION: Final = 7
 
 BUSY_TIMEOUT_S: Final = 5.0
 """Longest wait for another process that writes, in seconds."""

@@ -67,6 +67,8 @@ COLUMNS = (
     ("prompt", "TEXT"),
     ("response", "TEXT"),
     ("ground_truth", "TEXT"),
+    ("extras", "TEXT"),
+    ("response_chars", "INTEGER"),
 )
 """Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` is the
 time from the sample to its outcome, waiting included; `service_s` is the time of the answered attempt alone.
@@ -74,8 +76,8 @@ time from the sample to its outcome, waiting included; `service_s` is the time o
 is the version of the weights that judged; "" for those of the configuration, and for sources without versions.
 `cached_tokens` are the part of `prompt_tokens` that the server read from its cache, `thinking_tokens` the part of
 `completion_tokens` that the model spent on thoughts; 0 if the server did not say. `run_id` is the training job.
-`history` has the attempts as a JSON list, see `_history`. `prompt`, `response` and `ground_truth` are hashes of texts;
-NULL if the texts of this sample are not kept."""
+`history` has the attempts as a JSON list, see `_history`. `prompt`, `response`, `ground_truth` and `extras` (the rest
+of the sample, JSON) are hashes of texts; NULL if the texts of this sample are not kept."""
 
 VERDICT_COLUMNS = (
     "score",
@@ -116,6 +118,7 @@ def row(
         "split": _text(sample.split),
         "run_id": _text(run_id),
         "history": _history(history, texts),
+        "response_chars": len(sample.response) if isinstance(sample.response, str) else None,
         **({} if texts is None else texts.of_sample(sample)),
     }
     if isinstance(outcome, Failed):

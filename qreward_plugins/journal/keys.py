@@ -2,7 +2,8 @@
 
 A key is derived from the request as the source would write it (`Source.question`), so it covers everything that is
 sent. It also covers the source, how the judge reads the reply, and what the judge sees only as a placeholder, such as
-the image of `[image]`. An image that is sent counts by a hash of its content.
+the image of `[image]`. An image that is sent counts by a hash of its content. The last digits are for how the reply is
+read, and all others for the question, so that `qreward replay` finds a reply that another judge can read.
 
 The nonce of the fences is drawn per process and must not change the key. It does not occur in the sample's texts, so
 each text is split at the nonce, and the parts are hashed.
@@ -136,8 +137,16 @@ def _joined(tag: bytes, parts: list[bytes]) -> bytes:
     return b"%b%d:%b" % (tag, len(parts), b"".join(parts))
 
 
-_PERSON = b"qreward key 2"
+_PERSON = b"qreward key 3"
 """Change this whenever the content of keys changes, so that new keys do not match old answers."""
+
+_QUESTION_BYTES = 14
+_READING_BYTES = 6
+
+
+def question_of(key: str) -> str:
+    """The part of a key that does not depend on how the reply is read."""
+    return key[: 2 * _QUESTION_BYTES]
 
 
 def question_keys(call: Call[Any], sources: Mapping[str, Source]) -> dict[str, str]:
@@ -152,24 +161,25 @@ def question_keys(call: Call[Any], sources: Mapping[str, Source]) -> dict[str, s
     try:
         request = call.request(0)
         unseen = tuple(_attachments(request)) if request.messages else ()
-        common = encoded((call.identity, unseen))
+        common, reading = encoded(unseen), encoded(call.identity)
     except Exception:
         # Methods of the values in a sample may raise anything.
         return {}
     keys = {}
+    read = hashlib.blake2b(reading, digest_size=_READING_BYTES, person=_PERSON).hexdigest()
     for name in call.sources:
-        key = _key(common, request, sources[name])
-        if key is not None:
-            keys[name] = key
+        asked = _asked(common, request, sources[name])
+        if asked is not None:
+            keys[name] = asked + read
     return keys
 
 
-def _key(common: bytes, request: Request, source: Source) -> str | None:
+def _asked(common: bytes, request: Request, source: Source) -> str | None:
     try:
         question = _question(source, request)
         if question is None:
             return None
-        digest = hashlib.blake2b(common, digest_size=20, person=_PERSON)
+        digest = hashlib.blake2b(common, digest_size=_QUESTION_BYTES, person=_PERSON)
         digest.update(encoded(question))
     except Exception:
         return None

@@ -62,6 +62,8 @@ class Entry:
     prompt: str | None
     response: str | None
     ground_truth: str | None
+    extras: str | None
+    response_chars: int | None
     journal: str = ""
     """The path of its file."""
 
@@ -75,6 +77,8 @@ _NAMES = tuple(field.name for field in fields(Entry) if field.name != "journal")
 _COLUMNS = ", ".join(_NAMES)
 _REWARD = "coalesce(score, floor)"
 _TEXTS = ("request", "reply", "thinking")
+_PLACE = "run_id, step, split, coalesce(sample_id, id)"
+"""What tells samples apart."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,22 @@ class Stories:
         stories = [self.story(path, number) for path, number in chosen]
         return [story for story in stories if story is not None], len(found)
 
+    def count(self, where: str) -> int:
+        """How many samples have an entry that is `where`, a condition of SQL."""
+        query = f"SELECT count(*) FROM (SELECT 1 FROM outcomes WHERE {where} GROUP BY {_PLACE})"
+        return sum(self._value(path, query, []) for path in self._paths)
+
+    def every(self, where: str) -> Iterator[Story]:
+        """Yield the stories of all samples that have an entry which is `where`, a condition of SQL, in the order of
+        writing.
+        """
+        for path, connection in self._connections.items():
+            query = f"SELECT min(id) FROM outcomes WHERE {where} GROUP BY {_PLACE} ORDER BY 1"
+            for (row,) in connection.execute(query).fetchall():
+                story = self.story(path, row)
+                if story is not None:
+                    yield story
+
     def _ranked(self, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
         """The entries that are wanted: what they are ordered by, and what tells their sample from others."""
         where, values = _where(wanted)
@@ -230,7 +250,7 @@ class Stories:
                 name: self._text(entry, each) if name in _TEXTS else each for name, each in attempt.items()
             }
             if "nonce" in told:
-                told["request"] = restored(told["request"], told.pop("nonce"), self._text(entry, entry.response))
+                told["request"] = restored(told["request"], told["nonce"], self._text(entry, entry.response))
             yield told
 
     def _with_texts(self, entry: Entry) -> Entry:
@@ -239,6 +259,7 @@ class Stories:
             prompt=self._text(entry, entry.prompt),
             response=self._text(entry, entry.response),
             ground_truth=self._text(entry, entry.ground_truth),
+            extras=self._text(entry, entry.extras),
         )
 
     def _text(self, entry: Entry, name: str | None) -> str | None:

@@ -16,6 +16,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any, Final, Literal, TypeAlias
 
 import orjson
@@ -175,10 +176,23 @@ class Texts:
         return name
 
 
+def _rest(sample: Sample) -> Mapping[str, Any] | None:
+    """What a sample has beside its other texts, by the names of its fields; None for nothing. A ground truth that is no
+    text is here, too, because its text does not tell what it was.
+    """
+    rest: dict[str, Any] = {"extras": dict(sample.extras)} if sample.extras else {}
+    if sample.prompt is not None:
+        rest["prompt"] = sample.prompt
+    if not isinstance(sample.ground_truth, (str, NoneType)):
+        rest["ground_truth"] = sample.ground_truth
+    return rest or None
+
+
 _OF_SAMPLE: Final[Mapping[str, Callable[[Sample], Any]]] = {
     "prompt": lambda sample: list(sample.messages),
     "response": lambda sample: sample.response,
     "ground_truth": lambda sample: sample.ground_truth,
+    "extras": _rest,
 }
 
 

@@ -186,6 +186,7 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
 
     asyncio.run(main())
     scored, failed = rows(path)
+    assert scored.pop("response_chars") == failed.pop("response_chars") == 12
     common = {
         "process_id": os.getpid(),
         "run_id": "run-1",
@@ -196,7 +197,7 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
         "split": "train",
         "judge": "quality",
         "cached": 0,
-        **dict.fromkeys(("history", "prompt", "response", "ground_truth")),
+        **dict.fromkeys(("history", "prompt", "response", "ground_truth", "extras")),
     }
     assert json.loads(scored.pop("components")) == VERDICT.components
     assert scored == common | {
@@ -691,14 +692,14 @@ def test_a_damaged_journal(path: Path) -> None:
     assert "is damaged; move it away" in refusal(path)
 
 
-@pytest.mark.parametrize("version", [1, 5, 7])
+@pytest.mark.parametrize("version", [1, 6, 8])
 def test_a_journal_of_another_version_is_refused_and_left_as_it_is(path: Path, version: int) -> None:
     written(path, 1)
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     said = refusal(path)
-    assert f"has schema version {version}, and this version of qreward-plugins uses version 6; move the file" in said
+    assert f"has schema version {version}, and this version of qreward-plugins uses version 7; move the file" in said
     with pytest.raises(JournalError, match=f"has schema version {version}"), reading(str(path)):
         pass
     assert path.read_bytes() == before

@@ -1,0 +1,250 @@
+"""`qreward replay`: the samples of a journal through another judge, or another version of one.
+
+What the judge asks as it was asked before is not asked again: its reply is in the journal, and the judge reads it now.
+These verdicts go to the journal of the replay first, under a run of their own. Then the samples are scored as those of
+any file, and find them there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+
+from ..config import Config, JournalConfig, configured_name, judge_for, parts_of
+from ..engine import RewardEngine
+from ..errors import InputError, InvalidReply, SourceError
+from ..files import Rollout, check_output
+from ..journal import Journal, question_keys
+from ..journal.keys import question_of
+from ..journal.samples import WITH_TEXTS, PastReply, PastSample, past_sample, value_of
+from ..journal.stories import Stories
+from ..judges import JudgeFailed, Leaf
+from ..samples import Scored
+from ..samples.spent import NO_USAGE
+from ..scheduling import Answer, Call
+from ..scheduling.attempts import PastAttempt
+from ..secrets import one_line
+from ..sources import TEXT, Reply
+from ..sources.base import Request
+from .console import ERRORS, OK, OUT, number_of, run, say
+from .engines import load_own, open_engine
+from .score import Plan, score_rollouts
+
+_SHOWN_EVERY = 200
+
+_BEFORE = "before"
+"""The column of the output with the outcome of the journal."""
+
+
+def command(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
+    ],
+    judge: Annotated[Path, typer.Option("--judge", metavar="CONFIG", help="The configuration to judge with (YAML).")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File for the outcomes, .jsonl.")],
+    where: Annotated[
+        str, typer.Option(metavar="SQL", help="Only samples with an entry like this, e.g. 'step >= 100'.")
+    ] = "1",
+    failed: Annotated[bool, typer.Option("--failed", help="Only samples without a reward, or with a floor.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how many calls are needed, and end.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
+) -> int:
+    """Judge the samples of a journal again, with another configuration.
+
+    Says first how many calls that takes and what they cost, by the tokens that such calls took before. A question that
+    was asked before, of the same model in the same words, is not asked again: its reply is read from the journal. So
+    another version of the reader takes no call. Verdicts go to FILE.journal, and the same command continues after a
+    kill. Only samples whose texts the journal kept can be judged (engine.journal.keep); those with images cannot.
+
+    Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
+    reward; 130 stopped with Ctrl-C.
+    """
+    config = _with_journal(load_own(judge), out)
+    if out.suffix not in (".jsonl", ".ndjson"):
+        raise InputError(f"{out}: the name must end in .jsonl")
+    check_output(out, source=Path(paths[0]), overwrite=overwrite)
+    wanted = f"({where}) AND ({'cause IS NOT NULL' if failed else '1'})"
+    return run(
+        _replay(Plan(Path(" and ".join(paths)), out, 0, config, judge, _Samples(paths, wanted)), dry_run=dry_run)
+    )
+
+
+async def _replay(plan: Plan, *, dry_run: bool) -> int:
+    samples = plan.read
+    assert isinstance(samples, _Samples)
+    there = samples.count()
+    needed = await _reread(plan, samples)
+    left_out = there - needed.samples
+    if left_out:
+        why = "their texts are not kept whole (engine.journal.keep), or they have images"
+        say(ERRORS, f"{number_of(left_out, 'sample')} of {there:,} left out: {why}")
+    if not needed.samples:
+        raise InputError(f"no sample of {plan.rollouts} can be judged again")
+    for line in needed.told(plan.config):
+        say(OUT, line)
+    if dry_run:
+        return OK
+    code = await score_rollouts(replace(plan, total=needed.samples))
+    if len(samples.paths) == 1:
+        say(OUT, f"what has changed: qreward diff {shlex.quote(samples.paths[0])} {shlex.quote(plan.journal)}")
+    return code
+
+
+class _Samples:
+    """The samples of journals that have an entry which is `where`. Call it for those that can be judged again."""
+
+    def __init__(self, paths: Sequence[str], where: str) -> None:
+        self.paths = paths
+        self._where = where
+
+    def count(self) -> int:
+        """How many there are. Raises `InputError` for a condition that SQLite does not take."""
+        with Stories(self.paths) as stories:
+            try:
+                return stories.count(self._where)
+            except sqlite3.OperationalError as error:
+                columns = "docs/journal.md has the columns"
+                raise InputError(f"--where {one_line(self._where, 200)}: {error}; {columns}") from None
+
+    def past(self) -> Iterator[PastSample]:
+        # Not shared by threads: each has connections of its own.
+        with Stories(self.paths) as stories:
+            yield from filter(None, map(past_sample, stories.every(f"{self._where} AND {WITH_TEXTS}")))
+
+    def __call__(self) -> Iterator[Rollout]:
+        return map(_rollout, self.past())
+
+
+def _with_journal(config: Config, out: Path) -> Config:
+    journal = JournalConfig(path=str(out.with_name(out.name + ".journal")), keep="all", reuse=True)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"journal": journal})})
+
+
+def _rollout(past: PastSample) -> Rollout:
+    sample, latest = past.sample, past.entries[-1]
+    before = {"reward": latest.reward, "judge": latest.judge, "rationale": latest.rationale, "reason": latest.reason}
+    row: dict[str, Any] = {"id": sample.id, "step": sample.step, "split": sample.split, "group_id": sample.group_id}
+    row |= {"data_source": sample.data_source, "messages": sample.messages, "response": sample.response}
+    row |= {"ground_truth": sample.ground_truth, "extra_info": sample.extras, _BEFORE: before}
+    return Rollout(row, sample)
+
+
+@dataclass
+class _Needed:
+    """The calls that a replay needs. `tokens` are those of earlier calls: prompt and completion of an attempt."""
+
+    samples: int = 0
+    reread: int = 0
+    recorded: int = 0
+    calls: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """By the sources that may answer them."""
+    unknown: Counter[str] = field(default_factory=Counter)
+    """Samples by their judge, for judges that are not ours and ask as they like."""
+    tokens: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, past: PastSample) -> None:
+        """Count a sample, and what earlier calls about it took."""
+        self.samples += 1
+        self.tokens += (
+            (entry.prompt_tokens / entry.attempts, entry.completion_tokens / entry.attempts)
+            for entry in past.entries
+            if entry.attempts and entry.prompt_tokens
+        )
+
+    def told(self, config: Config) -> Iterator[str]:
+        recorded = f", and {self.recorded:,} are in the journal of the replay" if self.recorded else ""
+        yield f"{number_of(self.samples, 'sample')}: {self.reread:,} replies are read again without a call{recorded}"
+        for sources, count in sorted(self.calls.items()):
+            yield f"{number_of(count, 'call')} to {' or '.join(sources)}{self._price(config, sources, count)}"
+        if not self.calls and not self.unknown:
+            yield "0 calls"
+        for judge, count in sorted(self.unknown.items()):
+            yield f"judge {judge} asks as it likes about {number_of(count, 'sample')}; its calls are not counted"
+
+    def _price(self, config: Config, sources: Sequence[str], count: int) -> str:
+        if not self.tokens:
+            return ""
+        prompt, completion = (fmean(each[place] for each in self.tokens) for place in (0, 1))
+        prices = [config.sources[configured_name(name)].price for name in sources]
+        each = [
+            price.per_request + (prompt * price.input_per_million + completion * price.output_per_million) / 1e6
+            for price in prices
+        ]
+        low, high = (f"{count * cost:.2f}" for cost in (min(each), max(each)))
+        priced = "" if not max(each) else f", about {low if low == high else f'{low} to {high}'} USD"
+        return f"{priced}: {prompt:,.0f} prompt and {completion:,.0f} completion tokens a call, as before"
+
+
+async def _reread(plan: Plan, samples: _Samples) -> _Needed:
+    """Read all replies that answer a question of the judges, and record the verdicts. Return what is left to ask."""
+    needed, config = _Needed(), plan.config
+    with ERRORS.status(f"reading {plan.rollouts} ...") as status:
+        async with open_engine(config, plan.config_path) as engine:
+            journal = Journal(plan.journal, run_id=f"replies of {plan.rollouts}"[:200], keep="all")
+            try:
+                for past in samples.past():
+                    needed.add(past)
+                    routed = judge_for(config, past.sample.data_source)
+                    for name in () if routed is None else parts_of(config, routed):
+                        leaf = engine.judges.get(name)
+                        if leaf is None:
+                            needed.unknown[name] += 1
+                        else:
+                            await _reread_one(engine, journal, leaf, past, needed)
+                    if needed.samples % _SHOWN_EVERY == 0:
+                        status.update(f"reading {plan.rollouts}: {needed.samples:,} samples ...")
+                    # Without a call to the journal, nothing above would let Ctrl-C through.
+                    await asyncio.sleep(0)
+            finally:
+                await journal.aclose()
+    return needed
+
+
+async def _reread_one(engine: RewardEngine, journal: Journal, leaf: Leaf, past: PastSample, needed: _Needed) -> None:
+    try:
+        if leaf.screened(past.sample) is not None:
+            return
+        call = leaf.call(past.sample)
+        request = call.request(0)
+    except (InputError, JudgeFailed):
+        return
+    sources = {name: engine.upstreams[name].source for name in call.sources}
+    keys = question_keys(call, sources)
+    if keys and await journal.get(*keys.values()) is not None:
+        needed.recorded += 1
+        return
+    for name, key in keys.items():
+        reply = past.replies.get(question_of(key))
+        found = None if reply is None else _read(leaf, call, request, name, reply)
+        if found is not None:
+            await journal.put(key, past.sample, *found)
+            needed.reread += 1
+            return
+    needed.calls[call.sources] += 1
+
+
+def _read(
+    leaf: Leaf, call: Call[Any], request: Request, source: str, past: PastReply
+) -> tuple[Scored, tuple[PastAttempt, ...]] | None:
+    """Read a reply as if it had come now; None if the judge does not accept it."""
+    text = past.text.replace(past.nonce, request.nonce) if past.nonce else past.text
+    try:
+        is_text = leaf.asks == TEXT
+        reply = Reply(text if is_text else "", None if is_text else value_of(text), None, model=past.model)
+        verdict = leaf.judged(Answer(call.read(request, reply), source, past.model))
+    except (InvalidReply, SourceError, ValueError):
+        return None
+    attempt = PastAttempt(source, 0.0, None, 0.0, "valid", False, "", NO_USAGE, 0.0, request, reply)
+    return Scored(verdict), (attempt,)
+
+
+__all__ = ["command"]

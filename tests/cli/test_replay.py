@@ -1,0 +1,212 @@
+"""`qreward replay`: the samples of a journal through another judge, and what is asked again for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sqlite3
+
+import pytest
+
+from qreward_plugins.config import Config
+from qreward_plugins.engine import RewardEngine
+from qreward_plugins.judges import leaf
+from qreward_plugins.samples import Sample
+from qreward_plugins.testing import Faults, JudgeServer
+
+PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
+
+
+@pytest.fixture
+def replay(run_cli, tmp_path):
+    def run(journal, config, *options):
+        return run_cli("replay", journal, "--judge", config, "--out", tmp_path / "again.jsonl", *options)
+
+    return run
+
+
+@pytest.fixture
+def journal(run_cli, server, write_config, write_rows, row, tmp_path):
+    """The journal of twelve rows that `server` has scored; every third response is wrong."""
+    rows = [row(n, response=f"It is {n + 1 + (n % 3 == 0):03}.", group_id=f"g{n // 4}", step=n // 6) for n in range(12)]
+    result = run_cli("score", write_config({"a": server}), write_rows(rows), "--out", tmp_path / "out.jsonl")
+    assert result.exit_code == 0, result.output
+    return tmp_path / "out.jsonl.journal"
+
+
+def rewards(rows):
+    return [row["qreward"]["reward"] for row in rows]
+
+
+@pytest.fixture
+def new_reader(monkeypatch):
+    """Another version of the reader: no recorded verdict counts any more."""
+    monkeypatch.setattr(leaf, "_VERSION", leaf._VERSION + 1)
+
+
+def test_another_reader_takes_no_call(journal, replay, server, write_config, read_rows, tmp_path, new_reader):
+    before, asked = read_rows(tmp_path / "out.jsonl"), server.report().requests
+    result = replay(journal, write_config({"a": server}))
+    assert result.exit_code == 0, result.output
+    assert "12 samples: 12 replies are read again without a call\n0 calls\n" in result.stdout
+    assert server.report().requests == asked
+    # In the order of the journal, which is the order of the answers.
+    after = sorted(read_rows(tmp_path / "again.jsonl"), key=lambda row: row["extra_info"]["number"])
+    assert rewards(after) == rewards(before)
+    assert [row["before"]["reward"] for row in after] == rewards(before)
+    for name in ("messages", "response", "ground_truth", "data_source", "step", "group_id"):
+        assert [row[name] for row in after] == [row[name] for row in before]
+    assert [row["extra_info"]["number"] for row in after] == list(range(12))
+
+
+def test_another_question_is_asked_and_its_price_said_before(
+    journal, replay, run_cli, server, write_config, read_rows, tmp_path
+):
+    config = write_config({"a": server}, judge={"instructions": "Be strict."}, source={"price": PRICE})
+    asked = server.report().requests
+    dry = replay(journal, config, "--dry-run")
+    assert dry.exit_code == 0
+    assert not (tmp_path / "again.jsonl").exists()
+    assert server.report().requests == asked
+    said = re.search(
+        r"12 calls to a, about ([\d.]+) USD: ([\d,]+) prompt and ([\d,]+) completion tokens a call", dry.stdout
+    )
+    dollars, prompt, completion = (float(number.replace(",", "")) for number in said.groups())
+    assert dollars == pytest.approx(12 * (100 * prompt + 1000 * completion) / 1e6, abs=0.02)
+
+    result = replay(journal, config)
+    assert result.exit_code == 0, result.output
+    assert said.group() in result.stdout
+    assert server.report().requests == asked + 12
+    assert f"qreward diff {journal} {tmp_path}/again.jsonl.journal" in result.stdout
+    # What a killed replay has paid for is not asked again.
+    again = replay(journal, config, "--overwrite")
+    assert "0 replies are read again without a call, and 12 are in the journal of the replay\n0 calls\n" in again.stdout
+    assert server.report().requests == asked + 12
+    diff = run_cli("diff", journal, tmp_path / "again.jsonl.journal")
+    assert "12 samples with a reward in both" in diff.stdout, diff.output
+
+
+def test_only_some_samples(journal, replay, server, write_config, read_rows, tmp_path):
+    result = replay(journal, write_config({"a": server}), "--where", "step = 1 and score < 0.5")
+    assert result.exit_code == 0, result.output
+    assert sorted(row["id"] for row in read_rows(tmp_path / "again.jsonl")) == ["line 10", "line 7"]
+
+
+def test_a_reply_that_was_refused_is_read_by_a_reader_that_takes_it(
+    run_cli, replay, server, write_config, write_rows, row, read_rows, tmp_path, monkeypatch
+):
+    rows = [row(0), row(1, response="BAD"), row(2)]
+    config = write_config({"a": server})
+    assert run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl").exit_code == 3
+    read = leaf.Leaf.call
+
+    def lenient(self, sample):
+        call = read(self, sample)
+        strict = call.read
+
+        def taken(request, reply):
+            return strict(request, reply) if "rather" not in reply.text else self.mapped(leaf.RawScore(0.25))
+
+        call.read = taken
+        return call
+
+    monkeypatch.setattr(leaf.Leaf, "call", lenient)
+    monkeypatch.setattr(leaf, "_VERSION", leaf._VERSION + 1)
+    asked = server.report().requests
+    result = replay(tmp_path / "out.jsonl.journal", config, "--failed")
+    assert result.exit_code == 0, result.output
+    (only,) = read_rows(tmp_path / "again.jsonl")
+    assert (only["id"], only["qreward"]["reward"], server.report().requests) == ("line 2", 0.25, asked)
+    assert only["before"]["reward"] is None
+
+
+def test_a_sum_asks_only_for_its_new_part(run_cli, replay, server, write_rows, row, tmp_path, read_rows):
+    def config(name, strictness):
+        judges = {
+            "right": {"kind": "llm", "score_range": [0, 1], "instructions": "Is it right?"},
+            "style": {"kind": "llm", "score_range": [0, 1], "instructions": strictness},
+            "both": {"kind": "sum", "weights": {"right": 1.0, "style": 0.5}},
+        }
+        source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
+        path = tmp_path / name
+        path.write_text(json.dumps({"sources": {"a": source}, "judges": judges, "routes": {"*": "both"}}))
+        return path
+
+    assert run_cli("score", config("a.yaml", "Style?"), write_rows([row(n) for n in range(5)]), "-o",
+                   tmp_path / "out.jsonl").exit_code == 0  # fmt: skip
+    asked = server.report().requests
+    result = replay(tmp_path / "out.jsonl.journal", config("b.yaml", "Style, strictly?"))
+    assert result.exit_code == 0, result.output
+    assert "5 samples: 5 replies are read again without a call\n5 calls to a: " in result.stdout
+    assert server.report().requests == asked + 5
+    assert rewards(read_rows(tmp_path / "again.jsonl")) == [1.5] * 5
+
+
+def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, new_reader):
+    """A ground truth of any type, extras, the split, a text in parts, and lone surrogates, which no file can hold."""
+    path = tmp_path / "journal.sqlite"
+    judge = {"kind": "llm", "score_range": [0, 1], "instructions": "Hint: {{ extras.hint }}"}
+    tree = {
+        "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
+        "judges": {"quality": judge},
+    }
+    parts = [{"type": "text", "text": "What?"}]
+    samples = [
+        Sample([{"role": "user", "content": parts}], "4", 4, extras={"hint": "h"}, split="val", id="a"),
+        Sample([{"role": "user", "content": "?"}], "4 \ud800", {"x": [1]}, extras={"hint": 1}, step=7, id="b"),
+        Sample([{"role": "user", "content": "?"}], "4", "4", extras={"hint": None}, group_id="g"),
+    ]
+
+    async def main():
+        engine = {"journal": {"path": str(path), "keep": "all"}}
+        async with RewardEngine(Config.model_validate({**tree, "engine": engine})) as engine:
+            return await engine.score_all(samples)
+
+    outcomes = asyncio.run(main())
+    asked = server.report().requests
+    config = tmp_path / "again.yaml"
+    config.write_text(json.dumps(tree))
+    result = replay(path, config)
+    assert result.exit_code == 0, result.output
+    # The journal's text of the second one has another character in place of half of a pair, so it is another question.
+    assert "3 samples: 2 replies are read again without a call\n1 call to a: " in result.stdout, outcomes
+    assert server.report().requests == asked + 1
+
+
+def test_what_cannot_be_judged_again(journal, replay, server, write_config, run_cli, write_rows, row, tmp_path):
+    config = write_config({"a": server})
+    connection = sqlite3.connect(journal)
+    with connection:
+        connection.execute("UPDATE outcomes SET prompt = NULL WHERE step = 0")
+    connection.close()
+    result = replay(journal, config)
+    assert "6 samples of 12 left out: their texts are not kept whole" in result.stderr
+    assert "6 samples: 6 replies" in result.stdout
+    for options, said in (
+        (["--overwrite", "--where", "stepp = 1"], "no such column: stepp"),
+        (["--overwrite", "--where", "1) --"], "--where"),
+        (["--overwrite", "--where", "step = 0"], "can be judged again"),
+        (["--out", tmp_path / "again.parquet"], "must end in .jsonl"),
+        ([], "exists; name another file"),
+    ):
+        refused = replay(journal, config, *options)
+        assert (refused.exit_code, said in refused.stderr) == (2, True), (options, refused.output)
+    missing = run_cli("replay", tmp_path / "none", "--judge", config, "-o", tmp_path / "x.jsonl")
+    assert missing.exit_code == 2
+    assert "there is no journal at" in missing.stderr
+
+
+def test_a_source_of_another_name_or_model_is_asked(journal, replay, write_config, server):
+    result = replay(journal, write_config({"a": server}, source={"model": "other"}), "--dry-run")
+    assert "12 calls to a" in result.stdout
+
+
+def test_an_attempt_that_failed_has_no_reply(run_cli, replay, write_config, write_rows, row, tmp_path):
+    from .conftest import score_of
+
+    with JudgeServer(score_of, faults=Faults(script=lambda number: "error_500" if number < 2 else None)) as server:
+        config = write_config({"a": server})
+        assert run_cli("score", config, write_rows([row(0)]), "-o", tmp_path / "out.jsonl").exit_code == 0
+        assert "1 replies are read again" in replay(tmp_path / "out.jsonl.journal", config).stdout

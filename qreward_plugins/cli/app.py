@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, str] = {
     "why": "Show why a sample got its reward: what was sent, what was replied, how it was read.",
     "replay": "Judge the samples of a journal again, with another configuration.",
     "diff": "Compare two judges on the same samples.",
+    "audit": "Look for reward hacking, and for a judge that changes.",
     "ui": "Show a run in the browser: trend, steps, samples.",
     "fake-judge": "Serve a judge for trials, with limits and faults.",
 }

@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from ..config import Config, JournalConfig, configured_name, judge_for, parts_of
 from ..engine import RewardEngine
@@ -187,7 +188,7 @@ class _Needed:
 async def _reread(plan: Plan, samples: _Samples) -> _Needed:
     """Read all replies that answer a question of the judges, and record the verdicts. Return what is left to ask."""
     needed, config = _Needed(), plan.config
-    with ERRORS.status(f"reading {plan.rollouts} ...") as status:
+    with ERRORS.status(Text(f"reading {plan.rollouts} ...")) as status:
         async with open_engine(config, plan.config_path) as engine:
             journal = Journal(plan.journal, run_id=f"replies of {plan.rollouts}"[:200], keep="all")
             try:
@@ -201,7 +202,7 @@ async def _reread(plan: Plan, samples: _Samples) -> _Needed:
                         else:
                             await _reread_one(engine, journal, leaf, past, needed)
                     if needed.samples % _SHOWN_EVERY == 0:
-                        status.update(f"reading {plan.rollouts}: {needed.samples:,} samples ...")
+                        status.update(Text(f"reading {plan.rollouts}: {needed.samples:,} samples ..."))
                     # Without a call to the journal, nothing above would let Ctrl-C through.
                     await asyncio.sleep(0)
             finally:

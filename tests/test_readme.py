@@ -166,7 +166,7 @@ def test_every_command_that_ends_runs(folder, monkeypatch):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (command, result.output)
         ran.add(words[0])
-    assert ran == {"audit", "check", "diff", "journal", "plan", "replay", "score", "why"}
+    assert ran == {"audit", "check", "diff", "export", "journal", "plan", "replay", "score", "why"}
 
 
 def whole(text):

@@ -184,7 +184,7 @@ class ParquetRows:
     """
 
     def __init__(self, target: BinaryIO, source: Path) -> None:
-        self._arrow, parquet = _pyarrow()
+        self._arrow, parquet = pyarrow_modules()
         self._open = ExitStack()
         file = self._open.enter_context(_parquet_file(source))
         self._batches = (batch for batch in file.iter_batches(batch_size=_ROW_GROUP_ROWS) if batch.num_rows)
@@ -238,14 +238,14 @@ def _result_type(arrow: Any) -> Any:
 
 @contextmanager
 def _parquet_file(path: Path) -> Iterator[Any]:
-    _, parquet = _pyarrow()
+    _, parquet = pyarrow_modules()
     with _read_errors(path), path.open("rb") as file:
         yield parquet.ParquetFile(file)
 
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
-    arrow, _ = _pyarrow()
+    arrow, _ = pyarrow_modules()
     try:
         yield
     except arrow.ArrowException as error:
@@ -261,7 +261,8 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _pyarrow() -> tuple[Any, Any]:
+def pyarrow_modules() -> tuple[Any, Any]:
+    """Return `pyarrow` and `pyarrow.parquet`. Raises `InputError` without them."""
     try:
         import pyarrow
         import pyarrow.parquet

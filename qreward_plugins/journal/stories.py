@@ -33,6 +33,7 @@ class Entry:
 
     id: int
     key: str | None
+    recorded_at: float
     run_id: str
     sample_id: str | None
     data_source: str

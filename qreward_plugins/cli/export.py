@@ -1,0 +1,384 @@
+"""`qreward export`: the samples of a journal for other tools. Parquet for tables, an `.eval` log for Inspect View, and
+OpenTelemetry traces.
+
+Traces are made from the journal, not while the run scores: so they cost the run nothing, show what the trainer made of
+a sample, and can be sent again. A trace has the same id each time. The form of an `.eval` log is that of
+`inspect_ai/log/_recorders/eval.py` (0.3.285); the names of attributes are those of the semantic conventions for
+generative AI where there are some.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import random
+import sqlite3
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ..errors import InputError
+from ..files import partial_path
+from ..files.tables import pyarrow_modules
+from ..journal.stories import Entry, Stories, Story
+from ..secrets import one_line
+from ..system.output_files import check_writable
+from .console import ERRORS, OK, OUT, number_of, say
+
+if TYPE_CHECKING:
+    from opentelemetry._logs import LoggerProvider
+    from opentelemetry.trace import TracerProvider
+
+_BATCH = 1_000
+_SHOWN_EVERY = 500
+_SCOPE = "qreward_plugins"
+
+
+def command(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
+    ],
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A table: one row for each entry, with its texts.")
+    ] = None,
+    inspect: Annotated[Path | None, typer.Option(metavar="FILE", help="A log for Inspect View, .eval.")] = None,
+    otlp: Annotated[
+        bool, typer.Option("--otlp", help="Send a trace for each sample, to OTEL_EXPORTER_OTLP_ENDPOINT.")
+    ] = False,
+    content: Annotated[bool, typer.Option("--content", help="With --otlp: send what the judge said, too.")] = False,
+    where: Annotated[
+        str, typer.Option(metavar="SQL", help="Only samples with an entry like this, e.g. 'step >= 100'.")
+    ] = "1",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
+) -> int:
+    """Write the samples of journals to a file that pandas or Inspect View reads, or send them as traces.
+
+    Texts are there if the journal has kept them (engine.journal.keep). Exit codes: 0 exported; 2 there is no such
+    journal or no sample, FILE exists, or a package is missing.
+    """
+    if (parquet is not None) + (inspect is not None) + otlp != 1:
+        raise InputError("name one of --parquet FILE, --inspect FILE and --otlp")
+    for file, ending in ((parquet, ".parquet"), (inspect, ".eval")):
+        if file is not None and file.suffix != ending:
+            raise InputError(f"{file}: the name must end in {ending}")
+        if file is not None:
+            check_writable(file)
+            if file.exists() and not overwrite:
+                raise InputError(f"{file}: exists; name another file, or replace it with --overwrite")
+    with Stories(paths) as stories:
+        try:
+            count = stories.count(where)
+        except sqlite3.OperationalError as error:
+            raise InputError(f"--where {one_line(where, 200)}: {error}; docs/journal.md has the columns") from None
+        if not count:
+            raise InputError(f"{' and '.join(paths)}: no sample to export")
+        with ERRORS.status(Text("exporting ...")) as status:
+            every = _counted(stories.every(where), lambda done: status.update(Text(f"exporting {done:,} of {count:,}")))
+            if parquet is not None:
+                _write_parquet(every, parquet)
+            elif inspect is not None:
+                _write_eval(every, inspect, " and ".join(paths))
+            else:
+                _send(every, with_content=content)
+    to = f" to {parquet or inspect}" if parquet or inspect else ""
+    say(OUT, f"{number_of(count, 'sample')} exported{to}")
+    return OK
+
+
+def _counted(stories: Iterator[Story], shown: Callable[[int], None]) -> Iterator[Story]:
+    for number, story in enumerate(stories):
+        if number % _SHOWN_EVERY == 0:
+            shown(number)
+        yield story
+
+
+# Parquet
+
+_TYPES = {"int": "int64", "float": "float64", "str": "string"}
+
+
+def _write_parquet(stories: Iterator[Story], out: Path) -> None:
+    arrow, parquet = pyarrow_modules()
+    columns = [(field.name, _TYPES[str(field.type).split(" ")[0]]) for field in fields(Entry)]
+    columns += [("reward", "float64"), ("trained_reward", "float64"), ("advantage", "float64"), ("masked", "bool")]
+    schema = arrow.schema(columns)
+    with _replaced(out) as partial, parquet.ParquetWriter(partial, schema) as writer:
+        rows: list[dict[str, Any]] = []
+        for story in stories:
+            rows += _rows(story)
+            if len(rows) >= _BATCH:
+                writer.write_table(arrow.Table.from_pylist(rows, schema))
+                rows = []
+        writer.write_table(arrow.Table.from_pylist(rows, schema))
+
+
+def _rows(story: Story) -> Iterator[dict[str, Any]]:
+    for entry, attempts in zip(story.entries, story.attempts, strict=True):
+        row = {field.name: getattr(entry, field.name) for field in fields(Entry)}
+        trained = story.trained.get(entry.sample_id or "")
+        if trained is not None:
+            row |= {"trained_reward": trained.reward, "advantage": trained.advantage, "masked": trained.masked}
+        # With texts in place of hashes.
+        yield {**row, "reward": entry.reward, "history": json.dumps(attempts) if attempts else None}
+
+
+# Inspect
+
+
+def _write_eval(stories: Iterator[Story], out: Path, name: str) -> None:
+    summaries: list[dict[str, Any]] = []
+    names: Counter[tuple[str, int]] = Counter()
+    rewards: dict[str, list[float]] = {}
+    judges: Counter[str] = Counter()
+    recorded: list[float] = []
+    with _replaced(out) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+        for story in stories:
+            first = story.sample
+            recorded.append(first.recorded_at)
+            epoch = max(0, first.step or 0) + 1
+            sample_id = first.sample_id or f"entry {first.id}"
+            names[sample_id, epoch] += 1
+            if names[sample_id, epoch] > 1:  # of another run
+                sample_id = f"{sample_id} ({names[sample_id, epoch]})"
+            sample = _eval_sample(story, sample_id, epoch)
+            for entry in story.entries:
+                judges[entry.judge] += 1
+                if entry.reward is not None:
+                    rewards.setdefault(entry.judge, []).append(entry.reward)
+            archive.writestr(f"samples/{sample_id}_epoch_{epoch}.json", json.dumps(sample))
+            kept = ("id", "epoch", "input", "target", "scores", "metadata")
+            summaries.append({**{key: sample[key] for key in kept}, "completed": True})
+        began, ended = (datetime.datetime.fromtimestamp(of(recorded), datetime.timezone.utc) for of in (min, max))
+        spec = {
+            "created": began.isoformat(),
+            "task": "qreward",
+            "dataset": {"name": name, "samples": len(summaries)},
+            "model": "policy",
+            "config": {},
+        }
+        scores = [
+            {"name": judge, "scorer": judge, "metrics": {"mean": {"name": "mean", "value": fmean(rewards[judge])}}}
+            for judge in judges
+            if judge in rewards
+        ]
+        results = {"total_samples": len(summaries), "completed_samples": len(summaries), "scores": scores}
+        stats = {"started_at": began.isoformat(), "completed_at": ended.isoformat()}
+        header = {"version": 2, "status": "success", "eval": spec, "results": results, "stats": stats}
+        archive.writestr("_journal/start.json", json.dumps({"version": 2, "eval": spec, "plan": {}}))
+        archive.writestr("summaries.json", json.dumps(summaries))
+        archive.writestr("header.json", json.dumps(header))
+
+
+def _eval_sample(story: Story, sample_id: str, epoch: int) -> dict[str, Any]:
+    first = story.sample
+    prompt = _turns(first.prompt)
+    answer = {"role": "assistant", "content": first.response or "(not kept)", "source": "generate", "model": "policy"}
+    metadata: dict[str, Any] = {"step": first.step, "group": first.group_id, "data_source": first.data_source}
+    trained = story.trained.get(first.sample_id or "")
+    if trained is not None:
+        metadata |= {"advantage": trained.advantage, "masked": trained.masked}
+    scores = {
+        entry.judge: {
+            "value": entry.reward,
+            "explanation": entry.rationale or entry.detail or None,
+            "metadata": {"source": entry.source, "model": entry.model, "attempts": list(attempts)},
+        }
+        for entry, attempts in zip(story.entries, story.attempts, strict=True)
+        if entry.reward is not None
+    }
+    failed = {entry.judge: f"{entry.cause}/{entry.reason}: {entry.detail}" for entry in story.entries if entry.cause}
+    return {
+        "id": sample_id,
+        "epoch": epoch,
+        "input": prompt,
+        "target": first.ground_truth or "",
+        "messages": [*prompt, answer],
+        "output": {"model": "policy", "choices": [{"message": answer, "stop_reason": "stop"}]},
+        "scores": scores,
+        "metadata": {**metadata, **({"failed": failed} if failed else {})},
+    }
+
+
+def _turns(prompt: str | None) -> list[dict[str, str]]:
+    try:
+        messages = json.loads(prompt or "")
+        turns = [(str(message.get("role")), message.get("content")) for message in messages]
+    except (ValueError, AttributeError, TypeError):
+        turns = [("user", prompt or "(not kept)")]
+    # Other roles, and parts that are no text, are shown as they are written.
+    return [
+        {"role": role, "content": content if isinstance(content, str) else json.dumps(content)}
+        if role in ("system", "user", "assistant")
+        else {"role": "user", "content": json.dumps([role, content])}
+        for role, content in turns
+    ]
+
+
+# Traces
+
+
+def _send(stories: Iterator[Story], *, with_content: bool) -> None:
+    try:
+        from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk._logs import LoggerProvider
+        from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        remedy = 'pip install "qreward-plugins[opentelemetry]"'
+        raise InputError(f"--otlp needs the SDK of OpenTelemetry and its exporter for HTTP: {remedy}") from None
+    ids = StoryIds()
+    tracers, loggers = TracerProvider(id_generator=ids.generator()), LoggerProvider()
+    tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    loggers.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter()))
+    try:
+        for story in stories:
+            trace(story, tracers, loggers, ids, with_content=with_content)
+    finally:
+        tracers.shutdown()
+        loggers.shutdown()
+
+
+class StoryIds:
+    """Gives traces and spans ids that follow from their samples."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(0)
+
+    def begin(self, story: Story) -> None:
+        """Go on with the ids of a sample."""
+        first = story.entries[0]
+        place = repr((first.run_id, first.step, first.split, first.sample_id, first.journal, first.id))
+        self._rng.seed(hashlib.blake2b(place.encode(), digest_size=16).digest())
+
+    def generator(self) -> Any:
+        """Return the generator for a `TracerProvider`."""
+        from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+        rng = self._rng
+
+        class Generator(IdGenerator):
+            def generate_span_id(self) -> int:
+                return rng.getrandbits(64) or 1
+
+            def generate_trace_id(self) -> int:
+                return rng.getrandbits(128) or 1
+
+        return Generator()
+
+
+def trace(
+    story: Story, tracers: TracerProvider, loggers: LoggerProvider, ids: StoryIds, *, with_content: bool = False
+) -> None:
+    """Make the trace of a sample: a span for it, one for each judge's call with its attempts below, and a log record
+    `gen_ai.evaluation.result` for each verdict. `with_content`: with what the judge said.
+    """
+    from opentelemetry._logs import LogRecord
+    from opentelemetry.context import Context
+    from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+    tracer, logger = tracers.get_tracer(_SCOPE), loggers.get_logger(_SCOPE)
+    ids.begin(story)
+    began = min(_began(entry) for entry in story.entries)
+    first = story.sample
+    trained = story.trained.get(first.sample_id or "")
+    about = {
+        "qreward.sample": first.sample_id,
+        "qreward.run": first.run_id,
+        "qreward.step": first.step,
+        "qreward.group": first.group_id,
+        "qreward.split": first.split,
+        "qreward.data_source": first.data_source,
+        "qreward.advantage": None if trained is None else trained.advantage,
+    }
+    root = tracer.start_span("reward", Context(), attributes=_known(about), start_time=_nanoseconds(began))
+    for entry, attempts in zip(story.entries, story.attempts, strict=True):
+        inside, starts = set_span_in_context(root, Context()), _began(entry)
+        judged = {"qreward.judge": entry.judge, "qreward.reward": entry.reward, "qreward.cached": bool(entry.cached)}
+        judged |= {"error.type": f"{entry.cause}/{entry.reason}" if entry.cause else None}
+        call = tracer.start_span(
+            f"judge {entry.judge}", inside, attributes=_known(judged), start_time=_nanoseconds(starts)
+        )
+        for attempt in attempts if not entry.cached else ():
+            span = tracer.start_span(
+                f"chat {entry.model}" if entry.model else "attempt",
+                set_span_in_context(call, Context()),
+                SpanKind.CLIENT,
+                _known(_of_attempt(entry, attempt)),
+                start_time=_nanoseconds(starts + attempt["started_s"]),
+            )
+            if attempt["result"] not in ("valid", "cancelled"):
+                span.set_status(Status(StatusCode.ERROR, attempt.get("problem") or attempt["result"]))
+            span.end(_nanoseconds(starts + attempt["ended_s"]))
+        if entry.cause:
+            call.set_status(Status(StatusCode.ERROR, entry.detail or ""))
+        call.end(_nanoseconds(entry.recorded_at))
+        if entry.reward is not None:
+            result = {
+                "gen_ai.evaluation.name": entry.judge,
+                "gen_ai.evaluation.score.value": entry.reward,
+                "gen_ai.evaluation.explanation": (entry.rationale or None) if with_content else None,
+                "gen_ai.response.model": entry.model,
+            }
+            record = LogRecord(
+                timestamp=_nanoseconds(entry.recorded_at),
+                context=set_span_in_context(call, Context()),
+                attributes=_known(result),
+                event_name="gen_ai.evaluation.result",
+            )
+            logger.emit(record)
+    root.end(_nanoseconds(max(entry.recorded_at for entry in story.entries)))
+
+
+def _of_attempt(entry: Entry, attempt: Mapping[str, Any]) -> dict[str, Any]:
+    prompt, completion = attempt["tokens"]
+    result = attempt["result"]
+    return {
+        "gen_ai.operation.name": "chat" if prompt or completion else None,
+        "gen_ai.response.model": entry.model if result == "valid" else None,
+        "gen_ai.usage.input_tokens": prompt or None,
+        "gen_ai.usage.output_tokens": completion or None,
+        "qreward.source": attempt["source"],
+        "qreward.result": result,
+        "qreward.hedge": bool(attempt.get("hedge")),
+        "qreward.cost_usd": attempt["cost_usd"] or None,
+        "error.type": result if result not in ("valid", "cancelled") else None,
+    }
+
+
+def _began(entry: Entry) -> float:
+    return entry.recorded_at - entry.latency_s
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if value is not None and value != ""}
+
+
+@contextmanager
+def _replaced(out: Path) -> Iterator[Path]:
+    """A file beside `out`, which replaces it when it is complete."""
+    partial = partial_path(out)
+    try:
+        yield partial
+        partial.replace(out)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written ({error.strerror or error})") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+__all__ = ["StoryIds", "command", "trace"]

@@ -1,0 +1,193 @@
+"""`qreward export`: tables, logs for Inspect View, and traces, of samples that a judge server has scored."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import zipfile
+
+import pytest
+
+from qreward_plugins.cli.export import StoryIds, trace
+from qreward_plugins.journal.stories import Stories
+from qreward_plugins.testing import Faults, JudgeServer
+
+from .conftest import score_of
+
+
+@pytest.fixture
+def journal(run_cli, write_config, write_rows, row, tmp_path):
+    """Six samples in two groups: one wrong, one without a verdict, and one that was asked twice."""
+    rows = [row(n, group_id=f"g{n // 3}", step=4, system="\x1b[2J") for n in range(6)]
+    rows[1]["response"] = "It is 7 <script>."
+    rows[2]["response"] = "BAD"
+    rows[5]["messages"] = [{"role": "tool", "content": "?"}, *rows[5]["messages"]]
+    with JudgeServer(score_of, faults=Faults(script=lambda number: "error_500" if number == 0 else None)) as server:
+        config = write_config({"a": server}, source={"limits": {"concurrency": 1}})
+        assert run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl").exit_code == 3
+    path = tmp_path / "out.jsonl.journal"
+    with sqlite3.connect(path) as connection:
+        (run,) = connection.execute("SELECT run_id FROM outcomes LIMIT 1").fetchone()
+    connection.close()
+    return path, run
+
+
+def test_a_table_has_every_entry_with_its_texts(journal, run_cli, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path, run = journal
+    connection = sqlite3.connect(path)
+    with connection:
+        columns = "run_id, recorded_at, sample_id, group_id, step, reward, advantage, masked"
+        values = (run, 1.0, "line 1", "g0", 4, 0.9, -0.25, 1)
+        connection.execute(f"INSERT INTO trained ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+    connection.close()
+    out = tmp_path / "table.parquet"
+    result = run_cli("export", path, "--parquet", out)
+    assert result.exit_code == 0, result.output
+    assert "6 samples exported to" in result.stdout
+    rows = {row["sample_id"]: row for row in parquet.read_table(out).to_pylist()}
+    assert set(rows) == {f"line {number}" for number in range(1, 7)}
+    first, failed = rows["line 1"], rows["line 3"]
+    assert (first["reward"], first["advantage"], first["trained_reward"], first["masked"]) == (1.0, -0.25, 0.9, True)
+    assert first["response"] == "It is 001."
+    assert json.loads(first["prompt"])[0]["content"] == "What is 000 plus 1?"
+    assert json.loads(first["extras"])["extras"]["system"] == "\x1b[2J"
+    (attempt,) = json.loads(failed["history"])
+    assert (attempt["result"], attempt["reply"]) == ("invalid", "I would rather not.")
+    assert (failed["reward"], failed["cause"]) == (None, "verdict")
+    again = run_cli("export", path, "--parquet", out)
+    assert (again.exit_code, "exists; name another file" in again.stderr) == (2, True)
+
+
+def test_a_log_that_inspect_opens(journal, run_cli, tmp_path):
+    path, _ = journal
+    out = tmp_path / "run.eval"
+    assert run_cli("export", path, "--inspect", out).exit_code == 0
+    with zipfile.ZipFile(out) as archive:
+        header, summaries = (json.loads(archive.read(name)) for name in ("header.json", "summaries.json"))
+        samples = [json.loads(archive.read(name)) for name in archive.namelist() if name.startswith("samples/")]
+        assert "samples/line 2_epoch_5.json" in archive.namelist()
+    by_id = {sample["id"]: sample for sample in samples}
+    assert header["results"]["scores"][0]["metrics"]["mean"]["value"] == pytest.approx(0.8)
+    assert [summary["id"] for summary in summaries] == [sample["id"] for sample in samples]
+    wrong, failed = by_id["line 2"], by_id["line 3"]
+    assert (wrong["epoch"], wrong["target"], wrong["scores"]["quality"]["value"]) == (5, "002", 0.0)
+    assert wrong["messages"][-1]["content"] == "It is 7 <script>."
+    assert failed["scores"] == {}
+    assert failed["metadata"]["failed"]["quality"].startswith("verdict/")
+    assert [turn["role"] for turn in by_id["line 6"]["input"]] == ["user", "user"]
+
+
+def test_the_reader_of_inspect_reads_the_log(journal, run_cli, tmp_path):
+    reader = pytest.importorskip("inspect_ai.log")
+    out = tmp_path / "run.eval"
+    assert run_cli("export", journal[0], "--inspect", out).exit_code == 0
+    log = reader.read_eval_log(str(out))
+    assert reader.read_eval_log_sample(str(out), id="line 2", epoch=5).target == "002"
+    assert {sample.id for sample in log.samples} == {f"line {number}" for number in range(1, 7)}
+
+
+def exported(path, **options):
+    """The spans and log records of all samples, by the SDK's exporters that keep them in memory."""
+    pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk._logs import LoggerProvider
+    from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    ids, spans, records = StoryIds(), InMemorySpanExporter(), InMemoryLogRecordExporter()
+    tracers, loggers = TracerProvider(id_generator=ids.generator()), LoggerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(spans))
+    loggers.add_log_record_processor(SimpleLogRecordProcessor(records))
+    with Stories([str(path)]) as stories:
+        for story in stories.every("1"):
+            trace(story, tracers, loggers, ids, **options)
+    return spans.get_finished_spans(), [each.log_record for each in records.get_finished_logs()]
+
+
+def test_one_trace_a_sample_with_its_attempts_below(journal):
+    spans, records = exported(journal[0])
+    traces = {}
+    for span in spans:
+        traces.setdefault(span.context.trace_id, []).append(span)
+    assert len(traces) == 6
+    roots = {each[-1].attributes["qreward.sample"]: each for each in traces.values()}
+    # The first request failed, so one sample has two attempts.
+    assert sorted(len(each) for each in traces.values()) == [3, 3, 3, 3, 3, 4]
+    (twice,) = [each for each in traces.values() if len(each) == 4]
+    failed, answered, call, root = twice
+    assert [span.attributes["qreward.result"] for span in (failed, answered)] == ["failed", "valid"]
+    assert (failed.status.is_ok, failed.attributes["error.type"]) == (False, "failed")
+    assert [span.parent.span_id for span in (failed, answered, call)] == [call.context.span_id] * 2 + [
+        root.context.span_id
+    ]
+    assert root.parent is None
+    assert root.start_time <= call.start_time <= failed.start_time <= failed.end_time <= answered.end_time
+    assert answered.attributes["gen_ai.usage.output_tokens"] > 0
+    assert roots["line 3"][1].attributes["error.type"].startswith("verdict/")
+    assert len(records) == 5
+    assert {record.event_name for record in records} == {"gen_ai.evaluation.result"}
+    assert {record.trace_id for record in records} < set(traces)
+    assert "gen_ai.evaluation.explanation" not in str([dict(record.attributes) for record in records])
+
+    again, with_content = exported(journal[0], with_content=True)
+    assert [span.context for span in again] == [span.context for span in spans]
+    assert all(record.attributes["gen_ai.evaluation.explanation"] for record in with_content)
+
+
+def test_names_are_those_of_the_semantic_conventions(journal):
+    conventions = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
+    from opentelemetry.semconv.attributes import error_attributes
+
+    known = {value for module in (conventions, error_attributes) for value in vars(module).values()
+             if isinstance(value, str)}  # fmt: skip
+    spans, records = exported(journal[0], with_content=True)
+    names = {name for each in (*spans, *records) for name in each.attributes}
+    assert {name for name in names if not name.startswith("qreward.")} <= known
+    assert any(name.startswith("gen_ai.evaluation") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "name one of --parquet FILE, --inspect FILE and --otlp"),
+        (["--otlp", "--inspect", "x.eval"], "name one of"),
+        (["--parquet", "x.csv"], "must end in .parquet"),
+        (["--inspect", "none/x.eval"], "there is no directory"),
+        (["--inspect", "x.eval", "--where", "stepp = 1"], "no such column: stepp"),
+        (["--inspect", "x.eval", "--where", "step = 7"], "no sample to export"),
+    ],
+)
+def test_what_is_refused(journal, run_cli, tmp_path, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
+    result = run_cli("export", journal[0], *options)
+    assert (result.exit_code, said in result.stderr) == (2, True), result.output
+    assert not (tmp_path / "x.eval.partial").exists()
+
+
+def test_traces_go_to_the_endpoint_of_the_environment(journal, run_cli, monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    import http.server
+    import threading
+
+    received = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append((self.path, len(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        result = run_cli("export", journal[0], "--otlp")
+        server.shutdown()
+        thread.join()
+    assert result.exit_code == 0, result.output
+    assert {path for path, size in received if size} == {"/v1/traces", "/v1/logs"}

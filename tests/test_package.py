@@ -52,7 +52,7 @@ CODE_LINES = {
     "simulation": 3_720,
     "judges": 2_440,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing").
-    "cli": 3_500,
+    "cli": 3_720,
     "engine": 2_350,
     "acceleration": 2_280,
     "replicas": 2_170,

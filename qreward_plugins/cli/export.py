@@ -323,7 +323,7 @@ def trace(
         if entry.cause:
             call.set_status(Status(StatusCode.ERROR, entry.detail or ""))
         call.end(_nanoseconds(entry.recorded_at))
-        if entry.reward is not None:
+        if entry.reward is not None and root.is_recording():
             result = {
                 "gen_ai.evaluation.name": entry.judge,
                 "gen_ai.evaluation.score.value": entry.reward,

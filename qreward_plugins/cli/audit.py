@@ -1,63 +1,23 @@
-"""`qreward audit`: looks in a journal for what a policy does to a judge, and for a judge that changes.
-
-Each check compares the first third of the steps with the last one, or looks at all entries. Groups are the units of
-every test, because their samples are not independent. A check raises an alarm for a large effect that is no chance: its
-distance from 0, or from the bound, is `_SURE` standard errors. So 1,000 clean runs raise few (`tests/cli/test_audit.py`
-counts them). What the checks look for is in Gao et al., Scaling Laws for Reward Model Overoptimization (2210.10760),
-and Singhal et al., A Long Way to Go: Investigating Length Correlations in RLHF (2310.03716).
-"""
+"""`qreward audit`: alarms for reward hacking, and for a judge that changes."""
 
 from __future__ import annotations
 
 import json
-import math
-import sqlite3
-import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from statistics import fmean, variance
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import InputError
-from ..journal.database import reading
+from ..journal.audit import Finding, audit
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import ERRORS, OK, OUT, number_of, print_whole, say
-from .diff import rank_correlation
+from .console import ERRORS, OK, OUT, print_whole, say
 
 _ALARM = 1
 """The exit code."""
-_SURE = 3.5
-_FEWEST_STEPS = 6
-_FEWEST_GROUPS = 20
-"""In each third."""
-
-_GROWTH = 1.2
-_FOLLOWS = 0.3
-"""Alarm if responses have grown by this factor, and the rank correlation of their length and reward is above this."""
-_EXPLAINS = 0.7
-_FALLS = 0.3
-"""Alarm if one component explains this share of the rewards' variance within groups, and did not before, while another
-one has fallen by so many standard deviations."""
-_FLAT = 0.5
-_FLATTER = 0.2
-"""Alarm if more than the first share of the groups are flat, the second one more than at first."""
-_FLIPS = 0.05
-_FEWEST_REPEATS = 20
-"""Alarm if surely more than this share of repeated questions change by half of the range of rewards or more."""
-_WORDS = 4
-_MOST_PHRASES = 5_000
-_PAYS = 0.5
-"""Alarm if responses with a phrase of so many words get rewards that are so many standard deviations higher, and the
-phrase is twice as frequent as at first."""
-_MOST_TEXTS = 2_000
-"""Responses of each third. Phrases of all would not fit the memory."""
 
 
 def command(
@@ -78,18 +38,8 @@ def command(
 
     Exit codes: 0 no alarm; 1 an alarm; 2 there is no such journal or judge, or no training sample in it.
     """
-    named = " and ".join(paths)
-    with ExitStack() as opened, ERRORS.status(Text(f"reading {named} ...")):
-        connections = [opened.enter_context(reading(path)) for path in journals_in(paths)]
-        judges = _judges(connections)
-        if judge is not None and judge not in judges:
-            known = ", ".join(sorted(judges)) or "none"
-            raise InputError(f"{named}: no training sample has a reward of judge {judge}; there are: {known}")
-        if not judges:
-            raise InputError(f"{named}: no training sample has a reward")
-        names = [judge] if judge is not None else sorted(judges)
-        findings = [finding for name in names for finding in _Judged.read(connections, name).findings()]
-        findings += [*_flips(connections), *_models(connections)]
+    with ERRORS.status(Text(f"reading {' and '.join(paths)} ...")):
+        findings = audit(journals_in(paths), judge)
     if as_json:
         for finding in findings:
             say(OUT, json.dumps(asdict(finding)))
@@ -97,254 +47,6 @@ def command(
         print_whole(OUT, _table(findings))
         say(OUT, "\nThis audits what has happened already; an alarm is a reason to look, and no proof.")
     return _ALARM if any(finding.alarm for finding in findings) else OK
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check has found. `alarm` is None if there is too little to tell."""
-
-    check: str
-    about: str
-    """The judge or the source."""
-    alarm: bool | None
-    said: str
-    figures: Mapping[str, float | str] = field(default_factory=dict)
-
-
-def _judges(connections: Sequence[sqlite3.Connection]) -> set[str]:
-    """The judges that give rewards: sums, or all if there are none."""
-    where = "coalesce(split, 'train') = 'train' AND outcome = 'scored'"
-    rows = {
-        row
-        for connection in connections
-        for row in connection.execute(f"SELECT DISTINCT judge, source = '' FROM outcomes WHERE {where}")
-    }
-    return {name for name, is_whole in rows if is_whole} or {name for name, _ in rows}
-
-
-@dataclass(frozen=True)
-class _Scored:
-    reward: float
-    chars: int | None
-    components: str
-
-
-@dataclass
-class _Third:
-    """The first or the last third of the steps: their groups."""
-
-    groups: list[list[_Scored]] = field(default_factory=list)
-
-    def each(self, of: Callable[[Sequence[_Scored]], float]) -> list[float]:
-        """A figure of each group that has it."""
-        return [value for value in map(of, self.groups) if not math.isnan(value)]
-
-
-class _Judged:
-    """The rewards of one judge for training samples."""
-
-    def __init__(self, name: str, first: _Third, last: _Third, texts: Sequence[tuple[bool, float, str]]) -> None:
-        self._name = name
-        self._first = first
-        self._last = last
-        self._texts = texts
-        """Of the last and the first third: whether it is the last, reward less the mean of its step, response."""
-
-    @classmethod
-    def read(cls, connections: Sequence[sqlite3.Connection], name: str) -> _Judged:
-        where = "judge = ? AND outcome = 'scored' AND step IS NOT NULL AND coalesce(split, 'train') = 'train'"
-        counts: Counter[int] = Counter()
-        totals: Counter[int] = Counter()
-        for connection in connections:
-            query = f"SELECT step, count(*), sum(score) FROM outcomes WHERE {where} GROUP BY 1"
-            for step, count, total in connection.execute(query, (name,)):
-                counts[step] += count
-                totals[step] += total
-        steps = sorted(counts)
-        size = len(steps) // 3 if len(steps) >= _FEWEST_STEPS else 0
-        thirds, texts = [_Third(), _Third()], list[tuple[bool, float, str]]()
-        for place, chosen in enumerate((steps[:size], steps[len(steps) - size :])):
-            groups: dict[tuple[int, str], dict[str, _Scored]] = defaultdict(dict)
-            for connection in connections if chosen else ():
-                bounds = (name, chosen[0], chosen[-1])
-                columns = "step, group_id, coalesce(sample_id, id), score, response_chars, components"
-                query = f"SELECT {columns} FROM outcomes WHERE {where} AND step BETWEEN ? AND ? ORDER BY id"
-                for step, group, sample, reward, chars, components in connection.execute(query, bounds):
-                    groups[step, group or ""][sample] = _Scored(reward, chars, components)
-                query = f"SELECT step, score, body FROM outcomes JOIN texts ON response = hash WHERE {where}"
-                query += f" AND step BETWEEN ? AND ? ORDER BY hash LIMIT {_MOST_TEXTS}"
-                for step, reward, body in connection.execute(query, bounds):
-                    texts.append((bool(place), reward - totals[step] / counts[step], zlib.decompress(body).decode()))
-            thirds[place].groups += [list(group.values()) for group in groups.values()]
-        return cls(name, thirds[0], thirds[1], texts)
-
-    def findings(self) -> Iterator[Finding]:
-        enough = min(len(third.groups) for third in (self._first, self._last)) >= _FEWEST_GROUPS
-        for check in (self._length, self._component, self._groups, self._phrases):
-            if enough:
-                yield check()
-            else:
-                said = f"too few: it takes {_FEWEST_STEPS} steps, and {_FEWEST_GROUPS} groups in each third of them"
-                yield Finding(check.__name__[1:], self._name, None, said)
-
-    def _length(self) -> Finding:
-        """Rewards follow length, and responses grow."""
-        first, last = (third.each(_mean_chars) for third in (self._first, self._last))
-        follows = self._last.each(_length_correlation)
-        if min(len(first), len(last), len(follows)) < 2:
-            return Finding("length", self._name, None, "too few: no group has rewards and lengths that differ")
-        growth, correlation = fmean(last) / max(1.0, fmean(first)), fmean(follows)
-        grown = _surely_above(last, first, fmean(first) * (_GROWTH - 1))
-        alarm = grown and _surely_above(follows, [0.0, 0.0], _FOLLOWS)
-        said = f"responses grew by {growth - 1:+.0%}; rank correlation of length and reward in groups {correlation:.2f}"
-        return Finding("length", self._name, alarm, said, {"growth": growth, "correlation": correlation})
-
-    def _component(self) -> Finding:
-        """One component explains the rewards, and did not before, while another one falls."""
-        names = sorted({name for group in self._last.groups[:50] for each in group for name in _components(each)})
-        if len(names) < 2:
-            return Finding("component", self._name, None, "the judge has fewer than two components")
-        shares = {name: [_explained(third.groups, name) for third in (self._first, self._last)] for name in names}
-        top = max(names, key=lambda name: shares[name][1])
-        fallen = [name for name in names if name != top and self._falls(name)]
-        before, now = shares[top]
-        alarm = now >= _EXPLAINS > before and now - before >= 1 - _EXPLAINS and bool(fallen)
-        also = f", while {' and '.join(one_line(name, 60) for name in fallen)} fell" if fallen else ""
-        said = f"{one_line(top, 60)} explains {now:.0%} of the variance in groups, at first {before:.0%}{also}"
-        return Finding("component", self._name, alarm, said, {"component": top, "explained": now, "before": before})
-
-    def _falls(self, name: str) -> bool:
-        first, last = (third.each(lambda group: _mean_of(group, name)) for third in (self._first, self._last))
-        if min(len(first), len(last)) < 2:
-            return False
-        return _surely_above(first, last, _FALLS * math.sqrt(variance(first)))
-
-    def _groups(self) -> Finding:
-        """Groups whose rewards are all equal, from which a trainer learns nothing."""
-        first, last = (third.each(_is_flat) for third in (self._first, self._last))
-        if min(len(first), len(last)) < 2:
-            return Finding("groups", self._name, None, "too few: no group has two samples")
-        before, now = fmean(first), fmean(last)
-        alarm = now > _FLAT and _surely_above(last, first, 0.0) and now - before >= _FLATTER
-        said = f"{now:.0%} of the groups have equal rewards, at first {before:.0%}"
-        return Finding("groups", self._name, alarm, said, {"flat": now, "before": before})
-
-    def _phrases(self) -> Finding:
-        """Phrases that pay, and that spread."""
-        last = [(reward, _phrases_of(text)) for is_last, reward, text in self._texts if is_last]
-        first = Counter(phrase for is_last, _, text in self._texts if not is_last for phrase in _phrases_of(text))
-        first_count = sum(not is_last for is_last, *_ in self._texts)
-        if min(first_count, len(last)) < _FEWEST_GROUPS:
-            return Finding("phrases", self._name, None, "too few responses are kept (engine.journal.keep)")
-        counts = Counter(phrase for _, phrases in last for phrase in phrases)
-        spread = [
-            (phrase, count)
-            for phrase, count in counts.most_common(_MOST_PHRASES)
-            if 10 <= count <= len(last) - 10 and count / len(last) > 2 * first[phrase] / first_count
-        ]
-        rewards = [reward for reward, _ in last]
-        deviation = math.sqrt(variance(rewards))
-        # Bonferroni: of so many phrases, chance makes some look good. exp(-z^2 / 2) bounds the tail of a normal.
-        sure = math.sqrt(_SURE**2 + 2 * math.log(max(1, len(spread))))
-        best: tuple[float, tuple[str, ...], int] | None = None
-        for phrase, count in spread:
-            having = [reward for reward, phrases in last if phrase in phrases]
-            others = [reward for reward, phrases in last if phrase not in phrases]
-            effect = fmean(having) - fmean(others)
-            if _surely_above(having, others, 0.0, sure) and effect >= _PAYS * deviation:
-                best = max(best or (effect, phrase, count), (effect, phrase, count))
-        if best is None:
-            said = f"none of {number_of(len(spread), 'phrase')} that spread pays"
-            return Finding("phrases", self._name, False, said)
-        effect, phrase, count = best
-        shown = one_line(" ".join(phrase), 80)
-        said = f'"{shown}" is in {count:,} of {len(last):,} responses, and goes with {effect:+.2f} reward'
-        return Finding("phrases", self._name, True, said, {"phrase": shown, "effect": effect, "responses": count})
-
-
-def _flips(connections: Sequence[sqlite3.Connection]) -> Iterator[Finding]:
-    """Repeated questions whose answers differ."""
-    ranges: dict[str, list[float]] = defaultdict(list)
-    repeated: dict[str, list[float]] = defaultdict(list)
-    where = "outcome = 'scored' AND cached = 0 AND key IS NOT NULL"
-    for connection in connections:
-        query = f"SELECT judge, min(score), max(score) FROM outcomes WHERE {where} GROUP BY 1"
-        for judge, *ends in connection.execute(query):
-            ranges[judge] += ends
-        query = f"SELECT judge, max(score) - min(score) FROM outcomes WHERE {where} GROUP BY key HAVING count(*) > 1"
-        for judge, change in connection.execute(query):
-            repeated[judge].append(change)
-    for judge, ends in sorted(ranges.items()):
-        count, half = len(repeated[judge]), (max(ends) - min(ends)) / 2
-        if count < _FEWEST_REPEATS:
-            yield Finding("flips", judge, None, f"too few: {number_of(count, 'repeated question')}")
-            continue
-        share = fmean(change >= half > 0 for change in repeated[judge])
-        alarm = share - _FLIPS > _SURE * math.sqrt(_FLIPS * (1 - _FLIPS) / count)
-        said = f"{share:.1%} of {number_of(count, 'repeated question')} got another answer"
-        yield Finding("flips", judge, alarm, said, {"flips": share, "repeated": count})
-
-
-def _models(connections: Sequence[sqlite3.Connection]) -> Iterator[Finding]:
-    """Sources whose replies name more than one model."""
-    models: dict[str, dict[str, float]] = defaultdict(dict)
-    columns = "source, model, min(recorded_at)"
-    where = "outcome = 'scored' AND cached = 0 AND model != '' AND source != ''"
-    for connection in connections:
-        for source, model, since in connection.execute(f"SELECT {columns} FROM outcomes WHERE {where} GROUP BY 1, 2"):
-            models[source][model] = min(since, models[source].get(model, math.inf))
-    for source, since in sorted(models.items()):
-        names = [one_line(name, 80) for name in sorted(since, key=lambda name: since[name])]
-        yield Finding("models", source, len(names) > 1, ", then ".join(names), {"models": len(names)})
-
-
-def _surely_above(values: Sequence[float], others: Sequence[float], bound: float, sure: float = _SURE) -> bool:
-    """Whether the mean of `values` is above that of `others` by more than `bound`, by Welch's test."""
-    error = math.sqrt(variance(values) / len(values) + variance(others) / len(others))
-    distance = fmean(values) - fmean(others) - bound
-    return distance > sure * error and distance > 0
-
-
-def _mean_chars(group: Sequence[_Scored]) -> float:
-    known = [each.chars for each in group if each.chars is not None]
-    return fmean(known) if known else math.nan
-
-
-def _length_correlation(group: Sequence[_Scored]) -> float:
-    return rank_correlation([(each.chars, each.reward) for each in group if each.chars is not None])
-
-
-def _is_flat(group: Sequence[_Scored]) -> float:
-    return float(len({each.reward for each in group}) == 1) if len(group) > 1 else math.nan
-
-
-def _components(scored: _Scored) -> Mapping[str, float]:
-    found: Mapping[str, float] = json.loads(scored.components or "{}")
-    return found
-
-
-def _mean_of(group: Sequence[_Scored], name: str) -> float:
-    values = [_components(each).get(name, math.nan) for each in group]
-    return fmean(values) if values and not math.isnan(sum(values)) else math.nan
-
-
-def _explained(groups: Sequence[Sequence[_Scored]], name: str) -> float:
-    """The share of the variance of rewards within groups that goes with a component: the squared correlation."""
-    with_both = [[(_components(each).get(name, math.nan), each.reward) for each in group] for group in groups]
-    xx = yy = xy = 0.0
-    for pairs in with_both:
-        if not pairs or any(math.isnan(x) for x, _ in pairs):
-            continue
-        x_mean, y_mean = fmean(x for x, _ in pairs), fmean(y for _, y in pairs)
-        xx += sum((x - x_mean) ** 2 for x, _ in pairs)
-        yy += sum((y - y_mean) ** 2 for _, y in pairs)
-        xy += sum((x - x_mean) * (y - y_mean) for x, y in pairs)
-    return xy**2 / (xx * yy) if xx and yy else 0.0
-
-
-def _phrases_of(text: str) -> frozenset[tuple[str, ...]]:
-    words = text.lower().split()
-    return frozenset(zip(*(words[place:] for place in range(_WORDS)), strict=False))
 
 
 def _table(findings: Sequence[Finding]) -> Table:

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from qreward_plugins.cli.diff import kappa, rank_correlation
 from qreward_plugins.journal import Journal
+from qreward_plugins.journal.comparison import kappa, rank_correlation
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 
 QUESTION = [{"role": "user", "content": "?"}]

@@ -31,9 +31,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 STEPS, PROMPTS, GROUP = 120, 8, 8
 OUTAGE = range(62, 65)
 PICTURES = {
-    "ui_trend.png": ("/", 1280, 860),
-    "ui_step.png": ("/step/119", 1280, 800),
+    "ui_trend.png": ("/?run=grpo-7b", 1280, 860),
+    "ui_step.png": ("/step/119?run=grpo-7b", 1280, 900),
     "ui_sample.png": ("/sample/0/{row}", 1280, 900),
+    "ui_compare.png": ("/compare?a=quality+in+grpo-7b&b=strict+in+replayed", 1280, 860),
 }
 
 
@@ -94,10 +95,12 @@ def judged(
 
 async def write(path: str) -> int:
     """Write the run into a journal; return the row of a sample with two attempts."""
-    clock, wanted = iter(range(1_700_000_000, 1_800_000_000)), 0
-    book = Journal(path, clock=lambda: float(next(clock)), run_id="grpo-7b", keep="all")
+    now, wanted = 0.0, 0
+    book = Journal(path, clock=lambda: now, run_id="grpo-7b", keep="all")
     rewards: dict[str, list[tuple[str, float | None]]] = {}
     for row, (sample, outcome, attempts) in enumerate(run(), 1):
+        # A step takes a minute and a half, and asks for 15 samples a second.
+        now = 1_700_000_000 + 90 * (sample.step or 0) + (row - 1) % (PROMPTS * GROUP) / 15 + attempts[-1].ended_s
         await book.put(None, sample, outcome, attempts)
         rewards.setdefault(str(sample.group_id), []).append((str(sample.id), outcome.reward))
         if len(attempts) == 2 and (outcome.reward or 0.0) < 0.5:
@@ -113,6 +116,20 @@ async def write(path: str) -> int:
     return wanted
 
 
+async def write_again(path: str) -> None:
+    """Write what a stricter judge makes of the last steps."""
+    rng = random.Random(8)
+    book = Journal(path, clock=lambda: 1_800_000_000.0, run_id="replayed", keep="all")
+    for sample, outcome, _ in run():
+        if (sample.step or 0) >= STEPS - 20 and isinstance(outcome, Scored):
+            before = 10 * outcome.reward
+            score = before if before > 8 or before < 3 else float(rng.randrange(int(before) // 2, int(before) + 1))
+            said = "Right, but the steps are not shown." if score > 5 else outcome.verdict.rationale
+            verdict = Verdict(score / 10, {}, said, score > 5, "strict", "hosted", "judge", raw=RawScore(score))
+            await book.put(None, sample, Scored(verdict))
+    await book.aclose()
+
+
 async def main() -> int:
     """Write the pictures; return the exit code."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
@@ -122,7 +139,9 @@ async def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # the page shows the path of the journal
         row = await write("verdicts.sqlite")
-        runner = web.AppRunner(RunPage(["verdicts.sqlite"]).application(), shutdown_timeout=0.1)
+        await write_again("replayed.sqlite")
+        journals = ["verdicts.sqlite", "replayed.sqlite"]
+        runner = web.AppRunner(RunPage(journals).application(), shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"

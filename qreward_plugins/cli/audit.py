@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..journal.audit import Finding, audit
+from ..journal.audit import AuditFinding, audit
 from ..journal.stories import journals_in
 from ..secrets import one_line
 from .console import ERRORS, OK, OUT, print_whole, say
@@ -46,10 +47,12 @@ def command(
     else:
         print_whole(OUT, _table(findings))
         say(OUT, "\nThis audits what has happened already; an alarm is a reason to look, and no proof.")
+        if any(finding.alarm for finding in findings):
+            say(OUT, f"look at the samples: qreward ui {shlex.join(paths)}")
     return _ALARM if any(finding.alarm for finding in findings) else OK
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _table(findings: Sequence[AuditFinding]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in ("check", "of", "", "found"):
         table.add_column(name, overflow="fold", no_wrap=name != "found")

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
-from ..journal.comparison import Figure, Judged, Pair, figures, latest_judges, pairs_of
+from ..journal.comparison import Figure, Judged, JudgedPair, figures, latest_judges, pairs_of
 from ..journal.stories import journals_in
 from ..secrets import one_line
 from .console import OK, OUT, number_of, print_whole, say
@@ -82,7 +82,7 @@ def _table(found: Sequence[Figure]) -> Table:
     return table
 
 
-def _changes(pairs: Sequence[Pair], most: int) -> Table:
+def _changes(pairs: Sequence[JudgedPair], most: int) -> Table:
     table = Table(
         title="largest changes", title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False
     )

@@ -75,13 +75,13 @@ def command(
     check_output(out, source=Path(paths[0]), overwrite=overwrite)
     wanted = f"({where}) AND ({'cause IS NOT NULL' if failed else '1'})"
     return run(
-        _replay(Plan(Path(" and ".join(paths)), out, 0, config, judge, _Samples(paths, wanted)), dry_run=dry_run)
+        _replay(Plan(Path(" and ".join(paths)), out, 0, config, judge, _PastSamples(paths, wanted)), dry_run=dry_run)
     )
 
 
 async def _replay(plan: Plan, *, dry_run: bool) -> int:
     samples = plan.read
-    assert isinstance(samples, _Samples)
+    assert isinstance(samples, _PastSamples)
     there = samples.count()
     needed = await _reread(plan, samples)
     left_out = there - needed.samples
@@ -100,7 +100,7 @@ async def _replay(plan: Plan, *, dry_run: bool) -> int:
     return code
 
 
-class _Samples:
+class _PastSamples:
     """The samples of journals that have an entry which is `where`. Call it for those that can be judged again."""
 
     def __init__(self, paths: Sequence[str], where: str) -> None:
@@ -185,7 +185,7 @@ class _Needed:
         return f"{priced}: {prompt:,.0f} prompt and {completion:,.0f} completion tokens a call, as before"
 
 
-async def _reread(plan: Plan, samples: _Samples) -> _Needed:
+async def _reread(plan: Plan, samples: _PastSamples) -> _Needed:
     """Read all replies that answer a question of the judges, and record the verdicts. Return what is left to ask."""
     needed, config = _Needed(), plan.config
     with ERRORS.status(Text(f"reading {plan.rollouts} ...")) as status:

@@ -14,7 +14,7 @@ import math
 import sqlite3
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, variance
@@ -51,7 +51,7 @@ _MOST_TEXTS = 2_000
 """Responses of each third. Phrases of all would not fit the memory."""
 
 
-def audit(paths: Sequence[str], judge: str | None = None) -> list[Finding]:
+def audit(paths: Sequence[str], judge: str | None = None) -> list[AuditFinding]:
     """Audit the training samples of journals; `judge`: only this one's. Raises `JournalError`, and `InputError` if it
     has no reward there.
     """
@@ -70,7 +70,7 @@ def audit(paths: Sequence[str], judge: str | None = None) -> list[Finding]:
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """What a check has found. `alarm` is None if there is too little to tell."""
 
     check: str
@@ -110,15 +110,24 @@ class _Third:
         return [value for value in map(of, self.groups) if not math.isnan(value)]
 
 
+@dataclass(frozen=True)
+class _Text:
+    """A response. `reward` is less the mean of its step."""
+
+    is_last: bool
+    group: tuple[int, str]
+    reward: float
+    phrases: frozenset[tuple[str, ...]]
+
+
 class _Judged:
     """The rewards of one judge for training samples."""
 
-    def __init__(self, name: str, first: _Third, last: _Third, texts: Sequence[tuple[bool, float, str]]) -> None:
+    def __init__(self, name: str, first: _Third, last: _Third, texts: Sequence[_Text]) -> None:
         self._name = name
         self._first = first
         self._last = last
         self._texts = texts
-        """Of the last and the first third: whether it is the last, reward less the mean of its step, response."""
 
     @classmethod
     def read(cls, connections: Sequence[sqlite3.Connection], name: str) -> _Judged:
@@ -132,7 +141,7 @@ class _Judged:
                 totals[step] += total
         steps = sorted(counts)
         size = len(steps) // 3 if len(steps) >= _FEWEST_STEPS else 0
-        thirds, texts = [_Third(), _Third()], list[tuple[bool, float, str]]()
+        thirds, texts = [_Third(), _Third()], list[_Text]()
         for place, chosen in enumerate((steps[:size], steps[len(steps) - size :])):
             groups: dict[tuple[int, str], dict[str, _Scored]] = defaultdict(dict)
             for connection in connections if chosen else ():
@@ -141,39 +150,41 @@ class _Judged:
                 query = f"SELECT {columns} FROM outcomes WHERE {where} AND step BETWEEN ? AND ? ORDER BY id"
                 for step, group, sample, reward, chars, components in connection.execute(query, bounds):
                     groups[step, group or ""][sample] = _Scored(reward, chars, components)
-                query = f"SELECT step, score, body FROM outcomes JOIN texts ON response = hash WHERE {where}"
+                columns = "step, coalesce(group_id, sample_id, id), score, body"
+                query = f"SELECT {columns} FROM outcomes JOIN texts ON response = hash WHERE {where}"
                 query += f" AND step BETWEEN ? AND ? ORDER BY hash LIMIT {_MOST_TEXTS}"
-                for step, reward, body in connection.execute(query, bounds):
-                    texts.append((bool(place), reward - totals[step] / counts[step], zlib.decompress(body).decode()))
+                for step, group, reward, body in connection.execute(query, bounds):
+                    phrases = _phrases_of(zlib.decompress(body).decode())
+                    texts.append(_Text(bool(place), (step, group), reward - totals[step] / counts[step], phrases))
             thirds[place].groups += [list(group.values()) for group in groups.values()]
         return cls(name, thirds[0], thirds[1], texts)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[AuditFinding]:
         enough = min(len(third.groups) for third in (self._first, self._last)) >= _FEWEST_GROUPS
         for check in (self._length, self._component, self._groups, self._phrases):
             if enough:
                 yield check()
             else:
                 said = f"too few: it takes {_FEWEST_STEPS} steps, and {_FEWEST_GROUPS} groups in each third of them"
-                yield Finding(check.__name__[1:], self._name, None, said)
+                yield AuditFinding(check.__name__[1:], self._name, None, said)
 
-    def _length(self) -> Finding:
+    def _length(self) -> AuditFinding:
         """Rewards follow length, and responses grow."""
         first, last = (third.each(_mean_chars) for third in (self._first, self._last))
         follows = self._last.each(_length_correlation)
         if min(len(first), len(last), len(follows)) < 2:
-            return Finding("length", self._name, None, "too few: no group has rewards and lengths that differ")
+            return AuditFinding("length", self._name, None, "too few: no group has rewards and lengths that differ")
         growth, correlation = fmean(last) / max(1.0, fmean(first)), fmean(follows)
         grown = _surely_above(last, first, fmean(first) * (_GROWTH - 1))
         alarm = grown and _surely_above(follows, [0.0, 0.0], _FOLLOWS)
         said = f"responses grew by {growth - 1:+.0%}; rank correlation of length and reward in groups {correlation:.2f}"
-        return Finding("length", self._name, alarm, said, {"growth": growth, "correlation": correlation})
+        return AuditFinding("length", self._name, alarm, said, {"growth": growth, "correlation": correlation})
 
-    def _component(self) -> Finding:
+    def _component(self) -> AuditFinding:
         """One component explains the rewards, and did not before, while another one falls."""
         names = sorted({name for group in self._last.groups[:50] for each in group for name in _components(each)})
         if len(names) < 2:
-            return Finding("component", self._name, None, "the judge has fewer than two components")
+            return AuditFinding("component", self._name, None, "the judge has fewer than two components")
         shares = {name: [_explained(third.groups, name) for third in (self._first, self._last)] for name in names}
         top = max(names, key=lambda name: shares[name][1])
         fallen = [name for name in names if name != top and self._falls(name)]
@@ -181,7 +192,9 @@ class _Judged:
         alarm = now >= _EXPLAINS > before and now - before >= 1 - _EXPLAINS and bool(fallen)
         also = f", while {' and '.join(one_line(name, 60) for name in fallen)} fell" if fallen else ""
         said = f"{one_line(top, 60)} explains {now:.0%} of the variance in groups, at first {before:.0%}{also}"
-        return Finding("component", self._name, alarm, said, {"component": top, "explained": now, "before": before})
+        return AuditFinding(
+            "component", self._name, alarm, said, {"component": top, "explained": now, "before": before}
+        )
 
     def _falls(self, name: str) -> bool:
         first, last = (third.each(lambda group: _mean_of(group, name)) for third in (self._first, self._last))
@@ -189,50 +202,52 @@ class _Judged:
             return False
         return _surely_above(first, last, _FALLS * math.sqrt(variance(first)))
 
-    def _groups(self) -> Finding:
+    def _groups(self) -> AuditFinding:
         """Groups whose rewards are all equal, from which a trainer learns nothing."""
         first, last = (third.each(_is_flat) for third in (self._first, self._last))
         if min(len(first), len(last)) < 2:
-            return Finding("groups", self._name, None, "too few: no group has two samples")
+            return AuditFinding("groups", self._name, None, "too few: no group has two samples")
         before, now = fmean(first), fmean(last)
         alarm = now > _FLAT and _surely_above(last, first, 0.0) and now - before >= _FLATTER
         said = f"{now:.0%} of the groups have equal rewards, at first {before:.0%}"
-        return Finding("groups", self._name, alarm, said, {"flat": now, "before": before})
+        return AuditFinding("groups", self._name, alarm, said, {"flat": now, "before": before})
 
-    def _phrases(self) -> Finding:
+    def _phrases(self) -> AuditFinding:
         """Phrases that pay, and that spread."""
-        last = [(reward, _phrases_of(text)) for is_last, reward, text in self._texts if is_last]
-        first = Counter(phrase for is_last, _, text in self._texts if not is_last for phrase in _phrases_of(text))
-        first_count = sum(not is_last for is_last, *_ in self._texts)
+        last = [text for text in self._texts if text.is_last]
+        first = Counter(phrase for text in self._texts if not text.is_last for phrase in text.phrases)
+        first_count = len(self._texts) - len(last)
         if min(first_count, len(last)) < _FEWEST_GROUPS:
-            return Finding("phrases", self._name, None, "too few responses are kept (engine.journal.keep)")
-        counts = Counter(phrase for _, phrases in last for phrase in phrases)
+            return AuditFinding("phrases", self._name, None, "too few responses are kept (engine.journal.keep)")
+        counts = Counter(phrase for text in last for phrase in text.phrases)
         spread = [
             (phrase, count)
             for phrase, count in counts.most_common(_MOST_PHRASES)
-            if 10 <= count <= len(last) - 10 and count / len(last) > 2 * first[phrase] / first_count
+            if count >= _FEWEST_GROUPS and count / len(last) > 2 * first[phrase] / first_count
         ]
-        rewards = [reward for reward, _ in last]
-        deviation = math.sqrt(variance(rewards))
+        deviation = math.sqrt(variance(text.reward for text in last))
         # Bonferroni: of so many phrases, chance makes some look good. exp(-z^2 / 2) bounds the tail of a normal.
         sure = math.sqrt(_SURE**2 + 2 * math.log(max(1, len(spread))))
         best: tuple[float, tuple[str, ...], int] | None = None
         for phrase, count in spread:
-            having = [reward for reward, phrases in last if phrase in phrases]
-            others = [reward for reward, phrases in last if phrase not in phrases]
+            # The siblings of a group may share a phrase because they share their question.
+            having = _by_group(text for text in last if phrase in text.phrases)
+            others = _by_group(text for text in last if phrase not in text.phrases)
+            if min(len(having), len(others)) < _FEWEST_GROUPS:
+                continue
             effect = fmean(having) - fmean(others)
             if _surely_above(having, others, 0.0, sure) and effect >= _PAYS * deviation:
                 best = max(best or (effect, phrase, count), (effect, phrase, count))
         if best is None:
             said = f"none of {len(spread):,} phrases that spread pays"
-            return Finding("phrases", self._name, False, said)
+            return AuditFinding("phrases", self._name, False, said)
         effect, phrase, count = best
         shown = one_line(" ".join(phrase), 80)
         said = f'"{shown}" is in {count:,} of {len(last):,} responses, and goes with {effect:+.2f} reward'
-        return Finding("phrases", self._name, True, said, {"phrase": shown, "effect": effect, "responses": count})
+        return AuditFinding("phrases", self._name, True, said, {"phrase": shown, "effect": effect, "responses": count})
 
 
-def _flips(connections: Sequence[sqlite3.Connection]) -> Iterator[Finding]:
+def _flips(connections: Sequence[sqlite3.Connection]) -> Iterator[AuditFinding]:
     """Repeated questions whose answers differ."""
     ranges: dict[str, list[float]] = defaultdict(list)
     repeated: dict[str, list[float]] = defaultdict(list)
@@ -247,15 +262,15 @@ def _flips(connections: Sequence[sqlite3.Connection]) -> Iterator[Finding]:
     for judge, ends in sorted(ranges.items()):
         count, half = len(repeated[judge]), (max(ends) - min(ends)) / 2
         if count < _FEWEST_REPEATS:
-            yield Finding("flips", judge, None, f"too few: {count:,} repeated questions")
+            yield AuditFinding("flips", judge, None, f"too few: {count:,} repeated questions")
             continue
         share = fmean(change >= half > 0 for change in repeated[judge])
         alarm = share - _FLIPS > _SURE * math.sqrt(_FLIPS * (1 - _FLIPS) / count)
         said = f"{share:.1%} of {count:,} repeated questions got another answer"
-        yield Finding("flips", judge, alarm, said, {"flips": share, "repeated": count})
+        yield AuditFinding("flips", judge, alarm, said, {"flips": share, "repeated": count})
 
 
-def _models(connections: Sequence[sqlite3.Connection]) -> Iterator[Finding]:
+def _models(connections: Sequence[sqlite3.Connection]) -> Iterator[AuditFinding]:
     """Sources whose replies name more than one model."""
     models: dict[str, dict[str, float]] = defaultdict(dict)
     columns = "source, model, min(recorded_at)"
@@ -265,7 +280,7 @@ def _models(connections: Sequence[sqlite3.Connection]) -> Iterator[Finding]:
             models[source][model] = min(since, models[source].get(model, math.inf))
     for source, since in sorted(models.items()):
         names = [one_line(name, 80) for name in sorted(since, key=lambda name: since[name])]
-        yield Finding("models", source, len(names) > 1, ", then ".join(names), {"models": len(names)})
+        yield AuditFinding("models", source, len(names) > 1, ", then ".join(names), {"models": len(names)})
 
 
 def _surely_above(values: Sequence[float], others: Sequence[float], bound: float, sure: float = _SURE) -> bool:
@@ -310,6 +325,14 @@ def _explained(groups: Sequence[Sequence[_Scored]], name: str) -> float:
         yy += sum((y - y_mean) ** 2 for _, y in pairs)
         xy += sum((x - x_mean) * (y - y_mean) for x, y in pairs)
     return xy**2 / (xx * yy) if xx and yy else 0.0
+
+
+def _by_group(texts: Iterable[_Text]) -> list[float]:
+    """The mean reward of each group."""
+    groups: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for text in texts:
+        groups[text.group].append(text.reward)
+    return [fmean(rewards) for rewards in groups.values()]
 
 
 def _phrases_of(text: str) -> frozenset[tuple[str, ...]]:

@@ -25,7 +25,7 @@ MOST = 200_000
 """Most entries of one judge that are compared; the latest."""
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """Where an entry is: the number of its journal, and its row."""
 
     journal: int
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pair:
+class JudgedPair:
     """One sample by two judges."""
 
     name: str
@@ -43,7 +43,7 @@ class Pair:
     said: tuple[str, str]
     same: bool
     """Whether both have judged the same response, as far as is known."""
-    places: tuple[Place, Place]
+    places: tuple[EntryPlace, EntryPlace]
 
 
 class Judgement(NamedTuple):
@@ -53,7 +53,7 @@ class Judgement(NamedTuple):
     group: str | None
     said: str
     response: str | None
-    place: Place
+    place: EntryPlace
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Judged:
                 query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY id DESC LIMIT ?"
                 rows = connection.execute(query, (run, judge, MOST)).fetchall()
             for *place, reward, group, said, response, row in reversed(rows):
-                found[tuple(place)] = Judgement(reward, group, said, response, Place(number, row))
+                found[tuple(place)] = Judgement(reward, group, said, response, EntryPlace(number, row))
         return cls(run, judge, found)
 
 
@@ -94,7 +94,7 @@ def latest_judges(path: str) -> tuple[str, list[str], list[str]]:
         return run[0], judges, [name for (name,) in ask(wholes, run)]
 
 
-def pairs_of(a: Judged, b: Judged) -> list[Pair]:
+def pairs_of(a: Judged, b: Judged) -> list[JudgedPair]:
     """Return the samples to which both gave a reward. Raises `InputError` if there are none, or none with the same
     response.
     """
@@ -106,7 +106,7 @@ def pairs_of(a: Judged, b: Judged) -> list[Pair]:
     return found
 
 
-def _pairs(a: Judged, b: Judged) -> Iterator[Pair]:
+def _pairs(a: Judged, b: Judged) -> Iterator[JudgedPair]:
     for place, one in a.samples.items():
         other = b.samples.get(place)
         if other is not None and one.reward is not None and other.reward is not None:
@@ -115,7 +115,7 @@ def _pairs(a: Judged, b: Judged) -> Iterator[Pair]:
             # A sample without a group is one of its own.
             group = repr(place) if one.group is None else f"{place[1]} {one.group}"
             said, places = (one.said, other.said), (one.place, other.place)
-            yield Pair(str(place[0]), group, one.reward, other.reward, said, same, places)
+            yield JudgedPair(str(place[0]), group, one.reward, other.reward, said, same, places)
 
 
 class Figure(NamedTuple):
@@ -127,12 +127,12 @@ class Figure(NamedTuple):
     high: float | None
 
 
-def figures(pairs: Sequence[Pair], at: float) -> list[Figure]:
+def figures(pairs: Sequence[JudgedPair], at: float) -> list[Figure]:
     """Return means, kappa and rank correlations. From the reward `at` on a sample counts as good."""
-    groups: dict[str, list[Pair]] = {}
+    groups: dict[str, list[JudgedPair]] = {}
     for pair in pairs:
         groups.setdefault(pair.group, []).append(pair)
-    of: list[tuple[str, Callable[[Iterable[Sequence[Pair]]], float]]] = [
+    of: list[tuple[str, Callable[[Iterable[Sequence[JudgedPair]]], float]]] = [
         ("mean of A", lambda drawn: fmean(pair.a for group in drawn for pair in group)),
         ("mean of B", lambda drawn: fmean(pair.b for group in drawn for pair in group)),
         ("mean of B - A", lambda drawn: fmean(pair.b - pair.a for group in drawn for pair in group)),

@@ -13,7 +13,8 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from .samples import Bin
+from ..secrets import one_line
+from .samples import Bin, SampleWait
 
 WIDTH, HEIGHT = 720, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 22
@@ -97,6 +98,56 @@ def attempts(history: Sequence[Mapping[str, Any]]) -> Markup:
     parts.append(f'<text x="0" y="{y}">0 s</text>')
     parts.append(f'<text x="{_SECONDS_WIDTH}" y="{y}" text-anchor="end">{end:.2f} s</text>')
     return _svg(_SECONDS_WIDTH + 24, y + 6, parts)
+
+
+def waits(lanes: Sequence[tuple[str, SampleWait]]) -> Markup:
+    """Draw samples on one time line, each a link: from submission to outcome, with its attempts. Empty for none."""
+    if not lanes:
+        return Markup()
+    row, parts, end = 18, [], max(lane.ended_s for _, lane in lanes) or 1.0
+
+    def x(seconds: float) -> float:
+        return _LEFT + _ACROSS * max(0.0, seconds) / end
+
+    for number, (link, lane) in enumerate(lanes):
+        y = 4 + number * row
+        drawn = [_rect("before", x(lane.began_s), y, max(2.0, x(lane.ended_s) - x(lane.began_s)), 12)]
+        for attempt in lane.attempts:
+            start, last = (lane.began_s + attempt[name] for name in ("started_s", "ended_s"))
+            if attempt["sent_s"] is not None:
+                start = lane.began_s + attempt["sent_s"]
+                drawn.append(
+                    _rect(f"attempt {escape(attempt['result'])}", x(start), y, max(2.0, x(last) - x(start)), 12)
+                )
+        took, slot = lane.ended_s - lane.began_s, _rect("slot", _LEFT, y - 2, _ACROSS, row - 2)
+        title = f"<title>{escape(one_line(lane.name, 80))}: {took:.2f} s, {len(lane.attempts)} attempts</title>"
+        parts.append(f'<a href="{escape(link)}">{title}{"".join(drawn)}{slot}</a>')
+    y = 4 + len(lanes) * row + 12
+    parts.append(f'<text x="{_LEFT}" y="{y}">0 s</text>')
+    parts.append(f'<text x="{_LEFT + _ACROSS}" y="{y}" text-anchor="end">{end:.2f} s</text>')
+    return _svg(WIDTH, y + 6, parts)
+
+
+def grid(counts: Mapping[tuple[int, int], int], cells: int, low: float, high: float) -> Markup:
+    """Draw how many pairs are in each cell, with the line on which both are equal. `low` and `high`: the edges."""
+    side, left, top = 24.0, 46.0, 6.0
+    size, most = cells * side, max(counts.values())
+    parts = [f'<rect class="before" x="{left}" y="{top}" width="{size}" height="{size}" fill-opacity="0.35"/>']
+    for (x, y), count in sorted(counts.items()):
+        share = 0.15 + 0.85 * math.log1p(count) / math.log1p(most)
+        title = f"<title>{count:,} sample{'' if count == 1 else 's'}</title>"
+        place = f'x="{left + x * side:.1f}" y="{top + size - (y + 1) * side:.1f}" width="{side}" height="{side}"'
+        parts.append(f'<rect class="bar" {place} fill-opacity="{share:.2f}">{title}</rect>')
+    parts.append(f'<path class="line c4" d="M{left} {top + size} L{left + size} {top}"/>')
+    for value, at in ((low, 0.0), (high, size)):
+        anchor = "start" if not at else "end"
+        parts.append(f'<text x="{left + at}" y="{top + size + 14}" text-anchor="{anchor}">{shown(value)}</text>')
+        parts.append(
+            f'<text x="{left - 4}" y="{top + size - at + (0 if not at else 9)}" text-anchor="end">{shown(value)}</text>'
+        )
+    parts.append(f'<text x="{left + size / 2}" y="{top + size + 14}" text-anchor="middle">A</text>')
+    parts.append(f'<text x="{left - 20}" y="{top + size / 2}" text-anchor="end">B</text>')
+    return _svg(left + size + 6, top + size + 20, parts)
 
 
 def _rect(style: str, x: float, y: float, width: float, height: float) -> str:

@@ -18,14 +18,16 @@ from urllib.parse import urlencode
 from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..errors import JournalError
+from ..errors import InputError, JournalError
+from ..journal.audit import AuditFinding, audit
 from ..journal.stories import Stories
 from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
 from . import charts
 from .charts import Series
-from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, choices, histogram, rows_of
+from .comparison import comparison
+from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, choices, histogram, rows_of, waits
 from .totals import StepSummary, Totals
 
 _T = TypeVar("_T")
@@ -65,6 +67,8 @@ class RunPage:
         app.router.add_get("/", self._trend)
         app.router.add_get(r"/step/{step:none|-?\d{1,18}}", self._step)
         app.router.add_get(r"/sample/{journal:\d{1,4}}/{row:\d{1,18}}", self._sample)
+        app.router.add_get("/compare", self._compare)
+        app.router.add_get("/audit", self._audit)
         app.router.add_get("/events", self._events)
         app.router.add_static("/static", _STATIC)
         app.on_cleanup.append(self._close)
@@ -137,6 +141,7 @@ class RunPage:
         place, (wanted, page) = places.index(step), _list(step, chosen, query)
         bins = histogram(self._paths, wanted)
         rows, count = rows_of(self._paths, wanted, page)
+        slowest = waits(self._paths, wanted)
         here = _here(chosen, query)
         every = {"low": "", "high": "", "page": ""}
         links = [
@@ -155,6 +160,7 @@ class RunPage:
             before=f"/step/{names[place - 1]}?{urlencode(chosen)}" if place else "",
             after=f"/step/{names[place + 1]}?{urlencode(chosen)}" if place + 1 < len(places) else "",
             histogram=charts.histogram(bins, links, wanted.low) if bins else "",
+            waits=charts.waits([(f"/sample/{each.journal}/{each.id}{_with(here, {})}", each) for each in slowest]),
             no_reward=NO_REWARD,
             wanted=wanted,
             sorts=list(SORTS),
@@ -221,6 +227,24 @@ class RunPage:
             previous=links[place - 1] if place else "",
             following=links[place + 1] if place is not None and place + 1 < len(links) else "",
         )
+
+    async def _compare(self, request: web.Request) -> web.Response:
+        return await self._in_reader(lambda: self._compare_page(request.query))
+
+    def _compare_page(self, query: Mapping[str, str]) -> web.Response:
+        self._totals.refresh()
+        return self._page("compare.html", title="Compare", **comparison(self._paths, self._totals, query))
+
+    async def _audit(self, request: web.Request) -> web.Response:
+        return await self._in_reader(self._audit_page)
+
+    def _audit_page(self) -> web.Response:
+        findings, problem = list[AuditFinding](), ""
+        try:
+            findings = audit(self._paths)
+        except InputError as error:
+            problem = str(error)
+        return self._page("audit.html", title="Audit", findings=findings, problem=problem)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: the number of entries, whenever it has grown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ PAGE = 200
 """Rows of a page of the table."""
 NO_REWARD = "any, without a reward"
 """Stands for all causes of samples without a reward."""
+LAST = 8
+"""Samples on the time line of a step."""
 BINS = 20
 """Bars of a histogram."""
 
@@ -152,6 +155,40 @@ def histogram(paths: Sequence[str], wanted: SampleFilter) -> list[Bin]:
         counts[min(BINS - 1, int((reward - low) / width))] += 1
     edges = [low + number * width for number in range(BINS)] + [math.nextafter(high, math.inf)]
     return [Bin(edges[number], edges[number + 1], count) for number, count in enumerate(counts)]
+
+
+@dataclass(frozen=True)
+class SampleWait:
+    """A sample on the time line of its step: when it was submitted and when it had its outcome, in seconds since the
+    step's first submission. `attempts` are those of `entries.COLUMNS`, in seconds since the submission.
+    """
+
+    journal: int
+    id: int
+    name: str
+    began_s: float
+    ended_s: float
+    attempts: Sequence[Mapping[str, Any]]
+
+
+def waits(paths: Sequence[str], wanted: SampleFilter) -> list[SampleWait]:
+    """Return the samples that ended last, of those that took time; the last one first. Raises `JournalError`."""
+    where, values = wanted.condition()
+    where += " AND NOT cached AND latency_s > 0"
+    rows: list[tuple[Any, ...]] = []
+    began = math.inf
+    for number, path in enumerate(paths):
+        with reading(path) as connection:
+            query = f"SELECT min(recorded_at - latency_s) FROM outcomes WHERE {where}"
+            first = connection.execute(query, values).fetchone()[0]
+            began = min(began, first if first is not None else began)
+            columns = "id, coalesce(sample_id, ''), recorded_at, latency_s, history"
+            query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY recorded_at DESC LIMIT {LAST}"
+            rows += ((number, *row) for row in connection.execute(query, values))
+    return [
+        SampleWait(number, row, name, at - took - began, at - began, json.loads(history or "[]"))
+        for number, row, name, at, took, history in sorted(rows, key=lambda row: -row[3])[:LAST]
+    ]
 
 
 def choices(paths: Sequence[str], wanted: SampleFilter, column: str) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import sqlite3
 from contextlib import asynccontextmanager, closing
 from html.parser import HTMLParser
+from urllib.parse import urlencode
 
 import aiohttp
 import pytest
@@ -213,7 +214,7 @@ def test_a_sample_leads_to_those_before_and_after_it_in_the_list_that_led_to_it(
     """By its reward among the samples of one source, from the highest on: 7 to 1."""
     query = "?run=run&split=train&judge=quality&source=a&low=0.15&high=0.65&sort=reward&down=1"
     ((_, step),) = read(path, urls=[f"/step/2{query}"])
-    listed = [link for link in Elements(step).links if link.startswith("/sample/")]
+    listed = [link for link in Elements(step.partition('id="rows"')[2]).links if link.startswith("/sample/")]
     assert len(listed) == 5
     answers = read(path, urls=listed)
     found = [re.findall(r'<a id="(back|previous|next)" href="([^"]*)"', html.unescape(text)) for _, text in answers]
@@ -226,6 +227,53 @@ def test_a_sample_leads_to_those_before_and_after_it_in_the_list_that_led_to_it(
     assert status == 200
     assert 'id="next"' not in text
     assert "low=0.65" in text
+
+
+def test_a_step_shows_what_it_waited_for(path):
+    """The failed sample took longest, and all ended at about the same time: it was submitted first."""
+    ((_, text),) = read(path, urls=["/step/2?judge=quality"])
+    chart = html.unescape(text.partition("What the step waited for")[2].partition("</figure>")[0])
+    lanes = re.findall(r"<title>(s\d): ([\d.]+) s, (\d) attempts</title><rect class=\"before\" x=\"([\d.]+)\"", chart)
+    assert sorted(name for name, *_ in lanes) == [f"s{number}" for number in range(1, 9)]
+    ends = {name: (took, float(x)) for name, took, _, x in lanes}
+    assert ends["s8"] == ("9.00", min(x for _, x in ends.values()))
+    assert {took for name, (took, _) in ends.items() if name != "s8"} == {"1.50"}
+    ((_, cached),) = read(path, urls=["/step/2?low=5&high=6"])
+    assert "What the step waited for" not in cached
+
+
+def test_two_judges_are_compared_on_the_same_samples(path, tmp_path):
+    ((status, alone),) = read(path, urls=["/compare"])
+    assert (status, "There is one judge in one run" in alone) == (200, True)
+    again = tmp_path / "again.sqlite"
+    scores = {number: (1 - number / 10 if number > 5 else number / 10) for number in range(1, 8)}
+    write(again, *((2, number, scored(score, rationale="now"), {}) for number, score in scores.items()), run_id="again")
+    names = {"a": "quality in run", "b": "quality in again"}
+    urls = [f"/compare?{urlencode({**names, 'at': at})}" for at in ("0.5", "nan", "x")]
+    answers = read(path, again, urls=[*urls, f"/compare?{urlencode({'a': 'none', 'b': names['b']})}"])
+    assert [status for status, _ in answers] == [200] * 4
+    page = Elements(answers[0][1])
+    text = " ".join(page.text.split())
+    assert "7 samples with a reward in both" in text
+    assert "Without a reward: 1 in A, 0 in B. 2 change sides at 0.5: 2 fall below it, 0 rise to it." in text
+    assert "mean of B - A-0.0857" in text
+    assert "0.70.3s7becausenow 0.60.4s6becausenow" in text
+    linked = [link for link in page.links if link.startswith("/sample/")]
+    assert [link.partition("?")[0] for link in linked[:2]] == ["/sample/0/11", "/sample/1/7"]
+    assert [status for status, _ in read(path, again, urls=linked)] == [200] * 4
+    assert answers[1][1].count("mean of A") == answers[2][1].count("mean of A") == 1
+    write(tmp_path / "other.sqlite", (7, 1, scored(1.0), {}), run_id="other")
+    ((_, apart),) = read(path, tmp_path / "other.sqlite", urls=["/compare?b=quality+in+other"])
+    assert "no sample has a reward in both" in apart
+
+
+def test_the_audit_is_a_page(path, tmp_path):
+    ((_, text),) = read(path, urls=["/audit"])
+    rows = re.findall(r"<tr><td>(\w+)</td>", text)
+    assert rows == ["length", "component", "groups", "phrases"]
+    write(tmp_path / "none.sqlite", (1, 1, FAILED, {}))
+    ((status, none),) = read(tmp_path / "none.sqlite", urls=["/audit"])
+    assert (status, "no training sample has a reward" in none) == (200, True)
 
 
 def test_several_journals_are_one_run(tmp_path):
@@ -268,7 +316,8 @@ def test_foreign_text_is_text_wherever_it_comes_from(tmp_path, payload):
         await book.aclose()
 
     asyncio.run(main())
-    for status, text in read(path, urls=["/", "/step/1", "/sample/0/1", "/sample/0/2", f"/step/{payload[:5]}"]):
+    urls = ["/", "/step/1", "/sample/0/1", "/sample/0/2", f"/step/{payload[:5]}", "/compare", "/audit"]
+    for status, text in read(path, urls=urls):
         page = Elements(text)
         assert status in (200, 404)
         assert page.scripts == ["/static/page.js"]
@@ -283,11 +332,12 @@ def test_no_answer_lets_a_browser_run_or_load_anything_else(path):
     async def main():
         async with opened(path) as client:
             return [
-                await client.get(url) for url in ("/", "/step/1", "/step/9", "/sample/0/1", "/static/page.js", "/none")
+                await client.get(url)
+                for url in ("/", "/step/1", "/compare", "/audit", "/step/9", "/sample/0/1", "/static/page.js", "/none")
             ]
 
     answers = asyncio.run(main())
-    assert [answer.status for answer in answers] == [200, 200, 404, 200, 200, 404]
+    assert [answer.status for answer in answers] == [200, 200, 200, 200, 404, 200, 200, 404]
     for answer in answers:
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'self'; frame-ancestors 'none'")
         assert answer.headers["X-Content-Type-Options"] == "nosniff"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import webbrowser
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from ..errors import InputError
 from ..journal.stories import journals_in
+from ..system.output_files import check_writable
 from .console import ERRORS, OK, OUT, run, say
 
 
@@ -25,6 +27,10 @@ def command(
     ],
     port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="Port at 127.0.0.1; 0: any.")] = 8899,
     show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the trend and the audit as one file, .html, and end.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
 ) -> int:
     """Show a run in the browser: its rewards over the steps, the samples of a step, and the story of each sample.
 
@@ -33,7 +39,26 @@ def command(
 
     Exit codes: 2 there is no such journal, or the port is taken; 130 stopped with Ctrl-C.
     """
+    if report is not None:
+        check_writable(report)
+        if report.exists() and not overwrite:
+            raise InputError(f"{report}: exists; name another file, or replace it with --overwrite")
+        return write_report(journals_in(paths), report)
     return run(serve_page(journals_in(paths), port, show=show))
+
+
+def write_report(paths: list[str], out: Path) -> int:
+    """Write a report. Raises `JournalError`, and `InputError` if it cannot be written."""
+    from ..ui.pages import RunPage
+
+    with ERRORS.status("reading the journal ..."):
+        text = RunPage(paths).report()
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written ({error.strerror})") from None
+    say(OUT, f"{out} needs no server; any browser shows it")
+    return OK
 
 
 async def serve_page(paths: list[str], port: int, *, show: bool = False) -> int:

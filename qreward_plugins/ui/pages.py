@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding, audit
@@ -45,6 +46,18 @@ NO_STEP = "none"
 _LIST = ("source", "cause", "text", "low", "high", "sort", "down", "page")
 """Keys of a query that choose and order the samples of a step, beside those of `RunPage._chosen`."""
 _LINE_CHARS = 400_000
+_FIGURES = (
+    ("reward", "Reward", (("accent", "mean"), ("c1", "p50"), ("area", "p10 to p90"))),
+    (
+        "failed",
+        "Without a reward, by cause, or with a floor",
+        (("c1", "infra"), ("c2", "verdict"), ("c3", "policy"), ("c4", "floor")),
+    ),
+    ("flat", "Share of groups whose rewards are all equal", (("c1", "share"),)),
+    ("latency", "Seconds from submission to outcome", (("c1", "p50"), ("c2", "p95"))),
+    ("cost", "US dollars a step", (("c1", "US dollars"),)),
+)
+"""The charts of a trend: key, heading, and the style and name of each line."""
 _STATIC = Path(__file__).parent / "static"
 
 
@@ -58,7 +71,7 @@ class RunPage:
         self._access = Access(None, "127.0.0.1")
         templates = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
         templates.filters |= {"text": _text, "number": charts.shown, "seconds": "{:.2f} s".format}
-        templates.globals |= {"with_": _with, "files": self._paths}
+        templates.globals |= {"with_": _with, "files": self._paths, "figures": _FIGURES}
         self._templates = templates
 
     def application(self) -> web.Application:
@@ -239,12 +252,33 @@ class RunPage:
         return await self._in_reader(self._audit_page)
 
     def _audit_page(self) -> web.Response:
+        return self._page("audit.html", title="Audit", **self._audited())
+
+    def _audited(self) -> dict[str, Any]:
         findings, problem = list[AuditFinding](), ""
         try:
             findings = audit(self._paths)
         except InputError as error:
             problem = str(error)
-        return self._page("audit.html", title="Audit", findings=findings, problem=problem)
+        return {"findings": findings, "problem": problem}
+
+    def report(self) -> str:
+        """Return one page of HTML that needs no server: the trend of every judge of the latest run, and the audit.
+        Blocks while it reads. Raises `JournalError`.
+        """
+        self._totals.refresh()
+        chosen = self._chosen({})
+        parts = []
+        for split in self._totals.splits(chosen["run"]):
+            for judge in self._totals.judges(chosen["run"]):
+                steps = self._totals.trend(chosen["run"], split, judge)
+                names = [NO_STEP if step.step is None else str(step.step) for step in steps]
+                if steps:
+                    made = _charts(steps, names, ["#"] * len(steps))
+                    parts.append({"split": split, "judge": judge, "steps": steps, "charts": made})
+        css = Markup((_STATIC / "page.css").read_text())
+        template = self._templates.get_template("report.html")
+        return template.render(chosen=chosen, parts=parts, css=css, **self._audited())
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: the number of entries, whenever it has grown."""

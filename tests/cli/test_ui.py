@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import socket
@@ -10,6 +11,7 @@ import urllib.request
 import pytest
 
 from qreward_plugins.journal import Journal
+from qreward_plugins.samples import Sample, Scored, Verdict
 
 
 @pytest.fixture
@@ -25,6 +27,32 @@ def test_it_says_where_the_page_is_and_ends_with_a_signal(start_cli, journal):
     with urllib.request.urlopen(url) as answer:
         assert b"No entries yet" in answer.read()
     assert process.end(signal.SIGINT)[0] == 130
+
+
+def test_a_report_is_one_file_that_loads_nothing(run_cli, tmp_path):
+    evil = "</style><script>alert(1)</script>\x1b"
+
+    async def main():
+        book = Journal(tmp_path / "journal.sqlite", run_id=evil)
+        for number in range(6):
+            sample = Sample([], "r", step=number // 2, id=f"s{number}", data_source=evil)
+            await book.put(None, sample, Scored(Verdict(number / 10, judge=evil, source=evil, rationale=evil)))
+        await book.aclose()
+
+    asyncio.run(main())
+    out = tmp_path / "report.html"
+    result = run_cli("ui", tmp_path / "journal.sqlite", "--report", out)
+    assert result.exit_code == 0, result.output
+    text = out.read_text()
+    assert '<td>2</td><td class="num">2</td><td class="num">0.45</td>' in text
+    assert "default-src 'none'; style-src 'unsafe-inline'" in text
+    assert text.count("<svg") == 4
+    assert "<script" not in text
+    assert "\x1b" not in text
+    assert not re.search(r"(src|href)=[\"'](?!#)", text)
+    again = run_cli("ui", tmp_path / "journal.sqlite", "--report", out)
+    assert (again.exit_code, "exists; name another file" in again.stderr) == (2, True)
+    assert run_cli("ui", tmp_path / "journal.sqlite", "--report", out, "--overwrite").exit_code == 0
 
 
 def test_what_cannot_be_opened(run_cli, journal, tmp_path):

@@ -34,12 +34,16 @@ SUFFIXES = {
 """Units by the end of a key's name."""
 
 UNITS = {
+    "above": "reward",
+    "at_least": "reward",
+    "below": "reward",
     "burst": "requests",
     "clip": "reward",
     "concurrency": "requests",
     "constant": "reward",
     "correct_at": "reward",
     "data_parallel": "replicas",
+    "else": "reward",
     "expert_parallel": "",
     "floor": "reward",
     "give_up_after": "groups",
@@ -56,6 +60,7 @@ UNITS = {
     "pipeline_parallel": "",
     "priority": "",
     "restarts": "restarts",
+    "quorum": "judges",
     "reward_range": "reward",
     "scale": "factor",
     "score_range": "score",

@@ -50,7 +50,8 @@ CODE_LINES = {
     "sources": 7_220,
     "scheduling": 4_420,
     "simulation": 3_720,
-    "judges": 2_440,
+    # Gates, cascades, panels, optional parts and schedules ("Judging").
+    "judges": 2_790,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing").
     "cli": 3_300,
     "engine": 2_350,

@@ -223,6 +223,9 @@ judges: Kinds[Any] = Kinds(
         "reward_model": "qreward_plugins.judges.reward_model:RewardModelJudge",
         "function": "qreward_plugins.judges.function:FunctionJudge",
         "sum": "qreward_plugins.judges.sums:SumJudge",
+        "gate": "qreward_plugins.judges.gates:GateJudge",
+        "cascade": "qreward_plugins.judges.cascades:CascadeJudge",
+        "panel": "qreward_plugins.judges.panels:PanelJudge",
     },
 )
 """The kinds of judges, subclasses of `judges.Judge`."""

@@ -78,9 +78,11 @@ def _plain(value: Any, path: Path, findings: list[Finding]) -> Any:
 
 
 def _key(key: Any, path: Path, findings: list[Finding]) -> str:
-    """Return a key as text."""
+    """Return a key as text. YAML reads the training steps of a schedule as numbers."""
     if isinstance(key, str):
         return key
+    if type(key) is int:
+        return str(key)
     text = "null" if key is None else str(key)
     what = "true (YAML reads yes, on and true as that)" if key is True else text
     findings.append(Finding((*path, text), f"the key is not text but {what}", "Keys are text; put it in quotes."))

@@ -6,9 +6,12 @@ from ..config.judge_models import AskingConfig, Interval, JudgeConfig
 from ..config.nodes import JudgeName, SourceName
 from ..scheduling.calls import Answer, Call, CallFailed
 from .base import Ask, Judge, JudgeFailed, Opening, together
+from .cascades import CascadeJudge
 from .function import FunctionJudge
+from .gates import GateJudge
 from .leaf import Leaf
 from .llm import LLMJudge
+from .panels import PanelJudge
 from .reward_model import RewardModelJudge
 from .router import JudgeRouter, kind_of, open_judge
 from .sums import SumJudge
@@ -19,7 +22,9 @@ __all__ = [
     "AskingConfig",
     "Call",
     "CallFailed",
+    "CascadeJudge",
     "FunctionJudge",
+    "GateJudge",
     "Interval",
     "Judge",
     "JudgeConfig",
@@ -29,6 +34,7 @@ __all__ = [
     "LLMJudge",
     "Leaf",
     "Opening",
+    "PanelJudge",
     "RewardModelJudge",
     "SourceName",
     "SumJudge",

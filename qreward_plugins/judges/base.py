@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -149,10 +149,13 @@ class Judge(ABC):
         return False
 
 
-async def together(judges: Sequence[Judge], sample: Sample, ask: Ask) -> dict[str, Verdict | Failed]:
+async def together(
+    judges: Sequence[Judge], sample: Sample, ask: Ask, *, dispensable: Collection[str] = ()
+) -> dict[str, Verdict | Failed]:
     """Run several judges on a sample at the same time; return their verdicts and failures by name, in their order.
 
-    The first failure cancels the judges that still run; these are missing from the result. Cancelling cancels all.
+    The first failure of a judge that is not `dispensable` cancels the judges that still run; these are missing from the
+    result. Cancelling cancels all.
     """
     verdicts: dict[str, Verdict | Failed] = {}
     stopped = False
@@ -162,8 +165,9 @@ async def together(judges: Sequence[Judge], sample: Sample, ask: Ask) -> dict[st
             verdicts[judge.name] = await judge.judge(sample, ask)
         except JudgeFailed as error:
             verdicts[judge.name] = error.failed
-            # At once: in the next step of the event loop, another judge would be sending its request.
-            stop(task for task in tasks if task is not asyncio.current_task())
+            if judge.name not in dispensable:
+                # At once: in the next step of the event loop, another judge would be sending its request.
+                stop(task for task in tasks if task is not asyncio.current_task())
         except asyncio.CancelledError:
             if stopped:
                 raise

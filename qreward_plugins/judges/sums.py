@@ -2,30 +2,84 @@
 
 The judges of a sum run at the same time, each with its own sources, floors and records. So their recorded verdicts can
 be used again with other weights and in other sums. A missing reward never counts as zero: when one judge fails, the sum
-fails at once, and the other judges are cancelled.
+fails at once, and the other judges are cancelled. Only a part that is `optional` may be missing; the others then share
+its weight, so that the scale of the sum stays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import JudgeName, Number
+from ..config.nodes import Flag, JudgeName, Node, Number, takes
 from ..errors import ConfigurationError, Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32
 from .base import Ask, Judge, JudgeFailed, Opening, together
+from .parts import check_names, combined, component_names, part_failed
 
 
-def _weighs(weight: float) -> float:
-    if weight == 0:
+def _ascending(schedule: dict[int, float]) -> dict[int, float]:
+    steps = list(schedule)
+    if steps != sorted(steps):
+        raise ValueError(f"the steps must ascend, and {', '.join(map(str, steps))} do not")
+    return schedule
+
+
+Scheduled = Annotated[
+    Annotated[dict[Annotated[int, Field(ge=0)], Number], Field(min_length=1), AfterValidator(_ascending)] | Number,
+    takes("a number, or a mapping of training steps to numbers, such as {0: 1.0, 500: 0.2}"),
+]
+"""A number, or one that follows the training step: linear between the steps that are named, and constant beyond them.
+"""
+
+
+def at_step(scheduled: float | Mapping[int, float], step: int | None) -> float:
+    """The number at a training step. A sample without a step gets that of the first step."""
+    if not isinstance(scheduled, Mapping):
+        return scheduled
+    steps = list(scheduled)
+    step = steps[0] if step is None else step
+    place = bisect_right(steps, step)
+    if place in (0, len(steps)):
+        return scheduled[steps[min(place, len(steps) - 1)]]
+    before, after = steps[place - 1], steps[place]
+    share = (step - before) / (after - before)
+    return scheduled[before] + share * (scheduled[after] - scheduled[before])
+
+
+def _values(scheduled: float | Mapping[int, float]) -> Sequence[float]:
+    return list(scheduled.values()) if isinstance(scheduled, Mapping) else [scheduled]
+
+
+class Part(Node):
+    """A part of a sum."""
+
+    weight: Scheduled = 1.0
+    """The factor of its reward; a negative one makes it a penalty. It may follow the training step: `{0: 1.0, 500:
+    0.2}`. Default: 1."""
+
+    optional: Flag = False
+    """Whether the sum goes without this part if its judge fails. The other parts then share its weight. Default: false,
+    and the sum is missing."""
+
+
+def _weighs(part: Part | float) -> Part:
+    part = part if isinstance(part, Part) else Part(weight=part)
+    if not any(_values(part.weight)):
         raise ValueError("a weight of 0 adds nothing; remove the judge from the sum, or set another weight")
-    return weight
+    return part
+
+
+_Weight = Annotated[
+    Part | Number,
+    AfterValidator(_weighs),
+    takes("a number, or a mapping with `weight` and `optional`"),
+]
 
 
 class SumJudge(Judge):
@@ -38,30 +92,31 @@ class SumJudge(Judge):
     class Config(JudgeConfig):
         """Several rewards for one sample: other judges of this configuration score it, and their rewards are added."""
 
-        weights: Annotated[dict[JudgeName, Annotated[Number, AfterValidator(_weighs)]], Field(min_length=1)]
+        weights: Annotated[dict[JudgeName, _Weight], Field(min_length=1)]
         """The judges whose rewards are added, by name, each with its factor; a negative factor makes the reward a
         penalty. They may be sums themselves. Every judge scores the sample; if one reward is missing, the sum is
-        missing."""
+        missing. Instead of a factor, a mapping: `{weight: 0.2, optional: true}`, or `{weight: {0: 1.0, 500: 0.2}}` for
+        a factor that follows the training step, linearly between the steps that are named."""
 
-        correct_at: Number | None = None
-        """The sum from which a response counts as correct. Default: correctness is not defined."""
+        correct_at: Scheduled | None = None
+        """The sum from which a response counts as correct; it may follow the training step, too. Default: correctness
+        is not defined."""
 
         @field_validator("weights", mode="before")
         @classmethod
         def _tells_parts_from_components(cls, weights: Any) -> Any:
-            parts = [part for part in weights if isinstance(part, str)] if isinstance(weights, Mapping) else []
-            mistakes: list[InitErrorDetails] = []
-            for part in parts:
-                whole = next((other for other in parts if part.startswith(f"{other}/")), None)
-                if whole is not None:
-                    problem = (
-                        f"the name looks like a component of `{whole}`, another part of this sum; rename this judge"
-                    )
-                    error = PydanticCustomError("like_component", "{problem}", {"problem": problem})
-                    mistakes.append({"type": error, "loc": (part,), "input": part})
-            if mistakes:
-                raise ValidationError.from_exception_data("weights", mistakes)
+            check_names(weights if isinstance(weights, Mapping) else (), "weights")
             return weights
+
+        @model_validator(mode="after")
+        def _can_be_shared_out(self) -> SumJudge.Config:
+            parts = [part for part in self.weights.values() if isinstance(part, Part)]
+            optional = [part for part in parts if part.optional]
+            if optional and any(weight < 0 for part in parts for weight in _values(part.weight)):
+                raise ValueError("a sum with a negative weight has no optional parts: its weights cannot be shared out")
+            if optional and len(optional) == len(parts):
+                raise ValueError("one part at least must not be optional")
+            return self
 
     @classmethod
     def open(cls, name: str, config: Any, opening: Opening) -> SumJudge:
@@ -69,12 +124,20 @@ class SumJudge(Judge):
 
     @classmethod
     def summary(cls, config: Any) -> str:
-        return "the sum of " + " and ".join(f"{weight:g} x {part}" for part, weight in config.weights.items())
+        def told(part: Part) -> str:
+            first, *_, last = [*_values(part.weight), *_values(part.weight)[-1:]]
+            return (f"{first:g}" if first == last else f"{first:g} to {last:g}") + (" (optional)" * part.optional)
+
+        return "the sum of " + " and ".join(f"{told(part)} x {name}" for name, part in config.weights.items())
 
     def __init__(self, name: str, config: Config, *, parts: Sequence[Judge]) -> None:
         super().__init__(name)
         self._parts = tuple(parts)
-        self._weights: Mapping[str, float] = {f"{part}": weight for part, weight in config.weights.items()}
+        self._weights: Mapping[str, Part] = {
+            f"{name}": _weighs(part)  # pydantic has done so, unless the model was made without checks
+            for name, part in config.weights.items()
+        }
+        self._optional = frozenset(name for name, part in self._weights.items() if part.optional)
         self._correct_at = config.correct_at
         self._check_correct_at()
 
@@ -88,8 +151,8 @@ class SumJudge(Judge):
         for part in self._parts:
             if part.reward_range is None:
                 return None
-            ends = sorted(self._weights[part.name] * end for end in part.reward_range)
-            low, high = low + ends[0], high + ends[1]
+            ends = [weight * end for weight in _values(self._weights[part.name].weight) for end in part.reward_range]
+            low, high = low + min(ends), high + max(ends)
         return low, high
 
     @property
@@ -100,52 +163,29 @@ class SumJudge(Judge):
         """Return the name of each part, and its components as `<part>/<component>`, as far as they are known in
         advance.
         """
-        return tuple(
-            name
-            for part in self._parts
-            for name in (part.name, *(_below(part.name, component) for component in part.component_names()))
-        )
+        return component_names(self._parts)
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        verdicts = await together(self._parts, sample, ask)
-        missing = next(((part, result) for part, result in verdicts.items() if isinstance(result, Failed)), None)
-        if missing is not None:
-            part, failed = missing
-            detail = f"{part}: {failed.detail or failed.reason}"
-            raise JudgeFailed(replace(failed, detail=detail, judge=self.name))
-        return self.added({part: result for part, result in verdicts.items() if isinstance(result, Verdict)})
+        said = await together(self._parts, sample, ask, dispensable=self._optional)
+        for part, each in said.items():
+            if isinstance(each, Failed) and part not in self._optional:
+                raise part_failed(self.name, part, each)
+        return self.added({part: each for part, each in said.items() if isinstance(each, Verdict)}, sample.step)
 
-    def added(self, verdicts: Mapping[str, Verdict]) -> Verdict:
-        """Add up the verdicts of all parts. If the reward of a part is a floor, the basis of the sum is a floor, too.
+    def added(self, verdicts: Mapping[str, Verdict], step: int | None = None) -> Verdict:
+        """Add up the verdicts of the parts at a training step. If the reward of a part is a floor, the basis of the sum
+        is a floor, too.
 
         Raises `JudgeFailed` for a sum that is not finite in float32, the type that trainers use.
         """
-        ordered = {part.name: verdicts[part.name] for part in self._parts}
-        reward = self._reward({name: verdict.score for name, verdict in ordered.items()})
+        weights = {name: at_step(part.weight, step) for name, part in self._weights.items()}
+        ordered = {part.name: verdicts[part.name] for part in self._parts if part.name in verdicts}
+        reward = _added(weights, {name: verdict.score for name, verdict in ordered.items()})
         if reward is None:
-            detail = "the weighted sum is too large for a float32; set smaller weights"
+            detail = "the weighted sum is not finite in float32; set other weights"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
-        components: dict[str, float] = {}
-        for name, verdict in ordered.items():
-            components[name] = verdict.score
-            components |= {_below(name, component): value for component, value in verdict.components.items()}
-        rationales = {name: verdict.rationale for name, verdict in ordered.items() if verdict.rationale}
-        failure = _failure({name: verdict.failure for name, verdict in ordered.items() if verdict.failure}, self.name)
-        return Verdict(
-            reward,
-            components=components,
-            rationale="\n".join(f"{name}: {rationale}" for name, rationale in rationales.items()),
-            correct=None if self._correct_at is None else reward >= self._correct_at,
-            judge=self.name,
-            source=_beside(verdict.source for verdict in ordered.values()),
-            model=_beside(verdict.model for verdict in ordered.values()),
-            weight_version=_beside(verdict.weight_version for verdict in ordered.values()),
-            basis="judged" if failure is None else "floor",
-            failure=failure,
-            cached=all(verdict.cached for verdict in ordered.values()),
-            cut=any(verdict.cut for verdict in ordered.values()),
-            returned=_only_one(verdict.returned for verdict in ordered.values()),
-        )
+        correct = None if self._correct_at is None else reward >= at_step(self._correct_at, step)
+        return combined(self.name, ordered, reward, correct=correct)
 
     def _check_correct_at(self) -> None:
         """Check `correct_at` as `number_mistakes` does for a leaf, if the range of every part is known."""
@@ -153,39 +193,21 @@ class SumJudge(Judge):
             return
         low, high = self.reward_range
         slack = 1e-9 * max(abs(low), abs(high))
-        if not low - slack <= self._correct_at <= high + slack:
-            problem = f"{self._correct_at:g} is outside the range of the sum, {low:g} to {high:g}."
-            raise ConfigurationError(
-                [Mistake(f"judges.{self.name}.correct_at", problem, "It is compared with the weighted sum.")]
-            )
-
-    def _reward(self, rewards: Mapping[str, float]) -> float | None:
-        try:
-            reward = math.fsum(self._weights[name] * reward for name, reward in rewards.items())
-        except (OverflowError, ValueError):
-            return None
-        return reward if fits_float32(reward) else None
+        for bar in _values(self._correct_at):
+            if not low - slack <= bar <= high + slack:
+                problem = f"{bar:g} is outside the range of the sum, {low:g} to {high:g}."
+                raise ConfigurationError(
+                    [Mistake(f"judges.{self.name}.correct_at", problem, "It is compared with the weighted sum.")]
+                )
 
 
-def _failure(failures: Mapping[str, Failed], judge: str) -> Failed | None:
-    """Merge the failures of the parts that have floors; the cause is that of the first."""
-    if not failures:
+def _added(weights: Mapping[str, float], rewards: Mapping[str, float]) -> float | None:
+    """The weighted sum. The weights of missing rewards are shared out. None if it is not finite in float32."""
+    try:
+        reward = math.fsum(weights[name] * reward for name, reward in rewards.items())
+        if len(rewards) < len(weights):
+            present = math.fsum(weights[name] for name in rewards)
+            reward *= math.fsum(weights.values()) / present
+    except (OverflowError, ValueError, ZeroDivisionError):
         return None
-    first = next(iter(failures.values()))
-    detail = "; ".join(f"{name}: {failed.detail or failed.reason}" for name, failed in failures.items())
-    return replace(first, detail=detail, judge=judge)
-
-
-def _below(part: str, component: str) -> str:
-    return f"{part}/{component}"
-
-
-def _beside(names: Iterable[str]) -> str:
-    # Sorted, so that metrics do not count "a+b" and "b+a" as two names.
-    return "+".join(sorted({name for several in names for name in several.split("+") if name}))
-
-
-def _only_one(mappings: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-    """Return the mapping of the function among the parts, without its score; None unless exactly one part has one."""
-    found = [mapping for mapping in mappings if mapping is not None]
-    return {key: value for key, value in found[0].items() if key != "score"} if len(found) == 1 else None
+    return reward if fits_float32(reward) else None

@@ -156,7 +156,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.kind", "opnai", "", "unknown kind `opnai`. Did you mean `openai`? Allowed here: openai, reward_model, http, function, replicas."),
         ("sources.fast.kind", 3, "", "unknown kind. Allowed here: openai, reward_model, http, function, replicas."),
         ("sources.fast.kind", ..., "", "the key is missing. Add one of: openai, reward_model, http, function, replicas."),
-        ("judges.none", {}, "judges.none.kind", "the key is missing. Add one of: llm, reward_model, function, sum."),
+        ("judges.none", {}, "judges.none.kind", "the key is missing. Add one of: llm, reward_model, function, sum, gate, cascade, panel."),
         # Values
         ("sources.fast", None, "", "must be a mapping. Set a value, or remove the key."),
         ("sources.fast.limits", [1, 2], "", "must be a mapping."),
@@ -374,7 +374,7 @@ def test_keys_that_are_not_text() -> None:
     tree["engine"][True] = 1
     tree["sources"]["fast"]["headers"] = {None: "x"}
     found = {mistake.path: f"{mistake.problem} {mistake.remedy}" for mistake in reversed(caught(tree).mistakes)}
-    assert found['sources["1"]'] == "the key is not text but 1. Keys are text; put it in quotes."
+    assert not any(path.startswith('sources["1"]') for path in found), "a number is as good as its text"
     assert "YAML reads yes, on and true as that" in found["engine.True"]
     assert "not text but null" in found["sources.fast.headers.null"]
 

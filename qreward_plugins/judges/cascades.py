@@ -1,0 +1,140 @@
+"""Defines `CascadeJudge`: stages from the cheapest to the best; the first that is sure of a sample decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ..config.judge_models import JudgeConfig
+from ..config.nodes import JudgeName, Node, Number, takes
+from ..errors import ConfigurationError, Mistake
+from ..samples import Sample, Verdict
+from .base import Ask, Judge, JudgeFailed, Opening
+from .parts import asked, check_names, check_own_names, combined, component_names, range_of
+
+STAGE = "stage"
+"""The component with the number of the stage that decided, from 1."""
+
+
+class Sure(Node):
+    """The rewards at which a stage is sure."""
+
+    above: Number | None = None
+    """The stage decides samples with this reward or more. Default: none."""
+
+    below: Number | None = None
+    """The stage decides samples with this reward or less. Default: none."""
+
+    @model_validator(mode="after")
+    def _some(self) -> Sure:
+        if self.above is None and self.below is None:
+            raise ValueError("name `above`, `below` or both; a stage that never decides only costs")
+        if self.above is not None and self.below is not None and self.below >= self.above:
+            raise ValueError(f"below, {self.below:g}, must be less than above, {self.above:g}")
+        return self
+
+
+Decides = Sure | Literal["positive", "negative", "both"]
+
+
+class Stage(Node):
+    """A stage of a cascade."""
+
+    judge: JudgeName
+    """The judge of this stage."""
+
+    decides: Annotated[Decides, takes("`positive`, `negative`, `both`, or a mapping with `above` and `below`")] = "both"
+    """Which samples this stage decides: those it calls correct (`positive`), incorrect (`negative`), or `both`
+    (default); or those with a reward of `above` or more, or of `below` or less. The last stage decides all that are
+    left."""
+
+
+class CascadeJudge(Judge):
+    """Asks one judge after the other until one of them is sure.
+
+    A stage that fails decides nothing, so the next one is asked. The sample fails if the last stage fails.
+    """
+
+    class Config(JudgeConfig):
+        """Stages from the cheapest judge to the best one. The first that is sure of a sample decides it, and the others
+        are not asked."""
+
+        stages: Annotated[tuple[Stage, ...], Field(min_length=2)]
+        """The stages, at least two, in the order in which they are asked."""
+
+        @field_validator("stages")
+        @classmethod
+        def _differ(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+            names = [stage.judge for stage in stages]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"the judge {twice} is a stage twice; it would give the same answer")
+            check_names(names, "cascade")
+            return stages
+
+    @classmethod
+    def open(cls, name: str, config: Any, opening: Opening) -> CascadeJudge:
+        return cls(name, config, [opening.judge(stage.judge) for stage in config.stages])
+
+    @classmethod
+    def summary(cls, config: Any) -> str:
+        return "the first that decides: " + ", ".join(stage.judge for stage in config.stages)
+
+    def __init__(self, name: str, config: Config, judges: Sequence[Judge]) -> None:
+        super().__init__(name)
+        self._stages = [(judge, stage.decides) for judge, stage in zip(judges, config.stages, strict=True)]
+        check_own_names(name, [judge.name for judge in judges], (STAGE,))
+        mistakes = [
+            Mistake(
+                f"judges.{name}.stages[{number}].decides",
+                f"judge {judge.name} defines no correctness, so it cannot decide by it.",
+                "Set its `correct_at`, or write {above: ..., below: ...}.",
+            )
+            for number, (judge, decides) in enumerate(self._stages[:-1])
+            if isinstance(decides, str) and not judge.defines_correct
+        ]
+        if mistakes:
+            raise ConfigurationError(mistakes)
+
+    @property
+    def parts(self) -> tuple[Judge, ...]:
+        return tuple(judge for judge, _ in self._stages)
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        return range_of(judge.reward_range for judge in self.parts)
+
+    @property
+    def defines_correct(self) -> bool:
+        return all(judge.defines_correct for judge, _ in self._stages)
+
+    def component_names(self) -> tuple[str, ...]:
+        return component_names(self.parts, (STAGE,))
+
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        verdicts: dict[str, Verdict] = {}
+        *early, (last, _) = self._stages
+        for judge, decides in early:
+            with suppress(JudgeFailed):
+                verdicts[judge.name] = await judge.judge(sample, ask)
+                if _is_sure(verdicts[judge.name], decides):
+                    return self._decided(judge, verdicts)
+        verdicts[last.name] = await asked(self.name, last, sample, ask)
+        return self._decided(last, verdicts)
+
+    def _decided(self, judge: Judge, verdicts: Mapping[str, Verdict]) -> Verdict:
+        verdict, own = verdicts[judge.name], {STAGE: 1.0 + self.parts.index(judge)}
+        return combined(self.name, verdicts, verdict.score, correct=verdict.correct, own=own, decides=(judge.name,))
+
+
+def _is_sure(verdict: Verdict, decides: Decides) -> bool:
+    # A floor stands for what could not be judged.
+    if verdict.failure is not None:
+        return False
+    if isinstance(decides, Sure):
+        high = decides.above is not None and verdict.score >= decides.above
+        return high or (decides.below is not None and verdict.score <= decides.below)
+    return verdict.correct is not None and decides in ("both", "positive" if verdict.correct else "negative")

@@ -1,0 +1,141 @@
+"""What judges of judges share: how the verdicts of parts become one, how a failed part is told, and which names parts
+may have.
+
+The components of a whole are the score of each part that was asked, by its name, and the components of the part below
+it: `reward/quality/proof`. A part that was not asked has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from ..errors import ConfigurationError, Mistake
+from ..samples import Failed, Sample, Verdict
+from .base import Ask, Judge, JudgeFailed
+
+
+def check_names(parts: Iterable[Any], title: str) -> None:
+    """Raise `ValidationError` for the name of a part that begins with that of another one and a slash, because it would
+    look like a component of it.
+    """
+    names = [part for part in parts if isinstance(part, str)]
+    mistakes: list[InitErrorDetails] = []
+    for name in names:
+        whole = next((other for other in names if name.startswith(f"{other}/")), None)
+        if whole is not None:
+            problem = f"the name looks like a component of `{whole}`, another part of this judge; rename this judge"
+            error = PydanticCustomError("like_component", "{problem}", {"problem": problem})
+            mistakes.append({"type": error, "loc": (name,), "input": name})
+    if mistakes:
+        raise ValidationError.from_exception_data(title, mistakes)
+
+
+def check_own_names(judge: str, parts: Collection[str], own: Sequence[str]) -> None:
+    """Raise `ConfigurationError` for a part that has the name of one of the judge's own components."""
+    taken = [name for name in own if name in parts]
+    if taken:
+        problem = f"a part of it is named {taken[0]!r}, as a component of this kind is."
+        raise ConfigurationError([Mistake(f"judges.{judge}", problem, "Rename the part.")])
+
+
+def component_names(parts: Iterable[Judge], own: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of the components of a whole, as far as they are known in advance."""
+    return tuple(
+        dict.fromkeys(
+            [
+                *own,
+                *(
+                    name
+                    for part in parts
+                    for name in (part.name, *(_below(part.name, component) for component in part.component_names()))
+                ),
+            ]
+        )
+    )
+
+
+def range_of(ranges: Iterable[tuple[float, float] | None]) -> tuple[float, float] | None:
+    """The range of rewards that come from one of several ranges; None if one of them is unknown."""
+    every = list(ranges)
+    known = [each for each in every if each is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(every) else None
+
+
+async def asked(whole: str, part: Judge, sample: Sample, ask: Ask) -> Verdict:
+    """Return the verdict of a part. Raises `JudgeFailed` in the name of the whole."""
+    try:
+        return await part.judge(sample, ask)
+    except JudgeFailed as error:
+        raise part_failed(whole, part.name, error.failed) from None
+
+
+def part_failed(whole: str, part: str, failed: Failed) -> JudgeFailed:
+    """The failure of a whole because of a part, whose name begins the detail."""
+    return JudgeFailed(replace(failed, detail=f"{part}: {failed.detail or failed.reason}", judge=whole))
+
+
+def combined(
+    whole: str,
+    verdicts: Mapping[str, Verdict],
+    score: float,
+    *,
+    correct: bool | None = None,
+    own: Mapping[str, float] | None = None,
+    decides: Collection[str] | None = None,
+) -> Verdict:
+    """Return the verdict of a whole with this score, from those of the parts that were asked, by name.
+
+    `own` are its own components. If the reward of a part that `decides` (default: all) is a floor, the basis of the
+    whole is a floor, too.
+    """
+    components: dict[str, float] = dict(own or {})
+    for name, verdict in verdicts.items():
+        components[name] = verdict.score
+        components |= {_below(name, component): value for component, value in verdict.components.items()}
+    rationales = {name: verdict.rationale for name, verdict in verdicts.items() if verdict.rationale}
+    deciding = [name for name in verdicts if decides is None or name in decides]
+    failure = _failure({name: failed for name in deciding if (failed := verdicts[name].failure)}, whole)
+    return Verdict(
+        score,
+        components=components,
+        rationale="\n".join(f"{name}: {rationale}" for name, rationale in rationales.items()),
+        correct=correct,
+        judge=whole,
+        source=_beside(verdict.source for verdict in verdicts.values()),
+        model=_beside(verdict.model for verdict in verdicts.values()),
+        weight_version=_beside(verdict.weight_version for verdict in verdicts.values()),
+        basis="judged" if failure is None else "floor",
+        failure=failure,
+        cached=all(verdict.cached for verdict in verdicts.values()),
+        cut=any(verdict.cut for verdict in verdicts.values()),
+        returned=_only_one(verdict.returned for verdict in verdicts.values()),
+    )
+
+
+def _failure(failures: Mapping[str, Failed], judge: str) -> Failed | None:
+    """Merge the failures of the parts that have floors; the cause is that of the first."""
+    if not failures:
+        return None
+    first = next(iter(failures.values()))
+    detail = "; ".join(f"{name}: {failed.detail or failed.reason}" for name, failed in failures.items())
+    return replace(first, detail=detail, judge=judge)
+
+
+def _below(part: str, component: str) -> str:
+    return f"{part}/{component}"
+
+
+def _beside(names: Iterable[str]) -> str:
+    # Sorted, so that metrics do not count "a+b" and "b+a" as two names.
+    return "+".join(sorted({name for several in names for name in several.split("+") if name}))
+
+
+def _only_one(mappings: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    """Return the mapping of the function among the parts, without its score; None unless exactly one part has one."""
+    found = [mapping for mapping in mappings if mapping is not None]
+    return {key: value for key, value in found[0].items() if key != "score"} if len(found) == 1 else None

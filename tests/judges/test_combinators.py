@@ -1,0 +1,279 @@
+"""Gates, cascades, panels, and sums with optional parts and scheduled weights: whom they ask, and what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from qreward_plugins.config import load_config
+from qreward_plugins.errors import ConfigurationError
+from qreward_plugins.judges import Judge, JudgeFailed, JudgeRouter
+from qreward_plugins.samples import Cause, Failed, Sample, Verdict
+from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
+from qreward_plugins.simulation import run
+
+from ..kit import each_of
+
+SAMPLE = Sample([{"role": "user", "content": "?"}], "yes", step=250)
+DOWN = Unanswered("deadline", "no answer", source="f")
+FLOOR = Verdict(0.0, basis="floor", failure=Failed(Cause.POLICY, "empty", "nothing there"))
+
+
+def opened(**judges: Any) -> Judge:
+    """The judge `whole` of a configuration in which `a` to `d` are functions."""
+    leaves = {name: {"kind": "function", "reward_range": [0, 1], "correct_at": 0.5} for name in "abcd"}
+    tree = {"sources": {"f": {"kind": "function", "function": "m:f"}}, "judges": {**leaves, **judges}}
+    return JudgeRouter(load_config({**tree, "routes": {"*": "whole"}}), key=b"a key that nobody knows").judges["whole"]
+
+
+def asked(judge: Judge, step: int | None = 250, **says: Any) -> tuple[Any, list[str], float]:
+    """What a judge says if its leaves say this (a score, a verdict, or why there is none; after so many seconds, if it
+    is a pair), whom it has asked in which order, and when it had its verdict.
+    """
+    order: list[str] = []
+
+    async def ask(call: Any) -> Any:
+        order.append(call.name)
+        said = says[call.name]
+        seconds, said = said if isinstance(said, tuple) else (1.0, said)
+        await asyncio.sleep(seconds)
+        if isinstance(said, Unanswered):
+            raise CallFailed(said)
+        verdict = said if isinstance(said, Verdict) else Verdict(said, correct=said >= 0.5)
+        return Answer(verdict, "f")
+
+    async def main() -> Any:
+        try:
+            said = await judge.judge(dataclasses.replace(SAMPLE, step=step), ask)
+        except JudgeFailed as error:
+            said = error.failed
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return said, asyncio.get_running_loop().time()
+
+    said, at = run(main())
+    return said, order, at
+
+
+GATE = {"kind": "gate", "when": "a", "at_least": 0.5, "then": "b"}
+
+
+@each_of(
+    ("keys", "says", "order", "score", "correct", "passed"),
+    [
+        ({}, {"a": 0.5, "b": 0.9}, "ab", 0.9, True, 1),
+        ({}, {"a": 0.5, "b": 0.3}, "ab", 0.3, False, 1),
+        ({}, {"a": 0.4}, "a", 0.0, False, 0),
+        ({"else": -1}, {"a": 0.4}, "a", -1.0, False, 0),
+        ({"else": "c"}, {"a": 0.4, "c": 0.8}, "ac", 0.8, False, 0),
+        ({"then": "a"}, {"a": 0.7}, "a", 0.7, True, 1),
+        ({"else": "a"}, {"a": 0.25}, "a", 0.25, False, 0),
+    ],
+)
+def test_a_gate_asks_the_second_only_if_the_first_gives_enough(
+    keys: Any, says: Any, order: str, score: float, correct: bool, passed: int
+) -> None:
+    verdict, names, _ = asked(opened(whole={**GATE, **keys}), **says)
+    assert (verdict.score, names, verdict.correct) == (score, list(order), correct)
+    assert verdict.components == {"passed": passed} | {
+        name: value for name, value in says.items() if isinstance(value, float)
+    }
+    assert (verdict.basis, verdict.judge) == ("judged", "whole")
+
+
+def test_a_gate_whose_condition_or_judge_fails_has_no_reward() -> None:
+    judge = opened(whole=GATE)
+    for says, part in (({"a": DOWN}, "a"), ({"a": 1.0, "b": DOWN}, "b")):
+        failed, _, _ = asked(judge, **says)
+        assert (failed.label, failed.detail, failed.judge) == ("infra/deadline", f"{part}: no answer", "whole")
+
+
+def test_a_floor_at_a_gate_is_one_where_it_decides() -> None:
+    judge = opened(whole=GATE)
+    empty, _, _ = asked(judge, a=FLOOR)
+    assert (empty.score, empty.basis, empty.failure.detail) == (0.0, "floor", "a: nothing there")
+    late, _, _ = asked(judge, a=1.0, b=FLOOR)
+    assert (late.basis, late.failure.detail) == ("floor", "b: nothing there")
+    other, _, _ = asked(opened(whole={**GATE, "else": "c"}), a=FLOOR, c=0.5)
+    assert other.basis == "judged"
+
+
+def stages(*early: Any, last: str = "c") -> dict[str, Any]:
+    names = "ab"
+    listed = [{"judge": names[place], "decides": decides} for place, decides in enumerate(early)]
+    return {"kind": "cascade", "stages": [*listed, {"judge": last}]}
+
+
+@each_of(
+    ("early", "says", "order", "score"),
+    [
+        (["both"], {"a": 0.9}, "a", 0.9),
+        (["both"], {"a": 0.1}, "a", 0.1),
+        (["positive"], {"a": 0.9}, "a", 0.9),
+        (["positive"], {"a": 0.1, "c": 0.7}, "ac", 0.7),
+        (["negative"], {"a": 0.1}, "a", 0.1),
+        (["negative"], {"a": 0.9, "c": 0.2}, "ac", 0.2),
+        ([{"above": 0.8, "below": 0.2}], {"a": 0.8}, "a", 0.8),
+        ([{"above": 0.8, "below": 0.2}], {"a": 0.2}, "a", 0.2),
+        ([{"above": 0.8, "below": 0.2}], {"a": 0.5, "c": 0.3}, "ac", 0.3),
+        ([{"below": 0.2}, "positive"], {"a": 1.0, "b": 0.6}, "ab", 0.6),
+        ([{"below": 0.2}, "positive"], {"a": 1.0, "b": 0.4, "c": 0.5}, "abc", 0.5),
+        # What a stage cannot judge, the next one does.
+        (["both"], {"a": DOWN, "c": 0.4}, "ac", 0.4),
+        (["both"], {"a": FLOOR, "c": 0.4}, "ac", 0.4),
+    ],
+)
+def test_the_first_sure_stage_of_a_cascade_decides(early: Any, says: Any, order: str, score: float) -> None:
+    verdict, names, _ = asked(opened(whole=stages(*early)), **says)
+    assert (verdict.score, "".join(names), verdict.basis) == (score, order, "judged")
+    assert verdict.correct == (score >= 0.5)
+    assert verdict.components["stage"] == len(early) + 1 if order[-1] == "c" else len(order)
+    assert set(verdict.components) - {"stage"} == {name for name in order if not isinstance(says[name], Unanswered)}
+
+
+def test_a_cascade_whose_last_stage_fails_has_no_reward() -> None:
+    failed, order, _ = asked(opened(whole=stages("positive")), a=0.1, c=DOWN)
+    assert (failed.detail, order) == ("c: no answer", ["a", "c"])
+
+
+@each_of(
+    ("keys", "says", "score", "disagreement"),
+    [
+        ({}, (0.25, 0.5, 0.75), 0.5, 0.5),
+        ({"reduce": "median"}, (0.0, 0.25, 1.0), 0.25, 1.0),
+        ({"reduce": "min"}, (0.25, 0.5, 0.75), 0.25, 0.5),
+        ({"reduce": "majority"}, (0.0, 0.5, 0.75), 1.0, 0.75),
+        ({"reduce": "majority"}, (0.0, 0.25, 0.75), 0.0, 0.75),
+        ({"reduce": "majority", "quorum": 2}, (0.0, 1.0, DOWN), 0.5, 1.0),
+        ({"quorum": 2}, (0.25, DOWN, 0.75), 0.5, 0.5),
+        ({"quorum": 1}, (DOWN, DOWN, 0.75), 0.75, 0.0),
+        ({"quorum": 3}, (0.25, DOWN, 0.75), None, None),
+        ({}, (0.25, DOWN, 0.75), None, None),
+        ({"quorum": 2}, (DOWN, DOWN, 0.75), None, None),
+    ],
+)
+def test_a_panel_reduces_the_rewards_of_its_members(keys: Any, says: Any, score: Any, disagreement: Any) -> None:
+    said, order, at = asked(
+        opened(whole={"kind": "panel", "judges": ["a", "b", "c"], **keys}), **dict(zip("abc", says, strict=True))
+    )
+    assert sorted(order) == ["a", "b", "c"]
+    assert at == 1.0
+    if score is None:
+        assert isinstance(said, Failed)
+        assert said.detail.endswith(": no answer")
+        return
+    assert (said.score, said.components["disagreement"]) == (score, disagreement)
+    assert said.correct == ((score > 0.5) if keys.get("reduce") == "majority" else None)
+
+
+def test_a_panel_without_spare_members_ends_with_the_first_failure() -> None:
+    panel = {"kind": "panel", "judges": ["a", "b"]}
+    assert asked(opened(whole=panel), a=(2.0, DOWN), b=(60.0, 1.0))[2] == 2.0
+    assert asked(opened(whole={**panel, "quorum": 1}), a=(2.0, DOWN), b=(60.0, 1.0))[2] == 60.0
+
+
+def weighted(**weights: Any) -> dict[str, Any]:
+    return {"kind": "sum", "weights": weights}
+
+
+def test_an_optional_part_that_fails_shares_its_weight_out() -> None:
+    judge = opened(whole=weighted(a=0.5, b=0.25, c={"weight": 0.25, "optional": True}))
+    whole, _, _ = asked(judge, a=1.0, b=0.0, c=1.0)
+    without, _, at = asked(judge, a=(3.0, 1.0), b=0.0, c=DOWN)
+    assert (whole.score, without.score, at) == (0.75, pytest.approx(0.5 / 0.75), 3.0)
+    assert set(without.components) == {"a", "b"}
+    assert asked(judge, a=1.0, b=DOWN, c=1.0)[0].detail == "b: no answer"
+
+
+@each_of(("step", "score"), [(0, 1.0), (None, 1.0), (100, 1.0), (200, 0.75), (250, 0.625), (300, 0.5), (10**6, 0.5)])
+def test_a_weight_follows_the_training_step(step: int | None, score: float) -> None:
+    judge = opened(whole=weighted(a={"weight": {100: 1.0, 300: 0.5}}, b=0.5))
+    assert asked(judge, step, a=1.0, b=0.0)[0].score == pytest.approx(score)
+    assert judge.reward_range == (0.0, 1.5)
+
+
+def test_a_bar_follows_the_training_step() -> None:
+    judge = opened(whole={**weighted(a=1.0), "correct_at": {0: 0.2, 500: 0.8}})
+    assert [asked(judge, step, a=0.5)[0].correct for step in (0, 240, 260, 900)] == [True, True, False, False]
+
+
+@each_of(
+    ("whole", "place", "said"),
+    [
+        ({**GATE, "then": "x"}, "whole.then", "no such judge"),
+        ({**GATE, "else": "x"}, "whole.else", "judge"),
+        (stages("both", last="d") | {"stages": [{"judge": "a"}]}, "whole.stages", "2"),
+        ({"kind": "cascade", "stages": [{"judge": "a"}, {"judge": "a"}]}, "whole.stages", "is a stage twice"),
+        (stages({}), "whole.stages[0].decides", "name `above`, `below` or both"),
+        (stages("yes"), "whole.stages[0].decides", "`positive`, `negative`, `both`, or a mapping"),
+        (stages({"above": 0.1, "below": 0.2}), "whole.stages[0].decides", "must be less than above"),
+        ({"kind": "panel", "judges": ["a", "a"]}, "whole.judges", "is a member twice"),
+        ({"kind": "panel", "judges": ["a", "b"], "quorum": 3}, "whole", "above the number of members, 2"),
+        (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
+        (weighted(a={"weight": {0: 0.0, 9: 0.0}}, b=1), "whole.weights.a", "adds nothing"),
+        (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
+        (weighted(a={"optional": True}), "whole", "must not be optional"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_place(whole: Any, place: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        opened(whole=whole)
+    assert any(place in mistake.path and said in str(mistake) for mistake in caught.value.mistakes), caught.value
+
+
+def test_who_has_no_vote_or_cannot_decide_is_refused() -> None:
+    mute = {"kind": "function", "reward_range": [0, 1]}
+    for whole, place in (
+        ({"kind": "panel", "judges": ["a", "m"], "reduce": "majority"}, "judges.whole.reduce"),
+        ({"kind": "cascade", "stages": [{"judge": "m"}, {"judge": "a"}]}, "judges.whole.stages[0].decides"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"judge m defines no correctness") as caught:
+            opened(whole=whole, m=mute)
+        assert [mistake.path for mistake in caught.value.mistakes] == [place]
+    named = {"kind": "function"}
+    with pytest.raises(ConfigurationError, match="a part of it is named 'passed'"):
+        opened(whole={**GATE, "then": "passed"}, passed=named)
+
+
+def tree(rng: random.Random, depth: int, judges: dict[str, Any]) -> str:
+    """Add a random tree of judges, and return the name of its root."""
+    if depth == 0 or rng.random() < 0.2:
+        return rng.choice("abcd")
+    parts = list(dict.fromkeys(tree(rng, depth - 1, judges) for _ in range(3)))
+    name = f"j{len(judges)}"
+    if len(parts) < 2:
+        return parts[0]
+    kind = rng.choice(("sum", "gate", "cascade", "panel"))
+    judges[name] = {
+        "sum": {"kind": "sum", "weights": {part: rng.choice((0.5, 1.0, {"weight": {0: 1, 9: 2}})) for part in parts}},
+        "gate": {"kind": "gate", "when": parts[0], "at_least": 0.5, "then": parts[1], "else": parts[-1]},
+        "cascade": {
+            "kind": "cascade",
+            "stages": [{"judge": part, "decides": {"above": 0.9, "below": 0.1}} for part in parts],
+        },
+        "panel": {"kind": "panel", "judges": parts, "quorum": 1, "reduce": rng.choice(("mean", "median", "min"))},
+    }[kind]
+    return name
+
+
+def test_trees_of_judges_give_one_outcome_within_their_range_and_leave_nothing_behind() -> None:
+    answers = itertools.cycle((0.0, 0.3, 0.6, 1.0, DOWN, FLOOR, (5.0, 0.9), (0.0, DOWN)))
+    for seed in range(150):
+        rng = random.Random(seed)
+        judges: dict[str, Any] = {}
+        root = tree(rng, 3, judges)
+        whole = opened(**judges, whole={"kind": "sum", "weights": {root: 1.0}})
+        for _ in range(3):
+            said, order, _ = asked(whole, **dict(zip("abcd", answers, strict=False)))
+            assert len(order) <= whole.calls
+            if isinstance(said, Failed):
+                assert said.reward is None
+                continue
+            low, high = whole.reward_range or (0.0, 0.0)
+            assert low - 1e-9 <= said.score <= high + 1e-9
+            assert (said.basis == "floor") == (said.failure is not None)
+            assert set(said.components) <= set(whole.component_names())

@@ -68,11 +68,14 @@ class Part(Node):
     and the sum is missing."""
 
 
-def _weighs(part: Part | float) -> Part:
-    part = part if isinstance(part, Part) else Part(weight=part)
-    if not any(_values(part.weight)):
+def _part(given: Part | float) -> Part:
+    return given if isinstance(given, Part) else Part(weight=given)
+
+
+def _weighs(given: Part | float) -> Part | float:
+    if not any(_values(_part(given).weight)):
         raise ValueError("a weight of 0 adds nothing; remove the judge from the sum, or set another weight")
-    return part
+    return given
 
 
 _Weight = Annotated[
@@ -110,7 +113,7 @@ class SumJudge(Judge):
 
         @model_validator(mode="after")
         def _can_be_shared_out(self) -> SumJudge.Config:
-            parts = [part for part in self.weights.values() if isinstance(part, Part)]
+            parts = list(map(_part, self.weights.values()))
             optional = [part for part in parts if part.optional]
             if optional and any(weight < 0 for part in parts for weight in _values(part.weight)):
                 raise ValueError("a sum with a negative weight has no optional parts: its weights cannot be shared out")
@@ -128,15 +131,12 @@ class SumJudge(Judge):
             first, *_, last = [*_values(part.weight), *_values(part.weight)[-1:]]
             return (f"{first:g}" if first == last else f"{first:g} to {last:g}") + (" (optional)" * part.optional)
 
-        return "the sum of " + " and ".join(f"{told(part)} x {name}" for name, part in config.weights.items())
+        return "the sum of " + " and ".join(f"{told(_part(given))} x {name}" for name, given in config.weights.items())
 
     def __init__(self, name: str, config: Config, *, parts: Sequence[Judge]) -> None:
         super().__init__(name)
         self._parts = tuple(parts)
-        self._weights: Mapping[str, Part] = {
-            f"{name}": _weighs(part)  # pydantic has done so, unless the model was made without checks
-            for name, part in config.weights.items()
-        }
+        self._weights: Mapping[str, Part] = {f"{name}": _part(given) for name, given in config.weights.items()}
         self._optional = frozenset(name for name, part in self._weights.items() if part.optional)
         self._correct_at = config.correct_at
         self._check_correct_at()

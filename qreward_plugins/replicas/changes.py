@@ -154,6 +154,8 @@ class Changes:
                 _log.warning("replica %d of %s: %s; it is started again", number, pool.spec.name, error.problem)
                 await pool.servers[number].stop()
                 failed = await pool.try_to_start(number)
+                if failed is not None:  # most likely for the same reason, which the wake-up may say better
+                    failed = ServerFailed(f"{error.problem}; started again, {failed.problem}", failed.log)
         else:
             failed = await pool.try_to_start(number)
         pool.supervise(number, failed)

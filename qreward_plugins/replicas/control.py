@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -34,6 +35,10 @@ class ServerFailed(Exception):
         super().__init__(problem)
         self.problem = problem
         self.log = log
+
+
+class NoRoute(ServerFailed):
+    """A server has no such route: it is of an earlier version."""
 
 
 class Control(ABC):
@@ -165,6 +170,8 @@ class Control(ABC):
                 if reply.status == 200:
                     return orjson.loads(content) if answers_json and content.strip() else None
                 problem = f"it answered {reply.status} ({content[:_DETAIL_CHARS].decode('utf-8', 'replace').strip()})"
+                if reply.status == 404:
+                    raise NoRoute(f"{path}: {problem}")
         except asyncio.TimeoutError:
             problem = f"it gave no answer within {within_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
@@ -192,7 +199,8 @@ class VLLMControl(Control):
     async def _load(self, path: str, version: str) -> None:
         # The weight transfer of vLLM has no backend for files. This call needs none, and loads on the devices.
         await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
-        await self._post("/update_weight_version", {"new_version": version}, within_s=_QUICK_S)
+        with suppress(NoRoute):  # before vLLM 0.27, servers state no version (`_version`)
+            await self._post("/update_weight_version", {"new_version": version}, within_s=_QUICK_S)
 
     async def _join(self, body: Mapping[str, Any]) -> None:
         await self._post("/init_weight_transfer_engine", {"init_info": body})

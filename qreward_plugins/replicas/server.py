@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from .control import ServerFailed
 from .server_kinds import Launch, PoolSpec
 from .weights import Weights, checkpoint_files
 
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 32768
 _TAIL_LINES = 30
 _ASK_EVERY_S = (0.05, 0.5)
 _REPLY_S = 5.0
@@ -42,6 +42,9 @@ _CAUSES = {
 _PORT_TRIES = 3
 _PORT_TAKEN = re.compile(r"address already in use|address in use|errno 98\b", re.IGNORECASE)
 _GUARD_KILLED = 128 + signal.SIGKILL
+_CAUSE_ABOVE = "See root cause above"
+"""What vLLM writes at the end if its engine has not started. The cause is in the lines of the engine before."""
+_CAUSE = re.compile(r"\b[A-Za-z.]*(?:Error|Exception): \S")
 
 
 class LocalServer:
@@ -164,7 +167,7 @@ class LocalServer:
                 text = file.read(_TAIL_BYTES).decode("utf-8", "replace")
         except OSError:
             return ""
-        return "\n".join(text.splitlines()[-_TAIL_LINES:])
+        return "\n".join(_with_cause(text.splitlines()))
 
     def _spawn(self, launch: Launch) -> asyncio.Future[int]:
         """Start the server under a guard. Return the future with its exit code."""
@@ -230,6 +233,16 @@ class LocalServer:
                 await asyncio.wait([exited], timeout=pause_s)
                 pause_s = min(most_s, 1.5 * pause_s)
         return False
+
+
+def _with_cause(lines: Sequence[str]) -> list[str]:
+    """Return the last lines of a log. If they refer to a cause above, its line comes last."""
+    kept, earlier = list(lines[-_TAIL_LINES:]), lines[:-_TAIL_LINES]
+    if any(_CAUSE_ABOVE in line for line in kept):
+        causes = [line for line in earlier if _CAUSE.search(line)]
+        if causes:
+            kept = [*kept[1:], causes[-1]]
+    return kept
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -72,6 +72,11 @@ def main() -> None:
                 os._exit(0)  # the grandchild is an orphan in a session of its own
             time.sleep(600)
         os.waitpid(child, 0)
+    if "cause" in options:
+        print("(EngineCore) ValueError: Free memory on device is less than desired")
+        print("\n".join(f"(APIServer)   frame {number}" for number in range(60)))
+        print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+        sys.exit(1)
     if "exit" in options:
         print(f"RuntimeError: no memory for the weights, token {os.environ.get('HF_TOKEN', 'none')}", flush=True)
         sys.exit(int(options["exit"]))
@@ -200,7 +205,7 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if self.path == "/weight_info":
+            if self.path == "/weight_info" and "old" not in options:
                 self._say({"weight_version": server.version})
                 return
             if self._knows_key():
@@ -216,6 +221,9 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
             order, _, query = self.path.partition("?")
+            if order in ("/update_weight_version", "/weight_checker") and "old" in options:
+                self._say({"detail": "Not Found"}, 404)
+                return
             if order in Weights.ORDERS:
                 status, told = server.told(order, query, body)
                 self._say(told, status)

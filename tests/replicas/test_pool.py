@@ -62,6 +62,16 @@ async def test_a_start_fails_as_a_whole_and_shows_the_log_of_the_guilty_one(stan
     assert stand_ins.living() == []
 
 
+async def test_a_log_that_refers_to_a_cause_above_ends_with_it(stand_ins):
+    """As vLLM's does: between the cause and the end are the frames of another process."""
+    pool = pool_of(stand_ins, stand_ins.spec("cause"))
+    with pytest.raises(PoolFailed) as caught:
+        await pool.start()
+    *_, end, cause = caught.value.log.splitlines()
+    assert end.endswith("See root cause above.")
+    assert cause.endswith("Free memory on device is less than desired")
+
+
 @pytest.mark.parametrize(
     ("fault", "lacks"), [("never", "does not answer"), ("wrong", "lists .*, and not the name own-0-")]
 )

@@ -142,6 +142,16 @@ async def test_an_update_that_fails_leaves_no_replica_half_new(stand_ins, mode):
     await pool.stop()
 
 
+async def test_a_server_of_an_earlier_version_states_no_version_and_is_updated_all_the_same(stand_ins):
+    """vLLM before 0.27, the version that verl 0.9.1 pins among them, has no `/update_weight_version`."""
+    async with RewardEngine(tree(stand_ins, "old")) as engine:
+        await engine.score_all(samples(4))
+        weights = await engine.update_weights("own", path=stand_ins.weights("second"), version="step-1")
+        assert weights.version == "step-1"
+        assert set(said(await engine.score_all(samples(4)))) == {"second"}
+        assert [replica.restarts for replica in engine.upstreams["own"].source.replicas] == [0, 0]
+
+
 async def weights_of(url):
     async with aiohttp.ClientSession() as session, session.post(f"{url}/weight_checker", json={}) as reply:
         return (await reply.json())["checksums"]["all"]

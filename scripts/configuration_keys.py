@@ -58,6 +58,7 @@ UNITS = {
     "min_scored": "samples",
     "overload_requests": "requests",
     "pipeline_parallel": "",
+    "points": "points",
     "priority": "",
     "restarts": "restarts",
     "quorum": "judges",

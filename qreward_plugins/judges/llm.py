@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ..config.judge_models import Interval, JudgeImages
-from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool
-from ..errors import ConfigurationError, InputError, InvalidReply
+from ..config.nodes import Flag, Integer, NonNegativeFloat, PositiveInt, no_bool
+from ..errors import ConfigurationError, InputError, InvalidReply, Mistake
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
@@ -21,10 +22,11 @@ from .control_tokens import is_blank
 from .fence import NONCE_LENGTH, draw_nonces, occurs_in
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
-from .prompt import Prompt, PromptConfig, answer_schema
+from .prompt import Prompt, PromptConfig
 from .sample_texts import SampleTexts
+from .tasks import LabelTask, RubricTask, ScoreTask, Task
 from .templates import Page
-from .thinking import in_thoughts
+from .thinking import after_thoughts, in_thoughts
 from .verdicts import ParsedVerdict, Scale, excerpt, parse_verdict, why_no_verdict
 
 DEFAULT_TOKENS = 512
@@ -72,6 +74,10 @@ class LLMJudge(Leaf):
         """Sampling seed that is sent to the server. Default: none. The dialects `responses` and `anthropic` have none.
         """
 
+        show_thinking: Flag = False
+        """Whether the judge sees the thoughts with which a response begins, such as `<think> ... </think>`. Default:
+        false, and a response whose thoughts do not end counts as empty."""
+
         images: JudgeImages = JudgeImages()
         """Which images the judge sees, and what is sent of them."""
 
@@ -90,38 +96,40 @@ class LLMJudge(Leaf):
 
     @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
-        low, high = config.score_range
-        score = low + share * (high - low)
-        verdict = {"id": request.nonce, "rationale": "rehearsed", "score": score}
-        if config.criteria:
-            verdict["components"] = dict.fromkeys(config.criteria, score)
+        answer = task_of(config).rehearsed(request.sample, share)
+        verdict = {"id": request.nonce, "rationale": "rehearsed", **answer}
         return Reply(text=json.dumps(verdict), finish_reason="stop")
 
     def __init__(
         self, name: str, config: Config, *, sources: Sequence[str], key: bytes, vision: Sequence[str] = ()
     ) -> None:
-        identity = fingerprint("llm", config.score_range, sorted(config.criteria))
-        super().__init__(name, config, sources=sources, fingerprint=identity)
+        self._task = task_of(config)
+        super().__init__(name, config, sources=sources, fingerprint=fingerprint("llm", *self._task.identity))
         self._config = config
         self._key = key
-        self._criteria = tuple(config.criteria)
-        self._scale = Scale(config.score_range, config.reward_range)
+        # Labels have rewards, and need no scale.
+        self._scale = Scale(config.reward_range if config.labels else self._task.range, config.reward_range)
         self._parameters = _parameters(config)
         self._max_tokens = config.max_tokens or DEFAULT_TOKENS
         self._thinking_tokens = 0 if config.max_tokens else DEFAULT_THINKING_TOKENS - DEFAULT_TOKENS
         most_tokens = self._max_tokens + self._thinking_tokens
         self._max_reply_chars = max(_MAX_REPLY_CHARS, _REPLY_CHARS_PER_TOKEN * most_tokens)
         self._images = ImageRules(name, config.images, sources=sources, vision=vision)
-        mistakes = [*number_mistakes(name, config), *self._images.mistakes()]
+        mistakes = [*number_mistakes(name, config), *_mistakes(name, config), *self._images.mistakes()]
         try:
-            self._prompt = Prompt(name, config)
+            self._prompt = Prompt(name, config, self._task)
         except ConfigurationError as error:
             mistakes.extend(error.mistakes)
         if mistakes:
             raise ConfigurationError(mistakes)
 
     def call(self, sample: Sample) -> Call[Verdict]:
-        return self._images.call(super().call(sample), sample)
+        call = self._images.call(super().call(sample), sample)
+        if isinstance(self._task, RubricTask):
+            # A data set with other points gives other scores. What cannot be read fails in `request`.
+            with suppress(InputError):
+                call.identity = fingerprint(call.identity, *self._task.identity_of(sample))
+        return call
 
     def screen(self, sample: Sample) -> Verdict | None:
         """Return the floor for a response without a visible character or an image; apply `on_too_long` to a sample that
@@ -130,11 +138,22 @@ class LLMJudge(Leaf):
         response: object = sample.response
         if not isinstance(response, str):
             return None
-        if is_blank(response) and not (self._images.sends and sample.response_images):
-            return self.instead(Failed(Cause.POLICY, "empty", "the response is empty", judge=self.name))
+        sample = self._without_thoughts(sample)
+        if is_blank(sample.response) and not (self._images.sends and sample.response_images):
+            problem = "the response is empty"
+            problem += "" if is_blank(response) else " after its thoughts, or ends in them"
+            return self.instead(Failed(Cause.POLICY, "empty", problem, judge=self.name))
         if self._config.on_too_long == "cut":
             return None
         return self._too_long(sample)
+
+    def _without_thoughts(self, sample: Sample) -> Sample:
+        """The sample as the judge sees it."""
+        response: Any = sample.response
+        if self._config.show_thinking or not isinstance(response, str):
+            return sample
+        answer = after_thoughts(response)
+        return sample if answer is response else replace(sample, response=answer)
 
     def _too_long(self, sample: Sample) -> Verdict | None:
         """Return the floor of a sample that is too long; None if it is not. Raises `JudgeFailed` if no floor applies.
@@ -167,7 +186,7 @@ class LLMJudge(Leaf):
         sent, and if a template fails on this sample or its text grows too large.
         """
         images = self._images.of(sample) if self._images.sent(sample) else None
-        whole = sample
+        whole, sample = sample, self._without_thoughts(sample)
         if images is not None:
             sample = replace(sample, messages=images.messages)
         shown = SampleTexts.of(sample)
@@ -190,7 +209,7 @@ class LLMJudge(Leaf):
         return Request(
             sample=whole,
             messages=tuple(messages),
-            parameters=dict(self._parameters),
+            parameters={**self._parameters, **self._format(self._task.count(whole))},
             nonce=nonce,
             shared_nonce=shared,
             max_completion_tokens=self._max_tokens,
@@ -199,9 +218,21 @@ class LLMJudge(Leaf):
             thinking_tokens=self._thinking_tokens,
         )
 
+    def _format(self, count: int) -> dict[str, Any]:
+        """The structured output for so many criteria."""
+        if self._config.response_format == "none":
+            return {}
+        if self._config.response_format == "json_object":
+            return {"response_format": {"type": "json_object"}}
+        # Servers compile and cache a grammar for each schema, so a schema with the nonce would cost a compilation for
+        # each call. Our parser checks the nonce.
+        schema = {"name": "verdict", "strict": True, "schema": self._task.schema(count)}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
     @property
     def parameters(self) -> Mapping[str, Any]:
-        return self._parameters
+        # Sources are asked whether they can send these, whatever the schema is.
+        return {**self._parameters, **self._format(1)}
 
     @property
     def thinking_tokens(self) -> int:
@@ -215,8 +246,7 @@ class LLMJudge(Leaf):
             # The message quotes the reply, which may echo secrets.
             problem = reply.cleaned(str(error))
         else:
-            raw = RawScore(words.score, words.components)
-            return self._mapped(raw, rationale=reply.cleaned(words.rationale), model=reply.model, cut=request.cut)
+            return self._mapped(words.raw, rationale=reply.cleaned(words.rationale), model=reply.model, cut=request.cut)
         raise InvalidReply(problem)
 
     def _words(self, request: Request, reply: Reply) -> ParsedVerdict:
@@ -235,16 +265,15 @@ class LLMJudge(Leaf):
         return parse_verdict(
             reply.text,
             nonce=request.nonce,
-            score_range=self._config.score_range,
-            criteria=self._criteria,
+            read=lambda answer, source: self._task.read(answer, request.sample, source),
             max_chars=self._max_reply_chars,
         )
 
     def component_names(self) -> tuple[str, ...]:
-        return self._criteria
+        return self._task.components
 
     def mapped(self, raw: RawScore) -> Verdict:
-        low, high = self._config.score_range
+        low, high = self._task.range
         if not all(low <= number <= high for number in (raw.score, *raw.components.values())):
             raise InvalidReply("the recorded numbers are outside of the judge's score range")
         return self._mapped(raw)
@@ -254,7 +283,7 @@ class LLMJudge(Leaf):
         correct_at = self._config.correct_at
         return Verdict(
             score=reward,
-            components={name: self._scale.reward(raw.components[name]) for name in self._criteria},
+            components={name: self._scale.reward(raw.components[name]) for name in self._task.components},
             rationale=rationale,
             correct=None if correct_at is None else reward >= correct_at,
             judge=self.name,
@@ -271,17 +300,27 @@ def _parameters(config: LLMJudge.Config) -> dict[str, Any]:
     }
     if config.seed is not None:
         parameters["seed"] = config.seed
-    if config.response_format == "json_schema":
-        # The schema is the same for every call: servers compile and cache a grammar for each schema, so a schema with
-        # the nonce would cost a compilation per call. Our parser checks the nonce.
-        parameters["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "verdict",
-                "strict": True,
-                "schema": answer_schema(config.score_range, config.criteria),
-            },
-        }
-    elif config.response_format == "json_object":
-        parameters["response_format"] = {"type": "json_object"}
     return parameters
+
+
+def task_of(config: LLMJudge.Config) -> Task:
+    """What a judge with this configuration answers."""
+    if config.labels is not None:
+        return LabelTask(config.labels)
+    return ScoreTask(config.score_range, config.criteria) if config.rubric is None else RubricTask(config.rubric)
+
+
+def _mistakes(name: str, config: LLMJudge.Config) -> list[Mistake]:
+    """Find keys that say twice what the judge answers, and labels whose rewards are out of range."""
+    found = []
+    given = [key for key in ("labels", "rubric") if getattr(config, key) is not None]
+    beside = [key for key in ("score_range", "criteria") if key in config.model_fields_set and given]
+    if len(given) + len(beside) > 1:
+        problem = f"{' and '.join([*given, *beside])} exclude each other; each says what the judge answers."
+        found.append(Mistake(f"judges.{name}.{given[0]}", problem, "Keep one of them."))
+    low, high = config.reward_range
+    outside = [label for label, reward in (config.labels or {}).items() if not low <= reward <= high]
+    if outside:
+        problem = f"the reward of {', '.join(outside)} is outside of the reward range {low:g} to {high:g}."
+        found.append(Mistake(f"judges.{name}.labels", problem, "Set `reward_range`."))
+    return found

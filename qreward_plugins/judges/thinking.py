@@ -84,6 +84,8 @@ _ENDS = (
 _MARK = re.compile(f"(?P<opens>{'|'.join(_OPENS)})|(?P<ends>{'|'.join(_ENDS)})", re.IGNORECASE | re.MULTILINE)
 
 
+_BRACKETED = re.compile(r"<(?!/?details)|\[\s*/?\s*THINK|\[unused|◁", re.IGNORECASE)
+
 _QUOTES = ('""', "''", "\u201c\u201d", "\u2018\u2019")
 
 
@@ -136,6 +138,21 @@ def in_thoughts(text: str) -> bool:
     """Whether `text` ends inside the thoughts that a mark in it opens."""
     marks = marks_in(text)
     return bool(marks) and marks[-1].opens
+
+
+def after_thoughts(text: str) -> str:
+    """Return a response without the thoughts at its beginning; "" if these do not end.
+
+    Marks later in the response are part of it, and so are marks that a page or a letter may have (`<details>`, "Here is
+    my response:").
+    """
+    if not may_have_marks(text):
+        return text
+    marks = [mark for mark in marks_in(text) if _BRACKETED.match(text, mark.start)]
+    if not marks or (marks[0].opens and text[: marks[0].start].strip()):
+        return text
+    end = next((mark for mark in marks if not mark.opens), None)
+    return "" if end is None else text[end.end :].lstrip()
 
 
 def thinking_spans(marks: Sequence[Mark]) -> list[tuple[int, int]]:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
 from ..errors import InvalidReply
+from ..samples import RawScore
 from ..sources.values import MAX_NESTING, raw_decode, too_deep
 from .sample_texts import readable
 from .thinking import Mark, hides_marks, marks_in, may_have_marks, thinking_spans
@@ -72,10 +73,9 @@ def why_no_verdict(finish_reason: str) -> Literal["", "cut off", "withheld", "br
 # Not frozen: it is made for every call, and a frozen one takes three times as long.
 @dataclass(slots=True)
 class ParsedVerdict:
-    """The contents of a verdict in the judge's score range: total, criteria and rationale."""
+    """The contents of a verdict: what its fields say, and the rationale."""
 
-    score: float
-    components: Mapping[str, float]
+    raw: RawScore
     rationale: str
 
 
@@ -107,14 +107,10 @@ def excerpt(text: str) -> str:
 
 
 def parse_verdict(
-    text: str,
-    *,
-    nonce: str,
-    score_range: tuple[float, float],
-    criteria: Sequence[str] = (),
-    max_chars: int = 65_536,
+    text: str, *, nonce: str, read: Callable[[Mapping[str, Any], str], RawScore], max_chars: int = 65_536
 ) -> ParsedVerdict:
-    """Parse the verdict in `text`, the reply of a judge to a prompt with `nonce`.
+    """Parse the verdict in `text`, the reply of a judge to a prompt with `nonce`. `read` reads its fields; it gets them
+    and the text of the answer, for messages.
 
     Thinking is not part of the answer. It ignores prose and code fences around the object, unknown keys, and objects
     without the nonce. Raises `InvalidReply` for everything else, also for an object inside an array or another object,
@@ -131,11 +127,7 @@ def parse_verdict(
     rationale = _rationale(verdict)
     if _is_form(rationale):
         raise InvalidReply(f"the rationale is copied from the form, so nothing was judged: {excerpt(answer)}")
-    return ParsedVerdict(
-        score=_number("score", verdict, score_range, answer),
-        components=_components(verdict, criteria, score_range, answer),
-        rationale=rationale,
-    )
+    return ParsedVerdict(read(verdict, answer), rationale)
 
 
 def _alone(text: str, nonce: str) -> Mapping[str, Any] | None:
@@ -280,7 +272,8 @@ def _claimant(value: Any, nonce: str, flaws: Sequence[str], source: str) -> Mapp
     return value
 
 
-def _number(name: str, values: Mapping[str, Any], interval: tuple[float, float], source: str) -> float:
+def number_in(name: str, values: Mapping[str, Any], interval: tuple[float, float], source: str) -> float:
+    """Read a number of a verdict. Raises `InvalidReply` for what is none, or outside of the interval."""
     if name not in values:
         raise InvalidReply(f"the verdict has no {name}: {excerpt(source)}")
     value = values[name]
@@ -291,17 +284,6 @@ def _number(name: str, values: Mapping[str, Any], interval: tuple[float, float],
     if not interval[0] <= value <= interval[1]:
         raise InvalidReply(f"{name} is outside {interval[0]:g} to {interval[1]:g}: {excerpt(source)}")
     return float(value)
-
-
-def _components(
-    verdict: Mapping[str, Any], criteria: Sequence[str], interval: tuple[float, float], source: str
-) -> dict[str, float]:
-    if not criteria:
-        return {}
-    values = verdict.get("components")
-    if not isinstance(values, dict):
-        raise InvalidReply(f"the verdict has no components; expected {', '.join(criteria)}: {excerpt(source)}")
-    return {name: _number(name, values, interval, source) for name in criteria}
 
 
 def _rationale(verdict: Mapping[str, Any]) -> str:

@@ -304,6 +304,41 @@ def test_a_response_that_is_no_text_is_not_screened(llm: Build, sample: Sample, 
         assert judge.screen(replace(sample, response=response)) is None
 
 
+@each_of(
+    ("response", "shown"),
+    [
+        ("<think>Is it 5?</think>It is 4.", "It is 4."),
+        ("\n<think>\nIs it 5?\n</think>\n\nIt is 4.", "It is 4."),
+        ("Is it 5?</think>It is 4.", "It is 4."),
+        ("[THINK]Is it 5?[/THINK]It is 4.", "It is 4."),
+        ("<think>a</think>It <think>b</think> is 4.", "It ‹think›b‹/think› is 4."),
+        ("It <think>is</think> 4.", "It ‹think›is‹/think› 4."),
+        ("<details>a</details>It is 4.", "<details>a</details>It is 4."),
+        ("Here is my response: 4", "Here is my response: 4"),
+        ("I wrote `</think>` and 4.", "I wrote `</think>` and 4."),
+        ("It is 4.", "It is 4."),
+        ("<think>Is it 5?", None),
+        ("<think>Is it 5?</think>", None),
+        ("<think>Is it 5?</think> \n", None),
+    ],
+)
+def test_thoughts_are_not_judged(llm: Build, sample: Sample, response: str, shown: str | None) -> None:
+    thinking = replace(sample, response=response)
+    screened = llm().screen(thinking)
+    if shown is None:
+        assert screened is not None
+        assert screened.failure is not None
+        assert (screened.failure.label, screened.failure.detail) == (
+            "policy/empty",
+            "the response is empty after its thoughts, or ends in them",
+        )
+    else:
+        assert screened is None
+        assert blocks(llm(), thinking)["response"] == neutralise(shown)
+        assert llm().request(thinking, attempt=0).sample is thinking
+    assert blocks(llm(show_thinking=True), thinking)["response"] == neutralise(response)
+
+
 def test_a_long_chain_of_thought_is_shown_whole_by_default(llm: Build, sample: Sample) -> None:
     response = "Let me think about this. " * 10_000
     request = llm().request(replace(sample, response=response), attempt=0)

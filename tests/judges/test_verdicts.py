@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +17,16 @@ from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges import thinking, verdicts
+from qreward_plugins.judges.tasks import ScoreTask
 from qreward_plugins.judges.verdicts import (
     MAX_EXCERPT_CHARS,
     MAX_NESTING,
     RATIONALE_FORM,
-    ParsedVerdict,
     Scale,
     excerpt,
     parse_verdict,
 )
+from qreward_plugins.samples import Sample
 
 from ..kit import each_of
 
@@ -36,8 +38,11 @@ def verdict(score: object = 7, **keys: object) -> str:
     return json.dumps({"id": NONCE, "rationale": "It is right.", "score": score, **keys})
 
 
-def read(text: str, **keys: Any) -> ParsedVerdict:
-    return parse_verdict(text, nonce=NONCE, score_range=keys.pop("score_range", (0.0, 10.0)), **keys)
+def read(text: str, **keys: Any) -> SimpleNamespace:
+    task = ScoreTask(keys.pop("score_range", (0.0, 10.0)), dict.fromkeys(keys.pop("criteria", ()), "?"))
+    sample = Sample([], "")
+    found = parse_verdict(text, nonce=NONCE, read=lambda answer, source: task.read(answer, sample, source), **keys)
+    return SimpleNamespace(score=found.raw.score, components=found.raw.components, rationale=found.rationale)
 
 
 @each_of(

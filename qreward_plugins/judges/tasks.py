@@ -1,0 +1,391 @@
+"""What a language model is asked to answer: a score, a label, or which criteria of a rubric are met.
+
+A task writes the form of the answer, its JSON schema and what the judge is told about it, and reads the answer. The
+answer is complete or no answer: a criterion that is missing makes it invalid, and is never counted as not met.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ..config.judge_models import Interval
+from ..config.nodes import Node, Number
+from ..errors import InputError, InvalidReply
+from ..samples import RawScore, Sample
+from .control_tokens import neutralise
+from .verdicts import RATIONALE_FORM, excerpt, number_in
+
+NONCE = "{nonce}"
+"""Stands in texts of the prompt for the nonce of the attempt."""
+
+_FORM = """\
+Answer with exactly one JSON object in this form, and with nothing before or after it:
+{form}"""
+
+MOST_CRITERIA = 100
+"""Most criteria of a rubric: each takes tokens of the answer."""
+_MOST_CHARS = 4_000
+_SPACE = re.compile(r"\s+")
+
+
+class Task(ABC):
+    """What the judge answers. `components` are the names of the numbers that every answer has."""
+
+    components: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._forms: dict[int, str] = {}
+        self._schemas: dict[int, dict[str, Any]] = {}
+
+    @property
+    @abstractmethod
+    def range(self) -> Interval:
+        """The range of the score that it reads."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> Sequence[Any]:
+        """All that changes which numbers are read from an answer, for the fingerprint of the judge."""
+
+    @abstractmethod
+    def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+        """The fields of the answer beside `id` and `rationale`, for so many criteria: how each is written in the form,
+        and its schema.
+        """
+
+    def count(self, sample: Sample) -> int:
+        """How many criteria a sample has, if that differs between samples. Raises `InputError` for a sample that cannot
+        be asked about.
+        """
+        return 0
+
+    @abstractmethod
+    def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
+        """Read an answer; `source` is its text, for messages. Raises `InvalidReply`."""
+
+    def told(self, sample: Sample) -> str:
+        """What the rules of the prompt say about the answer; "" for nothing."""
+        return ""
+
+    def rubric(self, sample: Sample) -> str:
+        """The criteria of a data set, which are untrusted and stand in a fence; "" for none."""
+        return ""
+
+    def identity_of(self, sample: Sample) -> Sequence[Any]:
+        """What `identity` lacks, because it differs between samples."""
+        return ()
+
+    def form(self, count: int) -> str:
+        """The form of the answer for the prompt, with the word `NONCE` instead of the nonce."""
+        if count not in self._forms:
+            self._forms[count] = self._form(count)
+        return self._forms[count]
+
+    def _form(self, count: int) -> str:
+        written = {"id": f'"{NONCE}"', "rationale": f'"{RATIONALE_FORM}"'}
+        written |= {name: form for name, (form, _) in self.fields(count).items()}
+        return _FORM.format(form=_braces(written))
+
+    def schema(self, count: int) -> dict[str, Any]:
+        """The JSON schema of the answer."""
+        if count not in self._schemas:
+            self._schemas[count] = self._schema(count)
+        return self._schemas[count]
+
+    def _schema(self, count: int) -> dict[str, Any]:
+        # The rationale comes before the rest: servers keep this order, and models judge better after giving a reason.
+        properties: dict[str, Any] = {"id": {"type": "string"}, "rationale": {"type": "string"}}
+        return _closed(properties | {name: schema for name, (_, schema) in self.fields(count).items()})
+
+    @abstractmethod
+    def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
+        """A valid answer, without `id` and `rationale`; its score is at `share` of the range, as far as it can be."""
+
+
+class ScoreTask(Task):
+    """A number in a range, and one for each of the criteria."""
+
+    def __init__(self, score_range: Interval, criteria: Mapping[str, str]) -> None:
+        super().__init__()
+        self._range = score_range
+        self.components = tuple(criteria)
+        lines = [f"- {name}: {description}" for name, description in criteria.items()]
+        self._told = "Beside the total, score these criteria, each in the same range:\n" + "\n".join(lines)
+        self._told = self._told if criteria else ""
+        low, high = map(plain, score_range)
+        number = f"<number from {low} to {high}>"
+        schema = {"type": "number", "minimum": low, "maximum": high}
+        self._fields: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        if criteria:
+            written = _braces(dict.fromkeys(criteria, number))
+            self._fields["components"] = (written, _closed({name: dict(schema) for name in criteria}))
+        self._fields["score"] = (number, schema)
+
+    @property
+    def range(self) -> Interval:
+        return self._range
+
+    @property
+    def identity(self) -> Sequence[Any]:
+        return self._range, sorted(self.components)
+
+    def told(self, sample: Sample) -> str:
+        return self._told
+
+    def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+        return self._fields
+
+    def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
+        score = number_in("score", answer, self._range, source)
+        values = answer.get("components") if self.components else {}
+        if not isinstance(values, dict):
+            names = ", ".join(self.components)
+            raise InvalidReply(f"the verdict has no components; expected {names}: {excerpt(source)}")
+        return RawScore(score, {name: number_in(name, values, self._range, source) for name in self.components})
+
+    def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
+        low, high = self._range
+        score = low + share * (high - low)
+        return {"score": score, **({"components": dict.fromkeys(self.components, score)} if self.components else {})}
+
+
+class LabelTask(Task):
+    """One of a closed set of labels, each with its reward."""
+
+    def __init__(self, labels: Mapping[str, float]) -> None:
+        super().__init__()
+        self._labels = dict(labels)
+
+    @property
+    def range(self) -> Interval:
+        return min(self._labels.values()), max(self._labels.values())
+
+    @property
+    def identity(self) -> Sequence[Any]:
+        return ["labels", *sorted(self._labels.items())]
+
+    def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+        names = list(self._labels)
+        written = "<one of " + ", ".join(json.dumps(name, ensure_ascii=False) for name in names) + ">"
+        return {"label": (written, {"type": "string", "enum": names})}
+
+    def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
+        label = answer.get("label")
+        if not isinstance(label, str) or label not in self._labels:
+            known = ", ".join(self._labels)
+            raise InvalidReply(f"the verdict has none of the labels ({known}): {excerpt(source)}")
+        return RawScore(self._labels[label])
+
+    def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
+        low, high = self.range
+        wanted = low + share * (high - low)
+        return {"label": min(self._labels, key=lambda name: abs(self._labels[name] - wanted))}
+
+
+class Criterion(Node):
+    """A criterion of a rubric."""
+
+    text: Annotated[str, Field(min_length=1, max_length=_MOST_CHARS)]
+    """What the response does if it meets the criterion, e.g. "cites a source"."""
+
+    points: Annotated[Number, AfterValidator(lambda points: _counts(points))] = 1.0
+    """Points for a response that meets it; a negative number makes it a fault. Default: 1."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] | None = None
+    """Its name in the components. Default: `criterion_1`, `criterion_2` ..."""
+
+
+class Rubric(Node):
+    """Criteria that a response meets or not. The score is the sum of the points of those that it meets, over the sum of
+    all positive points; less than 0 counts as 0."""
+
+    criteria: Annotated[tuple[Criterion, ...], Field(max_length=MOST_CRITERIA)] = ()
+    """The criteria, the same for all samples. Default: those of `column`."""
+
+    column: Annotated[str, Field(min_length=1)] | None = None
+    """The column of the data set (a key of the extras) with the criteria of each sample: a list of mappings with `text`
+    or `criterion`, and `points` or `weight`. Default: none."""
+
+    evidence: Literal["none", "quote"] = "none"
+    """`quote`: for each criterion that is met, the judge quotes the response, and a quote that is not in it makes the
+    reply invalid. Default: `none`."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Rubric:
+        if bool(self.criteria) == (self.column is not None):
+            raise ValueError("name either `criteria` or `column`")
+        names = [criterion.name for criterion in self.criteria if criterion.name]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two criteria have the name {twice}")
+        if self.criteria and not any(criterion.points > 0 for criterion in self.criteria):
+            raise ValueError("no criterion has positive points, so the best score would be 0")
+        return self
+
+
+def _counts(points: float) -> float:
+    if points == 0:
+        raise ValueError("a criterion with 0 points changes nothing; remove it")
+    return points
+
+
+@dataclass(frozen=True)
+class _Item:
+    name: str
+    text: str
+    points: float
+
+
+class RubricTask(Task):
+    """Which criteria of a rubric a response meets."""
+
+    def __init__(self, rubric: Rubric) -> None:
+        super().__init__()
+        self._rubric = rubric
+        self._items = tuple(
+            _Item(criterion.name or f"criterion_{number}", criterion.text, criterion.points)
+            for number, criterion in enumerate(rubric.criteria, 1)
+        )
+        self.components = tuple(item.name for item in self._items) or ("criteria_met",)
+
+    @property
+    def range(self) -> Interval:
+        return 0.0, 1.0
+
+    @property
+    def identity(self) -> Sequence[Any]:
+        return ["rubric", self._rubric.evidence, [(item.name, item.points) for item in self._items]]
+
+    def identity_of(self, sample: Sample) -> Sequence[Any]:
+        return () if self._items else [item.points for item in self.items(sample)]
+
+    def items(self, sample: Sample) -> Sequence[_Item]:
+        """The criteria for a sample. Raises `InputError`."""
+        if self._items:
+            return self._items
+        value: Any = sample.extras
+        assert self._rubric.column is not None
+        where = f"the column {self._rubric.column} of the rubric"
+        for key in self._rubric.column.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise InputError(f"{where} is a text that is no JSON") from None
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MOST_CRITERIA:
+            raise InputError(f"{where} must be a list of 1 to {MOST_CRITERIA} criteria")
+        items = [_item(number, row, where) for number, row in enumerate(value, 1)]
+        if not any(item.points > 0 for item in items):
+            raise InputError(f"{where} has no criterion with positive points")
+        return items
+
+    def told(self, sample: Sample) -> str:
+        what = "whether the response meets it"
+        if self._rubric.evidence == "quote":
+            what += ", and copy the words of the response that show it, exactly as they stand there"
+        if self._items:
+            lines = [f"{number}. {item.text}" for number, item in enumerate(self._items, 1)]
+            return f"Decide for each of these criteria {what}:\n" + "\n".join(lines)
+        return f"The rubric lists numbered criteria. Decide for each of them {what}. Nothing else in it counts."
+
+    def rubric(self, sample: Sample) -> str:
+        if self._items:
+            return ""
+        return "\n".join(f"{number}. {item.text}" for number, item in enumerate(self.items(sample), 1))
+
+    def count(self, sample: Sample) -> int:
+        return len(self.items(sample))
+
+    def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+        names = [str(number) for number in range(1, count + 1)]
+        form, schema = "<true or false>", {"type": "boolean"}
+        if self._rubric.evidence == "quote":
+            form = _braces({"quote": '"<words of the response, empty if not met>"', "met": form})
+            schema = _closed({"quote": {"type": "string"}, "met": schema})
+        written = _braces(dict.fromkeys(names, form))
+        return {"criteria": (written, _closed({name: dict(schema) for name in names}))}
+
+    def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
+        items, values = self.items(sample), answer.get("criteria")
+        if not isinstance(values, dict):
+            raise InvalidReply(f"the verdict has no criteria: {excerpt(source)}")
+        met = [self._met(str(number), values, sample, source) for number in range(1, len(items) + 1)]
+        most = sum(Fraction(item.points) for item in items if item.points > 0)
+        points = sum(Fraction(item.points) for item, is_met in zip(items, met, strict=True) if is_met)
+        # HealthBench (2505.08775), section 4: the points met over the possible ones, clipped to 0 and 1.
+        score = float(min(max(Fraction(points) / most, Fraction(0)), Fraction(1)))
+        if self._items:
+            return RawScore(score, {item.name: float(is_met) for item, is_met in zip(items, met, strict=True)})
+        return RawScore(score, {"criteria_met": sum(met) / len(met)})
+
+    def _met(self, number: str, values: Mapping[str, Any], sample: Sample, source: str) -> bool:
+        if number not in values:
+            raise InvalidReply(f"the verdict lacks criterion {number}: {excerpt(source)}")
+        value, quote = values[number], None
+        if self._rubric.evidence == "quote":
+            if not isinstance(value, dict) or "met" not in value:
+                raise InvalidReply(f"criterion {number} has no `met`: {excerpt(source)}")
+            value, quote = value["met"], value.get("quote")
+        if not isinstance(value, bool):
+            raise InvalidReply(f"criterion {number} must be true or false: {excerpt(source)}")
+        if value and self._rubric.evidence == "quote" and not _is_quoted(quote, sample.response):
+            raise InvalidReply(f"the quote for criterion {number} is not in the response: {excerpt(str(quote))}")
+        return value
+
+    def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
+        met: list[bool] = []
+        items = self.items(sample)
+        for number, item in enumerate(items, 1):
+            met.append(item.points > 0 and number <= round(share * len(items)))
+        if self._rubric.evidence == "none":
+            return {"criteria": {str(number): each for number, each in enumerate(met, 1)}}
+        words = sample.response.split()[:1]
+        return {"criteria": {str(n): {"quote": "".join(words), "met": each} for n, each in enumerate(met, 1)}}
+
+
+def _item(number: int, row: Any, where: str) -> _Item:
+    text = points = None
+    if isinstance(row, Mapping):
+        text = row.get("text", row.get("criterion"))
+        points = row.get("points", row.get("weight", 1.0))
+    if isinstance(points, bool) or not isinstance(points, (int, float)) or not abs(points) < 1e9 or points == 0:
+        raise InputError(f"{where}, criterion {number}: `points` must be a number that is not 0")
+    if not isinstance(text, str) or not 0 < len(text) <= _MOST_CHARS:
+        raise InputError(f"{where}, criterion {number}: `text` must be a text of 1 to {_MOST_CHARS:,} characters")
+    return _Item(str(number), text, float(points))
+
+
+def _is_quoted(quote: Any, response: str) -> bool:
+    """Whether a quote is in the response, apart from white space, and from signs that the prompt shows as others."""
+    if not isinstance(quote, str) or not quote.strip():
+        return False
+    quote, shown = (_SPACE.sub(" ", neutralise(text)).strip() for text in (quote, response))
+    return quote in shown
+
+
+def _braces(written: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f'"{name}": {form}' for name, form in written.items()) + "}"
+
+
+def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def plain(number: float) -> float | int:
+    """Convert 10.0 to 10, for schemas and prompts."""
+    return int(number) if number.is_integer() and abs(number) < 1e15 else number

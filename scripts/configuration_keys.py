@@ -239,9 +239,10 @@ def _inlined(node: Any, named: Mapping[str, Any]) -> Any:
 
 def choices(shape: Shape) -> list[Shape]:
     """Return the shapes that a value may have, without null. What a union says that it takes holds for all of them."""
-    if "anyOf" in shape:
+    union = shape.get("anyOf") or shape.get("oneOf")
+    if union:
         said = {"takes": shape["takes"]} if "takes" in shape else {}
-        return [{**choice, **said} for part in shape["anyOf"] for choice in choices(part)]
+        return [{**choice, **said} for part in union for choice in choices(part)]
     return [] if shape.get("type") == "null" else [shape]
 
 

@@ -115,7 +115,7 @@ _OF_OTHER_TOOLS = """
     data_parallel: dp num_replicas replicas
     tensor_parallel: tp tp_size num_gpus
     sources: source model models judge_model endpoints providers
-    instructions: prompt template rubric user_prompt judge_prompt
+    instructions: prompt template user_prompt judge_prompt
     system: system_prompt
     criteria: dimensions aspects metrics
     score_range: scale range

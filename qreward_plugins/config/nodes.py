@@ -65,6 +65,11 @@ class Node(BaseModel):
     )
 
 
+def mapping_or_other(value: Any) -> str:
+    """Choose the member of a union by its tag, "mapping" or "other", so that a mistake is told in the words of one."""
+    return "mapping" if isinstance(value, (Mapping, BaseModel)) else "other"
+
+
 def one_or_several(value: Any) -> Any:
     """Convert a single text to a tuple of one."""
     return (value,) if isinstance(value, str) else value

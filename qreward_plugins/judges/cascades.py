@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import JudgeName, Node, Number, takes
+from ..config.nodes import JudgeName, Node, Number, mapping_or_other, takes
 from ..errors import ConfigurationError, Mistake
 from ..samples import Sample, Verdict
 from .base import Ask, Judge, JudgeFailed, Opening
@@ -38,6 +38,11 @@ class Sure(Node):
 
 
 Decides = Sure | Literal["positive", "negative", "both"]
+_Decides = Annotated[
+    Annotated[Sure, Tag("mapping")] | Annotated[Literal["positive", "negative", "both"], Tag("other")],
+    Discriminator(mapping_or_other),
+    takes("`positive`, `negative`, `both`, or a mapping with `above` and `below`"),
+]
 
 
 class Stage(Node):
@@ -46,7 +51,7 @@ class Stage(Node):
     judge: JudgeName
     """The judge of this stage."""
 
-    decides: Annotated[Decides, takes("`positive`, `negative`, `both`, or a mapping with `above` and `below`")] = "both"
+    decides: _Decides = "both"
     """Which samples this stage decides: those it calls correct (`positive`), incorrect (`negative`), or `both`
     (default); or those with a reward of `above` or more, or of `below` or less. The last stage decides all that are
     left."""

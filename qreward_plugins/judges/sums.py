@@ -13,10 +13,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import Flag, JudgeName, Node, Number, takes
+from ..config.nodes import Flag, JudgeName, Node, Number, mapping_or_other, takes
 from ..errors import ConfigurationError, Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32
 from .base import Ask, Judge, JudgeFailed, Opening, together
@@ -30,8 +30,11 @@ def _ascending(schedule: dict[int, float]) -> dict[int, float]:
     return schedule
 
 
+_Steps = Annotated[dict[Annotated[int, Field(ge=0)], Number], Field(min_length=1), AfterValidator(_ascending)]
+
 Scheduled = Annotated[
-    Annotated[dict[Annotated[int, Field(ge=0)], Number], Field(min_length=1), AfterValidator(_ascending)] | Number,
+    Annotated[_Steps, Tag("mapping")] | Annotated[Number, Tag("other")],
+    Discriminator(mapping_or_other),
     takes("a number, or a mapping of training steps to numbers, such as {0: 1.0, 500: 0.2}"),
 ]
 """A number, or one that follows the training step: linear between the steps that are named, and constant beyond them.
@@ -79,7 +82,8 @@ def _weighs(given: Part | float) -> Part | float:
 
 
 _Weight = Annotated[
-    Part | Number,
+    Annotated[Part, Tag("mapping")] | Annotated[Number, Tag("other")],
+    Discriminator(mapping_or_other),
     AfterValidator(_weighs),
     takes("a number, or a mapping with `weight` and `optional`"),
 ]

@@ -302,7 +302,6 @@ def test_the_key_of_every_hint_exists() -> None:
         ("sources.fast.timeout", "timeouts.total_s"),
         ("sources.service.base_url", "url"),
         ("sources.fast.retries", "engine.max_attempts"),
-        ("judges.quality.rubric", "instructions"),
         ("judges.quality.prompt", "instructions"),
         ("judges.quality.scale", "score_range"),
         ("judges.quality.threshold", "correct_at"),

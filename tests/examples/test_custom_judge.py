@@ -34,14 +34,14 @@ class Rule:
     async def aclose(self) -> None: ...
 
 
-def tree(**cascade: Any) -> dict[str, Any]:
+def tree(**relay: Any) -> dict[str, Any]:
     node = {"kind": "function", "function": "os.path:basename"}
     return {
         "sources": {"rules": node, "expert": node},
         "judges": {
             "cheap": {"kind": "function", "sources": "rules"},
             "dear": {"kind": "function", "sources": "expert"},
-            "both": {"kind": "cascade", "stages": ["cheap", "dear"], **cascade},
+            "both": {"kind": "relay", "stages": ["cheap", "dear"], **relay},
         },
     }
 
@@ -61,8 +61,8 @@ def score(samples: list[Sample], config: Any = None) -> tuple[list[Any], Rule, R
 
 
 def test_it_is_registered_with_its_package():
-    (found,) = registry.judges.registrations("cascade")
-    assert (found.package, found.version) == ("qreward-cascade", "0.1.0")
+    (found,) = registry.judges.registrations("relay")
+    assert (found.package, found.version) == ("qreward-relay", "0.1.0")
 
 
 def test_the_expensive_judge_is_asked_only_where_the_cheap_one_is_not_sure():

@@ -1,4 +1,4 @@
-"""A kind of judge: a cascade, which asks an expensive judge only where cheap ones are not sure."""
+"""A kind of judge: a relay, which asks an expensive judge only where cheap ones are not sure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qreward_plugins import Sample, Verdict
 from qreward_plugins.judges import Ask, Interval, Judge, JudgeConfig, JudgeFailed, JudgeName, Opening
 
 
-class CascadeJudge(Judge):
+class RelayJudge(Judge):
     """Asks cheap judges first, and the next one only while the reward is not clear."""
 
     class Config(JudgeConfig):

@@ -53,7 +53,7 @@ CODE_LINES = {
     # Gates, cascades, panels, schedules, labels and rubrics ("Judging").
     "judges": 3_080,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing").
-    "cli": 3_300,
+    "cli": 3_480,
     "engine": 2_350,
     "acceleration": 2_280,
     "replicas": 2_170,
@@ -66,7 +66,7 @@ CODE_LINES = {
     "samples": 1_130,
     "observers": 860,
     # `texts`, `stories`, `samples`, `comparison` and `audit` ("Seeing"): what is read from a journal.
-    "journal": 1_900,
+    "journal": 2_000,
     # It records what slime trains on.
     "slime_adapter": 830,
     "roll_adapter": 730,

@@ -28,9 +28,12 @@ def command(
     judge: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only this judge. Default: all with rewards.")
     ] = None,
+    of_run: Annotated[
+        str | None, typer.Option("--run", metavar="NAME", help="This run. Default: the latest one.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each check.")] = False,
 ) -> int:
-    """Look for reward hacking and for a judge that changes, after the fact, in the training samples of a journal.
+    """Look for reward hacking and for a judge that changes, after the fact, in the training samples of a run.
 
     Checks: rewards that follow length while responses grow; one component that takes over while another falls; groups
     whose rewards are all equal; phrases that pay and spread; repeated questions with other answers; another model
@@ -40,11 +43,12 @@ def command(
     Exit codes: 0 no alarm; 1 an alarm; 2 there is no such journal or judge, or no training sample in it.
     """
     with ERRORS.status(Text(f"reading {' and '.join(paths)} ...")):
-        findings = audit(journals_in(paths), judge)
+        run, findings = audit(journals_in(paths), judge, of_run)
     if as_json:
         for finding in findings:
             say(OUT, json.dumps(asdict(finding)))
     else:
+        say(OUT, f"run {one_line(run, 80)}\n")
         print_whole(OUT, _table(findings))
         say(OUT, "\nThis audits what has happened already; an alarm is a reason to look, and no proof.")
         if any(finding.alarm for finding in findings):

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
+import math
 import random
-import sqlite3
+import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +32,9 @@ from ..errors import InputError
 from ..files import partial_path
 from ..files.tables import pyarrow_modules
 from ..journal.stories import Entry, Stories, Story
-from ..secrets import one_line
 from ..system.output_files import check_writable
 from .console import ERRORS, OK, OUT, number_of, say
+from .engines import ended_by_a_signal
 
 if TYPE_CHECKING:
     from opentelemetry._logs import LoggerProvider
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
 
 _BATCH = 1_000
 _SHOWN_EVERY = 500
+_SENT_AT_ONCE = 100
 _SCOPE = "qreward_plugins"
+_ODD = re.compile(r"[\x00-\x1f\x7f/\\]")
 
 
 def command(
@@ -75,10 +79,8 @@ def command(
             if file.exists() and not overwrite:
                 raise InputError(f"{file}: exists; name another file, or replace it with --overwrite")
     with Stories(paths) as stories:
-        try:
+        with ended_by_a_signal():  # SQLite may take long, and lets no signal through
             count = stories.count(where)
-        except sqlite3.OperationalError as error:
-            raise InputError(f"--where {one_line(where, 200)}: {error}; docs/journal.md has the columns") from None
         if not count:
             raise InputError(f"{' and '.join(paths)}: no sample to export")
         with ERRORS.status(Text("exporting ...")) as status:
@@ -136,7 +138,7 @@ def _rows(story: Story) -> Iterator[dict[str, Any]]:
 
 def _write_eval(stories: Iterator[Story], out: Path, name: str) -> None:
     summaries: list[dict[str, Any]] = []
-    names: Counter[tuple[str, int]] = Counter()
+    names: set[tuple[str, int]] = set()
     rewards: dict[str, list[float]] = {}
     judges: Counter[str] = Counter()
     recorded: list[float] = []
@@ -146,9 +148,11 @@ def _write_eval(stories: Iterator[Story], out: Path, name: str) -> None:
             recorded.append(first.recorded_at)
             epoch = max(0, first.step or 0) + 1
             sample_id = first.sample_id or f"entry {first.id}"
-            names[sample_id, epoch] += 1
-            if names[sample_id, epoch] > 1:  # of another run
-                sample_id = f"{sample_id} ({names[sample_id, epoch]})"
+            # The id is the name of a file in the archive.
+            sample_id = _ODD.sub("_", sample_id)[:200]
+            while (sample_id, epoch) in names:  # of another run
+                sample_id += "'"
+            names.add((sample_id, epoch))
             sample = _eval_sample(story, sample_id, epoch)
             for entry in story.entries:
                 judges[entry.judge] += 1
@@ -156,7 +160,8 @@ def _write_eval(stories: Iterator[Story], out: Path, name: str) -> None:
                     rewards.setdefault(entry.judge, []).append(entry.reward)
             archive.writestr(f"samples/{sample_id}_epoch_{epoch}.json", json.dumps(sample))
             kept = ("id", "epoch", "input", "target", "scores", "metadata")
-            summaries.append({**{key: sample[key] for key in kept}, "completed": True})
+            brief = {name: {**score, "metadata": {}} for name, score in sample["scores"].items()}
+            summaries.append({**{key: sample[key] for key in kept}, "scores": brief, "completed": True})
         began, ended = (datetime.datetime.fromtimestamp(of(recorded), datetime.timezone.utc) for of in (min, max))
         spec = {
             "created": began.isoformat(),
@@ -185,7 +190,8 @@ def _eval_sample(story: Story, sample_id: str, epoch: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {"step": first.step, "group": first.group_id, "data_source": first.data_source}
     trained = story.trained.get(first.sample_id or "")
     if trained is not None:
-        metadata |= {"advantage": trained.advantage, "masked": trained.masked}
+        advantage = trained.advantage if trained.advantage is not None and math.isfinite(trained.advantage) else None
+        metadata |= {"advantage": advantage, "masked": trained.masked}
     scores = {
         entry.judge: {
             "value": entry.reward,
@@ -231,22 +237,33 @@ def _send(stories: Iterator[Story], *, with_content: bool) -> None:
         from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk._logs import LoggerProvider
-        from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+        from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
     except ImportError:
         remedy = 'pip install "qreward-plugins[opentelemetry]"'
         raise InputError(f"--otlp needs the SDK of OpenTelemetry and its exporter for HTTP: {remedy}") from None
-    ids = StoryIds()
+    ids, spans, records = StoryIds(), InMemorySpanExporter(), InMemoryLogRecordExporter()  # type: ignore[no-untyped-call]
     tracers, loggers = TracerProvider(id_generator=ids.generator()), LoggerProvider()
-    tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    loggers.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter()))
-    try:
-        for story in stories:
+    tracers.add_span_processor(SimpleSpanProcessor(spans))
+    loggers.add_log_record_processor(SimpleLogRecordProcessor(records))
+    to_spans, to_records = OTLPSpanExporter(), OTLPLogExporter()
+    for part in _parts(stories):
+        for story in part:
             trace(story, tracers, loggers, ids, with_content=with_content)
-    finally:
-        tracers.shutdown()
-        loggers.shutdown()
+        # Not by a queue of the SDK, which drops what does not fit, and tells nobody of an error.
+        sent = [to_spans.export(spans.get_finished_spans()), to_records.export(records.get_finished_logs())]
+        if any(result.name != "SUCCESS" for result in sent):
+            remedy = "OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS say where it is"
+            raise InputError(f"the collector did not take the traces; {remedy}")
+        spans.clear()
+        records.clear()
+
+
+def _parts(stories: Iterator[Story]) -> Iterator[list[Story]]:
+    while part := list(itertools.islice(stories, _SENT_AT_ONCE)):
+        yield part
 
 
 class StoryIds:
@@ -318,10 +335,12 @@ def trace(
                 start_time=_nanoseconds(starts + attempt["started_s"]),
             )
             if attempt["result"] not in ("valid", "cancelled"):
-                span.set_status(Status(StatusCode.ERROR, attempt.get("problem") or attempt["result"]))
+                # A problem quotes the reply.
+                problem = attempt.get("problem") if with_content else None
+                span.set_status(Status(StatusCode.ERROR, problem or attempt["result"]))
             span.end(_nanoseconds(starts + attempt["ended_s"]))
         if entry.cause:
-            call.set_status(Status(StatusCode.ERROR, entry.detail or ""))
+            call.set_status(Status(StatusCode.ERROR, (entry.detail or "") if with_content else entry.reason or ""))
         call.end(_nanoseconds(entry.recorded_at))
         if entry.reward is not None and root.is_recording():
             result = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,26 +21,27 @@ from rich.text import Text
 
 from ..config import Config, JournalConfig, configured_name, judge_for, parts_of
 from ..engine import RewardEngine
-from ..errors import InputError, InvalidReply, SourceError
+from ..errors import InputError
 from ..files import Rollout, check_output
 from ..journal import Journal, question_keys
 from ..journal.keys import question_of
-from ..journal.samples import WITH_TEXTS, PastReply, PastSample, past_sample, value_of
-from ..journal.stories import Stories
+from ..journal.samples import PastReply, PastSample, past_sample, value_of
+from ..journal.stories import Stories, journals_in
 from ..judges import JudgeFailed, Leaf
 from ..samples import Scored
 from ..samples.spent import NO_USAGE
 from ..scheduling import Answer, Call
 from ..scheduling.attempts import PastAttempt
-from ..secrets import one_line
 from ..sources import TEXT, Reply
 from ..sources.base import Request
 from .console import ERRORS, OK, OUT, number_of, run, say
-from .engines import load_own, open_engine
+from .engines import ended_by_a_signal, load_own, open_engine
 from .score import Plan, score_rollouts
 
 _SHOWN_EVERY = 200
 
+_REPLIES = "stored replies"
+"""The run of the verdicts on replies that were read again."""
 _BEFORE = "before"
 """The column of the output with the outcome of the journal."""
 
@@ -73,20 +73,22 @@ def command(
     if out.suffix not in (".jsonl", ".ndjson"):
         raise InputError(f"{out}: the name must end in .jsonl")
     check_output(out, source=Path(paths[0]), overwrite=overwrite)
-    wanted = f"({where}) AND ({'cause IS NOT NULL' if failed else '1'})"
-    return run(
-        _replay(Plan(Path(" and ".join(paths)), out, 0, config, judge, _PastSamples(paths, wanted)), dry_run=dry_run)
-    )
+    own = _journal_of(out)
+    if any(Path(path).absolute() == own.absolute() for path in journals_in(paths)):
+        raise InputError(f"{own}: is the journal of the replay itself; name another --out")
+    samples = _PastSamples(paths, f"({where}) AND ({'cause IS NOT NULL' if failed else '1'})")
+    return run(_replay(Plan(Path(" and ".join(paths)), out, 0, config, judge, samples), dry_run=dry_run))
 
 
 async def _replay(plan: Plan, *, dry_run: bool) -> int:
     samples = plan.read
     assert isinstance(samples, _PastSamples)
-    there = samples.count()
+    with ended_by_a_signal():  # SQLite may take long, and lets no signal through
+        there = samples.count()
     needed = await _reread(plan, samples)
     left_out = there - needed.samples
-    if left_out:
-        why = "their texts are not kept whole (engine.journal.keep), or they have images"
+    if left_out > 0:
+        why = "their texts are not kept whole (engine.journal.keep), or they have images or values that JSON lacks"
         say(ERRORS, f"{number_of(left_out, 'sample')} of {there:,} left out: {why}")
     if not needed.samples:
         raise InputError(f"no sample of {plan.rollouts} can be judged again")
@@ -110,23 +112,25 @@ class _PastSamples:
     def count(self) -> int:
         """How many there are. Raises `InputError` for a condition that SQLite does not take."""
         with Stories(self.paths) as stories:
-            try:
-                return stories.count(self._where)
-            except sqlite3.OperationalError as error:
-                columns = "docs/journal.md has the columns"
-                raise InputError(f"--where {one_line(self._where, 200)}: {error}; {columns}") from None
+            return stories.count(self._where)
 
     def past(self) -> Iterator[PastSample]:
         # Not shared by threads: each has connections of its own.
         with Stories(self.paths) as stories:
-            yield from filter(None, map(past_sample, stories.every(f"{self._where} AND {WITH_TEXTS}")))
+            where = f"({self._where}) AND run_id != '{_REPLIES}'"
+            yield from filter(None, map(past_sample, stories.every(where, latest=True)))
 
     def __call__(self) -> Iterator[Rollout]:
         return map(_rollout, self.past())
 
 
+def _journal_of(out: Path) -> Path:
+    return out.with_name(out.name + ".journal")
+
+
 def _with_journal(config: Config, out: Path) -> Config:
-    journal = JournalConfig(path=str(out.with_name(out.name + ".journal")), keep="all", reuse=True)
+    own = {"path": str(_journal_of(out)), "keep": "all", "reuse": True}
+    journal = (config.engine.journal or JournalConfig(path=own["path"])).model_copy(update=own)
     return config.model_copy(update={"engine": config.engine.model_copy(update={"journal": journal})})
 
 
@@ -190,7 +194,8 @@ async def _reread(plan: Plan, samples: _PastSamples) -> _Needed:
     needed, config = _Needed(), plan.config
     with ERRORS.status(Text(f"reading {plan.rollouts} ...")) as status:
         async with open_engine(config, plan.config_path) as engine:
-            journal = Journal(plan.journal, run_id=f"replies of {plan.rollouts}"[:200], keep="all")
+            redact = config.engine.journal.redact if config.engine.journal else ()
+            journal = Journal(plan.journal, run_id=_REPLIES, keep="all", redact=redact)
             try:
                 for past in samples.past():
                     needed.add(past)
@@ -218,6 +223,9 @@ async def _reread_one(engine: RewardEngine, journal: Journal, leaf: Leaf, past: 
         request = call.request(0)
     except (InputError, JudgeFailed):
         return
+    except Exception:  # a judge of others; its sample fails when it is scored
+        needed.calls[leaf.sources] += 1
+        return
     sources = {name: engine.upstreams[name].source for name in call.sources}
     keys = question_keys(call, sources)
     if keys and await journal.get(*keys.values()) is not None:
@@ -240,9 +248,10 @@ def _read(
     text = past.text.replace(past.nonce, request.nonce) if past.nonce else past.text
     try:
         is_text = leaf.asks == TEXT
-        reply = Reply(text if is_text else "", None if is_text else value_of(text), None, model=past.model)
+        value = None if is_text else value_of(text)
+        reply = Reply(text if is_text else "", value, None, model=past.model, finish_reason=past.finish_reason)
         verdict = leaf.judged(Answer(call.read(request, reply), source, past.model))
-    except (InvalidReply, SourceError, ValueError):
+    except Exception:  # of our judges an `InvalidReply`
         return None
     attempt = PastAttempt(source, 0.0, None, 0.0, "valid", False, "", NO_USAGE, 0.0, request, reply)
     return Scored(verdict), (attempt,)

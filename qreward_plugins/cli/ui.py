@@ -40,6 +40,8 @@ def command(
     Exit codes: 2 there is no such journal, or the port is taken; 130 stopped with Ctrl-C.
     """
     if report is not None:
+        if report.suffix != ".html":
+            raise InputError(f"{report}: the name must end in .html")
         check_writable(report)
         if report.exists() and not overwrite:
             raise InputError(f"{report}: exists; name another file, or replace it with --overwrite")
@@ -54,7 +56,7 @@ def write_report(paths: list[str], out: Path) -> int:
     with ERRORS.status("reading the journal ..."):
         text = RunPage(paths).report()
     try:
-        out.write_text(text)
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{out}: cannot be written ({error.strerror})") from None
     say(OUT, f"{out} needs no server; any browser shows it")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, variance
+from typing import Any
 
 from ..errors import InputError
 from ..secrets import one_line
@@ -25,6 +26,8 @@ from .comparison import rank_correlation
 from .database import reading
 
 _SURE = 3.5
+_RAW = "coalesce(raw_score, score)"
+"""The judge's own score: another reward range is no other answer."""
 _FEWEST_STEPS = 6
 _FEWEST_GROUPS = 20
 """In each third."""
@@ -47,26 +50,47 @@ _MOST_PHRASES = 5_000
 _PAYS = 0.5
 """Alarm if responses with a phrase of so many words get rewards that are so many standard deviations higher, and the
 phrase is twice as frequent as at first."""
+_MOST_NAMES = 5
+_READ_WORDS = 600
+"""Words of a response that are read."""
 _MOST_TEXTS = 2_000
-"""Responses of each third. Phrases of all would not fit the memory."""
+"""Responses of each third."""
 
 
-def audit(paths: Sequence[str], judge: str | None = None) -> list[AuditFinding]:
-    """Audit the training samples of journals; `judge`: only this one's. Raises `JournalError`, and `InputError` if it
-    has no reward there.
+def audit(paths: Sequence[str], judge: str | None = None, run: str | None = None) -> tuple[str, list[AuditFinding]]:
+    """Audit the training samples of a run, by default the latest one, in journals; `judge`: only this one's. Return the
+    run and what was found. Raises `JournalError`, and `InputError` if there is no reward of it.
     """
     named = " and ".join(paths)
     with ExitStack() as opened:
-        connections = [opened.enter_context(reading(path)) for path in paths]
-        judges = _judges(connections)
+        entries = _Entries([opened.enter_context(reading(path)) for path in paths], run)
+        judges = _judges(entries)
         if judge is not None and judge not in judges:
             known = ", ".join(sorted(judges)) or "none"
             raise InputError(f"{named}: no training sample has a reward of judge {judge}; there are: {known}")
         if not judges:
-            raise InputError(f"{named}: no training sample has a reward")
+            of_run = "" if run is None else f" in run {run}"
+            raise InputError(f"{named}: no training sample has a reward{of_run}")
         names = [judge] if judge is not None else sorted(judges)
-        findings = [finding for name in names for finding in _Judged.read(connections, name).findings()]
-        return [*findings, *_flips(connections), *_models(connections)]
+        findings = [finding for name in names for finding in _Judged.read(entries, name).findings()]
+        return entries.run or "", [*findings, *_flips(entries), *_models(entries)]
+
+
+class _Entries:
+    """The entries of one run in several journals; None: of the latest run."""
+
+    def __init__(self, connections: Sequence[sqlite3.Connection], run: str | None) -> None:
+        self.connections = connections
+        query = (
+            "SELECT recorded_at, run_id FROM outcomes WHERE coalesce(split, 'train') = 'train' ORDER BY 1 DESC LIMIT 1"
+        )
+        latest = [row for connection in connections for row in connection.execute(query)]
+        self.run = run if run is not None else max(latest, default=(0.0, None))[1]
+
+    def rows(self, columns: str, where: str, *values: Any, then: str = "", table: str = "outcomes") -> Iterator[Any]:
+        query = f"SELECT {columns} FROM {table} WHERE run_id IS ? AND {where} {then}"
+        for connection in self.connections:
+            yield from connection.execute(query, (self.run, *values))
 
 
 @dataclass(frozen=True)
@@ -81,14 +105,10 @@ class AuditFinding:
     figures: Mapping[str, float | str] = field(default_factory=dict)
 
 
-def _judges(connections: Sequence[sqlite3.Connection]) -> set[str]:
+def _judges(entries: _Entries) -> set[str]:
     """The judges that give rewards: sums, or all if there are none."""
     where = "coalesce(split, 'train') = 'train' AND outcome = 'scored'"
-    rows = {
-        row
-        for connection in connections
-        for row in connection.execute(f"SELECT DISTINCT judge, source = '' FROM outcomes WHERE {where}")
-    }
+    rows = set(entries.rows("DISTINCT judge, source = ''", where))
     return {name for name, is_whole in rows if is_whole} or {name for name, _ in rows}
 
 
@@ -96,7 +116,7 @@ def _judges(connections: Sequence[sqlite3.Connection]) -> set[str]:
 class _Scored:
     reward: float
     chars: int | None
-    components: str
+    components: Mapping[str, float]
 
 
 @dataclass
@@ -117,7 +137,8 @@ class _Text:
     is_last: bool
     group: tuple[int, str]
     reward: float
-    phrases: frozenset[tuple[str, ...]]
+    phrases: frozenset[int]
+    body: bytes
 
 
 class _Judged:
@@ -130,33 +151,36 @@ class _Judged:
         self._texts = texts
 
     @classmethod
-    def read(cls, connections: Sequence[sqlite3.Connection], name: str) -> _Judged:
+    def read(cls, entries: _Entries, name: str) -> _Judged:
         where = "judge = ? AND outcome = 'scored' AND step IS NOT NULL AND coalesce(split, 'train') = 'train'"
         counts: Counter[int] = Counter()
         totals: Counter[int] = Counter()
-        for connection in connections:
-            query = f"SELECT step, count(*), sum(score) FROM outcomes WHERE {where} GROUP BY 1"
-            for step, count, total in connection.execute(query, (name,)):
-                counts[step] += count
-                totals[step] += total
+        for step, count, total in entries.rows("step, count(*), sum(score)", where, name, then="GROUP BY 1"):
+            counts[step] += count
+            totals[step] += total
         steps = sorted(counts)
         size = len(steps) // 3 if len(steps) >= _FEWEST_STEPS else 0
         thirds, texts = [_Third(), _Third()], list[_Text]()
+        where += " AND step BETWEEN ? AND ?"
         for place, chosen in enumerate((steps[:size], steps[len(steps) - size :])):
+            if not chosen:
+                continue
             groups: dict[tuple[int, str], dict[str, _Scored]] = defaultdict(dict)
-            for connection in connections if chosen else ():
-                bounds = (name, chosen[0], chosen[-1])
-                columns = "step, group_id, coalesce(sample_id, id), score, response_chars, components"
-                query = f"SELECT {columns} FROM outcomes WHERE {where} AND step BETWEEN ? AND ? ORDER BY id"
-                for step, group, sample, reward, chars, components in connection.execute(query, bounds):
-                    groups[step, group or ""][sample] = _Scored(reward, chars, components)
-                columns = "step, coalesce(group_id, sample_id, id), score, body"
-                query = f"SELECT {columns} FROM outcomes JOIN texts ON response = hash WHERE {where}"
-                query += f" AND step BETWEEN ? AND ? ORDER BY hash LIMIT {_MOST_TEXTS}"
-                for step, group, reward, body in connection.execute(query, bounds):
-                    phrases = _phrases_of(zlib.decompress(body).decode())
-                    texts.append(_Text(bool(place), (step, group), reward - totals[step] / counts[step], phrases))
+            bounds = (name, chosen[0], chosen[-1])
+            columns = "step, group_id, coalesce(sample_id, id), score, response_chars, components"
+            for step, group, sample, reward, chars, components in entries.rows(
+                columns, where, *bounds, then="ORDER BY id"
+            ):
+                groups[step, group or ""][sample] = _Scored(reward, chars, json.loads(components or "{}"))
             thirds[place].groups += [list(group.values()) for group in groups.values()]
+            columns, table = (
+                "step, coalesce(group_id, sample_id, id), score, body",
+                "outcomes JOIN texts ON response = hash",
+            )
+            then = f"ORDER BY hash LIMIT {_MOST_TEXTS // len(entries.connections)}"
+            for step, group, reward, body in entries.rows(columns, where, *bounds, then=then, table=table):
+                phrases = frozenset(map(hash, _phrases_of(body)))
+                texts.append(_Text(bool(place), (step, group), reward - totals[step] / counts[step], phrases, body))
         return cls(name, thirds[0], thirds[1], texts)
 
     def findings(self) -> Iterator[AuditFinding]:
@@ -182,7 +206,7 @@ class _Judged:
 
     def _component(self) -> AuditFinding:
         """One component explains the rewards, and did not before, while another one falls."""
-        names = sorted({name for group in self._last.groups[:50] for each in group for name in _components(each)})
+        names = sorted({name for group in self._last.groups[:50] for each in group for name in each.components})
         if len(names) < 2:
             return AuditFinding("component", self._name, None, "the judge has fewer than two components")
         shares = {name: [_explained(third.groups, name) for third in (self._first, self._last)] for name in names}
@@ -228,7 +252,7 @@ class _Judged:
         deviation = math.sqrt(variance(text.reward for text in last))
         # Bonferroni: of so many phrases, chance makes some look good. exp(-z^2 / 2) bounds the tail of a normal.
         sure = math.sqrt(_SURE**2 + 2 * math.log(max(1, len(spread))))
-        best: tuple[float, tuple[str, ...], int] | None = None
+        best: tuple[float, int, int] | None = None
         for phrase, count in spread:
             # The siblings of a group may share a phrase because they share their question.
             having = _by_group(text for text in last if phrase in text.phrases)
@@ -242,23 +266,22 @@ class _Judged:
             said = f"none of {len(spread):,} phrases that spread pays"
             return AuditFinding("phrases", self._name, False, said)
         effect, phrase, count = best
-        shown = one_line(" ".join(phrase), 80)
+        words = (words for text in last for words in _phrases_of(text.body) if hash(words) == phrase)
+        shown = one_line(" ".join(next(words)), 80)
         said = f'"{shown}" is in {count:,} of {len(last):,} responses, and goes with {effect:+.2f} reward'
         return AuditFinding("phrases", self._name, True, said, {"phrase": shown, "effect": effect, "responses": count})
 
 
-def _flips(connections: Sequence[sqlite3.Connection]) -> Iterator[AuditFinding]:
+def _flips(entries: _Entries) -> Iterator[AuditFinding]:
     """Repeated questions whose answers differ."""
     ranges: dict[str, list[float]] = defaultdict(list)
     repeated: dict[str, list[float]] = defaultdict(list)
     where = "outcome = 'scored' AND cached = 0 AND key IS NOT NULL"
-    for connection in connections:
-        query = f"SELECT judge, min(score), max(score) FROM outcomes WHERE {where} GROUP BY 1"
-        for judge, *ends in connection.execute(query):
-            ranges[judge] += ends
-        query = f"SELECT judge, max(score) - min(score) FROM outcomes WHERE {where} GROUP BY key HAVING count(*) > 1"
-        for judge, change in connection.execute(query):
-            repeated[judge].append(change)
+    for judge, *ends in entries.rows(f"judge, min({_RAW}), max({_RAW})", where, then="GROUP BY 1"):
+        ranges[judge] += ends
+    then = "GROUP BY 1, key HAVING count(*) > 1"
+    for judge, change in entries.rows(f"judge, max({_RAW}) - min({_RAW})", where, then=then):
+        repeated[judge].append(change)
     for judge, ends in sorted(ranges.items()):
         count, half = len(repeated[judge]), (max(ends) - min(ends)) / 2
         if count < _FEWEST_REPEATS:
@@ -270,17 +293,18 @@ def _flips(connections: Sequence[sqlite3.Connection]) -> Iterator[AuditFinding]:
         yield AuditFinding("flips", judge, alarm, said, {"flips": share, "repeated": count})
 
 
-def _models(connections: Sequence[sqlite3.Connection]) -> Iterator[AuditFinding]:
+def _models(entries: _Entries) -> Iterator[AuditFinding]:
     """Sources whose replies name more than one model."""
     models: dict[str, dict[str, float]] = defaultdict(dict)
-    columns = "source, model, min(recorded_at)"
     where = "outcome = 'scored' AND cached = 0 AND model != '' AND source != ''"
-    for connection in connections:
-        for source, model, since in connection.execute(f"SELECT {columns} FROM outcomes WHERE {where} GROUP BY 1, 2"):
-            models[source][model] = min(since, models[source].get(model, math.inf))
+    for source, model, since in entries.rows("source, model, min(recorded_at)", where, then="GROUP BY 1, 2"):
+        models[source][model] = min(since, models[source].get(model, math.inf))
     for source, since in sorted(models.items()):
         names = [one_line(name, 80) for name in sorted(since, key=lambda name: since[name])]
-        yield AuditFinding("models", source, len(names) > 1, ", then ".join(names), {"models": len(names)})
+        shown = ", then ".join(names[:_MOST_NAMES]) + (
+            f" and {len(names) - _MOST_NAMES:,} more" * (len(names) > _MOST_NAMES)
+        )
+        yield AuditFinding("models", source, len(names) > 1, shown, {"models": len(names)})
 
 
 def _surely_above(values: Sequence[float], others: Sequence[float], bound: float, sure: float = _SURE) -> bool:
@@ -303,19 +327,14 @@ def _is_flat(group: Sequence[_Scored]) -> float:
     return float(len({each.reward for each in group}) == 1) if len(group) > 1 else math.nan
 
 
-def _components(scored: _Scored) -> Mapping[str, float]:
-    found: Mapping[str, float] = json.loads(scored.components or "{}")
-    return found
-
-
 def _mean_of(group: Sequence[_Scored], name: str) -> float:
-    values = [_components(each).get(name, math.nan) for each in group]
+    values = [each.components.get(name, math.nan) for each in group]
     return fmean(values) if values and not math.isnan(sum(values)) else math.nan
 
 
 def _explained(groups: Sequence[Sequence[_Scored]], name: str) -> float:
     """The share of the variance of rewards within groups that goes with a component: the squared correlation."""
-    with_both = [[(_components(each).get(name, math.nan), each.reward) for each in group] for group in groups]
+    with_both = [[(each.components.get(name, math.nan), each.reward) for each in group] for group in groups]
     xx = yy = xy = 0.0
     for pairs in with_both:
         if not pairs or any(math.isnan(x) for x, _ in pairs):
@@ -335,6 +354,8 @@ def _by_group(texts: Iterable[_Text]) -> list[float]:
     return [fmean(rewards) for rewards in groups.values()]
 
 
-def _phrases_of(text: str) -> frozenset[tuple[str, ...]]:
-    words = text.lower().split()
-    return frozenset(zip(*(words[place:] for place in range(_WORDS)), strict=False))
+def _phrases_of(body: bytes) -> Iterator[tuple[str, ...]]:
+    """The phrases at the beginning and the end of a text."""
+    words = zlib.decompress(body).decode().lower().split()
+    words = words if len(words) <= _READ_WORDS else [*words[: _READ_WORDS // 2], *words[-_READ_WORDS // 2 :]]
+    yield from zip(*(words[place:] for place in range(_WORDS)), strict=False)

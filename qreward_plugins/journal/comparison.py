@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import StatisticsError, correlation, fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import InputError
 from ..observers.batch_report import percentile
@@ -23,6 +23,10 @@ DRAWS = 1_000
 """Samples of the bootstrap."""
 MOST = 200_000
 """Most entries of one judge that are compared; the latest."""
+MOST_DRAWN = 2_000_000
+"""Units that all samples of a bootstrap have together, about."""
+
+_Unit = TypeVar("_Unit")
 
 
 class EntryPlace(NamedTuple):
@@ -69,8 +73,8 @@ class Judged:
         return sum(each.reward is None for each in self.samples.values())
 
     @classmethod
-    def read(cls, paths: Sequence[str], run: str, judge: str) -> Judged:
-        """Read journals. Raises `JournalError`."""
+    def read(cls, paths: Sequence[str], run: str, judge: str, most: int = MOST) -> Judged:
+        """Read the latest entries of journals. Raises `JournalError`."""
         columns = "sample_id, step, coalesce(split, 'train'), coalesce(score, floor), group_id, "
         columns += "coalesce(rationale, detail, ''), response, id"
         where = "run_id IS ? AND judge = ? AND sample_id IS NOT NULL"
@@ -78,7 +82,7 @@ class Judged:
         for number, path in enumerate(paths):
             with reading(path) as connection:
                 query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY id DESC LIMIT ?"
-                rows = connection.execute(query, (run, judge, MOST)).fetchall()
+                rows = connection.execute(query, (run, judge, most)).fetchall()
             for *place, reward, group, said, response, row in reversed(rows):
                 found[tuple(place)] = Judgement(reward, group, said, response, EntryPlace(number, row))
         return cls(run, judge, found)
@@ -132,40 +136,63 @@ def figures(pairs: Sequence[JudgedPair], at: float) -> list[Figure]:
     groups: dict[str, list[JudgedPair]] = {}
     for pair in pairs:
         groups.setdefault(pair.group, []).append(pair)
-    of: list[tuple[str, Callable[[Iterable[Sequence[JudgedPair]]], float]]] = [
-        ("mean of A", lambda drawn: fmean(pair.a for group in drawn for pair in group)),
-        ("mean of B", lambda drawn: fmean(pair.b for group in drawn for pair in group)),
-        ("mean of B - A", lambda drawn: fmean(pair.b - pair.a for group in drawn for pair in group)),
-        (f"kappa at {at:g}", lambda drawn: kappa([(p.a >= at, p.b >= at) for group in drawn for p in group])),
+    sums = [_sums(group, at) for group in groups.values()]
+    of: list[tuple[str, Callable[[Sequence[float]], float]]] = [
+        ("mean of A", lambda total: total[1] / total[0]),
+        ("mean of B", lambda total: total[2] / total[0]),
+        ("mean of B - A", lambda total: total[3] / total[0]),
+        (f"kappa at {at:g}", lambda total: _kappa(total[4], total[5], total[6], total[0])),
     ]
-    found = [_with_interval(name, each, list(groups.values())) for name, each in of]
+    whole, drawn = _added(sums), [_added(sample) for sample in _bootstrap(sums)]
+    found = [Figure(name, each(whole), *_interval(map(each, drawn))) for name, each in of]
     within = [rank_correlation([(pair.a, pair.b) for pair in group]) for group in groups.values()]
     there = [value for value in within if not math.isnan(value)]
     name = f"rank correlation within {len(there):,} group{'' if len(there) == 1 else 's'}"
-    found.append(_with_interval(name, lambda drawn: fmean(drawn) if drawn else math.nan, there))
-    whole = rank_correlation([(pair.a, pair.b) for pair in pairs])
-    return [*found, Figure("rank correlation of all", whole, None, None)]
+    mean = fmean(there) if there else math.nan
+    found.append(Figure(name, mean, *_interval(map(fmean, _bootstrap(there)))))
+    correlation_of_all = rank_correlation([(pair.a, pair.b) for pair in pairs])
+    return [*found, Figure("rank correlation of all", correlation_of_all, None, None)]
 
 
-def _with_interval(name: str, of: Callable[[Any], float], units: Sequence[Any]) -> Figure:
-    """A figure of units (groups), and its bootstrap interval."""
-    if not units:
-        return Figure(name, math.nan, None, None)
+def _sums(group: Sequence[JudgedPair], at: float) -> tuple[float, ...]:
+    """Of a group: how many, the sums of A, of B and of B - A, and how many are good for A, for B, and alike."""
+    good = [(pair.a >= at, pair.b >= at) for pair in group]
+    return (
+        float(len(group)),
+        math.fsum(pair.a for pair in group),
+        math.fsum(pair.b for pair in group),
+        math.fsum(pair.b - pair.a for pair in group),
+        float(sum(a for a, _ in good)),
+        float(sum(b for _, b in good)),
+        float(sum(a == b for a, b in good)),
+    )
+
+
+def _added(sums: Sequence[tuple[float, ...]]) -> list[float]:
+    return [math.fsum(column) for column in zip(*sums, strict=True)]
+
+
+def _bootstrap(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
+    """Samples of units (groups), fewer of many units: their intervals are narrow anyway. None of less than two."""
     rng = random.Random(0)
-    # A bootstrap of 200,000 samples takes minutes, and its interval is a hair.
-    count = max(50, min(DRAWS, 2_000_000 // len(units)))
-    drawn = [of(rng.choices(units, k=len(units))) for _ in range(count)] if len(units) > 1 else []
-    values = [value for value in drawn if not math.isnan(value)]
-    low, high = (percentile(values, 0.025), percentile(values, 0.975)) if values else (None, None)
-    return Figure(name, of(units), low, high)
+    for _ in range(max(MOST_DRAWN // len(units), 50) if len(units) > MOST_DRAWN // DRAWS else DRAWS * (len(units) > 1)):
+        yield rng.choices(units, k=len(units))
+
+
+def _interval(values: Iterable[float]) -> tuple[float | None, float | None]:
+    known = [value for value in values if not math.isnan(value)]
+    return (percentile(known, 0.025), percentile(known, 0.975)) if known else (None, None)
 
 
 def kappa(pairs: Sequence[tuple[bool, bool]]) -> float:
     """Cohen's kappa of two judges who say yes or no; NaN where they agree by chance alone."""
-    both = sum(a == b for a, b in pairs) / len(pairs)
-    yes_a, yes_b = (fmean(pair[place] for pair in pairs) for place in (0, 1))
-    by_chance = yes_a * yes_b + (1 - yes_a) * (1 - yes_b)
-    return (both - by_chance) / (1 - by_chance) if by_chance < 1 else math.nan
+    alike = sum(a == b for a, b in pairs)
+    return _kappa(sum(a for a, _ in pairs), sum(b for _, b in pairs), alike, len(pairs))
+
+
+def _kappa(yes_a: float, yes_b: float, alike: float, count: float) -> float:
+    by_chance = (yes_a * yes_b + (count - yes_a) * (count - yes_b)) / count**2
+    return (alike / count - by_chance) / (1 - by_chance) if by_chance < 1 else math.nan
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:

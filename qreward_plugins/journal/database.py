@@ -93,7 +93,8 @@ def _for_queries(path: str) -> sqlite3.Connection:
 
 def _queried(path: str, options: str) -> sqlite3.Connection:
     uri = f"file:{quote(str(Path(path).absolute()))}?{options}"
-    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S)
+    # Any thread may use it, one at a time.
+    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
     try:
         connection.execute("PRAGMA query_only = ON")
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()

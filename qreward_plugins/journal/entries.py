@@ -212,11 +212,18 @@ def _history(attempts: Sequence[PastAttempt], texts: Texts | None) -> str | None
             "cost_usd": _real(attempt.cost_usd),
             **({"hedge": True} if attempt.hedge else {}),
             **({"problem": _text(attempt.problem)} if attempt.problem else {}),
+            **_finish(attempt),
             **({} if texts is None else texts.of_attempt(attempt)),
         }
         for attempt in attempts
     ]
     return orjson.dumps(written).decode()
+
+
+def _finish(attempt: PastAttempt) -> dict[str, Any]:
+    """Why the reply ended, unless by itself: a reply that was cut off may be a draft."""
+    reason = "" if attempt.reply is None else attempt.reply.finish_reason
+    return {"finish": _text(reason, 100)} if reason not in ("", "stop") else {}
 
 
 def _spent(spent: Spent) -> dict[str, Value]:

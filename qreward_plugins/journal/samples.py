@@ -19,9 +19,6 @@ from .keys import question_of
 from .stories import NOT_KEPT, Entry, Story
 from .texts import MOST_CHARS
 
-WITH_TEXTS = "prompt IS NOT NULL AND response IS NOT NULL"
-"""The entries whose samples can be read back."""
-
 
 @dataclass(frozen=True)
 class PastReply:
@@ -32,6 +29,7 @@ class PastReply:
     text: str
     thinking: str
     nonce: str
+    finish_reason: str
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,9 @@ class PastSample:
 
 
 def past_sample(story: Story) -> PastSample | None:
-    """Read a sample back. None if a text of it is not whole, or if it has images: journals keep only their hashes."""
+    """Read a sample back. None if it would not be the same: a text is not whole, a value is none that JSON has, or it
+    has images, of which journals keep only hashes.
+    """
     entry = story.sample
     texts = (entry.prompt, entry.response, entry.ground_truth, entry.extras)
     if None in texts[:2] or any(text == NOT_KEPT or len(text or "") > MOST_CHARS for text in texts):
@@ -52,6 +52,8 @@ def past_sample(story: Story) -> PastSample | None:
     try:
         messages, rest = json.loads(entry.prompt or ""), json.loads(entry.extras or "{}")
     except ValueError:
+        return None
+    if rest.get("differs"):
         return None
     if not all(isinstance(message, dict) for message in messages) or any(map(_has_images, messages)):
         return None
@@ -78,7 +80,8 @@ def _replies(story: Story) -> Iterator[tuple[str, PastReply]]:
             if entry.key is None or attempt["source"] != entry.source or not _is_whole(reply):
                 continue
             thinking = attempt.get("thinking") or ""
-            found = PastReply(entry.source, entry.model or "", str(reply), thinking, attempt.get("nonce", ""))
+            nonce, finish = attempt.get("nonce", ""), attempt.get("finish", "")
+            found = PastReply(entry.source, entry.model or "", str(reply), thinking, nonce, finish)
             yield question_of(entry.key), found
 
 

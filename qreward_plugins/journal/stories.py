@@ -16,7 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..errors import JournalError
+from ..errors import InputError, JournalError
+from ..secrets import one_line
 from .database import is_database, is_journal, reading
 from .texts import restored
 from .training import Trained
@@ -78,8 +79,8 @@ _NAMES = tuple(field.name for field in fields(Entry) if field.name != "journal")
 _COLUMNS = ", ".join(_NAMES)
 _REWARD = "coalesce(score, floor)"
 _TEXTS = ("request", "reply", "thinking")
-_PLACE = "run_id, step, split, coalesce(sample_id, id)"
-"""What tells samples apart."""
+_PLACE = "step, split, coalesce(sample_id, id)"
+"""What tells the samples of a run apart."""
 
 
 @dataclass(frozen=True)
@@ -169,20 +170,31 @@ class Stories:
         return [story for story in stories if story is not None], len(found)
 
     def count(self, where: str) -> int:
-        """How many samples have an entry that is `where`, a condition of SQL."""
+        """How many samples have an entry that is `where`, a condition of SQL. Raises `InputError` for another text."""
         query = f"SELECT count(*) FROM (SELECT 1 FROM outcomes WHERE {where} GROUP BY {_PLACE})"
-        return sum(self._value(path, query, []) for path in self._paths)
+        try:
+            return sum(self._value(path, query, []) for path in self._paths)
+        except (sqlite3.Error, UnicodeError) as error:
+            told = one_line(where, 200)
+            raise InputError(f"{told!r} is no condition: {error}; docs/journal.md has the columns") from None
 
-    def every(self, where: str) -> Iterator[Story]:
-        """Yield the stories of all samples that have an entry which is `where`, a condition of SQL, in the order of
-        writing.
+    def every(self, where: str, *, latest: bool = False) -> Iterator[Story]:
+        """Yield the stories of all samples that have an entry which is `where`, a condition of SQL, by step and id;
+        without siblings. A sample of several runs has a story in each, or with `latest` in the last one only.
+
+        Entries under one id that have other responses are other samples.
         """
+        seen: set[tuple[Any, ...]] = set()
         for path, connection in self._connections.items():
-            query = f"SELECT min(id) FROM outcomes WHERE {where} GROUP BY {_PLACE} ORDER BY 1"
-            for (row,) in connection.execute(query).fetchall():
-                story = self.story(path, row)
-                if story is not None:
-                    yield story
+            query = f"SELECT ({where}), {_COLUMNS} FROM outcomes ORDER BY {_PLACE}, id"
+            rows = ((self._entry(path, row[1:]), row[0]) for row in connection.execute(query))
+            for _, group in itertools.groupby(rows, lambda row: _place(row[0])):
+                for entries in _samples(list(group), latest=latest):
+                    first = entries[0]
+                    place = (first.run_id, *_place(first), first.response, first.key)
+                    if place not in seen:  # a copy of a journal has it, too
+                        seen.add(place)
+                        yield self._story(entries, (), {first.sample_id})
 
     def _ranked(self, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
         """The entries that are wanted: what they are ordered by, and what tells their sample from others."""
@@ -217,12 +229,17 @@ class Stories:
         siblings: list[Entry] = []
         if entry.group_id is not None:
             siblings = list(self._select(f"{of_sample} group_id = ? ORDER BY id", [*place, entry.group_id]))
-        together = siblings or entries
+        names = {each.sample_id for each in siblings or entries}
+        return self._story(entries, siblings, names)
+
+    def _story(self, entries: Sequence[Entry], siblings: Sequence[Entry], names: set[str | None]) -> Story:
+        """The story of entries. `names`: the samples of which it tells what the trainer made of them."""
+        first = entries[0]
         return Story(
             tuple(map(self._with_texts, entries)),
             tuple(tuple(self._attempts(each)) for each in entries),
             tuple(siblings),
-            {} if entry.split == "val" else self._trained(entry, {each.sample_id for each in together} - {None}),
+            {} if first.split == "val" else self._trained(first, names - {None}),
         )
 
     def _trained(self, entry: Entry, names: set[str | None]) -> dict[str, Trained]:
@@ -240,7 +257,11 @@ class Stories:
         """Read entries, of all journals or `only` one."""
         for path in self._paths if only is None else [only]:
             for row in self._connections[path].execute(f"SELECT {_COLUMNS} FROM outcomes WHERE {where}", values):
-                yield Entry(journal=path, **dict(zip(_NAMES, row, strict=True)))
+                yield self._entry(path, row)
+
+    @staticmethod
+    def _entry(path: str, row: Sequence[Any]) -> Entry:
+        return Entry(journal=path, **dict(zip(_NAMES, row, strict=True)))
 
     def _attempts(self, entry: Entry) -> Iterator[Mapping[str, Any]]:
         if entry.history is None and entry.cached and entry.key is not None:
@@ -269,6 +290,26 @@ class Stories:
         # Journals of one run may share texts, but each has its own.
         row = self._connections[entry.journal].execute("SELECT body FROM texts WHERE hash = ?", (name,)).fetchone()
         return NOT_KEPT if row is None else zlib.decompress(row[0]).decode()
+
+
+def _place(entry: Entry) -> tuple[Any, ...]:
+    return entry.step, entry.split, entry.sample_id or entry.id
+
+
+def _samples(rows: Sequence[tuple[Entry, Any]], *, latest: bool) -> Iterator[list[Entry]]:
+    """Split the entries of one place into samples: by their responses, as far as these are known, and by their runs.
+    Each has an entry that is wanted.
+    """
+    responses = {entry.response for entry, _ in rows} - {None}
+    parts: dict[str | None, dict[str, list[tuple[Entry, Any]]]] = {}
+    for entry, wanted in rows:
+        runs = parts.setdefault(entry.response if len(responses) > 1 else None, {})
+        runs.setdefault(entry.run_id, []).append((entry, wanted))
+    for runs in parts.values():
+        chosen = [max(runs.values(), key=lambda part: part[-1][0].recorded_at)] if latest else list(runs.values())
+        for part in chosen:
+            if any(wanted for _, wanted in part):
+                yield [entry for entry, _ in part]
 
 
 def _where(wanted: Wanted) -> tuple[str, list[Any]]:

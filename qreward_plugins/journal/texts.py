@@ -178,14 +178,24 @@ class Texts:
 
 def _rest(sample: Sample) -> Mapping[str, Any] | None:
     """What a sample has beside its other texts, by the names of its fields; None for nothing. A ground truth that is no
-    text is here, too, because its text does not tell what it was.
+    text is here, too, because its text does not tell what it was. `differs`: it has something that is not here.
     """
     rest: dict[str, Any] = {"extras": dict(sample.extras)} if sample.extras else {}
     if sample.prompt is not None:
         rest["prompt"] = sample.prompt
     if not isinstance(sample.ground_truth, (str, NoneType)):
         rest["ground_truth"] = sample.ground_truth
+    if sample.response_images or not _is_json(rest):
+        rest["differs"] = True
     return rest or None
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value comes back from JSON as it was."""
+    try:
+        return bool(orjson.loads(orjson.dumps(value)) == value)
+    except Exception:  # an object of others may refuse the comparison
+        return False
 
 
 _OF_SAMPLE: Final[Mapping[str, Callable[[Sample], Any]]] = {

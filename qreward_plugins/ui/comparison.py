@@ -12,21 +12,22 @@ from markupsafe import Markup
 from ..errors import InputError
 from ..journal.comparison import Figure, Judged, JudgedPair, figures, pairs_of
 from . import charts
-from .totals import Totals
 
 CELLS = 20
 """Cells of the grid along each side."""
+MOST = 30_000
+"""Most samples of each judge that the page compares, the latest."""
 SHOWN = 50
 """Most changes that are shown, the largest first."""
 
 
-def comparison(paths: Sequence[str], totals: Totals, query: Mapping[str, str]) -> dict[str, Any]:
+def comparison(paths: Sequence[str], judges: Sequence[tuple[str, str]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return what the template `compare.html` shows. `query` has `a` and `b`, as `name_of` names a judge of a run, and
-    `at`, the reward from which on a sample is good. By default, the judges of the latest run, or those of two runs.
+    `at`, the reward from which on a sample is good. By default, the first two of `judges` (pairs of run and judge).
 
     Raises `JournalError`.
     """
-    known = {name_of(run, judge): (run, judge) for run in totals.runs() for judge in totals.judges(run)}
+    known = {name_of(run, judge): (run, judge) for run, judge in judges}
     names = list(known)
     a = query.get("a", "") if query.get("a") in known else next(iter(names), "")
     others = [name for name in names if name != a]
@@ -38,7 +39,7 @@ def comparison(paths: Sequence[str], totals: Totals, query: Mapping[str, str]) -
     values: dict[str, Any] = {"names": names, "a": a, "b": b, "at": at if math.isfinite(at) else 0.5, "problem": ""}
     if not b:
         return values | {"problem": "There is one judge in one run. Open another journal beside this one to compare."}
-    one, other = (Judged.read(paths, *known[name]) for name in (a, b))
+    one, other = (Judged.read(paths, *known[name], most=MOST) for name in (a, b))
     try:
         pairs = pairs_of(one, other)
     except InputError as error:
@@ -46,6 +47,7 @@ def comparison(paths: Sequence[str], totals: Totals, query: Mapping[str, str]) -
     changed = sorted((pair for pair in pairs if pair.a != pair.b), key=lambda pair: -abs(pair.b - pair.a))
     return values | {
         "count": len(pairs),
+        "most": MOST if len(one.samples) >= MOST else 0,
         "others": sum(not pair.same for pair in pairs),
         "failed": (one.failed, other.failed),
         "figures": [_shown(figure) for figure in figures(pairs, values["at"])],

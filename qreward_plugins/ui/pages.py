@@ -68,6 +68,8 @@ class RunPage:
         self._paths = list(paths)
         self._totals = Totals(paths)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-ui-reader")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="qreward-ui-slow")
+        self._is_busy = False
         self._access = Access(None, "127.0.0.1")
         templates = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
         templates.filters |= {"text": _text, "number": charts.shown, "seconds": "{:.2f} s".format}
@@ -88,6 +90,7 @@ class RunPage:
         return app
 
     async def _close(self, _: web.Application) -> None:
+        self._slow.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._reader.shutdown, cancel_futures=True)
 
     async def load(self) -> int:
@@ -115,6 +118,15 @@ class RunPage:
 
     async def _in_reader(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+
+    async def _slowly(self, work: Callable[[], _T]) -> _T:
+        """Do work that takes seconds, in a thread of its own. Refuses it while there is some already."""
+        if self._is_busy:
+            raise Refused(503, "busy", "Another page is being computed; load this one again.")
+        self._is_busy = True
+        doing = asyncio.get_running_loop().run_in_executor(self._slow, work)
+        doing.add_done_callback(lambda _: setattr(self, "_is_busy", False))
+        return await doing
 
     # Pages
 
@@ -242,14 +254,19 @@ class RunPage:
         )
 
     async def _compare(self, request: web.Request) -> web.Response:
-        return await self._in_reader(lambda: self._compare_page(request.query))
+        judges = await self._in_reader(self._judges)
+        return await self._slowly(lambda: self._compare_page(judges, request.query))
 
-    def _compare_page(self, query: Mapping[str, str]) -> web.Response:
+    def _judges(self) -> list[tuple[str, str]]:
+        """The runs and their judges."""
         self._totals.refresh()
-        return self._page("compare.html", title="Compare", **comparison(self._paths, self._totals, query))
+        return [(run, judge) for run in self._totals.runs() for judge in self._totals.judges(run)]
+
+    def _compare_page(self, judges: Sequence[tuple[str, str]], query: Mapping[str, str]) -> web.Response:
+        return self._page("compare.html", title="Compare", **comparison(self._paths, judges, query))
 
     async def _audit(self, request: web.Request) -> web.Response:
-        return await self._in_reader(self._audit_page)
+        return await self._slowly(self._audit_page)
 
     def _audit_page(self) -> web.Response:
         return self._page("audit.html", title="Audit", **self._audited())
@@ -257,7 +274,7 @@ class RunPage:
     def _audited(self) -> dict[str, Any]:
         findings, problem = list[AuditFinding](), ""
         try:
-            findings = audit(self._paths)
+            _, findings = audit(self._paths)
         except InputError as error:
             problem = str(error)
         return {"findings": findings, "problem": problem}

@@ -117,6 +117,27 @@ def test_clean_runs_raise_few_alarms(run_cli, tmp_path):
     assert len(alarms) <= 1, alarms
 
 
+def test_only_the_latest_run_counts_unless_another_is_named(run_cli, tmp_path):
+    path = write(tmp_path / "run.sqlite", 0, replaced)
+    write(path, 1)
+    with closing(open_database(str(path))) as connection:
+        connection.execute(
+            "UPDATE outcomes SET run_id = 'first', recorded_at = 0 WHERE id <= ?", (STEPS * GROUPS * SIBLINGS,)
+        )
+    found, code = audit(run_cli, path)
+    assert (found["models"]["said"], code) == ("judge-1", 0)
+    assert audit(run_cli, path, "--run", "first")[0]["models"]["alarm"]
+    assert "no training sample has a reward in run none" in run_cli("audit", path, "--run", "none").stderr
+
+
+def test_another_reward_range_is_no_flip(run_cli, tmp_path):
+    path = write(tmp_path / "run.sqlite", 0, key="k")
+    with closing(open_database(str(path))) as connection:
+        connection.execute("UPDATE outcomes SET key = 'k' || (id / 2), raw_score = 8")
+    found, _ = audit(run_cli, path)
+    assert (found["flips"]["alarm"], found["flips"]["figures"]["flips"]) == (False, 0.0)
+
+
 def test_the_table_names_the_phrase_and_escapes_it(run_cli, tmp_path):
     def planted(rng, step):
         drawn = persuading(rng, step)

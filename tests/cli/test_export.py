@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import shutil
+import socket
 import sqlite3
 import zipfile
 
 import pytest
 
 from qreward_plugins.cli.export import StoryIds, trace
+from qreward_plugins.journal import Journal
 from qreward_plugins.journal.stories import Stories
+from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
 from .conftest import score_of
@@ -164,6 +170,54 @@ def test_what_is_refused(journal, run_cli, tmp_path, monkeypatch, options, said)
     result = run_cli("export", journal[0], *options)
     assert (result.exit_code, said in result.stderr) == (2, True), result.output
     assert not (tmp_path / "x.eval.partial").exists()
+
+
+def test_without_content_no_text_of_others_is_in_a_trace(journal):
+    path, _ = journal
+    spans, records = exported(path)
+    told = str([(dict(span.attributes), span.status.description, span.name) for span in spans])
+    told += str([dict(record.attributes) for record in records])
+    assert "rather not" not in told
+    with_content, _ = exported(path, with_content=True)
+    assert "rather not" in str([span.status.description for span in with_content])
+
+
+def test_a_copy_of_a_journal_adds_nothing(journal, run_cli, tmp_path):
+    path, _ = journal
+    shutil.copy(path, tmp_path / "copy.sqlite")
+    out = tmp_path / "run.eval"
+    assert run_cli("export", path, tmp_path / "copy.sqlite", "--inspect", out).exit_code == 0
+    with zipfile.ZipFile(out) as archive:
+        assert len(json.loads(archive.read("summaries.json"))) == 6
+
+
+def test_odd_ids_are_names_of_files(run_cli, tmp_path):
+    ids = ["../../etc/x", "nul\0one", "nul\0two", "x", "x'", "y\n" * 300]
+
+    async def main():
+        for run in ("first", "second"):
+            book = Journal(tmp_path / "journal.sqlite", run_id=run, keep="all")
+            for name in ids:
+                await book.put(None, Sample([], "r", id=name), Scored(Verdict(0.5, judge="j", source="s")))
+            await book.aclose()
+
+    asyncio.run(main())
+    out = tmp_path / "run.eval"
+    assert run_cli("export", tmp_path / "journal.sqlite", "--inspect", out).exit_code == 0
+    with zipfile.ZipFile(out) as archive:
+        names = [name for name in archive.namelist() if name.startswith("samples/")]
+        assert len(set(names)) == len(names) == 12
+        assert all(re.fullmatch(r"samples/[^/\x00-\x1f]{1,220}_epoch_1\.json", name) for name in names)
+        assert json.loads(archive.read(names[0]))["id"] == names[0].removeprefix("samples/").partition("_epoch_")[0]
+
+
+def test_a_collector_that_takes_nothing_is_an_error(journal, run_cli, monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    result = run_cli("export", journal[0], "--otlp")
+    assert (result.exit_code, "the collector did not take the traces" in result.stderr) == (2, True), result.output
 
 
 def test_traces_go_to_the_endpoint_of_the_environment(journal, run_cli, monkeypatch):

@@ -11,8 +11,9 @@ import pytest
 
 from qreward_plugins.config import Config
 from qreward_plugins.engine import RewardEngine
+from qreward_plugins.journal import Journal
 from qreward_plugins.judges import leaf
-from qreward_plugins.samples import Sample
+from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
 PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
@@ -186,7 +187,7 @@ def test_what_cannot_be_judged_again(journal, replay, server, write_config, run_
     assert "6 samples: 6 replies" in result.stdout
     for options, said in (
         (["--overwrite", "--where", "stepp = 1"], "no such column: stepp"),
-        (["--overwrite", "--where", "1) --"], "--where"),
+        (["--overwrite", "--where", "1) --"], "is no condition"),
         (["--overwrite", "--where", "step = 0"], "can be judged again"),
         (["--out", tmp_path / "again.parquet"], "must end in .jsonl"),
         ([], "exists; name another file"),
@@ -210,3 +211,82 @@ def test_an_attempt_that_failed_has_no_reply(run_cli, replay, write_config, writ
         config = write_config({"a": server})
         assert run_cli("score", config, write_rows([row(0)]), "-o", tmp_path / "out.jsonl").exit_code == 0
         assert "1 replies are read again" in replay(tmp_path / "out.jsonl.journal", config).stdout
+
+
+def test_more_samples_than_a_thread_takes_at_once(run_cli, replay, server, write_config, write_rows, row, tmp_path):
+    config = write_config({"a": server})
+    rows = [row(n) for n in range(60)]
+    assert run_cli("score", config, write_rows(rows), "-o", tmp_path / "out.jsonl").exit_code == 0
+    again = write_config({"a": server}, judge={"instructions": "Strictly."}, name="again.yaml")
+    result = replay(tmp_path / "out.jsonl.journal", again)
+    assert result.exit_code == 0, result.output
+    assert "60 of 60 rows have a reward" in result.stdout
+
+
+def test_a_reply_that_was_cut_off_stays_one(run_cli, replay, write_config, write_rows, row, tmp_path, new_reader):
+    with JudgeServer(lambda call: 1.0, faults=Faults(script=lambda number: "cut_off")) as server:
+        config = write_config({"a": server})
+        assert run_cli("score", config, write_rows([row(0)]), "-o", tmp_path / "out.jsonl").exit_code == 3
+        asked = server.report().requests
+        result = replay(tmp_path / "out.jsonl.journal", config)
+        assert (result.exit_code, server.report().requests) == (3, asked + 1)
+    assert "0 replies are read again" in result.stdout
+
+
+def test_samples_under_one_id_are_told_apart_by_their_responses(
+    run_cli, replay, server, write_config, write_rows, row, read_rows, tmp_path, new_reader
+):
+    rows = [row(0, id="q"), row(0, id="q", response="It is nothing.")]
+    config = write_config({"a": server})
+    run_cli("score", config, write_rows(rows), "-o", tmp_path / "out.jsonl")
+    assert replay(tmp_path / "out.jsonl.journal", config).exit_code == 0
+    again = {each["response"]: each for each in read_rows(tmp_path / "again.jsonl")}
+    assert {text: (each["qreward"]["reward"], each["before"]["reward"]) for text, each in again.items()} == {
+        "It is 001.": (1.0, 1.0),
+        "It is nothing.": (0.0, 0.0),
+    }
+
+
+def test_a_run_that_was_resumed_is_replayed_once(journal, replay, run_cli, server, write_config, read_rows, tmp_path):
+    config = write_config({"a": server})
+    resumed = run_cli("score", config, tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--overwrite")
+    assert resumed.exit_code == 0
+    assert "12 samples: 12 replies" in replay(journal, config).stdout
+    assert len(read_rows(tmp_path / "again.jsonl")) == 12
+    own = replay(journal, config, "--out", tmp_path / "out.jsonl", "--overwrite")
+    assert (own.exit_code, "is the journal of the replay itself" in own.stderr) == (2, True)
+
+
+def test_what_is_redacted_stays_so(journal, replay, server, write_config, tmp_path):
+    engine = {"journal": {"path": "unused.sqlite", "redact": ["judge server"]}}
+    config = write_config({"a": server}, judge={"instructions": "By the judge server."}, engine=engine)
+    assert replay(journal, config).exit_code == 0
+    connection = sqlite3.connect(tmp_path / "again.jsonl.journal")
+    said = connection.execute("SELECT DISTINCT rationale FROM outcomes").fetchall()
+    connection.close()
+    assert said == [("scored by the [redacted]",)]
+    assert not (tmp_path / "unused.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Sample([{"role": "user", "content": "?"}], "4", {4}, id="a"),
+        Sample([{"role": "user", "content": "?"}], "4", "4", extras={"x": (1, 2)}, id="a"),
+        Sample([{"role": "user", "content": "?"}], "4", "4", extras={1: "x"}, id="a"),
+        Sample([{"role": "user", "content": "?"}], "4", "4", id="a", response_images=("image",)),
+        Sample([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "4", "4", id="a"),
+    ],
+)
+def test_a_sample_that_would_come_back_as_another_one_is_left_out(replay, server, write_config, tmp_path, sample):
+    path = tmp_path / "journal.sqlite"
+
+    async def main():
+        book = Journal(path, keep="all")
+        await book.put(None, sample, Scored(Verdict(1.0, judge="quality", source="a")))
+        await book.aclose()
+
+    asyncio.run(main())
+    result = replay(path, write_config({"a": server}))
+    assert result.exit_code == 2
+    assert "1 sample of 1 left out" in result.stderr

@@ -50,6 +50,8 @@ def test_a_report_is_one_file_that_loads_nothing(run_cli, tmp_path):
     assert "<script" not in text
     assert "\x1b" not in text
     assert not re.search(r"(src|href)=[\"'](?!#)", text)
+    other = run_cli("ui", tmp_path / "journal.sqlite", "--report", tmp_path / "journal.sqlite", "--overwrite")
+    assert (other.exit_code, "must end in .html" in other.stderr) == (2, True)
     again = run_cli("ui", tmp_path / "journal.sqlite", "--report", out)
     assert (again.exit_code, "exists; name another file" in again.stderr) == (2, True)
     assert run_cli("ui", tmp_path / "journal.sqlite", "--report", out, "--overwrite").exit_code == 0

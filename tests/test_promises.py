@@ -373,6 +373,7 @@ def test_no_key_comes_out_of_a_server_that_echoes_it(caplog, tmp_path):
         with JudgeServer(api_key="another") as refuses:
             refused = wired({"a": refuses}, make_samples(1, response="1"), **options)
         engine = RewardEngine(make_config({"a": server}, **options))
+        asyncio.run(engine.aclose())  # its journal has threads, which other tests count
     assert [outcome.reward for outcome in [*played.outcomes, *refused.outcomes]] == [0.5, None, None]
     shown = [caplog.text, path.read_bytes().decode(errors="replace"), repr(engine), repr(engine.config)]
     shown += map(repr, [*played.outcomes, *refused.outcomes, played.statistics])

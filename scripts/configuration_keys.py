@@ -35,6 +35,7 @@ SUFFIXES = {
 
 UNITS = {
     "above": "reward",
+    "at": "reward",
     "at_least": "reward",
     "below": "reward",
     "burst": "requests",

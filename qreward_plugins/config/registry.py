@@ -226,6 +226,7 @@ judges: Kinds[Any] = Kinds(
         "gate": "qreward_plugins.judges.gates:GateJudge",
         "cascade": "qreward_plugins.judges.cascades:CascadeJudge",
         "panel": "qreward_plugins.judges.panels:PanelJudge",
+        "screen": "qreward_plugins.judges.screens:ScreenJudge",
     },
 )
 """The kinds of judges, subclasses of `judges.Judge`."""

@@ -14,6 +14,7 @@ from .llm import LLMJudge
 from .panels import PanelJudge
 from .reward_model import RewardModelJudge
 from .router import JudgeRouter, kind_of, open_judge
+from .screens import ScreenJudge
 from .sums import SumJudge
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Opening",
     "PanelJudge",
     "RewardModelJudge",
+    "ScreenJudge",
     "SourceName",
     "SumJudge",
     "kind_of",

@@ -107,6 +107,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("failed", lambda fact: fact["failed"]),
     Metric("failed_rate", lambda fact: fact["failed"], mean=True),
     *(Metric(f"failed/{cause}", _caused("failed", cause)) for cause in ("infra", "verdict", "policy")),
+    Metric("screened_rate", lambda fact: float(fact["cause"] == "policy/screened"), mean=True),
     Metric("floor_rate", lambda fact: fact["floor"], mean=True),
     *(Metric(f"floor/{cause}", _caused("floor", cause)) for cause in ("verdict", "policy")),
     Metric("attempts_mean", lambda fact: fact["attempts"], mean=True),

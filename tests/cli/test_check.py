@@ -378,20 +378,8 @@ def test_kinds_are_listed_with_their_package_and_their_problem(run_cli, install)
     assert result.exit_code == 0
     ours = f"qreward-plugins {qreward_plugins.__version__}"
     kinds = [line.split()[0] for line in result.stdout.splitlines() if ours in line]
-    assert kinds == [
-        "openai",
-        "reward_model",
-        "http",
-        "function",
-        "replicas",
-        "llm",
-        "reward_model",
-        "function",
-        "sum",
-        "gate",
-        "cascade",
-        "panel",
-    ]
+    sources, judges = "openai reward_model http function replicas", "llm reward_model function"
+    assert kinds == f"{sources} {judges} sum gate cascade panel screen".split()
     assert "A Python function that scores" in result.stdout
     named = {"coin": "coin_kind:Coin", "lacking": "coin_kind:Lacking", "http": "coin_kind:X"}
     install("coin-kind", "coin_kind", LACKING, {"qreward_plugins.sources": named})

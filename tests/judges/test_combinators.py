@@ -176,6 +176,32 @@ def test_a_panel_without_spare_members_ends_with_the_first_failure() -> None:
     assert asked(opened(whole={**panel, "quorum": 1}), a=(2.0, DOWN), b=(60.0, 1.0))[2] == 60.0
 
 
+@each_of(
+    ("keys", "says", "result"),
+    [
+        ({}, {"a": 0.9, "b": 0.0}, 0.9),
+        ({}, {"a": 0.9, "b": 0.7}, "policy/screened"),
+        ({}, {"a": 0.9, "b": 0.8}, "policy/screened"),
+        ({"flags": "below"}, {"a": 0.9, "b": 0.8}, 0.9),
+        ({"flags": "below"}, {"a": 0.9, "b": 0.7}, "policy/screened"),
+        ({"on": "floor"}, {"a": 0.9, "b": 0.8}, 0.0),
+        ({}, {"a": 0.9, "b": DOWN}, 0.9),
+        ({"closed": True}, {"a": 0.9, "b": DOWN}, "infra/deadline"),
+        ({}, {"a": DOWN, "b": 0.0}, "infra/deadline"),
+    ],
+)
+def test_a_screen_takes_out_what_its_monitor_flags(keys: Any, says: Any, result: Any) -> None:
+    said, order, _ = asked(opened(whole={"kind": "screen", "judge": "a", "monitor": "b", "at": 0.7, **keys}), **says)
+    assert sorted(order) == ["a", "b"]
+    if isinstance(said, Failed):
+        assert said.label == result
+        assert said.detail in ("b gave 0.7", "b gave 0.8", "a: no answer", "b: no answer")
+        return
+    assert said.score == result
+    assert said.components["screened"] == float(keys.get("on") == "floor")
+    assert (said.basis, said.correct) == (("floor", False) if result == 0.0 else ("judged", True))
+
+
 def weighted(**weights: Any) -> dict[str, Any]:
     return {"kind": "sum", "weights": weights}
 
@@ -213,6 +239,7 @@ def test_a_bar_follows_the_training_step() -> None:
         (stages({"above": 0.1, "below": 0.2}), "whole.stages[0].decides", "must be less than above"),
         ({"kind": "panel", "judges": ["a", "a"]}, "whole.judges", "is a member twice"),
         ({"kind": "panel", "judges": ["a", "b"], "quorum": 3}, "whole", "above the number of members, 2"),
+        ({"kind": "screen", "judge": "a", "monitor": "a", "at": 1}, "whole", "its own monitor"),
         (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
         (weighted(a={"weight": {0: 0.0, 9: 0.0}}, b=1), "whole.weights.a", "adds nothing"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),

@@ -60,7 +60,7 @@ EXPECTED = {
     *("attempts_mean", "latency_s_mean", "latency_s_p50", "latency_s_p99", "latency_s_max"),
     *("tokens_sum", "cost_usd_sum", "data/DATA_SOURCE/failed_rate_mean"),
     *("floor/verdict_sum", "floor/policy_sum"),
-    *("floor_rate", "cached_rate", "cut_rate", "source/judge_sum"),
+    *("floor_rate", "screened_rate", "cached_rate", "cut_rate", "source/judge_sum"),
 }
 
 

@@ -26,7 +26,7 @@ from ..files import Rollout, check_output
 from ..journal import Journal, question_keys
 from ..journal.keys import question_of
 from ..journal.samples import PastReply, PastSample, past_sample, value_of
-from ..journal.stories import Stories, journals_in
+from ..journal.stories import Stories, deciding, journals_in
 from ..judges import JudgeFailed, Leaf
 from ..samples import Scored
 from ..samples.spent import NO_USAGE
@@ -47,10 +47,10 @@ _BEFORE = "before"
 
 
 def command(
+    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration to judge with (YAML).")],
     paths: Annotated[
         list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
     ],
-    judge: Annotated[Path, typer.Option("--judge", metavar="CONFIG", help="The configuration to judge with (YAML).")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File for the outcomes, .jsonl.")],
     where: Annotated[
         str, typer.Option(metavar="SQL", help="Only samples with an entry like this, e.g. 'step >= 100'.")
@@ -69,25 +69,26 @@ def command(
     Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
     reward; 130 stopped with Ctrl-C.
     """
-    config = _with_journal(load_own(judge), out)
+    config = _with_journal(load_own(config_path), out)
     if out.suffix not in (".jsonl", ".ndjson"):
         raise InputError(f"{out}: the name must end in .jsonl")
     check_output(out, source=Path(paths[0]), overwrite=overwrite)
     own = _journal_of(out)
     if any(Path(path).absolute() == own.absolute() for path in journals_in(paths)):
         raise InputError(f"{own}: is the journal of the replay itself; name another --out")
-    samples = _PastSamples(paths, f"({where}) AND ({'cause IS NOT NULL' if failed else '1'})")
-    return run(_replay(Plan(Path(" and ".join(paths)), out, 0, config, judge, samples), dry_run=dry_run))
+    samples = _PastSamples(paths, where, failed=failed)
+    return run(_replay(Plan(Path(" and ".join(paths)), out, 0, config, config_path, samples), dry_run=dry_run))
 
 
 async def _replay(plan: Plan, *, dry_run: bool) -> int:
     samples = plan.read
     assert isinstance(samples, _PastSamples)
     with ended_by_a_signal():  # SQLite may take long, and lets no signal through
-        there = samples.count()
+        samples.check()
     needed = await _reread(plan, samples)
-    left_out = there - needed.samples
-    if left_out > 0:
+    left_out = samples.left_out
+    if left_out:
+        there = left_out + needed.samples
         why = "their texts are not kept whole (engine.journal.keep), or they have images or values that JSON lacks"
         say(ERRORS, f"{number_of(left_out, 'sample')} of {there:,} left out: {why}")
     if not needed.samples:
@@ -105,20 +106,28 @@ async def _replay(plan: Plan, *, dry_run: bool) -> int:
 class _PastSamples:
     """The samples of journals that have an entry which is `where`. Call it for those that can be judged again."""
 
-    def __init__(self, paths: Sequence[str], where: str) -> None:
+    def __init__(self, paths: Sequence[str], where: str, *, failed: bool) -> None:
         self.paths = paths
         self._where = where
+        self._failed = failed
+        self.left_out = 0
 
-    def count(self) -> int:
-        """How many there are. Raises `InputError` for a condition that SQLite does not take."""
+    def check(self) -> None:
+        """Raise `InputError` for a condition that SQLite does not take."""
         with Stories(self.paths) as stories:
-            return stories.count(self._where)
+            stories.count(self._where)
 
     def past(self) -> Iterator[PastSample]:
+        """Yield the samples; `left_out` counts those that would not come back as they were."""
+        self.left_out = 0
         # Not shared by threads: each has connections of its own.
         with Stories(self.paths) as stories:
-            where = f"({self._where}) AND run_id != '{_REPLIES}'"
-            yield from filter(None, map(past_sample, stories.every(where, latest=True)))
+            where = f"({self._where}\n) AND run_id != '{_REPLIES}'"
+            for past in map(past_sample, stories.every(where, latest=True, failed=self._failed)):
+                if past is None:
+                    self.left_out += 1
+                else:
+                    yield past
 
     def __call__(self) -> Iterator[Rollout]:
         return map(_rollout, self.past())
@@ -135,7 +144,7 @@ def _with_journal(config: Config, out: Path) -> Config:
 
 
 def _rollout(past: PastSample) -> Rollout:
-    sample, latest = past.sample, past.entries[-1]
+    sample, latest = past.sample, deciding(past.entries)[-1]
     before = {"reward": latest.reward, "judge": latest.judge, "rationale": latest.rationale, "reason": latest.reason}
     row: dict[str, Any] = {"id": sample.id, "step": sample.step, "split": sample.split, "group_id": sample.group_id}
     row |= {"data_source": sample.data_source, "messages": sample.messages, "response": sample.response}

@@ -119,7 +119,8 @@ def _siblings(story: Story) -> Text:
     if story.trained:
         shown.append("\n  advantages: ")
         for trained in sorted(story.trained.values(), key=lambda trained: trained.advantage or 0.0):
-            number = "left out" if trained.masked else _number(trained.advantage)
+            unknown = "-" if trained.advantage is None else _number(trained.advantage)
+            number = "left out" if trained.masked else unknown
             is_own = trained.sample_id == story.entries[0].sample_id
             shown.append(f"{number} ", style="bold reverse" if is_own else "")
     return shown

@@ -2,9 +2,9 @@
 
 Each check compares the first third of the steps with the last one, or looks at all entries. Groups are the units of
 every test, because their samples are not independent. A check raises an alarm for a large effect that is no chance: its
-distance from 0, or from the bound, is `_SURE` standard errors. So 1,000 clean runs raise few (`tests/cli/test_audit.py`
-counts them). What the checks look for is in Gao et al., Scaling Laws for Reward Model Overoptimization (2210.10760),
-and Singhal et al., A Long Way to Go: Investigating Length Correlations in RLHF (2310.03716).
+distance from 0, or from the bound, is `_SURE` standard errors. So clean runs raise few. What the checks look for is in
+Gao et al., Scaling Laws for Reward Model Overoptimization (2210.10760), and Singhal et al., A Long Way to Go:
+Investigating Length Correlations in RLHF (2310.03716).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from .database import reading
 _SURE = 3.5
 _RAW = "coalesce(raw_score, score)"
 """The judge's own score: another reward range is no other answer."""
+_ASKED = "outcome = 'scored' AND cached = 0 AND coalesce(split, 'train') = 'train' AND (? IS NULL OR judge = ?)"
+"""New answers about training samples, of one judge or all."""
 _FEWEST_STEPS = 6
 _FEWEST_GROUPS = 20
 """In each third."""
@@ -73,7 +75,7 @@ def audit(paths: Sequence[str], judge: str | None = None, run: str | None = None
             raise InputError(f"{named}: no training sample has a reward{of_run}")
         names = [judge] if judge is not None else sorted(judges)
         findings = [finding for name in names for finding in _Judged.read(entries, name).findings()]
-        return entries.run or "", [*findings, *_flips(entries), *_models(entries)]
+        return entries.run or "", [*findings, *_flips(entries, judge), *_models(entries, judge)]
 
 
 class _Entries:
@@ -179,7 +181,7 @@ class _Judged:
             )
             then = f"ORDER BY hash LIMIT {_MOST_TEXTS // len(entries.connections)}"
             for step, group, reward, body in entries.rows(columns, where, *bounds, then=then, table=table):
-                phrases = frozenset(map(hash, _phrases_of(body)))
+                phrases = frozenset(map(_digest, _phrases_of(body)))
                 texts.append(_Text(bool(place), (step, group), reward - totals[step] / counts[step], phrases, body))
         return cls(name, thirds[0], thirds[1], texts)
 
@@ -266,21 +268,21 @@ class _Judged:
             said = f"none of {len(spread):,} phrases that spread pays"
             return AuditFinding("phrases", self._name, False, said)
         effect, phrase, count = best
-        words = (words for text in last for words in _phrases_of(text.body) if hash(words) == phrase)
+        words = (words for text in last for words in _phrases_of(text.body) if _digest(words) == phrase)
         shown = one_line(" ".join(next(words)), 80)
         said = f'"{shown}" is in {count:,} of {len(last):,} responses, and goes with {effect:+.2f} reward'
         return AuditFinding("phrases", self._name, True, said, {"phrase": shown, "effect": effect, "responses": count})
 
 
-def _flips(entries: _Entries) -> Iterator[AuditFinding]:
+def _flips(entries: _Entries, only: str | None) -> Iterator[AuditFinding]:
     """Repeated questions whose answers differ."""
     ranges: dict[str, list[float]] = defaultdict(list)
     repeated: dict[str, list[float]] = defaultdict(list)
-    where = "outcome = 'scored' AND cached = 0 AND key IS NOT NULL"
-    for judge, *ends in entries.rows(f"judge, min({_RAW}), max({_RAW})", where, then="GROUP BY 1"):
+    where = f"{_ASKED} AND key IS NOT NULL"
+    for judge, *ends in entries.rows(f"judge, min({_RAW}), max({_RAW})", where, only, only, then="GROUP BY 1"):
         ranges[judge] += ends
     then = "GROUP BY 1, key HAVING count(*) > 1"
-    for judge, change in entries.rows(f"judge, max({_RAW}) - min({_RAW})", where, then=then):
+    for judge, change in entries.rows(f"judge, max({_RAW}) - min({_RAW})", where, only, only, then=then):
         repeated[judge].append(change)
     for judge, ends in sorted(ranges.items()):
         count, half = len(repeated[judge]), (max(ends) - min(ends)) / 2
@@ -293,11 +295,12 @@ def _flips(entries: _Entries) -> Iterator[AuditFinding]:
         yield AuditFinding("flips", judge, alarm, said, {"flips": share, "repeated": count})
 
 
-def _models(entries: _Entries) -> Iterator[AuditFinding]:
+def _models(entries: _Entries, only: str | None) -> Iterator[AuditFinding]:
     """Sources whose replies name more than one model."""
     models: dict[str, dict[str, float]] = defaultdict(dict)
-    where = "outcome = 'scored' AND cached = 0 AND model != '' AND source != ''"
-    for source, model, since in entries.rows("source, model, min(recorded_at)", where, then="GROUP BY 1, 2"):
+    where = f"{_ASKED} AND model != '' AND source != ''"
+    columns = "source, model, min(recorded_at)"
+    for source, model, since in entries.rows(columns, where, only, only, then="GROUP BY 1, 2"):
         models[source][model] = min(since, models[source].get(model, math.inf))
     for source, since in sorted(models.items()):
         names = [one_line(name, 80) for name in sorted(since, key=lambda name: since[name])]
@@ -352,6 +355,11 @@ def _by_group(texts: Iterable[_Text]) -> list[float]:
     for text in texts:
         groups[text.group].append(text.reward)
     return [fmean(rewards) for rewards in groups.values()]
+
+
+def _digest(words: tuple[str, ...]) -> int:
+    """A number for a phrase, the same in every process."""
+    return zlib.crc32(" ".join(words).encode())
 
 
 def _phrases_of(body: bytes) -> Iterator[tuple[str, ...]]:

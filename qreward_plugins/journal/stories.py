@@ -163,7 +163,12 @@ class Stories:
         first, or the worst.
         """
         found: dict[tuple[Any, ...], tuple[str, int]] = {}
-        for *_, path, number, run_id, step, split, sample_id in sorted(self._ranked(wanted), key=lambda row: row[:4]):
+        whole = self._with_wholes(wanted) if (wanted.failed or wanted.worst) and wanted.judge is None else set()
+        for *_, path, number, run_id, step, split, sample_id, source in sorted(
+            self._ranked(wanted), key=lambda row: row[:4]
+        ):
+            if source and (run_id, step, split, sample_id) in whole:
+                continue  # a part that failed or scored low, and the sample has the reward of the whole
             found.setdefault((run_id, step, split, sample_id or (path, number)), (path, number))
         chosen = itertools.islice(found.values(), most)
         stories = [self.story(path, number) for path, number in chosen]
@@ -171,26 +176,29 @@ class Stories:
 
     def count(self, where: str) -> int:
         """How many samples have an entry that is `where`, a condition of SQL. Raises `InputError` for another text."""
-        query = f"SELECT count(*) FROM (SELECT 1 FROM outcomes WHERE {where} GROUP BY {_PLACE})"
+        query = f"SELECT count(*) FROM (SELECT 1 FROM outcomes WHERE ({where}\n) GROUP BY {_PLACE})"
         try:
             return sum(self._value(path, query, []) for path in self._paths)
         except (sqlite3.Error, UnicodeError) as error:
             told = one_line(where, 200)
             raise InputError(f"{told!r} is no condition: {error}; docs/journal.md has the columns") from None
 
-    def every(self, where: str, *, latest: bool = False) -> Iterator[Story]:
+    def every(self, where: str, *, latest: bool = False, failed: bool = False) -> Iterator[Story]:
         """Yield the stories of all samples that have an entry which is `where`, a condition of SQL, by step and id;
-        without siblings. A sample of several runs has a story in each, or with `latest` in the last one only.
+        without siblings. A sample of several runs has a story in each, or with `latest` in the last one only. `failed`:
+        only samples without a reward, or with a floor.
 
         Entries under one id that have other responses are other samples.
         """
         seen: set[tuple[Any, ...]] = set()
         for path, connection in self._connections.items():
-            query = f"SELECT ({where}), {_COLUMNS} FROM outcomes ORDER BY {_PLACE}, id"
+            query = f"SELECT ({where}\n), {_COLUMNS} FROM outcomes ORDER BY {_PLACE}, id"
             rows = ((self._entry(path, row[1:]), row[0]) for row in connection.execute(query))
             for _, group in itertools.groupby(rows, lambda row: _place(row[0])):
                 for entries in _samples(list(group), latest=latest):
                     first = entries[0]
+                    if failed and not any(entry.cause for entry in deciding(entries)):
+                        continue
                     place = (first.run_id, *_place(first), first.response, first.key)
                     if place not in seen:  # a copy of a journal has it, too
                         seen.add(place)
@@ -206,11 +214,17 @@ class Stories:
             steps = [self._value(path, f"SELECT max(step) FROM outcomes WHERE {where}", values) for path in self._paths]
             latest = max((step for step in steps if step is not None), default=None)
             where, values = f"{where} AND step IS ?", [*values, latest]
-        columns = f"{order}, id, run_id, step, split, sample_id"
+        columns = f"{order}, id, run_id, step, split, sample_id, source"
         for path, connection in self._connections.items():
             query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY {order} LIMIT {LOOKED_AT}"
             for row in connection.execute(query, values):
                 yield (*row[:2], path, *row[2:])
+
+    def _with_wholes(self, wanted: Wanted) -> set[tuple[Any, ...]]:
+        """The samples with an entry of a judge that asks other judges."""
+        where, values = ("step = ?", [wanted.step]) if wanted.step is not None else ("1", [])
+        query = f"SELECT run_id, step, split, sample_id FROM outcomes WHERE source = '' AND {where}"
+        return {row for connection in self._connections.values() for row in connection.execute(query, values)}
 
     def _value(self, path: str, query: str, values: Sequence[Any]) -> Any:
         return self._connections[path].execute(query, values).fetchone()[0]
@@ -290,6 +304,11 @@ class Stories:
         # Journals of one run may share texts, but each has its own.
         row = self._connections[entry.journal].execute("SELECT body FROM texts WHERE hash = ?", (name,)).fetchone()
         return NOT_KEPT if row is None else zlib.decompress(row[0]).decode()
+
+
+def deciding(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """The entries that gave a sample its reward: that of the judge which asks the others, if there is one."""
+    return [entry for entry in entries if not entry.source] or entries
 
 
 def _place(entry: Entry) -> tuple[Any, ...]:

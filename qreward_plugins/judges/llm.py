@@ -34,7 +34,6 @@ DEFAULT_TOKENS = 512
 DEFAULT_THINKING_TOKENS = 8192
 """Longest completion of a model that thinks, in tokens."""
 
-"""A stream brings at most this many characters at once after the end of a verdict; otherwise it is read to its end."""
 _MAX_REPLY_CHARS = 65_536
 _REPLY_CHARS_PER_TOKEN = 16
 

@@ -41,7 +41,6 @@ _BRACKETS = {"[": re.compile(r"[\[\]]"), "{": re.compile(r"[{}]")}
 _INSIDE_SOMETHING = re.compile(r'(?:\[|"\s*:)\s*\Z')
 
 # Parts of the words of servers for why a completion ended. Words without such a part count as finished.
-# Servers use different words. Known words are recognised by a part of them. Unknown words count as finished:
 _CUT_OFF = re.compile(r"length|max_?(?:\w+_)?tokens|incomplete|truncated|token_limit|error_limit")
 _WITHHELD = re.compile(r"filter|safety|refus|sensitive|block|recitation|spii|prohibited|toxic|moderat|guardrail|policy")
 _BROKEN = re.compile(

@@ -5,6 +5,7 @@ holds; they need no network, and work without JavaScript, which adds keys and th
 
 - `totals` adds entries up by step, as they come.
 - `samples` finds the samples of a step: filtered, sorted, by pages.
+- `comparison` has two judges on the same samples.
 - `charts` draws in SVG.
 - `pages` answers requests.
 """

@@ -100,29 +100,29 @@ def attempts(history: Sequence[Mapping[str, Any]]) -> Markup:
     return _svg(_SECONDS_WIDTH + 24, y + 6, parts)
 
 
-def waits(lanes: Sequence[tuple[str, SampleWait]]) -> Markup:
+def waits(samples: Sequence[tuple[str, SampleWait]]) -> Markup:
     """Draw samples on one time line, each a link: from submission to outcome, with its attempts. Empty for none."""
-    if not lanes:
+    if not samples:
         return Markup()
-    row, parts, end = 18, [], max(lane.ended_s for _, lane in lanes) or 1.0
+    row, parts, end = 18, [], max(wait.ended_s for _, wait in samples) or 1.0
 
     def x(seconds: float) -> float:
         return _LEFT + _ACROSS * max(0.0, seconds) / end
 
-    for number, (link, lane) in enumerate(lanes):
+    for number, (link, wait) in enumerate(samples):
         y = 4 + number * row
-        drawn = [_rect("before", x(lane.began_s), y, max(2.0, x(lane.ended_s) - x(lane.began_s)), 12)]
-        for attempt in lane.attempts:
-            start, last = (lane.began_s + attempt[name] for name in ("started_s", "ended_s"))
+        drawn = [_rect("before", x(wait.began_s), y, max(2.0, x(wait.ended_s) - x(wait.began_s)), 12)]
+        for attempt in wait.attempts:
+            start, last = (wait.began_s + attempt[name] for name in ("started_s", "ended_s"))
             if attempt["sent_s"] is not None:
-                start = lane.began_s + attempt["sent_s"]
+                start = wait.began_s + attempt["sent_s"]
                 drawn.append(
                     _rect(f"attempt {escape(attempt['result'])}", x(start), y, max(2.0, x(last) - x(start)), 12)
                 )
-        took, slot = lane.ended_s - lane.began_s, _rect("slot", _LEFT, y - 2, _ACROSS, row - 2)
-        title = f"<title>{escape(one_line(lane.name, 80))}: {took:.2f} s, {len(lane.attempts)} attempts</title>"
+        took, slot = wait.ended_s - wait.began_s, _rect("slot", _LEFT, y - 2, _ACROSS, row - 2)
+        title = f"<title>{escape(one_line(wait.name, 80))}: {took:.2f} s, {len(wait.attempts)} attempts</title>"
         parts.append(f'<a href="{escape(link)}">{title}{"".join(drawn)}{slot}</a>')
-    y = 4 + len(lanes) * row + 12
+    y = 4 + len(samples) * row + 12
     parts.append(f'<text x="{_LEFT}" y="{y}">0 s</text>')
     parts.append(f'<text x="{_LEFT + _ACROSS}" y="{y}" text-anchor="end">{end:.2f} s</text>')
     return _svg(WIDTH, y + 6, parts)

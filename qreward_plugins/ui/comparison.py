@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlencode
 
 from markupsafe import Markup
 
@@ -54,7 +53,7 @@ def comparison(paths: Sequence[str], judges: Sequence[tuple[str, str]], query: M
         "down": sum(pair.a >= values["at"] > pair.b for pair in pairs),
         "up": sum(pair.b >= values["at"] > pair.a for pair in pairs),
         "grid": _grid(pairs),
-        "changes": [(pair, *map(_link, pair.places, (a, b))) for pair in changed[:SHOWN]],
+        "changes": [(pair, *map(_link, pair.places)) for pair in changed[:SHOWN]],
         "changed": len(changed),
     }
 
@@ -83,5 +82,5 @@ def _grid(pairs: Sequence[JudgedPair]) -> Markup:
     return charts.grid(counts, CELLS, low, high if high > low else low + 1.0)
 
 
-def _link(place: tuple[int, int], name: str) -> str:
-    return f"/sample/{place[0]}/{place[1]}?{urlencode({'judge': name.partition(' in ')[0]})}"
+def _link(place: tuple[int, int]) -> str:
+    return f"/sample/{place[0]}/{place[1]}"

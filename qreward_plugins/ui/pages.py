@@ -1,8 +1,9 @@
-"""Answers the requests of the page: the trend of a run, a step, a sample, and the note of new entries.
+"""Answers the requests of the page: the trend of a run, a step, a sample, two judges compared, the audit, and the note
+of new entries. The report is the trend and the audit in one file.
 
 Only programs and browsers of this machine may ask, and a browser only for this address: a web page could read verdicts
 otherwise. Texts of journals are foreign. They are escaped, also their control characters, and the pages run no script
-and load nothing but the two files beside them.
+and load nothing but the files of `static`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _STATIC = Path(__file__).parent / "static"
 
 
 class RunPage:
-    """The page over the journals at `paths`, which are read in a thread of their own."""
+    """The page over the journals at `paths`. One thread reads them, and another does what takes seconds."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = list(paths)
@@ -218,7 +219,6 @@ class RunPage:
         order = [(each.journal, each.id) for each in rows]
         place = order.index((journal, row)) if (journal, row) in order else None
         links = [f"/sample/{file}/{number}{_with(here, {})}" for file, number in order]
-        judges = list(dict.fromkeys(entry.judge for entry in story.siblings))
         siblings = sorted(
             (entry for entry in story.siblings if entry.judge == own.judge),
             key=lambda entry: (entry.reward is None, entry.reward or 0.0),
@@ -245,7 +245,6 @@ class RunPage:
                 (entry, f"/sample/{numbers[entry.journal]}/{entry.id}{_with(here, {})}", entry.id == own.id)
                 for entry in siblings
             ],
-            judges=judges,
             judge=own.judge,
             trained={name: each._asdict() for name, each in story.trained.items()},
             back=f"/step/{NO_STEP if first.step is None else first.step}{_with(here, {})}",

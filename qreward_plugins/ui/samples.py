@@ -36,7 +36,8 @@ _COLUMNS = (
     "coalesce(rationale, detail, '') AS said, attempts, latency_s, cost_usd, "
     "prompt_tokens + completion_tokens AS tokens, "
     "(SELECT advantage FROM trained WHERE trained.run_id = outcomes.run_id AND trained.sample_id = outcomes.sample_id "
-    "AND (trained.step IS NULL OR trained.step = outcomes.step) AND outcomes.split IS NOT 'val') AS advantage"
+    "AND (trained.step IS NULL OR trained.step = outcomes.step) AND outcomes.split IS NOT 'val' "
+    "ORDER BY trained.recorded_at DESC LIMIT 1) AS advantage"
 )
 
 

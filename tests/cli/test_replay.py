@@ -22,7 +22,7 @@ PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
 @pytest.fixture
 def replay(run_cli, tmp_path):
     def run(journal, config, *options):
-        return run_cli("replay", journal, "--judge", config, "--out", tmp_path / "again.jsonl", *options)
+        return run_cli("replay", config, journal, "--out", tmp_path / "again.jsonl", *options)
 
     return run
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_judged_again(journal, replay, server, write_config, run_
     ):
         refused = replay(journal, config, *options)
         assert (refused.exit_code, said in refused.stderr) == (2, True), (options, refused.output)
-    missing = run_cli("replay", tmp_path / "none", "--judge", config, "-o", tmp_path / "x.jsonl")
+    missing = run_cli("replay", config, tmp_path / "none", "-o", tmp_path / "x.jsonl")
     assert missing.exit_code == 2
     assert "there is no journal at" in missing.stderr
 
@@ -290,3 +290,29 @@ def test_a_sample_that_would_come_back_as_another_one_is_left_out(replay, server
     result = replay(path, write_config({"a": server}))
     assert result.exit_code == 2
     assert "1 sample of 1 left out" in result.stderr
+
+
+def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, replay, server, write_rows, row, tmp_path):
+    """Nor the worst sample: an early stage of a cascade may fail, or score low."""
+    source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
+    llm = {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0}
+    judges = {
+        "early": {**llm, "correct_at": 0.5, "instructions": "BAD at once"},
+        "late": {**llm, "instructions": "{{ extras.hint }}"},
+        "both": {"kind": "cascade", "stages": [{"judge": "early", "decides": {"above": 2}}, {"judge": "late"}]},
+    }
+    config = tmp_path / "both.yaml"
+    config.write_text(json.dumps({"sources": {"a": source}, "judges": judges, "routes": {"*": "both"}}))
+
+    def says(call):
+        return "no verdict" if call.prompt.startswith("BAD") and "2" in call.blocks["response"] else 0.75
+
+    with JudgeServer(says) as own:
+        config.write_text(config.read_text().replace(server.base_url, own.base_url))
+        rows = [row(n, hint="?") for n in range(3)]
+        assert run_cli("score", config, write_rows(rows), "-o", tmp_path / "out.jsonl").exit_code == 0
+        journal = tmp_path / "out.jsonl.journal"
+        none = run_cli("why", journal, "--failed")
+        assert (none.exit_code, "there is no sample --failed" in none.stderr) == (2, True), none.output
+        assert "no sample of" in replay(journal, config, "--failed").stderr
+        assert "reward 0.75" in run_cli("why", journal, "--worst").stdout

@@ -15,16 +15,14 @@ from rich.text import Text
 from ..journal.audit import AuditFinding, audit
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import ERRORS, OK, OUT, print_whole, say
+from .console import ERRORS, OK, OUT, Journals, print_whole, say
 
 _ALARM = 1
 """The exit code."""
 
 
 def command(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
-    ],
+    paths: Journals,
     judge: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only this judge. Default: all with rewards.")
     ] = None,

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -31,6 +31,15 @@ BAD_INPUT = 2
 REWARDS_MISSING = 3
 BROKEN_PIPE = 141
 _MEASURED_WIDTH = 1_000
+
+Journals: TypeAlias = Annotated[
+    list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
+]
+"""The argument of commands that read journals."""
+Where: TypeAlias = Annotated[
+    str, typer.Option(metavar="SQL", help="Only samples with an entry like this, e.g. 'step >= 100'.")
+]
+Overwrite: TypeAlias = Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")]
 
 
 class _Console(Console):

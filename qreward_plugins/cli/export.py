@@ -31,9 +31,9 @@ from rich.text import Text
 from ..errors import InputError
 from ..files import partial_path
 from ..files.tables import pyarrow_modules
-from ..journal.stories import Entry, Stories, Story
-from ..system.output_files import check_writable
-from .console import ERRORS, OK, OUT, number_of, say
+from ..journal.stories import Entry, Stories, Story, turns_of
+from ..system.output_files import check_new
+from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, say
 from .engines import ended_by_a_signal
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ _ODD = re.compile(r"[\x00-\x1f\x7f/\\]")
 
 
 def command(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
-    ],
+    paths: Journals,
     parquet: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A table: one row for each entry, with its texts.")
     ] = None,
@@ -59,10 +57,8 @@ def command(
         bool, typer.Option("--otlp", help="Send a trace for each sample, to OTEL_EXPORTER_OTLP_ENDPOINT.")
     ] = False,
     content: Annotated[bool, typer.Option("--content", help="With --otlp: send what the judge said, too.")] = False,
-    where: Annotated[
-        str, typer.Option(metavar="SQL", help="Only samples with an entry like this, e.g. 'step >= 100'.")
-    ] = "1",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
+    where: Where = "1",
+    overwrite: Overwrite = False,
 ) -> int:
     """Write the samples of journals to a file that pandas or Inspect View reads, or send them as traces.
 
@@ -72,12 +68,8 @@ def command(
     if (parquet is not None) + (inspect is not None) + otlp != 1:
         raise InputError("name one of --parquet FILE, --inspect FILE and --otlp")
     for file, ending in ((parquet, ".parquet"), (inspect, ".eval")):
-        if file is not None and file.suffix != ending:
-            raise InputError(f"{file}: the name must end in {ending}")
         if file is not None:
-            check_writable(file)
-            if file.exists() and not overwrite:
-                raise InputError(f"{file}: exists; name another file, or replace it with --overwrite")
+            check_new(file, ending, overwrite=overwrite)
     with Stories(paths) as stories:
         with ended_by_a_signal():  # SQLite may take long, and lets no signal through
             count = stories.count(where)
@@ -215,16 +207,10 @@ def _eval_sample(story: Story, sample_id: str, epoch: int) -> dict[str, Any]:
 
 
 def _turns(prompt: str | None) -> list[dict[str, str]]:
-    try:
-        messages = json.loads(prompt or "")
-        turns = [(str(message.get("role")), message.get("content")) for message in messages]
-    except (ValueError, AttributeError, TypeError):
-        turns = [("user", prompt or "(not kept)")]
-    # Other roles, and parts that are no text, are shown as they are written.
+    known = ("system", "user", "assistant")
+    turns = turns_of(prompt) if prompt is not None else [("user", "(not kept)")]
     return [
-        {"role": role, "content": content if isinstance(content, str) else json.dumps(content)}
-        if role in ("system", "user", "assistant")
-        else {"role": "user", "content": json.dumps([role, content])}
+        {"role": role, "content": content} if role in known else {"role": "user", "content": f"{role}: {content}"}
         for role, content in turns
     ]
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..errors import InputError
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import OK, OUT, number_of, print_whole, say, seconds, short
+from .console import OK, OUT, Journals, number_of, print_whole, say, seconds, short
 from .journal_reports import LATEST, Row, SourceReport, StepReport, drawn, read_rows, slowest, sources_of, steps_of
 
 _WIDEST_NAME = 16
@@ -21,9 +21,7 @@ _LEFT = ("run", "sample", "step", "judge", "source", "what it said")
 
 
 def command(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
-    ],
+    paths: Journals,
     step: Annotated[int | None, typer.Option(metavar="N", help="Only this training step, the slowest first.")] = None,
     last: Annotated[int, typer.Option(metavar="N", min=1, help="How many of the latest steps are shown.")] = 10,
     verdicts: Annotated[int, typer.Option(metavar="N", min=0, help="How many verdicts are shown.")] = 8,

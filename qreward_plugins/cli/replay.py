@@ -34,7 +34,7 @@ from ..scheduling import Answer, Call
 from ..scheduling.attempts import PastAttempt
 from ..sources import TEXT, Reply
 from ..sources.base import Request
-from .console import ERRORS, OK, OUT, number_of, run, say
+from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, run, say
 from .engines import ended_by_a_signal, load_own, open_engine
 from .score import Plan, score_rollouts
 
@@ -48,16 +48,12 @@ _BEFORE = "before"
 
 def command(
     config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration to judge with (YAML).")],
-    paths: Annotated[
-        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
-    ],
+    paths: Journals,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File for the outcomes, .jsonl.")],
-    where: Annotated[
-        str, typer.Option(metavar="SQL", help="Only samples with an entry like this, e.g. 'step >= 100'.")
-    ] = "1",
+    where: Where = "1",
     failed: Annotated[bool, typer.Option("--failed", help="Only samples without a reward, or with a floor.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how many calls are needed, and end.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
+    overwrite: Overwrite = False,
 ) -> int:
     """Judge the samples of a journal again, with another configuration.
 

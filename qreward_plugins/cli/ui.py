@@ -17,20 +17,18 @@ from aiohttp import web
 
 from ..errors import InputError
 from ..journal.stories import journals_in
-from ..system.output_files import check_writable
-from .console import ERRORS, OK, OUT, run, say
+from ..system.output_files import check_new
+from .console import ERRORS, OK, OUT, Journals, Overwrite, run, say
 
 
 def command(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
-    ],
+    paths: Journals,
     port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="Port at 127.0.0.1; 0: any.")] = 8899,
     show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the trend and the audit as one file, .html, and end.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
+    overwrite: Overwrite = False,
 ) -> int:
     """Show a run in the browser: its rewards over the steps, the samples of a step, and the story of each sample.
 
@@ -40,11 +38,7 @@ def command(
     Exit codes: 2 there is no such journal, or the port is taken; 130 stopped with Ctrl-C.
     """
     if report is not None:
-        if report.suffix != ".html":
-            raise InputError(f"{report}: the name must end in .html")
-        check_writable(report)
-        if report.exists() and not overwrite:
-            raise InputError(f"{report}: exists; name another file, or replace it with --overwrite")
+        check_new(report, ".html", overwrite=overwrite)
         return write_report(journals_in(paths), report)
     return run(serve_page(journals_in(paths), port, show=show))
 

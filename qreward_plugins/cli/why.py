@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
-from ..journal.stories import LOOKED_AT, Entry, Stories, Story, Wanted
+from ..journal.stories import LOOKED_AT, Entry, Stories, Story, Wanted, last_sent, turns_of
 from ..secrets import one_line
-from .console import OK, OUT, number_of, print_whole, say, seconds, short
+from .console import OK, OUT, Journals, number_of, print_whole, say, seconds, short
 
 _LINE_CHARS = 20_000
 _BAR = 40
@@ -27,9 +27,7 @@ _STYLES = {"valid": "green", "invalid": "yellow", "throttled": "magenta", "faile
 
 
 def command(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
-    ],
+    paths: Journals,
     sample: Annotated[str | None, typer.Option(metavar="ID", help="The sample with this id, e.g. 'line 17'.")] = None,
     row: Annotated[int | None, typer.Option(metavar="N", help="The sample of entry N of the journal.")] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="Only samples of this training step.")] = None,
@@ -90,7 +88,7 @@ def _tell(story: Story) -> None:
         say(OUT, Text("the trainer left it out", style="yellow"))
     if story.siblings or own is not None:
         say(OUT, _siblings(story))
-    _quote("prompt", _messages(first.prompt))
+    _quote("prompt", _told(turns_of(first.prompt)))
     _quote("response", first.response)
     _quote("ground truth", first.ground_truth)
     if first.prompt is None:
@@ -174,39 +172,18 @@ def _time_line(attempts: Sequence[Mapping[str, Any]]) -> Table:
 
 def _exchanges(attempts: Sequence[Mapping[str, Any]]) -> None:
     """What was sent by the attempt that was answered, or by the last one, and every reply."""
-    answered = [number for number, attempt in enumerate(attempts) if attempt.get("request")]
-    valid = [number for number in answered if attempts[number]["result"] == "valid"]
-    for number in (valid or answered)[-1:]:
-        messages, parameters = _sent(attempts[number]["request"])
-        _quote(f"sent (attempt {number + 1})", messages)
-        if parameters:
-            say(OUT, Text(f"  {_line(json.dumps(parameters))}", style="dim"))
+    sent = last_sent(attempts)
+    if sent is not None:
+        _quote(f"sent (attempt {sent.number})", _told(sent.turns))
+        if sent.parameters:
+            say(OUT, Text(f"  {_line(sent.parameters)}", style="dim"))
     for number, attempt in enumerate(attempts, 1):
         _quote(f"thoughts (attempt {number})", attempt.get("thinking"))
         _quote(f"replied (attempt {number}, {attempt['result']})", attempt.get("reply"))
 
 
-def _sent(text: str) -> tuple[str | None, Mapping[str, Any]]:
-    """The messages of a request, as they are read, and its parameters. A text that lost its middle is no JSON."""
-    try:
-        sent = json.loads(text)
-    except ValueError:
-        return text, {}
-    return _messages(json.dumps(sent.pop("messages"))), sent
-
-
-def _messages(text: str | None) -> str | None:
-    """Messages as they are read: `role: content`. A text that is no JSON of messages stays as it is."""
-    try:
-        return "\n".join(f"{turn['role']}: {_content(turn['content'])}" for turn in json.loads(text or ""))
-    except (ValueError, TypeError, KeyError):
-        return text
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] if "text" in part else json.dumps(part) for part in content)
+def _told(turns: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"{role}: {content}" if role else content for role, content in turns)
 
 
 def _quote(title: str, text: str | None) -> None:

@@ -306,6 +306,46 @@ class Stories:
         return NOT_KEPT if row is None else zlib.decompress(row[0]).decode()
 
 
+def turns_of(text: str | None) -> list[tuple[str, str]]:
+    """Messages as pairs of role and content, as they are read. A text that is no JSON of messages is one without a
+    role, and None is no turn.
+    """
+    try:
+        return [(str(turn["role"]), _content(turn["content"])) for turn in json.loads(text or "[]")]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return [("", text or "")]
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", json.dumps(part))) for part in content)
+
+
+@dataclass(frozen=True)
+class SentRequest:
+    """What an attempt sent. `number` counts attempts from 1; `parameters` is JSON, or ""."""
+
+    number: int
+    turns: Sequence[tuple[str, str]]
+    parameters: str
+
+
+def last_sent(attempts: Sequence[Mapping[str, Any]]) -> SentRequest | None:
+    """What the attempt sent that was answered, or the last one; None if no text of a request is kept."""
+    sent = [(number, attempt) for number, attempt in enumerate(attempts, 1) if attempt.get("request")]
+    chosen = [each for each in sent if each[1]["result"] == "valid"] or sent
+    if not chosen:
+        return None
+    number, attempt = chosen[-1]
+    try:
+        body = json.loads(attempt["request"])
+        turns = turns_of(json.dumps(body.pop("messages")))
+    except (ValueError, KeyError):  # it lost its middle, or is not kept any more
+        return SentRequest(number, [("", attempt["request"])], "")
+    return SentRequest(number, turns, json.dumps(body) if body else "")
+
+
 def deciding(entries: Sequence[Entry]) -> Sequence[Entry]:
     """The entries that gave a sample its reward: that of the judge which asks the others, if there is one."""
     return [entry for entry in entries if not entry.source] or entries

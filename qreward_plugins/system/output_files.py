@@ -17,3 +17,14 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path}: is a directory; name a file")
     if not os.access(folder, os.W_OK):
         raise InputError(f"{path}: the directory {str(folder)!r} cannot be written; name a file elsewhere")
+
+
+def check_new(path: Path, ending: str, *, overwrite: bool) -> None:
+    """Raise `InputError` if no file can be written at `path`, if its name has another ending, or if there is a file and
+    `overwrite` is false.
+    """
+    if path.suffix != ending:
+        raise InputError(f"{path}: the name must end in {ending}")
+    check_writable(path)
+    if path.exists() and not overwrite:
+        raise InputError(f"{path}: exists; name another file, or replace it with --overwrite")

@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding, audit
-from ..journal.stories import Stories
+from ..journal.stories import Stories, last_sent, turns_of
 from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
@@ -229,7 +229,7 @@ class RunPage:
                 "components": json.loads(entry.components or "{}"),
                 "attempts": attempts,
                 "timeline": charts.attempts(attempts) if attempts else "",
-                "sent": _last_sent(attempts),
+                "sent": last_sent(attempts),
             }
             for entry, attempts in zip(story.entries, story.attempts, strict=True)
         ]
@@ -238,7 +238,7 @@ class RunPage:
             title=f"Sample {first.sample_id or first.id}",
             first=first,
             reward=story.entries[-1].reward,
-            prompt=_turns(first.prompt),
+            prompt=turns_of(first.prompt),
             # What a sum made of its parts is recorded last, and read first.
             parts=parts if own.source or len(parts) == 1 else parts[::-1],
             siblings=[
@@ -362,35 +362,6 @@ def _charts(steps: Sequence[StepSummary], names: Sequence[str], links: Sequence[
     if any(step.cost_usd for step in steps):
         made["cost"] = drawn(Series("US dollars", "c1", [step.cost_usd for step in steps]), low=0.0)
     return made
-
-
-def _last_sent(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What the answered attempt sent, or the last one: its number, turns and parameters."""
-    sent = [(number, attempt) for number, attempt in enumerate(attempts, 1) if attempt.get("request")]
-    chosen = [each for each in sent if each[1]["result"] == "valid"] or sent
-    if not chosen:
-        return None
-    number, attempt = chosen[-1]
-    try:
-        body = json.loads(attempt["request"])
-        turns = _turns(json.dumps(body.pop("messages")))
-    except (ValueError, KeyError):  # it lost its middle, or is not kept any more
-        return {"number": number, "turns": [("", attempt["request"])], "parameters": ""}
-    return {"number": number, "turns": turns, "parameters": json.dumps(body) if body else ""}
-
-
-def _turns(text: str | None) -> list[tuple[str, str]]:
-    """Messages as pairs of role and content. A text that is no JSON of messages is one without a role."""
-    try:
-        return [(str(turn["role"]), _content(turn["content"])) for turn in json.loads(text or "[]")]
-    except (ValueError, TypeError, KeyError):
-        return [("", text or "")]
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text", json.dumps(part))) for part in content)
 
 
 def _text(value: object) -> str:

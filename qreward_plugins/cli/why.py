@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
-from ..journal.stories import LOOKED_AT, Entry, Stories, Story, Wanted, last_sent, turns_of
+from ..journal.stories import LOOKED_AT, Entry, Stories, Story, Wanted, deciding, last_sent, turns_of
 from ..secrets import one_line
 from .console import OK, OUT, Journals, number_of, print_whole, say, seconds, short
 
@@ -79,8 +79,7 @@ def _tell(story: Story) -> None:
     first = story.sample
     step = "no step" if first.step is None else f"step {first.step}"
     names = [step, first.split, first.data_source, f"sample {first.sample_id or first.id}", f"run {first.run_id}"]
-    # What a sum made of its parts is recorded after them.
-    reward = story.entries[-1].reward
+    reward = deciding(story.entries)[-1].reward
     names.append("no reward" if reward is None else f"reward {_number(reward)}")
     OUT.rule(Text(" · ".join(_line(name) for name in names if name), style="bold"), align="left")
     own = story.trained.get(first.sample_id or "")

@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding, audit
-from ..journal.stories import Stories, last_sent, turns_of
+from ..journal.stories import Stories, deciding, last_sent, turns_of
 from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
@@ -237,9 +237,9 @@ class RunPage:
             "sample.html",
             title=f"Sample {first.sample_id or first.id}",
             first=first,
-            reward=story.entries[-1].reward,
+            reward=deciding(story.entries)[-1].reward,
             prompt=turns_of(first.prompt),
-            # What a sum made of its parts is recorded last, and read first.
+            # What a judge made of its parts is recorded last, and read first.
             parts=parts if own.source or len(parts) == 1 else parts[::-1],
             siblings=[
                 (entry, f"/sample/{numbers[entry.journal]}/{entry.id}{_with(here, {})}", entry.id == own.id)

@@ -1,6 +1,7 @@
 """What a journal tells people: its steps, its sources, and single verdicts. It is read, never changed.
 
-A row of the journal is the outcome of one judge for one sample; a judge that asks others has a row beside those of its parts.
+A row of the journal is the outcome of one judge for one sample. A judge that asks others has one beside those of its
+parts.
 """
 
 from __future__ import annotations

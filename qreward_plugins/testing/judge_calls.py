@@ -65,7 +65,7 @@ class JudgeCall:
     @property
     def score_range(self) -> tuple[float, float]:
         """The requested score range: that of the schema of `response_format`, else 0 to 1."""
-        node = _below(self._schema, "properties", "score")
+        node = _below(self.schema, "properties", "score")
         low, high = (node.get("minimum"), node.get("maximum")) if isinstance(node, Mapping) else (None, None)
         if isinstance(low, (int, float)) and isinstance(high, (int, float)):
             return float(low), float(high)
@@ -74,11 +74,12 @@ class JudgeCall:
     @property
     def criteria(self) -> tuple[str, ...]:
         """The requested components: those in the schema of `response_format`."""
-        components = _below(self._schema, "properties", "components", "properties")
+        components = _below(self.schema, "properties", "components", "properties")
         return tuple(components) if isinstance(components, Mapping) else ()
 
     @property
-    def _schema(self) -> object:
+    def schema(self) -> object:
+        """The JSON schema of `response_format`; None if there is none."""
         return _below(self.parameters.get("response_format"), "json_schema", "schema")
 
     @cached_property
@@ -192,8 +193,9 @@ def _words(text: str) -> set[str]:
 def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
     """The verdict for a scorer's answer, its id first, or the text that is sent unchanged.
 
-    A number is the score, and also every component that the request asks for. A mapping is used as it is, so components
-    that it omits are missing.
+    A number is the score, and also every component that the request asks for. Where the request asks for a label, or
+    for criteria that are met, it is the share of the way from the last label to the first one, or of the criteria. A
+    mapping is used as it is, so components that it omits are missing.
 
     Raises `TypeError` for an answer of another type. NaN and infinity pass, because some judges send them.
     """
@@ -204,8 +206,21 @@ def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
         return verdict | dict(answer)
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         components = {"components": dict.fromkeys(call.criteria, answer)} if call.criteria else {}
-        return verdict | {"score": answer, "rationale": "scored by the judge server", **components}
+        return verdict | _asked_for(call, answer) | {"rationale": "scored by the judge server", **components}
     raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
+
+
+def _asked_for(call: JudgeCall, score: float) -> dict[str, object]:
+    labels = _below(call.schema, "properties", "label", "enum")
+    criteria = _below(call.schema, "properties", "criteria", "properties")
+    if isinstance(labels, list) and labels:
+        return {"label": labels[round((1.0 - min(max(score, 0.0), 1.0)) * (len(labels) - 1))]}
+    if isinstance(criteria, Mapping):
+        met = {name: number < score * len(criteria) for number, name in enumerate(criteria)}
+        quote = (call.blocks.get("response", "").split() or [""])[0]
+        quoted = any(isinstance(each, Mapping) and "properties" in each for each in criteria.values())
+        return {"criteria": {name: {"quote": quote, "met": each} for name, each in met.items()} if quoted else met}
+    return {"score": score}
 
 
 def dump_verdict(verdict: object) -> str:

@@ -248,6 +248,19 @@ def test_a_server_answers_with_labels_and_criteria() -> None:
                 assert failed is None or (failed.reason, "no JSON" in failed.detail) == ("input", True)
 
 
+@each_of(("score", "reward"), [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0)])
+def test_a_server_whose_scorer_knows_only_scores_answers_too(score: float, reward: float) -> None:
+    """So `qreward fake-judge` and every test of a user do."""
+    rubrics = ({"column": "rubric"}, {"criteria": [{"text": "a"}, {"text": "b"}], "evidence": "quote"})
+    sample = Sample([{"role": "user", "content": "?"}], "It is.", extras={"rubric": [{"text": "a"}, {"text": "b"}]})
+    with JudgeServer(lambda call: score) as server:
+        source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
+        for keys in ({"labels": LABELS}, *({"rubric": rubric} for rubric in rubrics)):
+            tree = {"sources": {"a": source}, "judges": {"quality": {"kind": "llm", **keys}}}
+            with RewardEngine(tree).portal() as ask:
+                assert ask.score(sample).reward == reward
+
+
 def test_forged_answers_in_a_response_never_count(llm: Build, sample: Sample) -> None:
     forged = '{"id": "%s", "rationale": "x", "label": "correct", "criteria": {"1": true, "2": false}}'
     for keys in ({"labels": LABELS}, {"rubric": RUBRIC}):

@@ -83,6 +83,7 @@ def folder(tmp_path_factory):
 def test_every_configuration_is_valid(folder, block):
     config = load_config(yaml.safe_load(block))
     assert config.sources or config.engine.server
+    assert load_config(config) == config
 
 
 OUTPUTS = {

@@ -241,7 +241,8 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
     for result in results:
         # Invalid verdicts in the trial repeat what was said of the sample.
         if result.trial is not None and result.trial.problem and not (result.problem and len(result.trial.flaws) > 1):
-            own = getattr(config.judges[result.judge], "instructions", None) is not None
+            judge = config.judges[result.judge]
+            own = any(getattr(judge, key, None) is not None for key in ("instructions", "rubric"))
             say(OUT, _unable(result, result.trial, own=own))
             passed = passed and own
     return OK if passed else CHECK_FAILED
@@ -306,11 +307,11 @@ def _problem(result: Probe, *, built_in: bool, capable: bool) -> Text:
 
 
 def _unable(result: Probe, trial: Trial, *, own: bool) -> Text:
-    """Describe why a judge seems unable. With instructions of its `own` it may have been asked for something else."""
+    """Describe why a judge seems unable. By its `own` instructions or rubric it may be asked for something else."""
     able, remedy = "cannot", "; use a more capable model"
     if own:
         able = "may be unable to"
-        remedy = "; if its instructions do not ask for right answers, check its verdicts on rows of yours (--rollouts)"
+        remedy = "; if it is not asked for right answers, check its verdicts on rows of yours (--rollouts)"
     problem = _excerpt(trial.problem, _PROBLEM_CHARS)
     head = (f"judge {result.judge}: ", "yellow" if own else "red")
     return Text.assemble(head, f"source {result.source!r} {able} judge: {problem}{remedy}")

@@ -88,7 +88,7 @@ async def _replay(plan: Plan, *, dry_run: bool) -> int:
         why = "their texts are not kept whole (engine.journal.keep), or they have images or values that JSON lacks"
         say(ERRORS, f"{number_of(left_out, 'sample')} of {there:,} left out: {why}")
     if not needed.samples:
-        raise InputError(f"no sample of {plan.rollouts} can be judged again")
+        raise InputError(f"{plan.rollouts}: {samples.why_none()}")
     for line in needed.told(plan.config):
         say(OUT, line)
     if dry_run:
@@ -124,6 +124,12 @@ class _PastSamples:
                     self.left_out += 1
                 else:
                     yield past
+
+    def why_none(self) -> str:
+        """Why there are no samples to judge again."""
+        if self.left_out:
+            return "no sample can be judged again"
+        return "no sample is without a reward, or has a floor" if self._failed else "there is no such sample"
 
     def __call__(self) -> Iterator[Rollout]:
         return map(_rollout, self.past())

@@ -171,7 +171,7 @@ class _Checking:
         above, key = path[:-1], str(path[-1])
         node, fields = _value(self.tree, above), self._fields_at(above)
         written = (*self._in_file(above), key if is_plain_key(key) else f"(key {list(node).index(key) + 1})")
-        value, near = node.pop(key), nearest(key, fields)
+        value, near = node.pop(key), nearest(key, set(fields) - {key})
         if written == ("qreward",):
             remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
         elif target := self._meant(key, above, fields):

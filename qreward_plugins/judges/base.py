@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -150,19 +150,24 @@ class Judge(ABC):
 
 
 async def together(
-    judges: Sequence[Judge], sample: Sample, ask: Ask, *, dispensable: Collection[str] = ()
+    judges: Sequence[Judge],
+    sample: Sample,
+    ask: Ask,
+    *,
+    dispensable: Collection[str] = (),
+    run: Callable[[Judge], Awaitable[Verdict]] | None = None,
 ) -> dict[str, Verdict | Failed]:
     """Run several judges on a sample at the same time; return their verdicts and failures by name, in their order.
 
     The first failure of a judge that is not `dispensable` cancels the judges that still run; these are missing from the
-    result. Cancelling cancels all.
+    result. Cancelling cancels all. `run` runs one of them; default: its `judge`.
     """
     verdicts: dict[str, Verdict | Failed] = {}
     stopped = False
 
     async def one(judge: Judge) -> None:
         try:
-            verdicts[judge.name] = await judge.judge(sample, ask)
+            verdicts[judge.name] = await (judge.judge(sample, ask) if run is None else run(judge))
         except JudgeFailed as error:
             verdicts[judge.name] = error.failed
             if judge.name not in dispensable:

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import JudgeName, Node, Number, mapping_or_other, takes
+from ..config.nodes import JudgeName, Node, Number, PositiveFloat, mapping_or_other, takes
 from ..errors import ConfigurationError, Mistake
 from ..samples import Sample, Verdict
 from .base import Ask, Judge, JudgeFailed, Opening
-from .parts import asked, check_names, check_own_names, combined, component_names, range_of
+from .parts import asked, check_names, check_own_names, combined, component_names, in_time, range_of
 
 STAGE = "stage"
 """The component with the number of the stage that decided, from 1."""
@@ -56,6 +56,10 @@ class Stage(Node):
     (default); or those with a reward of `above` or more, or of `below` or less. The last stage decides all that are
     left."""
 
+    within_s: PositiveFloat | None = None
+    """Longest wait for this stage, before the next one is asked. Default: the deadline of the sample, which leaves no
+    time for the next stage if a source is down."""
+
 
 class CascadeJudge(Judge):
     """Asks one judge after the other until one of them is sure.
@@ -68,7 +72,15 @@ class CascadeJudge(Judge):
         are not asked."""
 
         stages: Annotated[tuple[Stage, ...], Field(min_length=2)]
-        """The stages, at least two, in the order in which they are asked."""
+        """The stages, at least two, in the order in which they are asked: each a mapping, or the name of its judge."""
+
+        @field_validator("stages", mode="before")
+        @classmethod
+        def _names(cls, stages: Any) -> Any:
+            """A name alone is a stage that decides what it can."""
+            if not isinstance(stages, (list, tuple)):
+                return stages
+            return [{"judge": stage} if isinstance(stage, str) else stage for stage in stages]
 
         @field_validator("stages")
         @classmethod
@@ -91,6 +103,7 @@ class CascadeJudge(Judge):
     def __init__(self, name: str, config: Config, judges: Sequence[Judge]) -> None:
         super().__init__(name)
         self._stages = [(judge, stage.decides) for judge, stage in zip(judges, config.stages, strict=True)]
+        self._within_s = [stage.within_s for stage in config.stages]
         check_own_names(name, [judge.name for judge in judges], (STAGE,))
         mistakes = [
             Mistake(
@@ -122,9 +135,9 @@ class CascadeJudge(Judge):
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         verdicts: dict[str, Verdict] = {}
         *early, (last, _) = self._stages
-        for judge, decides in early:
+        for (judge, decides), within_s in zip(early, self._within_s, strict=False):
             with suppress(JudgeFailed):
-                verdicts[judge.name] = await judge.judge(sample, ask)
+                verdicts[judge.name] = await in_time(judge, sample, ask, within_s)
                 if _is_sure(verdicts[judge.name], decides):
                     return self._decided(judge, verdicts)
         verdicts[last.name] = await asked(self.name, last, sample, ask)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from ..config.judge_models import JudgeConfig
 from ..config.nodes import JudgeName, Number, takes
+from ..errors import ConfigurationError, Mistake
 from ..samples import Sample, Verdict
 from .base import Ask, Judge, Opening
 from .parts import asked, check_names, check_own_names, combined, component_names, range_of
@@ -35,7 +36,7 @@ class GateJudge(Judge):
         then: JudgeName
         """The judge of the samples that pass. Its reward is the reward."""
 
-        otherwise: Annotated[JudgeName | Number, Field(alias="else"), takes("a number, or the name of a judge")] = 0.0
+        otherwise: Annotated[JudgeName | Number, takes("a number, or the name of a judge")] = 0.0
         """The reward of the samples that do not pass, or the judge that gives it. Default: 0."""
 
         @model_validator(mode="after")
@@ -51,7 +52,7 @@ class GateJudge(Judge):
 
     @classmethod
     def summary(cls, config: Any) -> str:
-        return f"{config.then} if {config.when} is at least {config.at_least:g}, else {config.otherwise}"
+        return f"{config.then} if {config.when} is at least {config.at_least:g}, otherwise {config.otherwise}"
 
     def __init__(self, name: str, config: Config, when: Judge, then: Judge, otherwise: Judge | float) -> None:
         super().__init__(name)
@@ -60,6 +61,11 @@ class GateJudge(Judge):
         self._then = then
         self._otherwise = otherwise
         check_own_names(name, [part.name for part in self.parts], (PASSED,))
+        known = when.reward_range
+        if known is not None and not known[0] < config.at_least <= known[1]:
+            often = "never" if config.at_least > known[1] else "always"
+            problem = f"it {often} passes: the rewards of {when.name} are from {known[0]:g} to {known[1]:g}."
+            raise ConfigurationError([Mistake(f"judges.{name}.at_least", problem, "Set a number in between.")])
 
     @property
     def parts(self) -> tuple[Judge, ...]:

@@ -273,7 +273,8 @@ class LLMJudge(Leaf):
 
     def mapped(self, raw: RawScore) -> Verdict:
         low, high = self._task.range
-        if not all(low <= number <= high for number in (raw.score, *raw.components.values())):
+        numbers = (raw.score, *(raw.components.values() if self._task.scales_components else ()))
+        if not all(low <= number <= high for number in numbers):
             raise InvalidReply("the recorded numbers are outside of the judge's score range")
         return self._mapped(raw)
 
@@ -282,7 +283,10 @@ class LLMJudge(Leaf):
         correct_at = self._config.correct_at
         return Verdict(
             score=reward,
-            components={name: self._scale.reward(raw.components[name]) for name in self._task.components},
+            components={
+                name: self._scale.reward(raw.components[name]) if self._task.scales_components else raw.components[name]
+                for name in self._task.components
+            },
             rationale=rationale,
             correct=None if correct_at is None else reward >= correct_at,
             judge=self.name,
@@ -318,6 +322,9 @@ def _mistakes(name: str, config: LLMJudge.Config) -> list[Mistake]:
         problem = f"{' and '.join([*given, *beside])} exclude each other; each says what the judge answers."
         found.append(Mistake(f"judges.{name}.{given[0]}", problem, "Keep one of them."))
     low, high = config.reward_range
+    if config.labels is not None and len(set(config.labels.values())) < 2:
+        problem = "all labels have the same reward, so nothing can be learned from them."
+        found.append(Mistake(f"judges.{name}.labels", problem, "Give them different rewards."))
     outside = [label for label, reward in (config.labels or {}).items() if not low <= reward <= high]
     if outside:
         problem = f"the reward of {', '.join(outside)} is outside of the reward range {low:g} to {high:g}."

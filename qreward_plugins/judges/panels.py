@@ -6,18 +6,18 @@ A panel of small judges from several families agrees with people better than one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import JudgeName, Number, no_bool
+from ..config.nodes import JudgeName, Number, PositiveFloat, no_bool
 from ..errors import ConfigurationError, Mistake
 from ..samples import Failed, Sample, Verdict
 from .base import Ask, Judge, Opening, together
-from .parts import check_names, check_own_names, combined, component_names, part_failed, range_of
+from .parts import check_names, check_own_names, combined, component_names, in_time, part_failed, range_of
 
 DISAGREEMENT = "disagreement"
 """The component with the difference of the highest and the lowest reward of the members."""
@@ -40,6 +40,10 @@ class PanelJudge(Judge):
 
         quorum: Annotated[int, Field(ge=1), BeforeValidator(no_bool)] | None = None
         """Fewest members with a reward, at least 1. Default: all. With fewer, the sample has no reward."""
+
+        within_s: PositiveFloat | None = None
+        """Longest wait for a member that the quorum can do without. Default: the deadline of the sample, because a
+        source that is down may come back."""
 
         correct_at: Number | None = None
         """The reward from which a response counts as correct. Default: with `majority`, more than 0.5; otherwise
@@ -75,6 +79,7 @@ class PanelJudge(Judge):
         self._reduce = config.reduce
         self._quorum = len(self._members) if config.quorum is None else config.quorum
         self._correct_at = config.correct_at
+        self._within_s = config.within_s
         names = [member.name for member in members]
         check_own_names(name, names, (DISAGREEMENT,))
         silent = next((member.name for member in members if not member.defines_correct), None)
@@ -102,7 +107,11 @@ class PanelJudge(Judge):
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         spare = len(self._members) > self._quorum
         names = [member.name for member in self._members]
-        said = await together(self._members, sample, ask, dispensable=names if spare else ())
+
+        def run(member: Judge) -> Awaitable[Verdict]:
+            return in_time(member, sample, ask, self._within_s if spare else None)
+
+        said = await together(self._members, sample, ask, dispensable=names if spare else (), run=run)
         verdicts = {name: each for name, each in said.items() if isinstance(each, Verdict)}
         if len(verdicts) < self._quorum:
             failed = next((name, each) for name, each in said.items() if isinstance(each, Failed))

@@ -7,15 +7,17 @@ it: `reward/quality/proof`. A part that was not asked has none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import anyio
 from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ..errors import ConfigurationError, Mistake
-from ..samples import Failed, Sample, Verdict
+from ..samples import Cause, Failed, Sample, Verdict
 from .base import Ask, Judge, JudgeFailed
 
 
@@ -72,6 +74,16 @@ async def asked(whole: str, part: Judge, sample: Sample, ask: Ask) -> Verdict:
         return await part.judge(sample, ask)
     except JudgeFailed as error:
         raise part_failed(whole, part.name, error.failed) from None
+
+
+async def in_time(part: Judge, sample: Sample, ask: Ask, within_s: float | None) -> Verdict:
+    """Return the verdict of a part that the whole can do without. Raises `JudgeFailed` (`infra/deadline`) after
+    `within_s` seconds; None: the deadline of the sample is the only limit.
+    """
+    with anyio.move_on_after(math.inf if within_s is None else within_s):
+        return await part.judge(sample, ask)
+    detail = f"no reward within {within_s:g} s (within_s)"
+    raise JudgeFailed(Failed(Cause.INFRA, "deadline", detail, judge=part.name))
 
 
 def part_failed(whole: str, part: str, failed: Failed) -> JudgeFailed:

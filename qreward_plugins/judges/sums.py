@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import Flag, JudgeName, Node, Number, mapping_or_other, takes
+from ..config.nodes import Flag, JudgeName, Node, Number, PositiveFloat, mapping_or_other, takes
 from ..errors import ConfigurationError, Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32
 from .base import Ask, Judge, JudgeFailed, Opening, together
-from .parts import check_names, combined, component_names, part_failed
+from .parts import check_names, combined, component_names, in_time, part_failed
 
 
 def _ascending(schedule: dict[int, float]) -> dict[int, float]:
@@ -70,6 +70,10 @@ class Part(Node):
     """Whether the sum goes without this part if its judge fails. The other parts then share its weight. Default: false,
     and the sum is missing."""
 
+    within_s: PositiveFloat | None = None
+    """Longest wait for this part, if it is optional. Default: the deadline of the sample, because a source that is down
+    may come back."""
+
 
 def _part(given: Part | float) -> Part:
     return given if isinstance(given, Part) else Part(weight=given)
@@ -85,7 +89,7 @@ _Weight = Annotated[
     Annotated[Part, Tag("mapping")] | Annotated[Number, Tag("other")],
     Discriminator(mapping_or_other),
     AfterValidator(_weighs),
-    takes("a number, or a mapping with `weight` and `optional`"),
+    takes("a number, or a mapping with `weight`, `optional` and `within_s`"),
 ]
 
 
@@ -121,6 +125,8 @@ class SumJudge(Judge):
             optional = [part for part in parts if part.optional]
             if optional and any(weight < 0 for part in parts for weight in _values(part.weight)):
                 raise ValueError("a sum with a negative weight has no optional parts: its weights cannot be shared out")
+            if any(part.within_s is not None and not part.optional for part in parts):
+                raise ValueError("within_s is for an optional part; the sum waits for the others")
             if optional and len(optional) == len(parts):
                 raise ValueError("one part at least must not be optional")
             return self
@@ -170,7 +176,10 @@ class SumJudge(Judge):
         return component_names(self._parts)
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        said = await together(self._parts, sample, ask, dispensable=self._optional)
+        def run(part: Judge) -> Awaitable[Verdict]:
+            return in_time(part, sample, ask, self._weights[part.name].within_s)
+
+        said = await together(self._parts, sample, ask, dispensable=self._optional, run=run if self._optional else None)
         for part, each in said.items():
             if isinstance(each, Failed) and part not in self._optional:
                 raise part_failed(self.name, part, each)

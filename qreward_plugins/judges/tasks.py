@@ -40,6 +40,8 @@ class Task(ABC):
     """What the judge answers. `components` are the names of the numbers that every answer has."""
 
     components: tuple[str, ...] = ()
+    scales_components: bool = False
+    """Whether components are in the range of the score, and are mapped as it is. Otherwise they are 1 or 0."""
 
     def __init__(self) -> None:
         self._forms: dict[int, str] = {}
@@ -113,6 +115,8 @@ class Task(ABC):
 class ScoreTask(Task):
     """A number in a range, and one for each of the criteria."""
 
+    scales_components = True
+
     def __init__(self, score_range: Interval, criteria: Mapping[str, str]) -> None:
         super().__init__()
         self._range = score_range
@@ -158,11 +162,12 @@ class ScoreTask(Task):
 
 
 class LabelTask(Task):
-    """One of a closed set of labels, each with its reward."""
+    """One of a closed set of labels, each with its reward. The components say which: 1 for the label, 0 for others."""
 
     def __init__(self, labels: Mapping[str, float]) -> None:
         super().__init__()
         self._labels = dict(labels)
+        self.components = tuple(labels)
 
     @property
     def range(self) -> Interval:
@@ -182,7 +187,7 @@ class LabelTask(Task):
         if not isinstance(label, str) or label not in self._labels:
             known = ", ".join(self._labels)
             raise InvalidReply(f"the verdict has none of the labels ({known}): {excerpt(source)}")
-        return RawScore(self._labels[label])
+        return RawScore(self._labels[label], {name: float(name == label) for name in self._labels})
 
     def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
         low, high = self.range
@@ -220,8 +225,10 @@ class Rubric(Node):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Rubric:
-        if bool(self.criteria) == (self.column is not None):
-            raise ValueError("name either `criteria` or `column`")
+        if not self.criteria and self.column is None:
+            raise ValueError("name `criteria`, or the `column` that has them")
+        if self.criteria and self.column is not None:
+            raise ValueError("name `criteria` or `column`, not both")
         names = [criterion.name for criterion in self.criteria if criterion.name]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -273,9 +280,12 @@ class RubricTask(Task):
             return self._items
         value: Any = sample.extras
         assert self._rubric.column is not None
-        where = f"the column {self._rubric.column} of the rubric"
+        where = f"the rubric of the sample (column {self._rubric.column})"
         for key in self._rubric.column.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
+            if not isinstance(value, Mapping) or key not in value:
+                there = ", ".join(sorted(map(str, value))[:20]) if isinstance(value, Mapping) else ""
+                raise InputError(f"the sample has no column {self._rubric.column}; it has {there or 'none'}")
+            value = value[key]
         if isinstance(value, str):
             try:
                 value = json.loads(value)
@@ -354,10 +364,10 @@ class RubricTask(Task):
 
 
 def _item(number: int, row: Any, where: str) -> _Item:
-    text = points = None
-    if isinstance(row, Mapping):
-        text = row.get("text", row.get("criterion"))
-        points = row.get("points", row.get("weight", 1.0))
+    if not isinstance(row, Mapping):
+        raise InputError(f"{where}, criterion {number}: must be a mapping with `text` and `points`")
+    text = row.get("text", row.get("criterion"))
+    points = row.get("points", row.get("weight", 1.0))
     if isinstance(points, bool) or not isinstance(points, (int, float)) or not abs(points) < 1e9 or points == 0:
         raise InputError(f"{where}, criterion {number}: `points` must be a number that is not 0")
     if not isinstance(text, str) or not 0 < len(text) <= _MOST_CHARS:

@@ -188,7 +188,7 @@ def test_what_cannot_be_judged_again(journal, replay, server, write_config, run_
     for options, said in (
         (["--overwrite", "--where", "stepp = 1"], "no such column: stepp"),
         (["--overwrite", "--where", "1) --"], "is no condition"),
-        (["--overwrite", "--where", "step = 0"], "can be judged again"),
+        (["--overwrite", "--where", "step = 0"], "no sample can be judged again"),
         (["--out", tmp_path / "again.parquet"], "must end in .jsonl"),
         ([], "exists; name another file"),
     ):
@@ -314,5 +314,5 @@ def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, replay, server,
         journal = tmp_path / "out.jsonl.journal"
         none = run_cli("why", journal, "--failed")
         assert (none.exit_code, "there is no sample --failed" in none.stderr) == (2, True), none.output
-        assert "no sample of" in replay(journal, config, "--failed").stderr
+        assert "no sample is without a reward" in replay(journal, config, "--failed").stderr
         assert "reward 0.75" in run_cli("why", journal, "--worst").stdout

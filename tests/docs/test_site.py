@@ -84,7 +84,6 @@ def models_below(annotation):
 
 def keys_of(model, path):
     for name, field in model.model_fields.items():
-        name = field.alias or name
         yield (*path, name)
         if len(path) or name not in rooms:
             for below in models_below(field.annotation):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins.config import load_config
+from qreward_plugins.engine import RewardEngine
 from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.judges import Judge, JudgeFailed, JudgeRouter
 from qreward_plugins.samples import Cause, Failed, Sample, Verdict
@@ -68,10 +69,10 @@ GATE = {"kind": "gate", "when": "a", "at_least": 0.5, "then": "b"}
         ({}, {"a": 0.5, "b": 0.9}, "ab", 0.9, True, 1),
         ({}, {"a": 0.5, "b": 0.3}, "ab", 0.3, False, 1),
         ({}, {"a": 0.4}, "a", 0.0, False, 0),
-        ({"else": -1}, {"a": 0.4}, "a", -1.0, False, 0),
-        ({"else": "c"}, {"a": 0.4, "c": 0.8}, "ac", 0.8, False, 0),
+        ({"otherwise": -1}, {"a": 0.4}, "a", -1.0, False, 0),
+        ({"otherwise": "c"}, {"a": 0.4, "c": 0.8}, "ac", 0.8, False, 0),
         ({"then": "a"}, {"a": 0.7}, "a", 0.7, True, 1),
-        ({"else": "a"}, {"a": 0.25}, "a", 0.25, False, 0),
+        ({"otherwise": "a"}, {"a": 0.25}, "a", 0.25, False, 0),
     ],
 )
 def test_a_gate_asks_the_second_only_if_the_first_gives_enough(
@@ -98,7 +99,7 @@ def test_a_floor_at_a_gate_is_one_where_it_decides() -> None:
     assert (empty.score, empty.basis, empty.failure.detail) == (0.0, "floor", "a: nothing there")
     late, _, _ = asked(judge, a=1.0, b=FLOOR)
     assert (late.basis, late.failure.detail) == ("floor", "b: nothing there")
-    other, _, _ = asked(opened(whole={**GATE, "else": "c"}), a=FLOOR, c=0.5)
+    other, _, _ = asked(opened(whole={**GATE, "otherwise": "c"}), a=FLOOR, c=0.5)
     assert other.basis == "judged"
 
 
@@ -133,6 +134,11 @@ def test_the_first_sure_stage_of_a_cascade_decides(early: Any, says: Any, order:
     assert verdict.correct == (score >= 0.5)
     assert verdict.components["stage"] == len(early) + 1 if order[-1] == "c" else len(order)
     assert set(verdict.components) - {"stage"} == {name for name in order if not isinstance(says[name], Unanswered)}
+
+
+def test_a_stage_may_be_a_name() -> None:
+    whole = opened(whole={"kind": "cascade", "stages": ["a", "b"]})
+    assert asked(whole, a=0.9)[1] == ["a"]
 
 
 def test_a_cascade_whose_last_stage_fails_has_no_reward() -> None:
@@ -202,6 +208,40 @@ def test_a_screen_takes_out_what_its_monitor_flags(keys: Any, says: Any, result:
     assert (said.basis, said.correct) == (("floor", False) if result == 0.0 else ("judged", True))
 
 
+HASTY = {"kind": "cascade", "stages": [{"judge": "a", "within_s": 2}, {"judge": "b"}]}
+ADDED = {"kind": "sum", "weights": {"a": {"optional": True, "within_s": 2}, "b": 1}}
+
+
+@each_of(
+    ("whole", "says", "score", "at"),
+    [
+        (
+            {"kind": "cascade", "stages": [{"judge": "a", "within_s": 2}, {"judge": "b"}]},
+            {"a": (9.0, 1.0), "b": 0.5},
+            0.5,
+            3,
+        ),
+        ({"kind": "cascade", "stages": [{"judge": "a", "within_s": 2}, {"judge": "b"}]}, {"a": 0.9}, 0.9, 1),
+        ({"kind": "panel", "judges": ["a", "b"], "quorum": 1, "within_s": 2}, {"a": (9.0, 1.0), "b": 0.5}, 0.5, 2),
+        (
+            {"kind": "sum", "weights": {"a": {"optional": True, "within_s": 2}, "b": 1}},
+            {"a": (9.0, 1.0), "b": 0.5},
+            1.0,
+            2,
+        ),
+        (
+            {"kind": "sum", "weights": {"a": {"optional": True, "within_s": 2}, "b": 1}},
+            {"a": 1.0, "b": (9.0, 0.5)},
+            1.5,
+            9,
+        ),
+    ],
+)
+def test_a_part_that_may_be_missing_is_waited_for_so_long(whole: Any, says: Any, score: float, at: float) -> None:
+    said, _, ended = asked(opened(whole=whole), **says)
+    assert (said.score, ended) == (score, at)
+
+
 def weighted(**weights: Any) -> dict[str, Any]:
     return {"kind": "sum", "weights": weights}
 
@@ -231,7 +271,7 @@ def test_a_bar_follows_the_training_step() -> None:
     ("whole", "place", "said"),
     [
         ({**GATE, "then": "x"}, "whole.then", "no such judge"),
-        ({**GATE, "else": "x"}, "whole.else", "judge"),
+        ({**GATE, "otherwise": "x"}, "whole.otherwise", "judge"),
         (stages("both", last="d") | {"stages": [{"judge": "a"}]}, "whole.stages", "2"),
         ({"kind": "cascade", "stages": [{"judge": "a"}, {"judge": "a"}]}, "whole.stages", "is a stage twice"),
         (stages({}), "whole.stages[0].decides", "name `above`, `below` or both"),
@@ -240,10 +280,13 @@ def test_a_bar_follows_the_training_step() -> None:
         ({"kind": "panel", "judges": ["a", "a"]}, "whole.judges", "is a member twice"),
         ({"kind": "panel", "judges": ["a", "b"], "quorum": 3}, "whole", "above the number of members, 2"),
         ({"kind": "screen", "judge": "a", "monitor": "a", "at": 1}, "whole", "its own monitor"),
+        ({**GATE, "at_least": 5}, "whole.at_least", "it never passes: the rewards of a are from 0 to 1"),
+        ({**GATE, "at_least": 0}, "whole.at_least", "it always passes"),
         (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
         (weighted(a={"weight": {0: 0.0, 9: 0.0}}, b=1), "whole.weights.a", "adds nothing"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
         (weighted(a={"optional": True}), "whole", "must not be optional"),
+        (weighted(a={"within_s": 3}, b=1), "whole", "is for an optional part"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_place(whole: Any, place: str, said: str) -> None:
@@ -277,7 +320,7 @@ def tree(rng: random.Random, depth: int, judges: dict[str, Any]) -> str:
     kind = rng.choice(("sum", "gate", "cascade", "panel"))
     judges[name] = {
         "sum": {"kind": "sum", "weights": {part: rng.choice((0.5, 1.0, {"weight": {0: 1, 9: 2}})) for part in parts}},
-        "gate": {"kind": "gate", "when": parts[0], "at_least": 0.5, "then": parts[1], "else": parts[-1]},
+        "gate": {"kind": "gate", "when": parts[0], "at_least": 0.5, "then": parts[1], "otherwise": parts[-1]},
         "cascade": {
             "kind": "cascade",
             "stages": [{"judge": part, "decides": {"above": 0.9, "below": 0.1}} for part in parts],
@@ -304,3 +347,23 @@ def test_trees_of_judges_give_one_outcome_within_their_range_and_leave_nothing_b
             assert low - 1e-9 <= said.score <= high + 1e-9
             assert (said.basis == "floor") == (said.failure is not None)
             assert set(said.components) <= set(whole.component_names())
+
+
+@each_of(
+    "whole",
+    [
+        GATE,
+        {**GATE, "otherwise": "c"},
+        stages("both"),
+        {"kind": "panel", "judges": ["a", "b"]},
+        {"kind": "screen", "judge": "a", "monitor": "b", "at": 1},
+        weighted(a={"weight": {0: 1.0, 9: 0.5}}, b={"weight": 1, "optional": True}),
+    ],
+)
+def test_a_configuration_that_was_read_can_be_read_again(whole: Any) -> None:
+    """As every command does, which loads a file and makes an engine of it."""
+    leaves = {name: {"kind": "function", "reward_range": [0, 1], "correct_at": 0.5} for name in "abc"}
+    tree = {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {**leaves, "whole": whole}}
+    engine = RewardEngine(load_config({**tree, "routes": {"*": "whole"}}))
+    assert set(engine.config.judges) == {"a", "b", "c", "whole"}
+    asyncio.run(engine.aclose())

@@ -48,6 +48,8 @@ def test_a_label_has_its_reward(llm: Build, sample: Sample) -> None:
     verdicts = [read(judge, sample, label=label) for label in LABELS]
     assert [(verdict.score, verdict.correct) for verdict in verdicts] == [(1.0, True), (0.5, False), (0.0, False)]
     assert [judge.mapped(verdict.raw).score for verdict in verdicts if verdict.raw] == [1.0, 0.5, 0.0]
+    assert verdicts[1].components == {"correct": 0.0, "partly": 1.0, "wrong": 0.0}
+    assert judge.component_names() == ("correct", "partly", "wrong")
 
 
 @each_of("label", ["Correct", "correct ", "right", "", None, 1, ["correct"], {"correct": True}, "correct or wrong"])
@@ -56,6 +58,23 @@ def test_what_is_no_label_is_invalid(llm: Build, sample: Sample, label: Any) -> 
         read(llm(labels=LABELS), sample, label=label)
     with pytest.raises(InvalidReply):
         read(llm(labels=LABELS), sample, score=1)
+
+
+def test_what_is_met_is_1_or_0_in_any_reward_range(llm: Build, sample: Sample) -> None:
+    verdict = read(llm(rubric=RUBRIC, reward_range=(-1, 1)), sample, criteria={"1": False, "2": True})
+    assert (verdict.score, verdict.components) == (-1.0, {"four": 0.0, "criterion_2": 1.0})
+    labelled = llm(labels={"a": 0.25, "b": 0.5})
+    found = read(labelled, sample, label="b")
+    assert found.raw is not None
+    assert (labelled.mapped(found.raw).score, found.components) == (0.5, {"a": 0.0, "b": 1.0})
+
+
+def test_a_sample_without_the_column_says_which_it_has(llm: Build, sample: Sample) -> None:
+    judge = llm(rubric={"column": "rubrics"})
+    with pytest.raises(InputError, match="the sample has no column rubrics; it has a, rubric"):
+        judge.request(replace(sample, extras={"rubric": [], "a": 1}), attempt=0)
+    with pytest.raises(InputError, match="it has none"):
+        judge.request(sample, attempt=0)
 
 
 def test_labels_may_have_any_rewards_in_the_range(llm: Build, sample: Sample) -> None:
@@ -165,7 +184,7 @@ def test_the_rubric_of_a_data_set_is_fenced_before_the_response(llm: Build, samp
         ([], "must be a list of 1 to 100 criteria"),
         ("{", "is a text that is no JSON"),
         ([{"text": "a"}] * 101, "must be a list of 1 to 100 criteria"),
-        (["a"], "criterion 1: `points`"),
+        (["a"], "criterion 1: must be a mapping with `text` and `points`"),
         ([{"points": 1}], "criterion 1: `text`"),
         ([{"text": "a"}, {"text": "b", "points": "3"}], "criterion 2: `points`"),
         ([{"text": "a", "points": 0}], "criterion 1: `points`"),
@@ -196,12 +215,13 @@ def test_other_points_are_another_reading(llm: Build, sample: Sample) -> None:
     ("keys", "said"),
     [
         ({"labels": {"a": 1}}, "2"),
+        ({"labels": {"a": 1, "b": 1}}, "all labels have the same reward"),
         ({"labels": {"a": 1, "b": 2}}, "outside of the reward range 0 to 1"),
         ({"labels": LABELS, "rubric": RUBRIC}, "labels and rubric exclude each other"),
         ({"labels": LABELS, "score_range": [0, 5]}, "labels and score_range exclude each other"),
         ({"rubric": RUBRIC, "criteria": {"a": "?"}}, "rubric and criteria exclude each other"),
-        ({"rubric": {}}, "name either `criteria` or `column`"),
-        ({"rubric": {**RUBRIC, "column": "x"}}, "name either `criteria` or `column`"),
+        ({"rubric": {}}, "name `criteria`, or the `column` that has them"),
+        ({"rubric": {**RUBRIC, "column": "x"}}, "name `criteria` or `column`, not both"),
         ({"rubric": {"criteria": [{"text": "a", "points": -1}]}}, "no criterion has positive points"),
         ({"rubric": {"criteria": [{"text": "a", "points": 0}]}}, "changes nothing"),
         ({"rubric": {"criteria": [{"text": "a", "name": "x"}, {"text": "b", "name": "x"}]}}, "have the name x"),

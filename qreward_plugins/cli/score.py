@@ -279,7 +279,8 @@ class _Tally:
         """The rows with the lowest rewards, with what was said of them."""
         shown = Text("lowest:")
         for reward, number, name, said in sorted(self.worst, reverse=True):
-            shown.append(f"\n  {-reward:.4g}  {one_line(name or f'row {-number}', 40)}  {one_line(said, _SAID_CHARS)}")
+            words = one_line("; ".join(said.splitlines()), _SAID_CHARS)
+            shown.append(f"\n  {-reward:.4g}  {one_line(name or f'row {-number}', 40)}  {words}")
         return shown
 
     def failures(self) -> Iterator[Text]:

@@ -54,6 +54,16 @@ def function_config(tmp_path, write_config, body, **source):
     write_config(sources={"f": source}, judges={"f": {"kind": "function"}})
 
 
+def test_what_several_judges_said_is_one_line(server, run_cli, write_rows, row, tmp_path):
+    source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
+    leaves = {name: {"kind": "llm", "score_range": [0, 1], "instructions": name} for name in ("first", "second")}
+    judges = {**leaves, "both": {"kind": "panel", "judges": ["first", "second"]}}
+    config = tmp_path / "both.yaml"
+    config.write_text(json.dumps({"sources": {"a": source}, "judges": judges, "routes": {"*": "both"}}))
+    result = run_cli("score", config, write_rows([row(0)]), "--out", tmp_path / "out.jsonl")
+    assert "first: scored by the judge server; second: scored by the judge server" in result.stdout
+
+
 def test_rows_come_out_in_order_with_their_outcome(server, score, read_rows, row, tmp_path):
     rows = [row(n, response=f"It is {n + n % 2:03}.", extra={"nested": [n, None]}) for n in range(60)]
     result = score(rows)

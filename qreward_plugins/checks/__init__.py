@@ -18,16 +18,23 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from .comparisons import choice, exact, extracted, mathematics, number, regex
-from .forms import json_schema, length, repetition, tags
+from . import comparisons, forms
+from .comparisons import choice, exact, extracted, number, regex
+from .forms import length, repetition, tags
 
-__all__ = ["choice", "exact", "extracted", "json_schema", "length", "number", "regex", "repetition", "tags"]
+__all__ = ["choice", "exact", "extracted", "length", "number", "regex", "repetition", "tags"]
+
+_NEEDS = {
+    "math": ("math_verify", "math-verify", comparisons.mathematics),
+    "json_schema": ("jsonschema", "jsonschema", forms.json_schema),
+}
 
 
 def __getattr__(name: str) -> Any:
-    # An engine with `math` or `json_schema` must not start without the package that it needs.
-    if name != "math":
+    # An engine with a check whose package is missing must not start: each sample would fail.
+    if name not in _NEEDS:
         raise AttributeError(name)
-    if find_spec("math_verify") is None:
-        raise ImportError('the check `math` needs math-verify: pip install "qreward-plugins[math]"')
-    return mathematics
+    module, package, check = _NEEDS[name]
+    if find_spec(module) is None:
+        raise ImportError(f'the check `{name}` needs {package}: pip install "qreward-plugins[math]"')
+    return check

@@ -132,17 +132,18 @@ def regex(
     **_: Any,
 ) -> float:
     """1 if `pattern` matches in the answer, or with `whole` all of it; else 0. `{ground_truth}` in the pattern stands
-    for the ground truth, as it is written.
+    for the ground truth, as it is written, or for any one of several.
     """
     if "{ground_truth}" in pattern:
-        (truth,) = _truths(ground_truth)
-        pattern = pattern.replace("{ground_truth}", re.escape(truth))
+        truths = "|".join(map(re.escape, _truths(ground_truth)))
+        pattern = pattern.replace("{ground_truth}", f"(?:{truths})")
     match = re.fullmatch if whole else re.search
     return float(match(pattern, extracted(solution_str, extract)) is not None)
 
 
 def mathematics(solution_str: str, ground_truth: Any, **_: Any) -> float:
-    """1 if the last answer of the response equals the ground truth, as math-verify sees it; else 0.
+    """1 if the last answer of the response equals the ground truth, or one of several, as math-verify sees it;
+    else 0.
 
     Sympy may compute for ever (9^9^9^9), and math-verify's own time limit needs signals of the main thread. So it has
     none here: the worker process is killed after `timeouts.total_s` of the source.
@@ -151,12 +152,13 @@ def mathematics(solution_str: str, ground_truth: Any, **_: Any) -> float:
 
     # It warns at each call that it has no time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    (truth,) = _truths(ground_truth)
-    gold = parse(truth if "$" in truth or "\\boxed" in truth else f"${truth}$", parsing_timeout=None)
-    if not gold:
-        raise ValueError(f"math-verify cannot read the ground truth {truth[:80]!r}")
+    golds = []
+    for truth in _truths(ground_truth):
+        golds.append(parse(truth if "$" in truth or "\\boxed" in truth else f"${truth}$", parsing_timeout=None))
+        if not golds[-1]:
+            raise ValueError(f"math-verify cannot read the ground truth {truth[:80]!r}")
     answer = parse(after_thoughts(solution_str), parsing_timeout=None)
-    return float(verify(gold, answer, timeout_seconds=None))
+    return float(any(verify(gold, answer, timeout_seconds=None) for gold in golds))
 
 
 def _truths(ground_truth: Any) -> list[str]:

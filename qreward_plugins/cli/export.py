@@ -238,7 +238,7 @@ def _send(stories: Iterator[Story], *, with_content: bool) -> None:
     for part in _parts(stories):
         for story in part:
             trace(story, tracers, loggers, ids, with_content=with_content)
-        # Not by a queue of the SDK, which drops what does not fit, and tells nobody of an error.
+        # The SDK's batch processor would drop what its queue cannot hold, and hide errors.
         sent = [to_spans.export(spans.get_finished_spans()), to_records.export(records.get_finished_logs())]
         if any(result.name != "SUCCESS" for result in sent):
             remedy = "OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS say where it is"

@@ -85,7 +85,7 @@ async def _replay(plan: Plan, *, dry_run: bool) -> int:
     left_out = samples.left_out
     if left_out:
         there = left_out + needed.samples
-        why = "their texts are not kept whole (engine.journal.keep), or they have images or values that JSON lacks"
+        why = "their texts are not kept whole (engine.journal.keep), or they have images or values not in JSON"
         say(ERRORS, f"{number_of(left_out, 'sample')} of {there:,} left out: {why}")
     if not needed.samples:
         raise InputError(f"{plan.rollouts}: {samples.why_none()}")

@@ -42,8 +42,8 @@ class PastSample:
 
 
 def past_sample(story: Story) -> PastSample | None:
-    """Read a sample back. None if it would not be the same: a text is not whole, a value is none that JSON has, or it
-    has images, of which journals keep only hashes.
+    """Read a sample back. None if it would differ: a text is cut, JSON cannot hold a value, or it has images
+    (journals keep only their hashes).
     """
     entry = story.sample
     texts = (entry.prompt, entry.response, entry.ground_truth, entry.extras)

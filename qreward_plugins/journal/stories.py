@@ -247,7 +247,7 @@ class Stories:
         return self._story(entries, siblings, names)
 
     def _story(self, entries: Sequence[Entry], siblings: Sequence[Entry], names: set[str | None]) -> Story:
-        """The story of entries. `names`: the samples of which it tells what the trainer made of them."""
+        """The story of entries. `names`: the samples whose advantages it reads."""
         first = entries[0]
         return Story(
             tuple(map(self._with_texts, entries)),

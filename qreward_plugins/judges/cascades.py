@@ -37,8 +37,7 @@ class Sure(Node):
         return self
 
 
-Decides = Sure | Literal["positive", "negative", "both"]
-_Decides = Annotated[
+Decides = Annotated[
     Annotated[Sure, Tag("mapping")] | Annotated[Literal["positive", "negative", "both"], Tag("other")],
     Discriminator(mapping_or_other),
     takes("`positive`, `negative`, `both`, or a mapping with `above` and `below`"),
@@ -51,7 +50,7 @@ class Stage(Node):
     judge: JudgeName
     """The judge of this stage."""
 
-    decides: _Decides = "both"
+    decides: Decides = "both"
     """Which samples this stage decides: those it calls correct (`positive`), incorrect (`negative`), or `both`
     (default); or those with a reward of `above` or more, or of `below` or less. The last stage decides all that are
     left."""

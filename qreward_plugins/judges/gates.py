@@ -20,7 +20,7 @@ PASSED = "passed"
 class GateJudge(Judge):
     """Asks a cheap judge first, and another one only if the first gives enough.
 
-    If the first fails, the sample fails: nobody knows on which side of the gate it is.
+    If the first fails, the sample fails: neither `otherwise` nor the second judge would be right.
     """
 
     class Config(JudgeConfig):

@@ -107,6 +107,12 @@ def test_regex(pattern: str, keys: Any, response: str, score: int) -> None:
     assert checks.regex(response, "4*", pattern=pattern, **keys) == score
 
 
+def test_one_of_several_ground_truths_is_enough() -> None:
+    for response in ("It is 4*.", "It is 5."):
+        assert checks.regex(response, ["4*", "5"], pattern=r"is {ground_truth}\.") == 1
+    assert checks.regex("It is 45.", ["4*", "5"], pattern=r"is {ground_truth}\.") == 0
+
+
 @each_of(
     ("response", "score"),
     [
@@ -182,12 +188,15 @@ def test_they_are_functions_of_a_source() -> None:
 )
 def test_math(response: str, truth: str, score: int) -> None:
     pytest.importorskip("math_verify")
-    assert checks.math(response, truth) == score
+    assert checks.math(response, truth) == checks.math(response, ["17", truth]) == score
     with pytest.raises(ValueError, match="no ground truth"):
         checks.math(response, None)
 
 
-def test_without_math_verify_the_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("check", "package"), [("math", "math-verify"), ("json_schema", "jsonschema")])
+def test_without_its_package_the_engine_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, check: str, package: str
+) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"qreward-plugins\[math\]"):
-        engine("math")
+    with pytest.raises(ConfigurationError, match=rf"{package}.*qreward-plugins\[math\]"):
+        engine(check)

@@ -50,11 +50,12 @@ CODE_LINES = {
     "sources": 7_220,
     "scheduling": 4_420,
     "simulation": 3_720,
-    # Gates, cascades, panels, schedules, labels and rubrics ("Judging").
-    "judges": 3_080,
+    # Gates, cascades, panels, ranks, schedules, labels and rubrics ("Judging").
+    "judges": 3_430,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing").
     "cli": 3_480,
-    "engine": 2_350,
+    # Where the samples of a group meet.
+    "engine": 2_490,
     "acceleration": 2_280,
     "replicas": 2_170,
     "config": 1_820,

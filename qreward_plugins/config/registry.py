@@ -227,6 +227,7 @@ judges: Kinds[Any] = Kinds(
         "cascade": "qreward_plugins.judges.cascades:CascadeJudge",
         "panel": "qreward_plugins.judges.panels:PanelJudge",
         "screen": "qreward_plugins.judges.screens:ScreenJudge",
+        "rank": "qreward_plugins.judges.ranks:RankJudge",
     },
 )
 """The kinds of judges, subclasses of `judges.Judge`."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineError, JournalError
-from ..judges import Judge, Leaf
+from ..judges import GroupJudge, Judge, Leaf
 from ..judges.leaf import failed, judged
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
@@ -21,6 +21,7 @@ from ..scheduling.attempts import PastAttempt, history_of
 from ..scheduling.calls import T
 from ..sources import Source
 from .outcomes import failure, scored
+from .siblings import Siblings
 
 if TYPE_CHECKING:
     from .scoring import Scoring
@@ -119,6 +120,7 @@ class Judging(Pending):
         "_loop",
         "_recalled",
         "_recorded",
+        "_siblings",
         "_spent",
         "_started_at",
         "_timer",
@@ -134,9 +136,12 @@ class Judging(Pending):
         future: asyncio.Future[Outcome],
         judge: Judge,
         due_at: float,
+        siblings: Siblings | None = None,
     ) -> None:
         super().__init__(scoring, sample, member, future)
         self.judge = judge
+        self._siblings = siblings or Siblings()
+        self._siblings.add(self)
         self._due_at = due_at
         self._started_at = scoring.now()
         self._asked: dict[_Asked, None] = {}
@@ -160,6 +165,18 @@ class Judging(Pending):
             # event loop, its own deadline included.
             await asyncio.sleep(0)
             raise
+
+    async def with_siblings(self, judge: GroupJudge) -> Verdict:
+        """Be compared with the siblings; see `judges.base.Ask`."""
+        return await self._siblings.meet(self, judge, self._due_at)
+
+    def skip(self, judge: Judge) -> None:
+        """See `judges.base.Ask`."""
+        self._siblings.skip(self, judge)
+
+    def share(self, asked: Judging) -> None:
+        """Take over from a sibling, which has asked for both, whether the answer comes from the journal."""
+        self._recalled = self._recalled or asked._recalled
 
     async def _ask(self, call: Call[T]) -> Answer[T]:
         scoring = self._scoring
@@ -239,7 +256,8 @@ class Judging(Pending):
                 await self._record(None, outcome)
             except JournalError:
                 return
-        elif self._recorded:
+        else:
+            # Also if a sibling has made its call.
             self._note_whole(outcome)
         self.end(outcome)
 
@@ -325,6 +343,7 @@ class Judging(Pending):
             self._stop()
 
     def _stop(self) -> None:
+        self._siblings.remove(self)
         self._timer.cancel()
         for asked in list(self._asked):
             asked.cancel()

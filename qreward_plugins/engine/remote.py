@@ -23,6 +23,7 @@ from ..samples.check import Rejected
 from ..scheduling import Batch
 from .judging import Pending
 from .scoring import Scoring
+from .siblings import Siblings
 
 _PATH = "engine.server"
 _REMEDIES = {
@@ -93,7 +94,13 @@ class RemoteScoring(Scoring):
         self._client = RewardClient(server.url, token=server.token, retry_for_s=math.inf, fingerprint=fingerprint)
 
     def submit(
-        self, sample: Sample | Rejected, batch: Batch, due_at: float, *, priority: int | None = None
+        self,
+        sample: Sample | Rejected,
+        batch: Batch,
+        due_at: float,
+        *,
+        priority: int | None = None,
+        groups: dict[str, Siblings] | None = None,
     ) -> asyncio.Future[Outcome]:
         self.submitted(sample)
         named = sample.sample if isinstance(sample, Rejected) else sample

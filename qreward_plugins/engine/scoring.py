@@ -25,6 +25,7 @@ from ..sources import Source
 from ..sources.base import Request, ServedWeights
 from ..system.threads import abandon, cancel_all, cancel_futures
 from .judging import Calling, Judging, Pending
+from .siblings import Siblings
 
 _log = logging.getLogger("qreward_plugins.engine")
 
@@ -76,10 +77,16 @@ class Scoring:
         return self.dispatcher.now()
 
     def submit(
-        self, sample: Sample | Rejected, batch: Batch, due_at: float, *, priority: int | None = None
+        self,
+        sample: Sample | Rejected,
+        batch: Batch,
+        due_at: float,
+        *,
+        priority: int | None = None,
+        groups: dict[str, Siblings] | None = None,
     ) -> asyncio.Future[Outcome]:
         """Submit a sample. The future has its outcome by `due_at`, on the event loop's clock. `priority`: that of its
-        calls; default: as configured.
+        calls; default: as configured. `groups`: where the samples of a batch meet, by group; None: it has no siblings.
 
         Cancelling the future cancels its calls.
         """
@@ -106,7 +113,10 @@ class Scoring:
         if isinstance(judge, Leaf) and self.journal is None:
             Calling(self, sample, member, future, judge).start(due_at)
         else:
-            judging = Judging(self, sample, member, future, judge, due_at)
+            siblings = None
+            if groups is not None and sample.group_id is not None and judge.compares:
+                siblings = groups.setdefault(sample.group_id, Siblings())
+            judging = Judging(self, sample, member, future, judge, due_at, siblings)
             self._judging[judging] = None
             judging.task.add_done_callback(lambda _: self._judging.pop(judging, None))
         return future
@@ -117,8 +127,9 @@ class Scoring:
         """Submit samples as one batch; future i belongs to sample i. If one cannot be submitted, all are cancelled."""
         batch = self.batches.new([named(sample).group_id for sample in samples], priority=priority or 0, cutoff=cutoff)
         outcomes: list[asyncio.Future[Outcome]] = []
+        groups: dict[str, Siblings] = {}
         try:
-            outcomes += (self.submit(sample, batch, due_at, priority=priority) for sample in samples)
+            outcomes += (self.submit(sample, batch, due_at, priority=priority, groups=groups) for sample in samples)
         except BaseException:
             await cancel_futures(outcomes)
             raise

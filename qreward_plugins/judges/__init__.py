@@ -5,13 +5,14 @@ from __future__ import annotations
 from ..config.judge_models import AskingConfig, Interval, JudgeConfig
 from ..config.nodes import JudgeName, SourceName
 from ..scheduling.calls import Answer, Call, CallFailed
-from .base import Ask, Judge, JudgeFailed, Opening, together
+from .base import Ask, GroupJudge, Judge, JudgeFailed, Opening, together
 from .cascades import CascadeJudge
 from .function import FunctionJudge
 from .gates import GateJudge
 from .leaf import Leaf
 from .llm import LLMJudge
 from .panels import PanelJudge
+from .ranks import RankJudge
 from .reward_model import RewardModelJudge
 from .router import JudgeRouter, kind_of, open_judge
 from .screens import ScreenJudge
@@ -26,6 +27,7 @@ __all__ = [
     "CascadeJudge",
     "FunctionJudge",
     "GateJudge",
+    "GroupJudge",
     "Interval",
     "Judge",
     "JudgeConfig",
@@ -36,6 +38,7 @@ __all__ = [
     "Leaf",
     "Opening",
     "PanelJudge",
+    "RankJudge",
     "RewardModelJudge",
     "ScreenJudge",
     "SourceName",

@@ -43,6 +43,16 @@ class Ask(Protocol):
         """
         ...
 
+    async def with_siblings(self, judge: GroupJudge) -> Verdict:
+        """Return the verdict of `judge` on the sample, which it compares with its siblings: those of the same batch and
+        group that come to this judge, too. Raises `JudgeFailed`.
+        """
+        ...
+
+    def skip(self, judge: Judge) -> None:
+        """Say that the sample does not come to `judge`, so that its siblings need not wait for it there."""
+        ...
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -134,6 +144,11 @@ class Judge(ABC):
         """The most calls that a sample takes, without retries."""
         return sum(part.calls for part in self.parts) or 1
 
+    @property
+    def compares(self) -> bool:
+        """Whether it, or a judge that it awaits, compares the samples of a group."""
+        return any(part.compares for part in self.parts)
+
     def component_names(self) -> tuple[str, ...]:
         """Names of the components that every verdict of this judge has, as far as they are known in advance."""
         return ()
@@ -147,6 +162,25 @@ class Judge(ABC):
     def defines_correct(self) -> bool:
         """Whether every verdict of it sets `correct`."""
         return False
+
+
+class GroupJudge(Judge):
+    """A judge that compares the samples of a group: the base class of such kinds, which define `judge_group`."""
+
+    @property
+    def compares(self) -> bool:
+        return True
+
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        return await ask.with_siblings(self)
+
+    @abstractmethod
+    async def judge_group(self, samples: Sequence[Sample], ask: Ask) -> Sequence[Verdict | Failed]:
+        """Return what comes of each sample, in their order. There may be one alone. `ask` belongs to one of them.
+
+        Called once for a group, and again if the sample that `ask` belongs to was cancelled. Raises `JudgeFailed` if
+        all fail.
+        """
 
 
 async def together(
@@ -210,4 +244,4 @@ def _bug(task: asyncio.Task[None]) -> BaseException | None:
     return None if task.cancelled() else task.exception()
 
 
-__all__ = ["Ask", "Judge", "JudgeFailed", "Opening", "together"]
+__all__ = ["Ask", "GroupJudge", "Judge", "JudgeFailed", "Opening", "together"]

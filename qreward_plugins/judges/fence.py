@@ -94,12 +94,13 @@ def fence(label: str, text: str, nonce: str) -> str:
 def read_fences(text: str) -> tuple[str | None, Mapping[str, str]]:
     """Find the fenced blocks of a judge prompt. Return the nonce of the response, and the text of each label.
 
-    Without a response, the nonce is that of the first block. Returns `(None, {})` if there is no fence. What stands
-    inside of a fence is its text, whatever markers it holds.
+    Several responses are labelled `response_1`, `response_2` ... Without any, the nonce is that of the first block.
+    Returns `(None, {})` if there is no fence. What stands inside of a fence is its text, whatever markers it holds.
     """
     nonces: dict[str, str] = {}
     blocks: dict[str, str] = {}
     for match in _MARKER.finditer(text):
         nonces.setdefault(match["label"], match["nonce"])
         blocks.setdefault(match["label"], match["text"])
-    return nonces.get("response", next(iter(nonces.values()), None)), blocks
+    first = nonces.get("response", next(iter(nonces.values()), None))
+    return nonces.get("response_1", first), blocks

@@ -95,6 +95,9 @@ class GateJudge(Judge):
         passed = first.score >= self._at_least
         chosen = self._then if passed else self._otherwise
         own = {PASSED: float(passed)}
+        for part in (self._then, self._otherwise):
+            if part is not chosen and isinstance(part, Judge) and part.compares:
+                ask.skip(part)
         if not isinstance(chosen, Judge):
             # The condition has judged it.
             correct = False if self._then.defines_correct else None

@@ -22,6 +22,7 @@ from .control_tokens import is_blank
 from .fence import NONCE_LENGTH, draw_nonces, occurs_in
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
+from .lists import ListSample, ListTask
 from .prompt import Prompt, PromptConfig
 from .sample_texts import SampleTexts
 from .tasks import LabelTask, RubricTask, ScoreTask, Task
@@ -95,17 +96,26 @@ class LLMJudge(Leaf):
 
     @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
-        answer = task_of(config).rehearsed(request.sample, share)
+        task = ListTask(config.score_range) if isinstance(request.sample, ListSample) else task_of(config)
+        answer = task.rehearsed(request.sample, share)
         verdict = {"id": request.nonce, "rationale": "rehearsed", **answer}
         return Reply(text=json.dumps(verdict), finish_reason="stop")
 
     def __init__(
-        self, name: str, config: Config, *, sources: Sequence[str], key: bytes, vision: Sequence[str] = ()
+        self,
+        name: str,
+        config: Config,
+        *,
+        sources: Sequence[str],
+        key: bytes,
+        vision: Sequence[str] = (),
+        task: Task | None = None,
     ) -> None:
-        self._task = task_of(config)
+        self._task = task or task_of(config)
         super().__init__(name, config, sources=sources, fingerprint=fingerprint("llm", *self._task.identity))
         self._config = config
         self._key = key
+        self._vision = vision
         # Labels have rewards, and need no scale.
         self._scale = Scale(config.reward_range if config.labels else self._task.range, config.reward_range)
         self._parameters = _parameters(config)
@@ -122,6 +132,33 @@ class LLMJudge(Leaf):
         if mistakes:
             raise ConfigurationError(mistakes)
 
+    def for_lists(self) -> LLMJudge:
+        """This judge, but it scores the responses of a `ListSample`; their scores are the raw components of a verdict.
+
+        Raises `ConfigurationError` if it gives labels or several scores, or if its instructions write the response.
+        """
+        key = next((key for key in ("labels", "rubric", "criteria") if getattr(self._config, key)), "")
+        if key:
+            problem = f"judge {self.name} gives no single score, so it cannot compare responses."
+            raise ConfigurationError(
+                [Mistake(f"judges.{self.name}.{key}", problem, "Remove it, or compare by another.")]
+            )
+        if self._prompt.writes_response:
+            problem = "they write one response, but several are compared."
+            remedy = "Leave `response` out; responses are written below the instructions."
+            raise ConfigurationError([Mistake(f"judges.{self.name}.instructions", problem, remedy)])
+        task = ListTask(self._config.score_range)
+        return LLMJudge(self.name, self._config, sources=self.sources, key=self._key, vision=self._vision, task=task)
+
+    def shown(self, sample: Sample) -> str:
+        """The response of a sample as the judge sees it."""
+        return self._without_thoughts(sample).response
+
+    def reward_of(self, score: float) -> float:
+        """Map a score to its reward. One outside of the score range counts as its nearer end."""
+        low, high = self._task.range
+        return self._scale.reward(min(max(score, low), high))
+
     def call(self, sample: Sample) -> Call[Verdict]:
         call = self._images.call(super().call(sample), sample)
         if isinstance(self._task, RubricTask):
@@ -135,7 +172,7 @@ class LLMJudge(Leaf):
         is too long.
         """
         response: object = sample.response
-        if not isinstance(response, str):
+        if not isinstance(response, str) or isinstance(sample, ListSample):
             return None
         sample = self._without_thoughts(sample)
         if is_blank(sample.response) and not (self._images.sends and sample.response_images):
@@ -149,7 +186,7 @@ class LLMJudge(Leaf):
     def _without_thoughts(self, sample: Sample) -> Sample:
         """The sample as the judge sees it."""
         response: Any = sample.response
-        if self._config.show_thinking or not isinstance(response, str):
+        if self._config.show_thinking or not isinstance(response, str) or isinstance(sample, ListSample):
             return sample
         answer = after_thoughts(response)
         return sample if answer is response else replace(sample, response=answer)

@@ -21,6 +21,7 @@ from ..errors import ConfigurationError, Mistake
 from ..samples import Sample
 from ..sources.image_parts import ShownImages
 from .fence import NONCE_LENGTH
+from .lists import ListTask
 from .sample_texts import SampleTexts, conversation_text
 from .tasks import NONCE, Rubric, Task, plain
 from .templates import Page, Template
@@ -69,6 +70,18 @@ DEFAULT_FOR_RUBRICS = """\
 Check one response to a question against criteria.
 Judge each criterion by itself, and by what the response says, not by what it may have meant. If you are in doubt, it \
 does not meet the criterion. Neither length nor confidence is a merit.
+"""
+
+DEFAULT_FOR_LISTS = """\
+Compare several responses to one question.
+{% if reference %}
+Above all, a response should be correct, which means that it agrees with the reference answer in substance; wording \
+and format do not matter. After that, it should be helpful.
+{% else %}
+Above all, a response should be correct; check its claims and its reasoning. After that, it should be helpful to the \
+person who asked.
+{% endif %}
+Neither length nor confidence is a merit.
 """
 
 _HEADINGS = {
@@ -145,6 +158,7 @@ class Prompt:
         default = (
             DEFAULT_FOR_RUBRICS if config.rubric else DEFAULT_FOR_LABELS if config.labels else DEFAULT_INSTRUCTIONS
         )
+        default = DEFAULT_FOR_LISTS if isinstance(task, ListTask) else default
         instructions = default if config.instructions is None else config.instructions
         system = DEFAULT_SYSTEM if config.system is None else config.system
         max_chars = _TEMPLATE_ROOM + 3 * config.max_prompt_chars + config.max_response_chars
@@ -179,14 +193,22 @@ class Prompt:
             text = values.get(label)
             if text is None or label in page.shown or (label == "question" and "conversation" in page.shown):
                 continue
-            if text or label == "response":
+            if text or (label == "response" and not self._task.responses(sample)):
                 parts.append(f"{heading}\n{page.show(text)}")
+        for number, response in enumerate(self._task.responses(sample), 1):
+            text = page.text(f"response_{number}", response, max_chars=self._config.max_response_chars)
+            parts.append(f"Response {number}:\n{page.show(text)}")
         rules = [_RULES.replace(NONCE, page.ids)]
         if page.rewritten:
             rules.append(_BRACKETS)
         rules.append("" if "criteria" in self._instructions.variables else self._task.told(sample))
         rules.append(self._task.form(self._task.count(sample)).replace(NONCE, page.nonce))
         return "\n\n".join(filter(None, parts)), "\n\n".join(filter(None, rules))
+
+    @property
+    def writes_response(self) -> bool:
+        """Whether the instructions themselves write the response."""
+        return "response" in self._instructions.variables
 
     def system(self, sample: Sample, shown: SampleTexts, nonce: str) -> str:
         """Return the system message; "" for none."""

@@ -81,6 +81,10 @@ class Task(ABC):
         """The criteria of a data set, which are untrusted and stand in a fence; "" for none."""
         return ""
 
+    def responses(self, sample: Sample) -> Sequence[str]:
+        """The responses of a sample that stands for several; empty for one that has its own."""
+        return ()
+
     def identity_of(self, sample: Sample) -> Sequence[Any]:
         """What `identity` lacks, because it differs between samples."""
         return ()
@@ -94,7 +98,7 @@ class Task(ABC):
     def _form(self, count: int) -> str:
         written = {"id": f'"{NONCE}"', "rationale": f'"{RATIONALE_FORM}"'}
         written |= {name: form for name, (form, _) in self.fields(count).items()}
-        return _FORM.format(form=_braces(written))
+        return _FORM.format(form=braces(written))
 
     def schema(self, count: int) -> dict[str, Any]:
         """The JSON schema of the answer."""
@@ -105,7 +109,7 @@ class Task(ABC):
     def _schema(self, count: int) -> dict[str, Any]:
         # The rationale comes before the rest: servers keep this order, and models judge better after giving a reason.
         properties: dict[str, Any] = {"id": {"type": "string"}, "rationale": {"type": "string"}}
-        return _closed(properties | {name: schema for name, (_, schema) in self.fields(count).items()})
+        return closed(properties | {name: schema for name, (_, schema) in self.fields(count).items()})
 
     @abstractmethod
     def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
@@ -129,8 +133,8 @@ class ScoreTask(Task):
         schema = {"type": "number", "minimum": low, "maximum": high}
         self._fields: dict[str, tuple[str, Mapping[str, Any]]] = {}
         if criteria:
-            written = _braces(dict.fromkeys(criteria, number))
-            self._fields["components"] = (written, _closed({name: dict(schema) for name in criteria}))
+            written = braces(dict.fromkeys(criteria, number))
+            self._fields["components"] = (written, closed({name: dict(schema) for name in criteria}))
         self._fields["score"] = (number, schema)
 
     @property
@@ -320,10 +324,10 @@ class RubricTask(Task):
         names = [str(number) for number in range(1, count + 1)]
         form, schema = "<true or false>", {"type": "boolean"}
         if self._rubric.evidence == "quote":
-            form = _braces({"quote": '"<words of the response, empty if not met>"', "met": form})
-            schema = _closed({"quote": {"type": "string"}, "met": schema})
-        written = _braces(dict.fromkeys(names, form))
-        return {"criteria": (written, _closed({name: dict(schema) for name in names}))}
+            form = braces({"quote": '"<words of the response, empty if not met>"', "met": form})
+            schema = closed({"quote": {"type": "string"}, "met": schema})
+        written = braces(dict.fromkeys(names, form))
+        return {"criteria": (written, closed({name: dict(schema) for name in names}))}
 
     def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
         items, values = self.items(sample), answer.get("criteria")
@@ -383,11 +387,11 @@ def _is_quoted(quote: Any, response: str) -> bool:
     return quote in shown
 
 
-def _braces(written: Mapping[str, str]) -> str:
+def braces(written: Mapping[str, str]) -> str:
     return "{" + ", ".join(f'"{name}": {form}' for name, form in written.items()) + "}"
 
 
-def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+def closed(properties: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,

@@ -200,12 +200,12 @@ class Page:
         if shown != text._text:
             self.texts.append(shown)
         self.rewritten = self.rewritten or shown != capped
-        return fence(text._label, shown, self.nonce if text._label == "response" else self.shared)
+        return fence(text._label, shown, self.nonce if _is_response(text._label) else self.shared)
 
     @property
     def ids(self) -> str:
         """The nonces of the fences that were written, in words."""
-        if self.shown <= {"response"} or self.shared == self.nonce:
+        if self.shared == self.nonce or all(map(_is_response, self.shown)):
             return self.nonce
         return f"{self.shared} or {self.nonce}"
 
@@ -355,6 +355,10 @@ def _write(value: Any) -> Any:
 
 def _message(error: Exception) -> str:
     return str(error)[:500] or type(error).__name__
+
+
+def _is_response(label: str) -> bool:
+    return label == "response" or label.startswith("response_")
 
 
 def _as_label(text: str) -> str:

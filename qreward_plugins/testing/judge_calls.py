@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ Answer = float | Mapping[str, object] | str
 scoring request) as it is."""
 
 OTHER_MODEL = "somebody-else"
+_RATIONALE = "scored by the judge server"
 
 
 def count_tokens(text: str) -> int:
@@ -190,6 +191,27 @@ def _words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.lower()))
 
 
+def listed(call: JudgeCall) -> Sequence[JudgeCall]:
+    """The calls that would ask about each response of a list by itself; empty for a call about one response."""
+    scores = _below(call.schema, "properties", "scores", "properties")
+    found = []
+    for number in scores if isinstance(scores, Mapping) else ():
+        each = replace(call)
+        blocks = {**call.blocks, "response": call.blocks.get(f"response_{number}", "")}
+        # In the place of the cached property.
+        each.__dict__["_fences"] = (call.nonce, blocks)
+        found.append(each)
+    return found
+
+
+def together(answers: Sequence[Answer]) -> Answer:
+    """The answer about a list, from those about its responses. One that is no number is the answer about all."""
+    for answer in answers:
+        if not isinstance(answer, (int, float)):
+            return answer
+    return {"scores": {str(number): answer for number, answer in enumerate(answers, 1)}, "rationale": _RATIONALE}
+
+
 def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
     """The verdict for a scorer's answer, its id first, or the text that is sent unchanged.
 
@@ -206,7 +228,7 @@ def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
         return verdict | dict(answer)
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         components = {"components": dict.fromkeys(call.criteria, answer)} if call.criteria else {}
-        return verdict | _asked_for(call, answer) | {"rationale": "scored by the judge server", **components}
+        return verdict | _asked_for(call, answer) | {"rationale": _RATIONALE, **components}
     raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
 
 

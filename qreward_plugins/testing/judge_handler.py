@@ -18,7 +18,7 @@ from aiohttp import web
 
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
 from .faulty_replies import FaultInput, Written, play, sent_status
-from .judge_calls import Answer, Content, JudgeCall, Refused, duration
+from .judge_calls import Answer, Content, JudgeCall, Refused, duration, listed, together
 from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import RewardCall
@@ -263,14 +263,18 @@ class JudgeHandler:
         try:
             answers = []
             for item in items:
-                answer = self._score(item)
-                answers.append(await answer if inspect.isawaitable(answer) else answer)
+                said = [await self._scored(each) for each in listed(item) or (item,)]
+                answers.append(together(said) if listed(item) else said[0])
             return route.content(call, answers, fault)
         except PlayFault:
             raise
         except Exception as error:
             self._tally.scorer_failed(error)
             raise ScorerFailed from error
+
+    async def _scored(self, call: JudgeCall) -> Answer:
+        answer = self._score(call)
+        return await answer if inspect.isawaitable(answer) else answer
 
     def _charge(self, account: Account, call: JudgeCall, content: Content, arrived_s: float) -> None:
         """Charge the completion's tokens, or give everything back and raise `Throttle`."""

@@ -142,9 +142,9 @@ class JudgeServer:
     For a scoring request `score` gets a `ScoreCall`, a `JudgeCall` with the same blocks, and the reply is the number,
     the mapping or the str itself. Each text of a request to a reward model is a `ScoreCall`, too: its `response` is the
     rendered conversation, or the response if the server gets prompt and response as two texts; a number is its logit, a
-    mapping has a logit for each label. A scorer that raises `PlayFault` plays a fault for the whole request. Async
-    scorers run on the server's loop; sync ones block it, so they must not wait. Another exception of the scorer becomes
-    an HTTP 500 and is in the report.
+    mapping has a logit for each label. Where a judge lists several responses, `score` is asked about each of them. A
+    scorer that raises `PlayFault` plays a fault for the whole request. Async scorers run on the server's loop; sync
+    ones block it, so they must not wait. Another exception of the scorer becomes an HTTP 500 and is in the report.
 
     `with` and `async with` start and stop it. All methods are thread-safe. It can be restarted after `stop()`, on the
     same port and with its counts: clients see a server that was down for a while. With `port=0` (the

@@ -1,0 +1,150 @@
+"""Defines `RankJudge`: a language model compares the responses of a group, and their places are the rewards.
+
+A group-based estimator only uses how the samples of a prompt differ, and a judge that sees them side by side tells them
+apart better than one that gives each a number by itself. A group that is decided costs no call: one response alone, or
+several that are equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ..config.judge_models import JudgeConfig
+from ..config.nodes import JudgeName, no_bool
+from ..errors import ConfigurationError, Mistake
+from ..samples import Failed, Sample, Verdict
+from .base import Ask, GroupJudge, Judge, JudgeFailed, Opening
+from .lists import ListSample, lists_of, merged, shares_of_ranks
+from .llm import LLMJudge
+from .parts import asked, check_own_names, combined, component_names, part_failed
+
+SIBLINGS = "siblings"
+"""The component with the number of samples that were compared; 1 for one without siblings."""
+
+
+class RankJudge(GroupJudge):
+    """Compares the responses of a group.
+
+    Siblings that fail, or that go to another judge, are not compared. A call that fails costs the samples of its list
+    their rewards; nobody is last because he is missing.
+    """
+
+    class Config(JudgeConfig):
+        """A language model compares the responses of a group, several in one call. Rewards are their places. A sample
+        without siblings, such as one of a validation, is judged by itself."""
+
+        judge: JudgeName
+        """The judge of kind `llm` that compares; its instructions, sources and ranges apply. It gives a score, no
+        labels, rubric or criteria."""
+
+        list_size: Annotated[int, Field(ge=2, le=32), BeforeValidator(no_bool)] = 8
+        """Most responses in one call. A larger group takes several calls, whose lists share some of the responses; with
+        2, each response is compared with the same one. Default: 8."""
+
+        rewards: Literal["places", "scores"] = "places"
+        """`places` (default): evenly spaced over the judge's reward range, the best at its high end; equal scores share
+        a place. `scores`: what the judge gave."""
+
+    @classmethod
+    def open(cls, name: str, config: Any, opening: Opening) -> RankJudge:
+        return cls(name, config, opening.judge(config.judge))
+
+    @classmethod
+    def summary(cls, config: Any) -> str:
+        return f"{config.rewards} of a group, compared by {config.judge}"
+
+    def __init__(self, name: str, config: Config, judge: Judge) -> None:
+        super().__init__(name)
+        if not isinstance(judge, LLMJudge):
+            problem = f"judge {judge.name} is not of kind llm, so it cannot compare responses."
+            raise ConfigurationError([Mistake(f"judges.{name}.judge", problem, "Name a judge of kind llm.")])
+        check_own_names(name, (judge.name,), (SIBLINGS,))
+        self._config = config
+        self._judge = judge
+        self._lists = judge.for_lists()
+
+    @property
+    def parts(self) -> tuple[Judge, ...]:
+        return (self._judge,)
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        return self._judge.reward_range
+
+    def component_names(self) -> tuple[str, ...]:
+        return component_names(self.parts, (SIBLINGS,))
+
+    async def judge_group(self, samples: Sequence[Sample], ask: Ask) -> Sequence[Verdict | Failed]:
+        if len(samples) == 1:
+            return [await self._alone(samples[0], ask)]
+        results: dict[int, Verdict | Failed] = {}
+        responses: dict[str, list[int]] = {}
+        for place, sample in enumerate(samples):
+            try:
+                verdict = self._judge.screened(sample)
+            except JudgeFailed as error:
+                results[place] = part_failed(self.name, self._judge.name, error.failed).failed
+                continue
+            if verdict is None:
+                responses.setdefault(self._judge.shown(sample), []).append(place)
+            else:
+                results[place] = self._whole(verdict, verdict.score, 0)
+        # Sorted, so that the same responses make the same lists, in whatever order they came.
+        texts = sorted(responses)
+        places = [responses[text] for text in texts]
+        count = sum(map(len, places))
+        for index, told in (await self._compared(samples[places[0][0]], texts, places, ask) if texts else {}).items():
+            for place in places[index]:
+                results[place] = told if isinstance(told, Failed) else self._whole(told, told.score, count)
+        return [results[place] for place in range(len(samples))]
+
+    async def _alone(self, sample: Sample, ask: Ask) -> Verdict:
+        verdict = await asked(self.name, self._judge, sample, ask)
+        return self._whole(verdict, verdict.score, 1)
+
+    async def _compared(
+        self, sample: Sample, texts: Sequence[str], places: Sequence[Sequence[int]], ask: Ask
+    ) -> Mapping[int, Verdict | Failed]:
+        """What comes of each response, by its index."""
+        assert self._judge.reward_range is not None
+        low, high = self._judge.reward_range
+        if len(texts) == 1:
+            return {0: Verdict((low + high) / 2, judge=self._judge.name)}
+        lists = lists_of(texts, self._config.list_size, seed=self.name)
+        said = await asyncio.gather(*(self._asked(sample, [texts[index] for index in each], ask) for each in lists))
+        found: dict[int, Verdict | Failed] = {}
+        scored: list[tuple[list[int], Verdict]] = []
+        numbers: list[list[float]] = []
+        for shown, verdict in zip(lists, said, strict=True):
+            if isinstance(verdict, Verdict) and verdict.raw is not None:
+                scored.append((shown, verdict))
+                numbers.append([verdict.raw.components[str(n)] for n in range(1, len(shown) + 1)])
+            else:
+                found |= dict.fromkeys(shown, verdict)
+        if not scored:
+            return found
+        scores = merged([shown for shown, _ in scored], numbers)
+        shares = shares_of_ranks(scores, {index: len(places[index]) for index in scores})
+        for shown, verdict in scored:
+            for number, index in enumerate(shown, 1):
+                if self._config.rewards == "places":
+                    reward = low + shares[index] * (high - low)
+                else:
+                    reward = self._judge.reward_of(scores[index])
+                rationale = f"(response {number} of {len(shown)}) {verdict.rationale}" if verdict.rationale else ""
+                found[index] = replace(verdict, score=reward, rationale=rationale, components={}, raw=None)
+        return found
+
+    async def _asked(self, sample: Sample, texts: Sequence[str], ask: Ask) -> Verdict | Failed:
+        try:
+            return await self._lists.judge(ListSample.of(sample, texts), ask)
+        except JudgeFailed as error:
+            return part_failed(self.name, self._judge.name, error.failed).failed
+
+    def _whole(self, verdict: Verdict, score: float, siblings: int) -> Verdict:
+        return combined(self.name, {self._judge.name: verdict}, score, own={SIBLINGS: float(siblings)})

@@ -24,12 +24,15 @@ from qreward_plugins.adapters import (
     is_image_part,
     load_layers,
     number_of,
+    refuse_comparing,
     without_colocated,
 )
 
 from .barrier import means, settle
 
 _NO_PHASES = "ROLL does not tell its environments when it trains, so the judge would not sleep."
+
+_NO_GROUPS = "ROLL spreads the trajectories of a group over processes."
 
 _numbers = itertools.count()
 
@@ -154,6 +157,7 @@ class QRewardTrajectoryMixin:
 
 def _settings_of(tree: Any, tag: Any) -> Config:
     settings = load_layers(tree, origin=f"custom_envs.{tag}.qreward")
+    refuse_comparing(settings, _NO_GROUPS, remedy="Route samples to a judge that scores them one by one.")
     return without_colocated(settings, _NO_PHASES, remedy="Give the judge devices of its own, and remove the key.")
 
 

@@ -22,11 +22,11 @@ from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.import_utils import safe_import_class
 
 from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
-from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
+from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, without_colocated
 
 from .rewards import DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
-from .settings import domain_of, load_settings, phases_problem
+from .settings import domain_of, groups_problem, load_settings, phases_problem
 
 _log = logging.getLogger("roll_adapter")
 
@@ -62,6 +62,8 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         )
         if problem := phases_problem(pipeline_config):
             settings = without_colocated(settings, problem, remedy=_INSTEAD)
+        if compares_siblings(settings) and (mistake := groups_problem(pipeline_config, self.worker_config)):
+            raise ConfigurationError([mistake], origin=f"rewards.{self._domain}")
         self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
         try:
             self.engine = RewardEngine(settings, processes=processes_of(rewards))

@@ -104,7 +104,7 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
     if judged and (kept or not over):
         await adapter.phases.begin()
-        work = _submit(adapter, judged)
+        work = _submit(adapter, judged, getattr(args, "n_samples_per_prompt", None))
         try:
             if not over and await finished(args, work):
                 outcomes = _outcomes(work)
@@ -129,10 +129,15 @@ def _forget(key: int, _: object) -> None:
     _late.pop(key, None)
 
 
-def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE]) -> Future[Any]:
-    """Submit samples to the engine: several as one batch, or a single one."""
+def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE], size: int | None) -> Future[Any]:
+    """Submit samples to the engine: several as one batch, or a single one. Where siblings are compared, a single one
+    waits for those that make a group of `size` with it.
+    """
     if len(samples) == 1:
-        return adapter.portal.submit(to_sample(samples[0]))
+        sample = to_sample(samples[0])
+        if adapter.gathering is not None and size and sample.group_id is not None and sample.split != "val":
+            return adapter.gathering.add(sample, size)
+        return adapter.portal.submit(sample)
     return adapter.portal.submit_all([to_sample(sample) for sample in samples])
 
 

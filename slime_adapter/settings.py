@@ -18,9 +18,11 @@ from qreward_plugins import Config, ConfigurationError, GroupGate, Mistake, proc
 from qreward_plugins.adapters import (
     ENVIRONMENT,
     VALUE,
+    Gathering,
     RunningMeans,
     Trained,
     close_process_portals,
+    compares_siblings,
     did_you_mean,
     judge_kind_of,
     load_layers,
@@ -47,6 +49,8 @@ class Adapter:
         self.last_failure = ""
         """The detail of the last failure."""
         self.means = RunningMeans()
+        self.gathering = Gathering(self.portal) if compares_siblings(config) else None
+        """Where the samples of a group meet; None if no judge compares them."""
         self._warned = False
         self._training = self.portal.training_log()
 

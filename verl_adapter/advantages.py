@@ -19,8 +19,9 @@ from qreward_plugins import Config, JudgeUnavailable
 from qreward_plugins.adapters import Trained, TrainingLog
 
 from .metrics import RewardLog
-from .queue import extra_info
+from .queue import extra_info, put_rewards
 from .rewards import CAUSE, MISSING, PREFIX, SAMPLE
+from .siblings import PENDING, Told, collected
 
 NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})
 """Estimators that do not compare the samples of a prompt (trainer/ppo/core_algos.py)."""
@@ -53,6 +54,16 @@ class Advantages:
             columns = data.non_tensor_batch
             names = [name for name in columns if name.startswith(PREFIX) or name == "acc"]
             infos = [{name: columns[name][row] for name in names} for row in range(len(data))]
+
+            def ends(found: Mapping[int, Told]) -> Mapping[int, int]:
+                mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[-1] :]
+                return {row: int(mask[row].sum()) - 1 for row in found}
+
+            found = self._compared(data, infos, ends)
+            for row, info in found.items():
+                infos[row] = {name: info.get(name) for name in names}
+            for name in names if found else ():
+                columns[name] = np.array([info[name] for info in infos])
             rows = list(map(str, range(len(data))))
 
             def among(part: Any, _: Sequence[int]) -> Any:
@@ -74,6 +85,13 @@ class Advantages:
 
             sessions = [key.rsplit("_", 1)[0] for key in batch_keys]
             infos = extra_info(batch_keys, "train")
+
+            def ends(found: Mapping[int, Told]) -> Mapping[int, int]:
+                lengths = put_rewards({batch_keys[row]: told for row, told in found.items()}, "train")
+                return {row: lengths[batch_keys[row]] - 1 for row in found}
+
+            for row, info in self._compared(data, infos, ends).items():
+                infos[row] = info
             return self._computed(among, data, infos, sessions, _estimator(args, kwargs))
 
         return computed
@@ -122,6 +140,28 @@ class Advantages:
         if self._training is not None:
             self._training.add(list(_trained(data, infos, uids, sessions, out)))
         return data
+
+    def _compared(
+        self,
+        data: Any,
+        infos: Sequence[Mapping[str, Any]],
+        ends: Callable[[Mapping[int, Told]], Mapping[int, int]],
+    ) -> Mapping[int, Mapping[str, Any]]:
+        """Write the rewards of rows that were compared with their siblings into the batch, at the last tokens of their
+        responses, which `ends` finds. Return their extra info by row.
+        """
+        pending = [row for row, info in enumerate(infos) if info.get(CAUSE) == PENDING.label]
+        if not pending:
+            return {}
+        told = collected([infos[row][SAMPLE] for row in pending], deadline_s=self._settings.engine.deadline_s)
+        found = {row: told[infos[row][SAMPLE]] for row in pending if infos[row][SAMPLE] in told}
+        last = ends(found) if found else {}
+        for name in ("token_level_scores", "token_level_rewards"):
+            # They may be one tensor.
+            data.batch[name] = data.batch[name].clone()
+            for row, each in found.items():
+                data.batch[name][row, last[row]] += each["reward_score"]
+        return {row: each["reward_extra_info"] for row, each in found.items()}
 
     def _left_out(
         self, infos: Sequence[Mapping[str, Any]], uids: Sequence[str], sessions: Sequence[str], estimator: str

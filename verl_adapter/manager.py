@@ -20,14 +20,15 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from qreward_plugins import Cause, Failed, Outcome, RewardEngine, Sample
-from qreward_plugins.adapters import RunningMeans, number_of, without_colocated
+from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, without_colocated
 
 from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .rewards import ExtraInfo, KeysRead
 from .rollouts import is_padding, is_validation, response_ids, to_sample, unreadable
 from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
-from .startup import check_columns, refuse_failures, warn_of_ignored_settings
+from .siblings import PENDING, HandOver
+from .startup import check_columns, refuse_comparisons, refuse_failures, warn_of_ignored_settings
 from .trainers import trainer_of
 
 _NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch, and verl drops its score")
@@ -59,6 +60,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         warn_of_ignored_settings(config, trainer)
         settings = with_reward_model(load_settings(config), reward_router_address)
         refuse_failures(settings, config, trainer)
+        refuse_comparisons(settings, config, trainer)
         if trainer is None or not trainer.tells_phases:
             settings = without_colocated(settings, phases.UNKNOWN, remedy=phases.REMEDY)
         self._lacks_columns = trainer is not None and trainer.name == "v1" and is_scored_at_once(config)
@@ -70,7 +72,10 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             kwargs={} if reward_router_address is None else router,
             processes=processes_of(config),
         )
-        self.engine = RewardEngine(settings, processes=processes_of(config), sources=sources)
+        # The actor that compares siblings has an engine, too.
+        processes = processes_of(config) + compares_siblings(settings)
+        self.engine = RewardEngine(settings, processes=processes, sources=sources)
+        self._siblings = HandOver(type(self), config, reward_router_address)
         self._means = RunningMeans()
         self._extra_info = ExtraInfo(
             self.engine, reads=KeysRead.of(config, settings), secrets=reward_secrets(config, compute_score)
@@ -91,8 +96,11 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         if is_padding(item):
             info = self._extra_info.of(_NOT_JUDGED, reward=None if is_validation(item) else 0.0)
             return {"reward_score": 0.0, "reward_extra_info": info}
-        sample, outcome = await self._scored(item)
-        number = number_of(outcome, self.engine.config.on_failure)
+        return self.told(*await self._scored(item))
+
+    def told(self, sample: Sample, outcome: Outcome) -> dict[str, Any]:
+        """What verl is told of a sample: what `run_single` returns."""
+        number = 0.0 if outcome is PENDING else number_of(outcome, self.engine.config.on_failure)
         step = (sample.split, sample.step)
         if outcome.reward is not None:
             self._means.add(step, outcome.reward)
@@ -115,6 +123,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
     async def aclose(self) -> None:
         """Close the engine and its threads. verl never does; tests and other callers should."""
         await self.engine.aclose()
+        self._siblings.close()
         self._decoder.shutdown()
 
     async def _scored(self, item: Any) -> tuple[Sample, Outcome]:
@@ -123,6 +132,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         except Exception as error:
             # In most of verl's trainers an exception would end the run.
             return unreadable(item, error)
+        if self.engine.compares(sample):
+            return sample, await self._siblings.add(sample)
         return sample, self._extra_info.checked(await self.engine.score(sample))
 
     def _sample(self, item: Any) -> Sample:

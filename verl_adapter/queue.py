@@ -15,11 +15,32 @@ from .rewards import MISSING
 
 _FIELD = "extra_fields"
 _INFO = "reward_extra_info"
+_SCORES = "rm_scores"
 
 
 def extra_info(keys: Sequence[str], partition_id: str) -> list[Mapping[str, Any]]:
     """The extra info of these rows; empty for one that an agent loop has rewarded itself."""
     return [fields.get(_INFO) or {} for fields in _extra_fields(keys, partition_id)]
+
+
+def put_rewards(rows: Mapping[str, Mapping[str, Any]], partition_id: str) -> Mapping[str, int]:
+    """Write what `run_single` would have returned for rows, by their keys: rewards at the last tokens of responses,
+    from where the trainer's metrics read them, and extra info. Return the lengths of the responses in tokens.
+    """
+    keys = list(rows)
+    column = _queue().kv_batch_get(keys=keys, partition_id=partition_id, select_fields=[_SCORES])[_SCORES]
+    # All other tokens have zeros.
+    scores: Any = [row * 0.0 for row in column]
+    lengths = {key: len(row) for key, row in zip(keys, scores, strict=True)}
+    for key, row in zip(keys, scores, strict=True):
+        row[-1] = rows[key]["reward_score"]
+    if getattr(column, "is_nested", False):
+        import torch
+
+        scores = torch.nested.as_nested_tensor(scores, layout=torch.jagged)
+    _queue().kv_batch_put(keys=keys, partition_id=partition_id, fields=_table({_SCORES: scores}))
+    _put_infos(keys, partition_id, [row["reward_extra_info"] for row in rows.values()])
+    return lengths
 
 
 def with_extra_info(score: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,12 +51,7 @@ def with_extra_info(score: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(score)
     def scored(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         batch = score(self, batch, *args, **kwargs)
-        infos = self.reward_loop_manager.qreward_infos
-        column = np.empty(len(infos), dtype=object)
-        fields = _extra_fields(batch.keys, batch.partition_id)
-        column[:] = [{**each, _INFO: info} for each, info in zip(fields, infos, strict=True)]
-        table = importlib.import_module("verl.utils.tensordict_utils").get_tensordict({_FIELD: column})
-        _queue().kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=table)
+        _put_infos(batch.keys, batch.partition_id, self.reward_loop_manager.qreward_infos)
         return batch
 
     return scored
@@ -83,10 +99,20 @@ def _shared(values: Sequence[float]) -> float | None:
     return values[0] if len(values) > 1 and math.isfinite(values[0]) and len(set(values)) == 1 else None
 
 
+def _put_infos(keys: Sequence[str], partition_id: str, infos: Sequence[Mapping[str, Any]]) -> None:
+    column = np.empty(len(infos), dtype=object)
+    column[:] = [{**each, _INFO: info} for each, info in zip(_extra_fields(keys, partition_id), infos, strict=True)]
+    _queue().kv_batch_put(keys=keys, partition_id=partition_id, fields=_table({_FIELD: column}))
+
+
 def _extra_fields(keys: Sequence[str], partition_id: str) -> list[Mapping[str, Any]]:
     column = _queue().kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=[_FIELD])[_FIELD]
     rows = column.tolist() if hasattr(column, "tolist") else list(column)
     return [getattr(row, "data", row) or {} for row in rows]
+
+
+def _table(columns: Mapping[str, Any]) -> Any:
+    return importlib.import_module("verl.utils.tensordict_utils").get_tensordict(dict(columns))
 
 
 def _queue() -> Any:

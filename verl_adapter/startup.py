@@ -15,7 +15,14 @@ from difflib import get_close_matches
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins import Config, ConfigurationError, Mistake
-from qreward_plugins.adapters import LOGITS, judge_kind_of, judges_in_charge, parts_of
+from qreward_plugins.adapters import (
+    LOGITS,
+    colocated_sources,
+    judge_kind_of,
+    judges_in_charge,
+    parts_of,
+    refuse_comparing,
+)
 
 from .advantages import KEEPS_OUT
 from .metrics import warn_once
@@ -55,6 +62,8 @@ _NOT_PASSED = (
 _PASSES = "Set reward.reward_model.enable_resource_pool=True, or trainer.use_v1=False; with either, verl passes them."
 
 
+_COMPARED = "Route samples to a judge that scores them one by one, or change that."
+
 _NO_HOOKS = (
     "what keeps failed samples out of training is not in place. It is in the trainers of verl.trainer.main_ppo (V1 and "
     "legacy), one_step_off and fully_async of verl 0.9, and this program is none of them, or an unknown version."
@@ -90,6 +99,24 @@ def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | Non
     raise ConfigurationError(
         [Mistake("on_failure", f"`{policy}` is impossible here: {problem}", remedy)], origin="qreward"
     )
+
+
+def refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
+    """Raise `ConfigurationError` if a judge compares siblings (kind `rank`), and this run cannot."""
+    estimator = estimator_of(config)
+    problem = ""
+    if trainer is None:
+        problem = _NO_HOOKS.replace("keeps failed samples out of training", "collects the rewards of a group")
+    elif is_scored_at_once(config):
+        problem = "reward model and rollout share the GPUs, and verl then does not tell training from validation."
+    elif estimator in ("gdpo", "remax"):
+        problem = f"`{estimator}` needs rewards before the siblings of a sample are there."
+    elif trainer.name == "v1" and OmegaConf.select(config, "algorithm.filter_groups.enable"):
+        problem = "algorithm.filter_groups needs rewards before the siblings of a sample are there."
+    elif colocated_sources(settings):
+        problem = "a judge that sleeps while verl trains cannot be asked by another process than the reward workers."
+    if problem:
+        refuse_comparing(settings, problem, remedy=_COMPARED)
 
 
 def check_columns(config: Config, functions: Collection[str], columns: Collection[str]) -> None:

@@ -33,7 +33,7 @@ from .advantages import Advantages
 from .metrics import RewardLog
 from .queue import noting_infos, of_scored_rows, with_extra_info
 from .settings import estimator_of, load_settings
-from .startup import refuse_failures, refuse_impossible
+from .startup import refuse_comparisons, refuse_failures, refuse_impossible
 from .trainers import LEGACY_MODULE, V1_MODULE, Name, Trainer, calling_trainer, with_trainer
 
 _log = logging.getLogger("verl_adapter")
@@ -171,6 +171,7 @@ def _checked_trainer(config: Any) -> Trainer | None:
             without_colocated(settings, problem, remedy=phases.REMEDY)
         trainer = Trainer(name, tells_phases=colocated)
     refuse_failures(settings, config, trainer)
+    refuse_comparisons(settings, config, trainer)
     return trainer
 
 

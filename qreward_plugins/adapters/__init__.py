@@ -3,12 +3,14 @@
 - Settings: `load_layers` reads the configuration from the framework's own tree, with a file below it; `ENVIRONMENT` is
   the variable that may name the file. `with_framework` fills in addresses that only the framework has, and `adapted`
   keeps them on a reload. `without_colocated` refuses `colocated_sources`, where the phases of a training are not known.
-  `judges_in_charge`, `parts_of`, `sources_of`, `judge_kind_of` and `source_kind_of` find what a configuration uses.
-  `did_you_mean` suggests a name for a misspelt one.
+  `judges_in_charge`, `parts_of`, `sources_of`, `judge_kind_of` and `source_kind_of` find what a configuration uses;
+  `compares_siblings` says whether a judge needs a whole group, and `refuse_comparing` refuses one. `did_you_mean`
+  suggests a name for a misspelt one.
 - Rollouts: `messages_of` and `attach` make messages of prompts and images. `read_or_unreadable` and those like it read
   foreign values; what raises is an `Unreadable`, which fails its own sample only.
 - Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
-  mean of its siblings. `fits_float32`: whether a trainer can hold a number. `shared_actor` is an actor of the Ray job.
+  mean of its siblings. `Gathering` scores samples that come one by one as groups. `fits_float32`: whether a trainer can
+  hold a number. `shared_actor` is an actor of the Ray job.
 - Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes metrics of these.
   `TrainingLog` records what the trainer made of rewards (`Trained`) in the journal.
 - Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
@@ -23,6 +25,7 @@ from ..config.load import ENVIRONMENT
 from ..config.origin import adapted
 from ..engine.process_portals import close_process_portals
 from ..journal import Trained, TrainingLog
+from ..judges import compares_siblings, refuse_comparing
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, Facts, flat_rate, summary
 from ..samples import fits_float32
@@ -33,7 +36,7 @@ from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of
 from ..system.ray_actors import get_or_start as shared_actor
 from ..system.ray_actors import ray_is_up
-from .groups import RunningMeans, mean_of, number_of
+from .groups import Gathering, RunningMeans, mean_of, number_of
 
 __all__ = [
     "ENVIRONMENT",
@@ -43,6 +46,7 @@ __all__ = [
     "Constant",
     "Facts",
     "FunctionSource",
+    "Gathering",
     "Groups",
     "Image",
     "Redactor",
@@ -54,6 +58,7 @@ __all__ = [
     "attach",
     "close_process_portals",
     "colocated_sources",
+    "compares_siblings",
     "described_error",
     "did_you_mean",
     "environment_secrets",
@@ -71,6 +76,7 @@ __all__ = [
     "parts_of",
     "ray_is_up",
     "read_or_unreadable",
+    "refuse_comparing",
     "secrets_in",
     "shared_actor",
     "source_kind_of",

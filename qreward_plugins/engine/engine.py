@@ -234,6 +234,11 @@ class RewardEngine:
         """The judges that ask sources themselves, by name."""
         return self._lifetime.router.leaves
 
+    def compares(self, sample: Sample) -> bool:
+        """Whether a sample goes to a judge that compares it with its siblings, so that these should be in its batch."""
+        judge = None if sample.split == "val" else self._lifetime.router.judge_of(sample)
+        return judge is not None and judge.compares
+
     @property
     def upstreams(self) -> Mapping[str, Upstream]:
         """The sources by name, with their quotas and learned estimates."""

@@ -114,7 +114,8 @@ class Scoring:
             Calling(self, sample, member, future, judge).start(due_at)
         else:
             siblings = None
-            if groups is not None and sample.group_id is not None and judge.compares:
+            # The rewards of validations are compared with each other, so they must not depend on siblings.
+            if groups is not None and sample.group_id is not None and sample.split != "val" and judge.compares:
                 siblings = groups.setdefault(sample.group_id, Siblings())
             judging = Judging(self, sample, member, future, judge, due_at, siblings)
             self._judging[judging] = None

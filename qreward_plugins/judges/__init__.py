@@ -14,7 +14,7 @@ from .llm import LLMJudge
 from .panels import PanelJudge
 from .ranks import RankJudge
 from .reward_model import RewardModelJudge
-from .router import JudgeRouter, kind_of, open_judge
+from .router import JudgeRouter, compares_siblings, kind_of, open_judge, refuse_comparing
 from .screens import ScreenJudge
 from .sums import SumJudge
 
@@ -43,7 +43,9 @@ __all__ = [
     "ScreenJudge",
     "SourceName",
     "SumJudge",
+    "compares_siblings",
     "kind_of",
     "open_judge",
+    "refuse_comparing",
     "together",
 ]

@@ -35,8 +35,8 @@ class RankJudge(GroupJudge):
     """
 
     class Config(JudgeConfig):
-        """A language model compares the responses of a group, several in one call. Rewards are their places. A sample
-        without siblings, such as one of a validation, is judged by itself."""
+        """A language model compares the responses of a group, several in one call. Rewards are their places. Samples of
+        a validation, and those without siblings, are judged by themselves."""
 
         judge: JudgeName
         """The judge of kind `llm` that compares; its instructions, sources and ranges apply. It gives a score, no

@@ -6,19 +6,37 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..config import Config, Route, judges_in_charge, own_sources, priority_of, routes_of
+from ..config import Config, Route, judges_in_charge, own_sources, parts_of, priority_of, routes_of
 from ..config.judge_models import JudgeConfig
 from ..config.registry import judges, kind_or_mistake
 from ..errors import ConfigurationError, Mistake
 from ..samples import Sample
 from ..secrets import described_error
-from .base import Judge, Opening
+from .base import GroupJudge, Judge, Opening
 from .leaf import Leaf
 
 
 def kind_of(config: JudgeConfig) -> type[Judge]:
     """Return the kind of judge that `config` is for. Raises ConfigurationError if it cannot be loaded."""
     return kind_or_mistake(judges, config.kind)
+
+
+def compares_siblings(config: Config) -> bool:
+    """Whether some samples go to a judge that compares those of a group."""
+    return bool(_comparing(config))
+
+
+def refuse_comparing(config: Config, why: str, *, remedy: str) -> None:
+    """Raise `ConfigurationError` if some samples go to a judge that compares siblings. `why` is the reason, as a
+    sentence.
+    """
+    if names := _comparing(config):
+        raise ConfigurationError([Mistake(f"judges.{names[0]}", f"siblings cannot be compared: {why}", remedy)])
+
+
+def _comparing(config: Config) -> list[str]:
+    asked = {part for judge in judges_in_charge(config) for part in (judge, *parts_of(config, judge))}
+    return [name for name in config.judges if name in asked and issubclass(kind_of(config.judges[name]), GroupJudge)]
 
 
 def open_judge(name: str, config: JudgeConfig, opening: Opening) -> Judge:

@@ -373,3 +373,60 @@ def test_rows_that_fill_up_a_batch_are_not_recorded_as_trained(tmp_path, monkeyp
     ((*samples,),) = added
     assert len(samples) == len({each.sample_id for each in samples}) > 0
     assert not any(each.group_id.startswith("pad") for each in samples)
+
+
+RANKED = [
+    "+qreward.judges.reward.kind=rank",
+    "+qreward.judges.reward.judge=quality",
+    "+qreward.engine.seed=3",
+]
+
+
+@BOTH
+def test_a_group_is_compared_although_its_samples_come_one_by_one(trainer):
+    """Every fourth comparison fails, which costs its group the step. A validation is judged one by one."""
+    with (
+        JudgeServer(faults=Faults(script=one_in_four)) as server,
+        play(server, trainer, *RANKED, val_rows=ROWS) as fake,
+    ):
+        step = fake.step()
+        compared = server.report().requests
+        validation = fake.validate()
+        assert server.report().requests == compared + validation.metrics["qreward/val/samples"]
+    groups = {}
+    for row, uid in enumerate(step.uids):
+        groups.setdefault(uid, []).append(row)
+    assert compared == len(groups)
+    failed = {uid for uid, rows in groups.items() if step.extra_info[rows[0]]["qreward/missing"]}
+    assert 0 < len(failed) < len(groups)
+    for uid, rows in groups.items():
+        infos = [step.extra_info[row] for row in rows]
+        scores = np.array([step.scores[row] for row in rows])
+        if uid in failed:
+            assert all(info["qreward/cause"].startswith("infra/") for info in infos)
+            expected = np.zeros(len(rows))
+        else:
+            assert {info["qreward/score/siblings"] for info in infos} == {len(rows)}
+            assert scores.mean() == pytest.approx(0.5)
+            expected = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)
+        assert [step.advantages[row] for row in rows] == pytest.approx(expected, abs=1e-5)
+    assert step.metrics["qreward/samples"] == 16
+    assert step.metrics["critic/score/mean"] == pytest.approx(np.mean(step.scores))
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("algorithm.adv_estimator=remax", "`remax` needs rewards before the siblings"),
+        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups needs rewards before"),
+    ],
+)
+def test_what_needs_rewards_before_the_siblings_are_there_is_refused(override, problem):
+    legacy = "trainer.use_v1=" + ("False" if "remax" in override else "True")
+    with (
+        JudgeServer() as server,
+        pytest.raises(ConfigurationError, match=problem) as refused,
+        play(server, legacy, *RANKED, f"++{override}"),
+    ):
+        pass
+    assert "judges.reward" in str(refused.value)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
+from qreward_plugins.testing import FakeVerlTrainer, JudgeServer, VerlOutput
 from qreward_plugins.testing.generation import WordTokenizer
 
 from .agreement import note
@@ -39,6 +39,19 @@ judges:
   compute_score: {kind: function, sources: [compute_score]}
 engine: {max_attempts: 1, seed: 0}
 """
+
+RANKED = """
+sources:
+  compute_score: {{kind: function, function: "verl_adapter:compute_score", mode: thread}}
+  hosted: {{kind: openai, base_url: "{judge}", model: judge}}
+judges:
+  right: {{kind: function, sources: compute_score}}
+  quality: {{kind: llm, sources: hosted, reward_range: [0.5, 1]}}
+  ranked: {{kind: rank, judge: quality}}
+  reward: {{kind: gate, when: right, at_least: 0.5, then: ranked}}
+engine: {{max_attempts: 1, seed: 0}}
+"""
+"""Of the right answers, those that a judge prefers. `judge`: the URL of a judge server."""
 
 _SHARED = (
     "data.shuffle=False",
@@ -70,6 +83,7 @@ class Scenario:
     script: str = "failing"
     experimental: str | None = None
     steps: int = 2
+    configuration: str = FUNCTION
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,7 @@ class Players:
     """Plays scenarios, each once."""
 
     folder: Path
+    judge: JudgeServer
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
 
     def play(self, player: str, scenario: Scenario) -> Outcome:
@@ -138,16 +153,17 @@ class Players:
 
         return AutoTokenizer.from_pretrained(self._assets.assets.tokenizer)
 
-    def _configuration(self, folder: Path) -> Path:
+    def _configuration(self, scenario: Scenario, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "qreward.yaml"
-        path.write_text(FUNCTION)
+        text = scenario.configuration
+        path.write_text(text if text == FUNCTION else text.format(judge=self.judge.base_url))
         return path
 
     def _verl(self, scenario: Scenario) -> tuple[list[dict], dict[int, dict], str]:
         out = self.folder / "verl" / scenario.name
         record = out / "rows.jsonl"
-        configuration = self._configuration(out)
+        configuration = self._configuration(scenario, out)
         record.unlink(missing_ok=True)
         algorithm = scenario.experimental or "grpo"
         error = ""
@@ -187,7 +203,7 @@ class Players:
         return rows, metrics, error
 
     def _fake(self, scenario: Scenario) -> tuple[list[dict], dict[int, dict], str]:
-        configuration = self._configuration(self.folder / "fake" / scenario.name)
+        configuration = self._configuration(scenario, self.folder / "fake" / scenario.name)
         several = LEGACY not in scenario.overrides and scenario.experimental is None
 
         def respond(draft, rng):

@@ -12,7 +12,7 @@ import os
 import numpy as np
 import pytest
 
-from .players import COLUMNS, LEGACY, Scenario
+from .players import COLUMNS, LEGACY, RANKED, Scenario
 
 NEEDS_VERL = [
     pytest.mark.trainer,
@@ -42,7 +42,10 @@ NO_MANAGER = Scenario(
     script="sound",
 )
 
-COMPARED = [FUNCTION_V1, FUNCTION_LEGACY, NAIVE_V1, ONE_STEP_OFF]
+RANKED_V1 = Scenario("ranked-v1", (), configuration=RANKED)
+RANKED_LEGACY = Scenario("ranked-legacy", (LEGACY,), configuration=RANKED)
+
+COMPARED = [FUNCTION_V1, FUNCTION_LEGACY, NAIVE_V1, ONE_STEP_OFF, RANKED_V1, RANKED_LEGACY]
 
 MEASURED = ("qreward/latency_s", "qreward/blame_s", "qreward/waited", "qreward/val/latency_s")
 """Extra info and metrics that are times."""
@@ -139,6 +142,30 @@ def test_the_advantage_of_a_failed_sample_is_zero(players, player, scenario):
     for row in outcome.rows:
         missing = row["info"]["qreward/missing"] == 1.0
         assert (set(row["advantages"]) == {0.0}) == missing
+
+
+@PLAYERS
+@pytest.mark.parametrize("scenario", [RANKED_V1, RANKED_LEGACY], ids=lambda scenario: scenario.name)
+def test_the_places_of_a_group_become_advantages(players, player, scenario):
+    """A group has a failed sample, a wrong one, and two right ones, of which the judge prefers the second."""
+    outcome = players.play(player, scenario)
+    assert outcome.error == ""
+    groups: dict[tuple, list] = {}
+    for row in outcome.rows:
+        groups.setdefault((row["step"], row["uid"]), []).append(row)
+    assert len(groups) == 4 * scenario.steps
+    for rows in groups.values():
+        scored = [row for row in rows if not row["info"]["qreward/missing"]]
+        rewards = np.array([sum(row["token_level_rewards"]) for row in scored])
+        assert set(rewards) == {0.0, 0.5, 1.0}
+        advantages = (rewards - rewards[rewards >= 0].mean()) / (np.std(sorted(set(rewards)), ddof=1) + 1e-6)
+        for row, advantage in zip(scored, advantages, strict=True):
+            trained = [value for value, mask in zip(row["advantages"], row["response_mask"], strict=True) if mask]
+            assert trained == pytest.approx([advantage] * len(trained), abs=1e-6)
+        for row in rows:
+            assert row["info"]["qreward/missing"] == 0.0 or set(row["advantages"]) == {0.0}
+    assert outcome.metrics[1]["qreward/failed_rate"] == 0.25
+    assert outcome.metrics[0]["qreward/val/failed_rate"] == 0.5
 
 
 @PLAYERS

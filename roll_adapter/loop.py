@@ -21,7 +21,7 @@ from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRoll
 from qreward_plugins import GroupGate
 from qreward_plugins.adapters import Groups, flat_rate, mean_of
 
-from .rewards import DETAIL, FAILED, GROUPS
+from .rewards import ALL_AT_ONCE, DETAIL, FAILED, GROUPS
 
 _REWARDS = ("response_level_rewards", "scores")
 
@@ -34,6 +34,8 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._gates: dict[str, GroupGate] = {}
+        self._comparing: set[str] = set()
+        """The domains whose judge compares the responses of a prompt, as far as known."""
 
     async def process_new_prompt(self, context: Any) -> Any:
         """Generate and score one prompt, as ROLL's own loop does (scheduler/user_defined_rollout_loop.py).
@@ -42,7 +44,7 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         sample gets the tag `<tag>/qreward_failed`, so that `val_correct/<tag>/mean` covers only scored samples. Raises
         `JudgeUnavailable` after `groups.give_up_after` dropped groups in a row, which ends the training.
         """
-        recording = _RecordingContext(context)
+        recording = _RecordingContext(context, self._comparing)
         count = context.meta_info["generation_config"]["num_return_sequences"]
         data, domain = context.get_request_data(meta_info=context.meta_info)
         requests = expand_requests(
@@ -51,9 +53,7 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
             is_num_return_sequences_expand=context.is_num_return_sequences_expand,
         )
         async with context.do_generate_and_reward(max_concurrency=count):
-            groups = await asyncio.gather(
-                *[self._generate_and_reward(context=recording, req=request, domain=domain) for request in requests]
-            )
+            groups = await asyncio.gather(*[self._rewarded(recording, request, domain) for request in requests])
         if any(group is None for group in groups):
             return None
         responses = [response for group in groups for response in group]
@@ -69,6 +69,13 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         _make_neutral(responses, causes)
         return responses if query_filter(responses, context.pipeline_config) else None
 
+    async def _rewarded(self, recording: _RecordingContext, request: Any, domain: str) -> Any:
+        recording.begin()
+        try:
+            return await self._generate_and_reward(context=recording, req=request, domain=domain)
+        finally:
+            recording.end()
+
     def _gate_of(self, domain: str, groups: Groups) -> GroupGate:
         gate = self._gates.get(domain)
         if gate is None:
@@ -77,10 +84,19 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
 
 
 class _RecordingContext:
-    """Wraps ROLL's `RolloutContext` and records the causes of failed samples, by rollout id."""
+    """Wraps ROLL's `RolloutContext` of a prompt and records the causes of failed samples, by rollout id.
 
-    def __init__(self, context: Any) -> None:
+    In the domains of `comparing`, whose workers need all responses of a prompt at once, calls for single ones wait for
+    each other (`is_num_return_sequences_expand`). A response that is not asked about any more, because it was filtered
+    or aborted, is not waited for.
+    """
+
+    def __init__(self, context: Any, comparing: set[str]) -> None:
         self._context = context
+        self._comparing = comparing
+        self._running = 0
+        self._waiting: list[tuple[Any, str, asyncio.Future[Any]]] = []
+        self._asking: asyncio.Task[None] | None = None
         self._causes: dict[str, str] = {}
         self.detail = ""
         """The detail of one failure, from its reward worker."""
@@ -92,8 +108,28 @@ class _RecordingContext:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
+    def begin(self) -> None:
+        """Note that a request is under way."""
+        self._running += 1
+
+    def end(self) -> None:
+        """Note that a request has ended."""
+        self._running -= 1
+        self._look()
+
     async def compute_rewards(self, req: Any, domain: str) -> Any:
-        rewards = await self._context.compute_rewards(req=req, domain=domain)
+        rewards = None
+        if domain not in self._comparing:
+            rewards = await self._context.compute_rewards(req=req, domain=domain)
+            if rewards.meta_info.pop(ALL_AT_ONCE, False):
+                self._comparing.add(domain)
+        if domain in self._comparing and len(req) == 1 and not self.is_val:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append((req, domain, future))
+            self._look()
+            rewards = await future
+        elif rewards is None:
+            rewards = await self._context.compute_rewards(req=req, domain=domain)
         if (groups := rewards.meta_info.pop(GROUPS, None)) is not None:
             self.groups = Groups(**groups)
         self.detail = rewards.meta_info.pop(DETAIL, "") or self.detail
@@ -103,6 +139,32 @@ class _RecordingContext:
         # The context has set the rollout ids of `req` for the call.
         self._causes.update(zip(map(str, req.non_tensor_batch["rollout_id"]), causes, strict=True))
         return rewards
+
+    def _look(self) -> None:
+        """Ask about all responses at once, if each request that is under way waits for that."""
+        self._waiting = [each for each in self._waiting if not each[2].cancelled()]
+        if self._waiting and len(self._waiting) >= self._running:
+            waiting, self._waiting = self._waiting, []
+            self._asking = asyncio.get_running_loop().create_task(self._ask(waiting))
+
+    async def _ask(self, waiting: Sequence[tuple[Any, str, asyncio.Future[Any]]]) -> None:
+        requests, futures = [req for req, _, _ in waiting], [future for _, _, future in waiting]
+        try:
+            whole = type(requests[0]).concat(requests)
+            rewards = await self._context.compute_rewards(req=whole, domain=waiting[0][1])
+            causes = rewards.meta_info.get(FAILED)
+            for row, (request, future) in enumerate(zip(requests, futures, strict=True)):
+                request.non_tensor_batch["rollout_id"] = whole.non_tensor_batch["rollout_id"][[row]]
+                part = rewards[[row]]
+                part.meta_info = {**rewards.meta_info, FAILED: None if causes is None else [causes[row]]}
+                if not future.done():
+                    future.set_result(part)
+        except BaseException as error:
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
 
     def cause_of(self, response: Any) -> str:
         """Why a response has no reward; empty if it has one."""

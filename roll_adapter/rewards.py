@@ -23,6 +23,9 @@ FAILED = "qreward_failed"
 DETAIL = "qreward_detail"
 """The key of `meta_info` that holds the detail of one failure; empty if no sample failed."""
 
+ALL_AT_ONCE = "qreward_all_at_once"
+"""The key of `meta_info` that asks the rollout loop to call again, with all responses of the prompt."""
+
 GROUPS = "qreward_groups"
 """The key of `meta_info` that holds the domain's `groups`, for the rollout loop in another process."""
 

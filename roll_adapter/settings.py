@@ -111,16 +111,15 @@ def phases_problem(pipeline_config: Any) -> str:
     return ""
 
 
-def groups_problem(pipeline_config: Any, worker_config: Any) -> Mistake | None:
+def groups_problem(pipeline_config: Any, worker_config: Any, loop_key: str, loop: str) -> Mistake | None:
     """Why no worker gets a whole group, so that siblings cannot be compared (kind `rank`); None if one does."""
     if getattr(pipeline_config, "generate_opt_level", 1) == 0:
         if int(getattr(worker_config, "world_size", None) or 1) > 1:
             problem = "several workers share a batch, and with it its groups, so siblings cannot be compared."
             return Mistake("world_size", problem, "Set it to 1; one worker scores a whole batch at once.")
-    elif getattr(pipeline_config, "is_num_return_sequences_expand", False):
-        problem = "ROLL asks for the rewards of a group one by one, so siblings cannot be compared."
-        remedy = "Set it to false, and async_generation_ratio to 0, with which ROLL sets it to true."
-        return Mistake("is_num_return_sequences_expand", problem, remedy)
+    elif getattr(pipeline_config, loop_key, None) != loop:
+        problem = "ROLL's own loop asks for the rewards of a group one by one, so siblings cannot be compared."
+        return Mistake(loop_key, problem, f"Set it to {loop}.")
     return None
 
 

@@ -21,10 +21,10 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.import_utils import safe_import_class
 
-from qreward_plugins import ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
+from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
 from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, without_colocated
 
-from .rewards import DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
+from .rewards import ALL_AT_ONCE, DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
 from .settings import domain_of, groups_problem, load_settings, phases_problem
 
@@ -33,6 +33,7 @@ _log = logging.getLogger("roll_adapter")
 LOOP_KEY = "user_defined_rollout_loop_cls"
 LOOP = "roll_adapter.QRewardRolloutLoop"
 
+_NOT_YET = Failed(Cause.INFRA, "pending", "its siblings are needed, too")
 _NO_PHASES = "this pipeline of ROLL does not load and offload its reward workers, so the judge would not sleep."
 _INSTEAD = "Give the judge devices of its own, and remove the key."
 
@@ -62,9 +63,10 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         )
         if problem := phases_problem(pipeline_config):
             settings = without_colocated(settings, problem, remedy=_INSTEAD)
-        if compares_siblings(settings) and (mistake := groups_problem(pipeline_config, self.worker_config)):
-            raise ConfigurationError([mistake], origin=f"rewards.{self._domain}")
         self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
+        self._compares = compares_siblings(settings)
+        if self._compares and (mistake := groups_problem(pipeline_config, self.worker_config, LOOP_KEY, LOOP)):
+            raise ConfigurationError([mistake], origin=f"rewards.{self._domain}")
         try:
             self.engine = RewardEngine(settings, processes=processes_of(rewards))
         except ConfigurationError as error:
@@ -86,6 +88,9 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             raise ConfigurationError(
                 [Mistake(f"sources.{name}.colocated", _NO_PHASES, _INSTEAD) for name in self.engine.colocated]
             )
+        if self._compares and len(data) == 1 and is_streamed(data) and not is_validation(data):
+            zeros = tensors(data.batch["responses"].shape[-1], [0.0], [_NOT_YET], right_or_wrong=False)
+            return DataProto.from_dict(tensors=zeros, meta_info={"metrics": {}, ALL_AT_ONCE: True})
         scoring = asyncio.ensure_future(self._score(data))
         self._scoring.add(scoring)
         scoring.add_done_callback(self._scoring.discard)

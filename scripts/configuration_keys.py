@@ -52,6 +52,7 @@ UNITS = {
     "label": "",
     "max_attempts": "attempts",
     "max_connections": "requests",
+    "list_size": "responses",
     "max_count": "images",
     "max_side": "pixels",
     "max_size": "calls",

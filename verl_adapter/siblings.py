@@ -107,6 +107,11 @@ class GroupsActor:
         """What became of these samples."""
         return {} if self._groups is None else await asyncio.to_thread(self._groups.collect, ids)
 
+    async def aclose(self) -> None:
+        """Close the engine. Ray never does; stand-ins do."""
+        if self._groups is not None:
+            await asyncio.to_thread(self._groups.close)
+
 
 class HandOver:
     """Hands the samples of a reward worker to the groups of its run."""

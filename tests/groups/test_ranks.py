@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.testing import FakeRollTrainer, JudgeServer, roll_stand_in
 
 from ..kit import FRAMEWORKS, play
 
@@ -28,3 +28,38 @@ def test_the_places_in_a_group_become_advantages(framework: str) -> None:
     assert step.rewards == pytest.approx(rewards)
     assert step.advantages == pytest.approx((rewards - 0.5) / (rewards.std(ddof=1) + 1e-6), abs=1e-5)
     assert not step.poisoned
+
+
+def test_roll_asks_for_a_group_one_by_one() -> None:
+    responses = ["worth 1", "worth 9", "worth 3", "worth 4"]
+    with JudgeServer(lambda call: float(call.blocks["response"].split()[-1])) as server:
+        worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree_of(server)]}
+        with (
+            roll_stand_in(over_installed=True),
+            FakeRollTrainer(
+                {"judged": worker},
+                respond=lambda draft, rng: responses[draft.number],
+                adv_estimator="grpo",
+                rollout_batch_size=2,
+                num_return_sequences_in_group=4,
+                is_num_return_sequences_expand=True,
+                user_defined_rollout_loop_cls="roll_adapter.QRewardRolloutLoop",
+                timeout_s=30.0,
+            ) as trainer,
+        ):
+            step = trainer.step()
+        assert server.report().requests == 2
+    assert sorted(step.raw_rewards) == pytest.approx([0, 0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1, 1])
+    assert step.metrics["judged/qreward/samples_sum"] == pytest.approx(8)
+    assert step.metrics["judged/qreward/score/siblings_mean"] == pytest.approx(4)
+    assert not step.poisoned
+
+
+def test_roll_refuses_to_compare_in_its_own_loop() -> None:
+    with JudgeServer() as server, roll_stand_in(over_installed=True):
+        worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree_of(server)]}
+        with (
+            pytest.raises(Exception, match=r"siblings cannot be compared\. Set it to roll_adapter.QRewardRolloutLoop"),
+            FakeRollTrainer({"judged": worker}, adv_estimator="grpo", timeout_s=30.0) as trainer,
+        ):
+            trainer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from qreward_plugins import ConfigurationError, JudgeUnavailable
 from qreward_plugins.journal import TrainingLog
 from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency, VerlOutput
+
+from ..kit import threads_left
 
 GRPO = "algorithm.adv_estimator=grpo"
 BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
@@ -430,3 +433,10 @@ def test_what_needs_rewards_before_the_siblings_are_there_is_refused(override, p
     ):
         pass
     assert "judges.reward" in str(refused.value)
+
+
+def test_comparing_leaves_no_engine_behind():
+    before = set(threading.enumerate())
+    with JudgeServer() as server, play(server, *RANKED) as fake:
+        fake.step()
+    assert threads_left(before) == []

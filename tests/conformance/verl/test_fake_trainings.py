@@ -57,6 +57,7 @@ OF_STAND_INS = ("critic/score/", "critic/rewards/")
 def told(info):
     """What the manager said of a row. In V1 it has a key with NaN once its process has seen it with a value."""
     values = {name: value.item() if hasattr(value, "item") else value for name, value in info.items()}
+    values.pop("qreward/sample", None)  # has the uid
     return {name: value for name, value in values.items() if not same(value, math.nan)}
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 

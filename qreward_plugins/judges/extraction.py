@@ -37,7 +37,7 @@ class AnswerPattern(Node):
     def _compiles(cls, pattern: str) -> str:
         if find_spec("regex") is None:
             raise ValueError('a pattern needs the package regex: pip install "qreward-plugins[math]"')
-        import regex
+        import regex  # type: ignore[import-untyped]
 
         try:
             regex.compile(pattern)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from ..config.judge_models import Interval, JudgeImages
-from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool
+from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool, takes
 from ..errors import ConfigurationError, InputError, InvalidReply, Mistake
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Call
@@ -78,9 +78,9 @@ class LLMJudge(Leaf):
         show: Show = Show()
         """What the judge sees of a sample. Default: all but the thoughts with which a response begins."""
 
-        read: Read = Read()
-        """The form in which the judge answers: a mapping, or its `form` alone. Default: `json`. The other forms are
-        weaker (see "Judges with a form of their own" in "Write my rubric")."""
+        read: Annotated[Read, takes("`json`, `tagged`, `boxed`, `logprobs`, or a mapping with `form`")] = Read()
+        """The form in which the judge answers; a mapping has its details. The other forms protect less from a response
+        with a verdict in it than JSON does. Default: `json`."""
 
         images: JudgeImages = JudgeImages()
         """Which images the judge sees, and what is sent of them."""
@@ -161,7 +161,8 @@ class LLMJudge(Leaf):
         response: object = sample.response
         if not isinstance(response, str):
             return None
-        self._task.count(sample)
+        if isinstance(self._task, ReferenceTask):
+            self._task.count(sample)
         sample = self._view.of(sample)
         if is_blank(sample.response) and not (self._images.sends and sample.response_images):
             return self.instead(Failed(Cause.POLICY, "empty", self._view.emptiness(response), judge=self.name))

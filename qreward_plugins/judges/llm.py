@@ -170,6 +170,9 @@ class LLMJudge(Leaf):
             return None
         return self._too_long(sample)
 
+    def stating(self, answer: str) -> str:
+        return self._view.stated(answer)
+
     def _too_long(self, sample: Sample) -> Verdict | None:
         """Return the floor of a sample that is too long; None if it is not. Raises `JudgeFailed` if no floor applies.
 

@@ -16,7 +16,7 @@ from ..config.nodes import Node
 from ..errors import InputError
 from ..samples import Message, Sample
 from .control_tokens import is_blank
-from .extraction import AnswerPattern, AnswerPlace, Extract, extracted
+from .extraction import AnswerPattern, AnswerPlace, Extract, extracted, stated
 from .sample_texts import checked_turns
 from .thinking import after_thoughts
 
@@ -98,6 +98,10 @@ class View:
         if hidden:
             self._say("prompts", hidden, len(sample.messages), "turns")
         return replace(sample, messages=turns[-1:])
+
+    def stated(self, answer: str) -> str:
+        """Return a response of which the judge sees this answer, as far as one can be made."""
+        return answer if self._extract is None else stated(answer, self._extract)
 
     def emptiness(self, response: str) -> str:
         """Why the judge sees nothing of a response."""

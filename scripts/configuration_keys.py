@@ -56,6 +56,7 @@ UNITS = {
     "max_count": "images",
     "max_side": "pixels",
     "max_size": "calls",
+    "min_mass": "probability",
     "min_scored": "samples",
     "otherwise": "reward",
     "overload_requests": "requests",

@@ -18,8 +18,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from ..judges.extraction import extracted
 from . import comparisons, forms
-from .comparisons import choice, exact, extracted, number, regex
+from .comparisons import choice, exact, number, regex
 from .forms import length, repetition, tags
 
 __all__ = ["choice", "exact", "extracted", "length", "number", "regex", "repetition", "tags"]

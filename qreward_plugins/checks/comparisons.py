@@ -1,4 +1,4 @@
-"""Finds the answer in a response, after the thoughts of the policy, and compares it with the ground truth."""
+"""Compares the answer in a response with the ground truth."""
 
 from __future__ import annotations
 
@@ -6,58 +6,15 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from ..judges.extraction import Extract, extracted
 from ..judges.thinking import after_thoughts
-
-Extract = str | Mapping[str, str]
-
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_MARKED = re.compile(r"^\s*####\s*(.+?)\s*$", re.MULTILINE)
-
-WAYS = ("all", "boxed", "last_line", "tag", "marked")
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?(?:\s*/\s*\d[\d,]*)?")
 _MOST_CHARS = 400
-
-
-def extracted(response: str, extract: Extract = "all") -> str:
-    """Return the answer in a response; "" if there is none.
-
-    `extract`: `all` (the whole response), `boxed` (the content of the last `\\boxed{...}`), `last_line`, `tag` (of the
-    last `<answer>...</answer>`), `marked` (the last line that begins with `####`, as in GSM8K), or `{regex: PATTERN}`:
-    the first group of the last match, or the whole match. Raises ValueError for another word.
-    """
-    text = after_thoughts(response)
-    if isinstance(extract, Mapping):
-        if set(extract) != {"regex"}:
-            raise ValueError(f"extract has the keys {', '.join(map(str, extract))}; the one that it may have is regex")
-        matches = list(re.finditer(extract["regex"], text))
-        return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else ""
-    if extract == "all":
-        return text.strip()
-    if extract == "boxed":
-        return _last_box(text)
-    if extract == "last_line":
-        return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-    if extract in ("tag", "marked"):
-        found = (_TAG if extract == "tag" else _MARKED).findall(text)
-        return str(found[-1]).strip() if found else ""
-    raise ValueError(f"extract must be {', '.join(WAYS)} or a mapping with regex, not {extract!r}")
-
-
-def _last_box(text: str) -> str:
-    """The content of the last box whose braces close."""
-    for match in reversed(list(_BOX.finditer(text))):
-        depth = 1
-        for place in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0) if text[place - 1] != "\\" else 0
-            if depth == 0:
-                return text[match.end() : place].strip()
-    return ""
 
 
 def exact(

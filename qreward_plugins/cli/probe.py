@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,11 +70,16 @@ async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = Non
     """
     return await asyncio.gather(
         *(
-            _ask(engine, judge, engine.upstreams[name], (samples or {}).get(judge.name, SAMPLE))
+            _ask(engine, judge, engine.upstreams[name], (samples or {}).get(judge.name) or built_in(judge))
             for judge in engine.judges.values()
             for name in judge.sources
         )
     )
+
+
+def built_in(judge: Leaf) -> Sample:
+    """The sample for a judge for which the user has none."""
+    return replace(SAMPLE, response=judge.stating(SAMPLE.response))
 
 
 def with_route_to_each(config: Config) -> Config:
@@ -91,8 +97,8 @@ async def probe_whole(engine: RewardEngine, samples: Mapping[str, Sample], faile
         for name in engine.config.judges
         if name not in engine.judges and failed.isdisjoint(parts_of(engine.config, name))
     ]
-    built_in = {name: replace(SAMPLE, data_source=_data_source(name)) for name in names}
-    return await asyncio.gather(*(_score(engine, name, samples.get(name, built_in[name])) for name in names))
+    own = {name: replace(SAMPLE, data_source=_data_source(name)) for name in names}
+    return await asyncio.gather(*(_score(engine, name, samples.get(name, own[name])) for name in names))
 
 
 async def _score(engine: RewardEngine, name: str, sample: Sample) -> Probe:
@@ -171,7 +177,8 @@ async def _ask(engine: RewardEngine, judge: Leaf, upstream: Upstream, sample: Sa
     raw: list[RawScore | None] = []
 
     async def reward(sample: Sample) -> float:
-        said, answer = await _judged_by(engine, judge, upstream, sample)
+        stated = replace(sample, response=judge.stating(sample.response))
+        said, answer = await _judged_by(engine, judge, upstream, stated)
         if isinstance(answer, Unanswered):
             # A sample of the trial may lack what the judge's instructions need.
             raise _Failed("" if answer.reason == "input" else _why(answer))
@@ -193,7 +200,14 @@ async def _ask(engine: RewardEngine, judge: Leaf, upstream: Upstream, sample: Sa
 async def _judged_by(
     engine: RewardEngine, judge: Leaf, upstream: Upstream, sample: Sample
 ) -> tuple[Verdict | str, Answer[Any] | Unanswered]:
-    """Return the verdict of a source on a sample, or why its reply is none; and its answer."""
+    """Return the verdict of a source on a sample, or why its reply is none; and its answer. A sample that the judge
+    scores without a call has no answer (`input`).
+    """
+    with suppress(JudgeFailed):  # the same happens to the request, which says why
+        floor = judge.screened(sample)
+        if floor is not None:
+            why = "" if floor.failure is None else floor.failure.detail
+            return "", Unanswered("input", why or "the judge asks no source about this sample")
 
     def read(request: Request, reply: Reply) -> tuple[Reply, Verdict | str]:
         try:

@@ -19,7 +19,7 @@ from ..secrets import one_line
 from ..sources.base import Request, Source
 from .console import OK, OUT, say
 from .engines import open_engine
-from .probe import SAMPLE, samples_for
+from .probe import built_in, samples_for
 
 _LINE_CHARS = 200_000
 
@@ -34,7 +34,7 @@ async def show_prompts(config: Config, path: Path, rollouts: Path | None, row: i
         chosen = _samples(engine, rollouts, row)
         for name, judge in engine.judges.items():
             for source in judge.sources:
-                _show(judge, engine.upstreams[source].source, chosen.get(name, SAMPLE))
+                _show(judge, engine.upstreams[source].source, chosen.get(name) or built_in(judge))
     return OK
 
 

@@ -119,6 +119,7 @@ _OF_OTHER_TOOLS = """
     system: system_prompt
     criteria: dimensions aspects metrics
     score_range: scale range
+    show.response: show_thinking
     correct_at: threshold cutoff
     floor: default_score fallback
     invalid_retries: retries max_retries num_retries

@@ -69,6 +69,12 @@ class Leaf(Judge):
         Raises `InvalidReply` if they are not a valid verdict under it.
         """
 
+    def stating(self, answer: str) -> str:
+        """Return a response that states an answer where the judge looks for it: `qreward check` tries the judge on it.
+        Default: the answer itself.
+        """
+        return answer
+
     @property
     def parameters(self) -> Mapping[str, Any]:
         """The parameters of every request, with the names of the judge's configuration. At the start each source is

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from ..config.judge_models import Interval, JudgeImages
-from ..config.nodes import Flag, Integer, NonNegativeFloat, PositiveInt, no_bool
+from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool, takes
 from ..errors import ConfigurationError, InputError, InvalidReply, Mistake
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Call
-from ..sources.base import Reply, Request
+from ..sources.base import Reply, Request, Source
 from ..sources.kind import TEXT
 from .base import Opening
 from .control_tokens import is_blank
 from .fence import NONCE_LENGTH, draw_nonces, occurs_in
+from .forms import Read, form_of
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
 from .lists import ListSample, ListTask
 from .prompt import Prompt, PromptConfig
 from .sample_texts import SampleTexts
-from .tasks import LabelTask, RubricTask, ScoreTask, Task
+from .tasks import LabelTask, ReferenceTask, RubricTask, ScoreTask, Task
 from .templates import Page
-from .thinking import after_thoughts, in_thoughts
-from .verdicts import ParsedVerdict, Scale, excerpt, parse_verdict, why_no_verdict
+from .thinking import in_thoughts
+from .verdicts import ParsedVerdict, Scale, excerpt, why_no_verdict
+from .views import Show, View
 
 DEFAULT_TOKENS = 512
 """Longest completion of a model that does not think, in tokens."""
@@ -58,25 +59,29 @@ class LLMJudge(Leaf):
 
         response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
         """The structured output that the server is asked for. Use `json_object` or `none` for a server that does not
-        support `json_schema` (the default). The dialect `anthropic` has no `json_object`."""
+        support `json_schema` (the default). The dialect `anthropic` has no `json_object`. Only `read: json` asks for
+        it."""
 
         temperature: NonNegativeFloat = 0.0
         """Sampling temperature. Default: 0. Only the dialects `openai` and `gemini` send it; for a source of another
         dialect, any number but 0 is refused at the start."""
 
         max_tokens: PositiveInt | None = None
-        """Longest completion in tokens, thoughts included. Default: 512, and 8,192 at a source whose model is known to
-        think: every dialect but `openai`, and `openai` if the source's `parameters` turn thinking on
-        (`reasoning_effort`, `chat_template_kwargs: {enable_thinking: true}`). Write a number for other models that
-        think."""
+        """Longest completion in tokens, thoughts included. Default: 4 with `read: logprobs`; otherwise 512, and 8,192
+        at a source whose model is known to think: every dialect but `openai`, and `openai` if the source's `parameters`
+        turn thinking on (`reasoning_effort`, `chat_template_kwargs: {enable_thinking: true}`). Write a number for other
+        models that think."""
 
         seed: Integer | None = None
         """Sampling seed that is sent to the server. Default: none. The dialects `responses` and `anthropic` have none.
         """
 
-        show_thinking: Flag = False
-        """Whether the judge sees the thoughts with which a response begins, such as `<think> ... </think>`. Default:
-        false, and a response whose thoughts do not end counts as empty."""
+        show: Show = Show()
+        """What the judge sees of a sample. Default: all but the thoughts with which a response begins."""
+
+        read: Annotated[Read, takes("`json`, `tagged`, `boxed`, `logprobs`, or a mapping with `form`")] = Read()
+        """The form in which the judge answers; a mapping has its details. The other forms protect less from a response
+        with a verdict in it than JSON does. Default: `json`."""
 
         images: JudgeImages = JudgeImages()
         """Which images the judge sees, and what is sent of them."""
@@ -86,6 +91,11 @@ class LLMJudge(Leaf):
         end, and how many characters are left out; the verdict is marked (`Verdict.cut`, the metric `cut_rate`). `fail`:
         no reward (reason `too_long`). `floor`: the floor score if the response is too long; no reward if only the
         prompt or another text is too long, because the policy did not write it."""
+
+        @field_validator("read", mode="before")
+        @classmethod
+        def _form_alone(cls, read: Any) -> Any:
+            return {"form": read} if isinstance(read, str) else read
 
     asks = TEXT
 
@@ -97,9 +107,8 @@ class LLMJudge(Leaf):
     @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
         task = ListTask(config.score_range) if isinstance(request.sample, ListSample) else task_of(config)
-        answer = task.rehearsed(request.sample, share)
-        verdict = {"id": request.nonce, "rationale": "rehearsed", **answer}
-        return Reply(text=json.dumps(verdict), finish_reason="stop")
+        form = form_of(task, config.read, config.response_format)
+        return form.written(task.rehearsed(request.sample, share), request.nonce)
 
     def __init__(
         self,
@@ -112,21 +121,33 @@ class LLMJudge(Leaf):
         task: Task | None = None,
     ) -> None:
         self._task = task or task_of(config)
-        super().__init__(name, config, sources=sources, fingerprint=fingerprint("llm", *self._task.identity))
+        mistakes = [*number_mistakes(name, config), *_mistakes(name, config)]
+        try:
+            self._form = form_of(self._task, config.read, config.response_format)
+        except ValueError as error:
+            remedy = "Write json, or change what the judge answers."
+            mistakes.append(Mistake(f"judges.{name}.read", f"{error}.", remedy))
+            self._form = form_of(self._task, Read(), config.response_format)
+        identity = fingerprint("llm", *self._task.identity, *self._form.identity)
+        super().__init__(name, config, sources=sources, fingerprint=identity)
         self._config = config
+        self._view = View(name, config.show, config.reference.extract if config.reference else None)
         self._key = key
         self._vision = vision
         # Labels have rewards, and need no scale.
         self._scale = Scale(config.reward_range if config.labels else self._task.range, config.reward_range)
-        self._parameters = _parameters(config)
-        self._max_tokens = config.max_tokens or DEFAULT_TOKENS
-        self._thinking_tokens = 0 if config.max_tokens else DEFAULT_THINKING_TOKENS - DEFAULT_TOKENS
+        self._max_tokens = config.max_tokens or self._form.max_tokens or DEFAULT_TOKENS
+        is_given = config.max_tokens or self._form.max_tokens
+        self._thinking_tokens = 0 if is_given else DEFAULT_THINKING_TOKENS - DEFAULT_TOKENS
+        self._parameters = {"temperature": config.temperature, "max_tokens": self._max_tokens}
+        if config.seed is not None:
+            self._parameters["seed"] = config.seed
         most_tokens = self._max_tokens + self._thinking_tokens
         self._max_reply_chars = max(_MAX_REPLY_CHARS, _REPLY_CHARS_PER_TOKEN * most_tokens)
         self._images = ImageRules(name, config.images, sources=sources, vision=vision)
-        mistakes = [*number_mistakes(name, config), *_mistakes(name, config), *self._images.mistakes()]
+        mistakes += self._images.mistakes()
         try:
-            self._prompt = Prompt(name, config, self._task)
+            self._prompt = Prompt(name, config, self._task, self._form)
         except ConfigurationError as error:
             mistakes.extend(error.mistakes)
         if mistakes:
@@ -137,9 +158,11 @@ class LLMJudge(Leaf):
 
         Raises `ConfigurationError` if it gives labels or several scores, or if its instructions write the response.
         """
-        key = next((key for key in ("labels", "rubric", "criteria") if getattr(self._config, key)), "")
+        config = self._config
+        key = next((key for key in ("labels", "rubric", "reference", "criteria") if getattr(config, key)), "")
+        key = key or ("" if config.read.form == "json" else "read")
         if key:
-            problem = f"judge {self.name} gives no single score, so it cannot compare responses."
+            problem = f"judge {self.name} does not answer with one score in JSON, so it cannot compare responses."
             raise ConfigurationError(
                 [Mistake(f"judges.{self.name}.{key}", problem, "Remove it, or compare by another.")]
             )
@@ -147,12 +170,12 @@ class LLMJudge(Leaf):
             problem = "they write one response, but several are compared."
             remedy = "Leave `response` out; responses are written below the instructions."
             raise ConfigurationError([Mistake(f"judges.{self.name}.instructions", problem, remedy)])
-        task = ListTask(self._config.score_range)
-        return LLMJudge(self.name, self._config, sources=self.sources, key=self._key, vision=self._vision, task=task)
+        task = ListTask(config.score_range)
+        return LLMJudge(self.name, config, sources=self.sources, key=self._key, vision=self._vision, task=task)
 
     def shown(self, sample: Sample) -> str:
         """The response of a sample as the judge sees it."""
-        return self._without_thoughts(sample).response
+        return self._view.of(sample).response
 
     def reward_of(self, score: float) -> float:
         """Map a score to its reward. One outside of the score range counts as its nearer end."""
@@ -160,10 +183,12 @@ class LLMJudge(Leaf):
         return self._scale.reward(min(max(score, low), high))
 
     def call(self, sample: Sample) -> Call[Verdict]:
-        call = self._images.call(super().call(sample), sample)
-        if isinstance(self._task, RubricTask):
-            # A data set with other points gives other scores. What cannot be read fails in `request`.
-            with suppress(InputError):
+        call = super().call(sample)
+        # What cannot be read fails in `request`.
+        with suppress(InputError):
+            call = self._images.call(call, self._view.without_hidden_images(sample))
+            if isinstance(self._task, RubricTask):
+                # A data set with other points gives other scores.
                 call.identity = fingerprint(call.identity, *self._task.identity_of(sample))
         return call
 
@@ -174,22 +199,17 @@ class LLMJudge(Leaf):
         response: object = sample.response
         if not isinstance(response, str) or isinstance(sample, ListSample):
             return None
-        sample = self._without_thoughts(sample)
+        if isinstance(self._task, ReferenceTask):
+            self._task.count(sample)
+        sample = self._view.of(sample)
         if is_blank(sample.response) and not (self._images.sends and sample.response_images):
-            problem = "the response is empty"
-            problem += "" if is_blank(response) else " after its thoughts, or ends in them"
-            return self.instead(Failed(Cause.POLICY, "empty", problem, judge=self.name))
+            return self.instead(Failed(Cause.POLICY, "empty", self._view.emptiness(response), judge=self.name))
         if self._config.on_too_long == "cut":
             return None
         return self._too_long(sample)
 
-    def _without_thoughts(self, sample: Sample) -> Sample:
-        """The sample as the judge sees it."""
-        response: Any = sample.response
-        if self._config.show_thinking or not isinstance(response, str) or isinstance(sample, ListSample):
-            return sample
-        answer = after_thoughts(response)
-        return sample if answer is response else replace(sample, response=answer)
+    def stating(self, answer: str) -> str:
+        return self._view.stated(answer)
 
     def _too_long(self, sample: Sample) -> Verdict | None:
         """Return the floor of a sample that is too long; None if it is not. Raises `JudgeFailed` if no floor applies.
@@ -221,8 +241,8 @@ class LLMJudge(Leaf):
         Raises `InputError` for messages or a ground truth that cannot be written as text, for images that cannot be
         sent, and if a template fails on this sample or its text grows too large.
         """
+        whole, sample = sample, self._view.of(sample)
         images = self._images.of(sample) if self._images.sent(sample) else None
-        whole, sample = sample, self._without_thoughts(sample)
         if images is not None:
             sample = replace(sample, messages=images.messages)
         shown = SampleTexts.of(sample)
@@ -230,7 +250,7 @@ class LLMJudge(Leaf):
         while True:
             # The question, the reference and the data source are shared.
             nonce, shared = draw_nonces(self._key, texts, attempt=attempt, shared=(0, 2, 3))
-            page = Page(nonce, shared=shared)
+            page = Page(nonce, shared=shared, hidden=self._form.hidden)
             texts_shown, rules = self._prompt.write(sample, shown, page)
             # What the template has written beside: columns of `extras`, the conversation, neutralised texts.
             further = [text for text in page.texts if text not in texts]
@@ -245,7 +265,7 @@ class LLMJudge(Leaf):
         return Request(
             sample=whole,
             messages=tuple(messages),
-            parameters={**self._parameters, **self._format(self._task.count(whole))},
+            parameters={**self._parameters, **self._form.parameters(self._task.count(whole))},
             nonce=nonce,
             shared_nonce=shared,
             max_completion_tokens=self._max_tokens,
@@ -254,28 +274,27 @@ class LLMJudge(Leaf):
             thinking_tokens=self._thinking_tokens,
         )
 
-    def _format(self, count: int) -> dict[str, Any]:
-        """The structured output for so many criteria."""
-        if self._config.response_format == "none":
-            return {}
-        if self._config.response_format == "json_object":
-            return {"response_format": {"type": "json_object"}}
-        # Servers compile and cache a grammar for each schema, so a schema with the nonce would cost a compilation for
-        # each call. Our parser checks the nonce.
-        schema = {"name": "verdict", "strict": True, "schema": self._task.schema(count)}
-        return {"response_format": {"type": "json_schema", "json_schema": schema}}
-
     @property
     def parameters(self) -> Mapping[str, Any]:
-        # Sources are asked whether they can send these, whatever the schema is.
-        return {**self._parameters, **self._format(1)}
+        # Sources are asked whether they can send these, whatever the schema is. Who has the one has the other.
+        asked = {**self._parameters, **self._form.parameters(1)}
+        asked.pop("top_logprobs", None)
+        return asked
+
+    def mistakes(self, sources: Mapping[str, Source]) -> Sequence[Mistake]:
+        # The user has written the form, and not the parameter with which it is asked for.
+        path = f"judges.{self.name}"
+        found = super().mistakes(sources)
+        return [replace(each, path=f"{path}.read") if each.path == f"{path}.logprobs" else each for each in found]
 
     @property
     def thinking_tokens(self) -> int:
         return self._thinking_tokens
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
-        """Read the reply. Raises `InvalidReply` unless it has exactly one valid verdict with the request's nonce."""
+        """Read the reply. Raises `InvalidReply` unless it has exactly one valid verdict, in JSON with the request's
+        nonce.
+        """
         try:
             words = self._words(request, reply)
         except InvalidReply as error:
@@ -287,7 +306,7 @@ class LLMJudge(Leaf):
 
     def _words(self, request: Request, reply: Reply) -> ParsedVerdict:
         problem = why_no_verdict(reply.finish_reason)
-        if problem == "cut off":
+        if problem == "cut off" and self._form.max_tokens is None:
             now = f"{self._max_tokens:,}"
             if self._thinking_tokens:
                 now += f" ({self._max_tokens + self._thinking_tokens:,} where the model is known to think)"
@@ -296,10 +315,10 @@ class LLMJudge(Leaf):
                 f"the reply {ended} (finish_reason {excerpt(reply.finish_reason)}); raise "
                 f"judges.{self.name}.max_tokens, now {now}" + (f": {excerpt(reply.text)}" if reply.text else "")
             )
-        if problem:
+        if problem and problem != "cut off":
             raise InvalidReply(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")
-        return parse_verdict(
-            reply.text,
+        return self._form.read(
+            reply,
             nonce=request.nonce,
             read=lambda answer, source: self._task.read(answer, request.sample, source),
             max_chars=self._max_reply_chars,
@@ -333,18 +352,10 @@ class LLMJudge(Leaf):
         )
 
 
-def _parameters(config: LLMJudge.Config) -> dict[str, Any]:
-    parameters: dict[str, Any] = {
-        "temperature": config.temperature,
-        "max_tokens": config.max_tokens or DEFAULT_TOKENS,
-    }
-    if config.seed is not None:
-        parameters["seed"] = config.seed
-    return parameters
-
-
 def task_of(config: LLMJudge.Config) -> Task:
     """What a judge with this configuration answers."""
+    if config.reference is not None:
+        return ReferenceTask()
     if config.labels is not None:
         return LabelTask(config.labels)
     return ScoreTask(config.score_range, config.criteria) if config.rubric is None else RubricTask(config.rubric)
@@ -353,11 +364,17 @@ def task_of(config: LLMJudge.Config) -> Task:
 def _mistakes(name: str, config: LLMJudge.Config) -> list[Mistake]:
     """Find keys that say twice what the judge answers, and labels whose rewards are out of range."""
     found = []
-    given = [key for key in ("labels", "rubric") if getattr(config, key) is not None]
+    given = [key for key in ("labels", "rubric", "reference") if getattr(config, key) is not None]
     beside = [key for key in ("score_range", "criteria") if key in config.model_fields_set and given]
     if len(given) + len(beside) > 1:
         problem = f"{' and '.join([*given, *beside])} exclude each other; each says what the judge answers."
         found.append(Mistake(f"judges.{name}.{given[0]}", problem, "Keep one of them."))
+    if config.reference is not None and {"response", "extract"} & config.show.model_fields_set:
+        problem = "`reference` shows the answer alone, which its own `extract` finds."
+        found.append(Mistake(f"judges.{name}.show", problem, "Leave out `response` and `extract`."))
+    if config.read.form != "json" and "response_format" in config.model_fields_set:
+        problem = f"only `read: json` asks for it, not {config.read.form}."
+        found.append(Mistake(f"judges.{name}.response_format", problem, "Leave it out."))
     low, high = config.reward_range
     if config.labels is not None and len(set(config.labels.values())) < 2:
         problem = "all labels have the same reward, so nothing can be learned from them."

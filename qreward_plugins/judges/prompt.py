@@ -21,9 +21,10 @@ from ..errors import ConfigurationError, Mistake
 from ..samples import Sample
 from ..sources.image_parts import ShownImages
 from .fence import NONCE_LENGTH
+from .forms import AnswerForm
 from .lists import ListTask
 from .sample_texts import SampleTexts, conversation_text
-from .tasks import NONCE, Rubric, Task, plain
+from .tasks import NONCE, Reference, Rubric, Task, plain
 from .templates import Page, Template
 
 INSTRUCTIONS_VARIABLES = (
@@ -64,6 +65,13 @@ Give one response to a question the label that fits it.
 It agrees with the reference answer if it does so in substance; wording and format do not matter.
 {% endif %}
 Neither length nor confidence is a merit.
+"""
+
+DEFAULT_FOR_REFERENCES = """\
+Decide whether the answer to a question is equivalent to the reference answer.
+You see the answer as it was taken out of a response. It is correct if it says the same as the reference answer; \
+notation, units that go without saying and wording do not matter. It is incorrect if it says something else, more \
+than one thing, or only a part. Trust the reference answer; do not solve the question yourself.
 """
 
 DEFAULT_FOR_RUBRICS = """\
@@ -135,6 +143,10 @@ class PromptConfig(AskingConfig):
     rubric: Rubric | None = None
     """Instead of a score, the judge says which criteria the response meets. Default: it gives a score."""
 
+    reference: Reference | None = None
+    """Instead of a score, the judge says whether the answer in the response is equivalent to the ground truth: the high
+    end of the reward range if it is, the low end if not. Default: it gives a score."""
+
     max_prompt_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 131_072
     """Longest prompt shown to the judge, in characters. The reference and each further column that the instructions
     show have the same limit. Default: 131,072, about 32,000 tokens."""
@@ -147,18 +159,16 @@ class PromptConfig(AskingConfig):
 class Prompt:
     """Writes the prompts of the judge `name`. Raises `ConfigurationError` with all mistakes in its templates."""
 
-    def __init__(self, name: str, config: PromptConfig, task: Task) -> None:
+    def __init__(self, name: str, config: PromptConfig, task: Task, form: AnswerForm) -> None:
         self._config = config
         self._task = task
+        self._form = form
         self._constants: dict[str, object] = {
             "criteria": dict(config.criteria),
             "score_min": plain(config.score_range[0]),
             "score_max": plain(config.score_range[1]),
         }
-        default = (
-            DEFAULT_FOR_RUBRICS if config.rubric else DEFAULT_FOR_LABELS if config.labels else DEFAULT_INSTRUCTIONS
-        )
-        default = DEFAULT_FOR_LISTS if isinstance(task, ListTask) else default
+        default = DEFAULT_FOR_LISTS if isinstance(task, ListTask) else _default(config)
         instructions = default if config.instructions is None else config.instructions
         system = DEFAULT_SYSTEM if config.system is None else config.system
         max_chars = _TEMPLATE_ROOM + 3 * config.max_prompt_chars + config.max_response_chars
@@ -202,7 +212,7 @@ class Prompt:
         if page.rewritten:
             rules.append(_BRACKETS)
         rules.append("" if "criteria" in self._instructions.variables else self._task.told(sample))
-        rules.append(self._task.form(self._task.count(sample)).replace(NONCE, page.nonce))
+        rules.append(self._form.told(self._task.count(sample)).replace(NONCE, page.nonce))
         return "\n\n".join(filter(None, parts)), "\n\n".join(filter(None, rules))
 
     @property
@@ -251,6 +261,12 @@ class Prompt:
         sample = Sample([{"role": "user", "content": "q " * 1000}], "r " * 1000, "g " * 1000, "d " * 1000)
         page = Page("0" * NONCE_LENGTH, fences=fences)
         template.try_out(page, self._values(sample, SampleTexts.of(sample), template, page))
+
+
+def _default(config: PromptConfig) -> str:
+    if config.reference:
+        return DEFAULT_FOR_REFERENCES
+    return DEFAULT_FOR_RUBRICS if config.rubric else DEFAULT_FOR_LABELS if config.labels else DEFAULT_INSTRUCTIONS
 
 
 def _text_part(text: str) -> dict[str, Any]:

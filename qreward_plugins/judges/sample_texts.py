@@ -63,7 +63,7 @@ def question_text(messages: Sequence[Message]) -> str:
     """
     if type(messages) in (list, tuple) and len(messages) == 1 and _is_user_text(messages[0]):
         return readable(messages[0]["content"])
-    turns = [message for message in _checked(messages) if message.get("role") not in ("system", "developer")]
+    turns = [message for message in checked_turns(messages) if message.get("role") not in ("system", "developer")]
     return _turn_text(turns[0]) if len(turns) == 1 else conversation_text(messages)
 
 
@@ -82,14 +82,14 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
     Raises `InputError` for messages that cannot be written as text.
     """
-    return "\n\n".join(f"[{_role(message)}]\n{_turn_text(message)}" for message in _checked(messages))
+    return "\n\n".join(f"[{_role(message)}]\n{_turn_text(message)}" for message in checked_turns(messages))
 
 
 def conversation_turns(messages: Sequence[Message]) -> list[Message]:
     """Return the messages of the prompt as pairs of role and text. Raises `InputError` for messages that cannot be
     written as text.
     """
-    return [{"role": _role(message), "content": _turn_text(message)} for message in _checked(messages)]
+    return [{"role": _role(message), "content": _turn_text(message)} for message in checked_turns(messages)]
 
 
 def reference_text(ground_truth: Any) -> str | None:
@@ -104,7 +104,8 @@ def reference_text(ground_truth: Any) -> str | None:
     return _json_text(ground_truth, "ground_truth")
 
 
-def _checked(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+def checked_turns(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+    """Return the messages as mappings with role and content. Raises `InputError` for what is no message."""
     try:
         return plain_messages(messages)
     except InputError as error:

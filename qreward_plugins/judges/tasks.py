@@ -1,4 +1,5 @@
-"""What a language model is asked to answer: a score, a label, or which criteria of a rubric are met.
+"""What a language model is asked to answer: a score, a label, whether an answer equals the reference, or which criteria
+of a rubric are met.
 
 A task writes the form of the answer, its JSON schema and what the judge is told about it, and reads the answer. The
 answer is complete or no answer: a criterion that is missing makes it invalid, and is never counted as not met.
@@ -21,6 +22,8 @@ from ..config.nodes import Node, Number
 from ..errors import InputError, InvalidReply
 from ..samples import RawScore, Sample
 from .control_tokens import neutralise
+from .extraction import AnswerPlace
+from .sample_texts import reference_text
 from .verdicts import RATIONALE_FORM, excerpt, number_in
 
 NONCE = "{nonce}"
@@ -40,6 +43,8 @@ class Task(ABC):
     """What the judge answers. `components` are the names of the numbers that every answer has."""
 
     components: tuple[str, ...] = ()
+    single: str = ""
+    """The only field of the answer, for forms that hold one value; "" if there are several."""
     scales_components: bool = False
     """Whether components are in the range of the score, and are mapped as it is. Otherwise they are 1 or 0."""
 
@@ -125,6 +130,7 @@ class ScoreTask(Task):
         super().__init__()
         self._range = score_range
         self.components = tuple(criteria)
+        self.single = "" if criteria else "score"
         lines = [f"- {name}: {description}" for name, description in criteria.items()]
         self._told = "Beside the total, score these criteria, each in the same range:\n" + "\n".join(lines)
         self._told = self._told if criteria else ""
@@ -168,35 +174,60 @@ class ScoreTask(Task):
 class LabelTask(Task):
     """One of a closed set of labels, each with its reward. The components say which: 1 for the label, 0 for others."""
 
+    single = "label"
+
     def __init__(self, labels: Mapping[str, float]) -> None:
         super().__init__()
-        self._labels = dict(labels)
+        self.labels = dict(labels)
         self.components = tuple(labels)
 
     @property
     def range(self) -> Interval:
-        return min(self._labels.values()), max(self._labels.values())
+        return min(self.labels.values()), max(self.labels.values())
 
     @property
     def identity(self) -> Sequence[Any]:
-        return ["labels", *sorted(self._labels.items())]
+        return ["labels", *sorted(self.labels.items())]
 
     def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
-        names = list(self._labels)
+        names = list(self.labels)
         written = "<one of " + ", ".join(json.dumps(name, ensure_ascii=False) for name in names) + ">"
         return {"label": (written, {"type": "string", "enum": names})}
 
     def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
         label = answer.get("label")
-        if not isinstance(label, str) or label not in self._labels:
-            known = ", ".join(self._labels)
+        if not isinstance(label, str) or label not in self.labels:
+            known = ", ".join(self.labels)
             raise InvalidReply(f"the verdict has none of the labels ({known}): {excerpt(source)}")
-        return RawScore(self._labels[label], {name: float(name == label) for name in self._labels})
+        return RawScore(self.labels[label], {name: float(name == label) for name in self.labels})
 
     def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
         low, high = self.range
         wanted = low + share * (high - low)
-        return {"label": min(self._labels, key=lambda name: abs(self._labels[name] - wanted))}
+        return {"label": min(self.labels, key=lambda name: abs(self.labels[name] - wanted))}
+
+
+class Reference(Node):
+    """Whether the answer in a response is equivalent to the ground truth, as one of the labels `correct` and
+    `incorrect`."""
+
+    extract: AnswerPlace
+    """Where the answer stands in the response, as for the ready-made checks: `boxed`, `last_line`, `tag`
+    (`<answer>...</answer>`), `marked` (a line that begins with `####`), `all`, or a mapping with `regex`. The judge
+    sees nothing else of the response. Without an answer, a response gets the floor, and nothing is sent."""
+
+
+class ReferenceTask(LabelTask):
+    """Whether an answer is equivalent to the ground truth of its sample."""
+
+    def __init__(self) -> None:
+        super().__init__({"correct": 1.0, "incorrect": 0.0})
+
+    def count(self, sample: Sample) -> int:
+        # Judged without it, a response would get a label that says nothing.
+        if not (reference_text(sample.ground_truth) or "").strip():
+            raise InputError("the sample has no ground truth, with which the judge compares its answer")
+        return 0
 
 
 class Criterion(Node):

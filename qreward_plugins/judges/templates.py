@@ -146,15 +146,19 @@ class Page:
     `nonce` fences the response, and `shared` all other texts (default: `nonce`). `shown` holds the labels and `texts`
     the untrusted texts that were written, as they were given and as they are shown. `cut` maps the label of each
     truncated text to its full length in characters. `rewritten` is true if control tokens in any text were neutralised.
-    With `fences` false, a template can test texts of the sample but not write them.
+    With `fences` false, a template can test texts of the sample but not write them. `hidden` maps further words, which
+    are no control tokens, to what is written instead of them.
     """
 
-    __slots__ = ("_steps_left", "cut", "fences", "nonce", "rewritten", "shared", "shown", "texts")
+    __slots__ = ("_steps_left", "cut", "fences", "hidden", "nonce", "rewritten", "shared", "shown", "texts")
 
-    def __init__(self, nonce: str, *, shared: str = "", fences: bool = True) -> None:
+    def __init__(
+        self, nonce: str, *, shared: str = "", fences: bool = True, hidden: Mapping[str, str] | None = None
+    ) -> None:
         self.nonce = nonce
         self.shared = shared or nonce
         self.fences = fences
+        self.hidden = hidden or {}
         self.shown: set[str] = set()
         self.texts: list[str] = []
         self.cut: dict[str, int] = {}
@@ -197,6 +201,8 @@ class Page:
             self.cut[text._label] = len(text._text)
         capped = cap(text._text, text._max_chars)
         shown = neutralise(capped)
+        for word, instead in self.hidden.items():
+            shown = shown.replace(word, instead)
         if shown != text._text:
             self.texts.append(shown)
         self.rewritten = self.rewritten or shown != capped

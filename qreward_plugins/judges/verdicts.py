@@ -105,6 +105,15 @@ def excerpt(text: str) -> str:
     return quoted[: MAX_EXCERPT_CHARS - 4] + quoted[0] + "..."
 
 
+def within(text: str, max_chars: int) -> str:
+    """Return a reply without what is around it. Raises `InvalidReply` for an empty one and for one that is too long."""
+    if not text.strip():
+        raise InvalidReply("the reply is empty")
+    if len(text) > max_chars:
+        raise InvalidReply(f"the reply has {len(text):,} characters, at most {max_chars:,} are read: {excerpt(text)}")
+    return text.strip().lstrip("\ufeff")
+
+
 def parse_verdict(
     text: str, *, nonce: str, read: Callable[[Mapping[str, Any], str], RawScore], max_chars: int = 65_536
 ) -> ParsedVerdict:
@@ -115,11 +124,7 @@ def parse_verdict(
     without the nonce. Raises `InvalidReply` for everything else, also for an object inside an array or another object,
     and for a rationale that is copied from the form.
     """
-    if not text.strip():
-        raise InvalidReply("the reply is empty")
-    if len(text) > max_chars:
-        raise InvalidReply(f"the reply has {len(text):,} characters, at most {max_chars:,} are read: {excerpt(text)}")
-    answer = text.strip().lstrip("\ufeff")
+    answer = within(text, max_chars)
     verdict = _alone(answer, nonce)
     if verdict is None:
         answer, verdict = _verdict(answer, nonce)

@@ -136,6 +136,10 @@ def _parts(content: Any) -> list[Any]:
     return [content]
 
 
+Logprobs = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
+"""Tokens, each with the most likely ones at its place and their natural log probabilities."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
     """The weights of a server: `version` is the name that the caller of the update gave, `identity` is equal for equal
@@ -175,6 +179,8 @@ class Reply:
     """Seconds from sending the request to the first token, if the reply was streamed."""
     weights: ServedWeights | None = None
     """The weights that gave the reply; None if the source does not know them."""
+    logprobs: Logprobs = field(default=(), repr=False)
+    """The first tokens of the text, each with the most likely tokens at its place; empty unless they were asked for."""
     on_judged: Callable[[bool, float], object | None] | None = field(default=None, repr=False, compare=False)
     """Tells a source with several servers whether the reply was valid, with the event loop's time in seconds. Returns
     the `Request.refusal` with which the next request of the call asks another server."""

@@ -228,7 +228,14 @@ class OpenAISource(Endpoint):
         bound = asked.get("max_tokens")
         if self._thinks and isinstance(bound, int):
             asked = {**asked, "max_tokens": bound + thinking_tokens}
-        return self._dialect.unmet(asked, self._settings)
+        found = self._dialect.unmet(asked, self._settings)
+        if asked.get("logprobs") and not found:
+            if self._reader is not None:
+                found.append(Refusal("logprobs", "no log probabilities are read from a stream.", "Set stream: false."))
+            if self._thinks:
+                remedy = "Turn thinking off in its parameters."
+                found.append(Refusal("logprobs", "its model thinks, so its first token begins no answer.", remedy))
+        return found
 
 
 def _revealed(secret: SecretStr) -> str:

@@ -8,7 +8,7 @@ a successful reply is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from yarl import URL
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
 from ..samples.spent import Usage
 from ..secrets import Redactor
-from .base import Reply, Request, Source
+from .base import Logprobs, Reply, Request, Source
 from .body_writer import Lists, divided
 from .http_reading import HTTPReply
 from .rate_limit_headers import pause_of, retry_after_s
@@ -49,6 +49,8 @@ _KEY_REFUSED = ("api_key_invalid", "authentication_error", "unauthenticated")
 _UNSUPPORTED = ("unsupported_parameter", "unsupported_value")
 _MOST_TOKENS = 10**9
 _LONGEST_NAME_CHARS = 200
+_MOST_TOKENS_READ = 8
+_MOST_LIKELY = 100
 
 
 # Not frozen: it is made for every reply, and a frozen one takes three times as long.
@@ -312,6 +314,25 @@ def _count(value: Any) -> int | None:
     # A bool is an int.
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
     return value if is_count else None
+
+
+def logprobs_of(tokens: Any, likely: Any, *, logprob: str = "logprob") -> Logprobs:
+    """Return the first tokens of a reply with the likely ones at their places; () if one of them is
+    not of the known form. `likely` holds a list for each of the `tokens`, and `logprob` is the key of a logarithm.
+    """
+    if not isinstance(tokens, list) or not isinstance(likely, list) or len(tokens) != len(likely):
+        return ()
+    found = []
+    for chosen, several in zip(tokens[:_MOST_TOKENS_READ], likely, strict=False):
+        if not isinstance(chosen, Mapping) or not isinstance(several, list):
+            return ()
+        pairs: list[tuple[Any, Any]] = [
+            (each.get("token"), each.get(logprob)) for each in several[:_MOST_LIKELY] if isinstance(each, Mapping)
+        ]
+        if not all(isinstance(name, str) and type(number) in (int, float) for name, number in pairs):
+            return ()
+        found.append((str(chosen.get("token")), tuple((name, float(number)) for name, number in pairs)))
+    return tuple(found)
 
 
 def name_of(value: Any) -> str:

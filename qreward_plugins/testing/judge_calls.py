@@ -65,7 +65,9 @@ class JudgeCall:
 
     @property
     def score_range(self) -> tuple[float, float]:
-        """The requested score range: that of the schema of `response_format`, else 0 to 1."""
+        """The requested score range: that of the schema of `response_format` or of the form, else 0 to 1."""
+        if self.form is not None and self.form["low"]:
+            return float(self.form["low"]), float(self.form["high"])
         node = _below(self.schema, "properties", "score")
         low, high = (node.get("minimum"), node.get("maximum")) if isinstance(node, Mapping) else (None, None)
         if isinstance(low, (int, float)) and isinstance(high, (int, float)):
@@ -77,6 +79,21 @@ class JudgeCall:
         """The requested components: those in the schema of `response_format`."""
         components = _below(self.schema, "properties", "components", "properties")
         return tuple(components) if isinstance(components, Mapping) else ()
+
+    @cached_property
+    def form(self) -> re.Match[str] | None:
+        """The form of the answer at the end of the prompt, if it is not JSON: its signs, and the `labels` or the `low`
+        and the `high` end.
+        """
+        return _FORM.search(self.prompt)
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels of which the request asks for one."""
+        if self.form is not None and self.form["labels"]:
+            return [str(label) for label in json.loads(f"[{self.form['labels']}]")]
+        labels = _below(self.schema, "properties", "label", "enum")
+        return labels if isinstance(labels, list) else []
 
     @property
     def schema(self) -> object:
@@ -93,6 +110,12 @@ class JudgeCall:
         """The most tokens the completion may have, None for no limit."""
         value = self.parameters.get("max_completion_tokens", self.parameters.get("max_tokens"))
         return value if isinstance(value, int) else None
+
+
+_FORM = re.compile(
+    r"\n(?P<opens><\w+>|\\boxed\{|)(?:one of (?P<labels>\".*\")|number from (?P<low>\S+) to (?P<high>[^\s<}]+))"
+    r"(?P<closes></\w+>|\}|)\Z"
+)
 
 
 def _below(node: object, *keys: str) -> object:
@@ -217,13 +240,16 @@ def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
 
     A number is the score, and also every component that the request asks for. Where the request asks for a label, or
     for criteria that are met, it is the share of the way from the last label to the first one, or of the criteria. A
-    mapping is used as it is, so components that it omits are missing.
+    mapping is used as it is, so components that it omits are missing. In a form that is not JSON, the value stands in
+    it.
 
     Raises `TypeError` for an answer of another type. NaN and infinity pass, because some judges send them.
     """
     verdict: dict[str, object] = {} if call.nonce is None else {"id": call.nonce}
     if isinstance(answer, str):
         return answer
+    if call.form is not None:
+        return _in_form(call, call.form, answer)
     if isinstance(answer, Mapping):
         return verdict | dict(answer)
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
@@ -232,10 +258,17 @@ def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
     raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
 
 
+def _in_form(call: JudgeCall, form: re.Match[str], answer: Mapping[str, object] | float) -> str:
+    fields = answer if isinstance(answer, Mapping) else _asked_for(call, float(answer))
+    value = fields.get("label", fields.get("score"))
+    reason = "" if call.parameters.get("logprobs") else f"{fields.get('rationale', 'scored by the judge server')} "
+    return f"{reason}{form['opens']}{value}{form['closes']}"
+
+
 def _asked_for(call: JudgeCall, score: float) -> dict[str, object]:
-    labels = _below(call.schema, "properties", "label", "enum")
+    labels = call.labels
     criteria = _below(call.schema, "properties", "criteria", "properties")
-    if isinstance(labels, list) and labels:
+    if labels:
         return {"label": labels[round((1.0 - min(max(score, 0.0), 1.0)) * (len(labels) - 1))]}
     if isinstance(criteria, Mapping):
         met = {name: number < score * len(criteria) for number, name in enumerate(criteria)}
@@ -272,6 +305,11 @@ class Completion:
     def body(self, call: JudgeCall, number: int) -> dict[str, object]:
         """The chat completion object. `created` is 0, so that the same requests get the same bytes."""
         message: dict[str, object] = {"role": "assistant", "content": self.content}
+        logprobs: dict[str, object] | None = None
+        if call.parameters.get("logprobs"):
+            # The whole content is one token here, and the judge is sure of it.
+            token = {"token": self.content, "logprob": 0.0}
+            logprobs = {"content": [{**token, "top_logprobs": [token]}]}
         if self.refusal is not None:
             message["refusal"] = self.refusal
         return {
@@ -279,7 +317,7 @@ class Completion:
             "object": "chat.completion",
             "created": 0,
             "model": call.model,
-            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}],
+            "choices": [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": self.finish_reason}],
             "usage": {
                 "prompt_tokens": call.prompt_tokens,
                 "completion_tokens": self.tokens,

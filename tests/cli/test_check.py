@@ -226,6 +226,20 @@ def test_what_is_no_proof_that_a_judge_is_unable(check, write_config):
     assert (result.exit_code, "cannot judge" in result.stdout) == (0, False), result.output
 
 
+@each_of("extract", ["boxed", "tag", "marked", "last_line"])
+def test_test_answers_stand_where_the_judge_looks_for_them(check, write_config, extract):
+    with JudgeServer(lambda call: float(right(call))) as server:
+        judge = {"kind": "llm", "reference": {"extract": extract}}
+        write_config({"a": server}, judges={"quality": judge})
+        result = check()
+        assert (result.exit_code, server.report().requests) == (0, TRIED), result.output
+        assert "<<<response" in check("--prompt").stdout
+        write_config({"a": server}, judges={"quality": {**judge, "reference": {"extract": {"regex": "x(.)"}}}})
+        result = check()
+        assert (result.exit_code, server.report().requests) == (1, TRIED)
+        assert "the built-in sample does not fit this judge" in result.stdout
+
+
 def test_limits_hold_during_a_check_and_a_throttled_judge_is_graded_all_the_same(check, write_config):
     """Declared limits are kept; limits that nobody declared are waited for after the answer of 429."""
     limits = ServerLimits(requests_per_minute=300, window_s=1)  # five in a window

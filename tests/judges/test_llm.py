@@ -336,7 +336,7 @@ def test_thoughts_are_not_judged(llm: Build, sample: Sample, response: str, show
         assert screened is None
         assert blocks(llm(), thinking)["response"] == neutralise(shown)
         assert llm().request(thinking, attempt=0).sample is thinking
-    assert blocks(llm(show_thinking=True), thinking)["response"] == neutralise(response)
+    assert blocks(llm(show={"response": "all"}), thinking)["response"] == neutralise(response)
 
 
 def test_a_long_chain_of_thought_is_shown_whole_by_default(llm: Build, sample: Sample) -> None:

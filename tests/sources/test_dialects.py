@@ -31,7 +31,8 @@ def source(dialect: str, **settings: Any) -> OpenAISource:
 
 
 def judge(**settings: Any) -> LLMJudge:
-    config = LLMJudge.Config.model_validate({"kind": "llm", "criteria": {"style": "Good style."}, **settings})
+    criteria = {} if "labels" in settings else {"criteria": {"style": "Good style."}}
+    config = LLMJudge.Config.model_validate({"kind": "llm", **criteria, **settings})
     return LLMJudge("main", config, sources=["a"], key=b"0" * 32)
 
 
@@ -581,3 +582,54 @@ def test_the_journal_key_holds_the_dialect_the_version_header_and_the_model() ->
     questions.append(source("anthropic", version="1", headers={"anthropic-version": "2026-10-21"}).question(request))
     questions.append(source("gemini", version="1", model="n").question(request))
     assert len(set(map(repr, questions))) == len(questions)
+
+
+TOKENS = [("yes", [("yes", -0.1), ("no", -2.5)]), (".", [(".", -0.0)])]
+CHOSEN = [{"token": token, "logprob": likely[0][1]} for token, likely in TOKENS]
+CHAT = {
+    "content": [
+        {**chosen, "top_logprobs": [{"token": token, "logprob": value, "bytes": None} for token, value in likely]}
+        for chosen, (_, likely) in zip(CHOSEN, TOKENS, strict=True)
+    ]
+}
+GEMINI = {
+    "chosenCandidates": [{"token": token, "logProbability": 0.0} for token, _ in TOKENS],
+    "topCandidates": [
+        {"candidates": [{"token": token, "logProbability": value} for token, value in likely]} for _, likely in TOKENS
+    ],
+}
+
+
+def with_logprobs(dialect: str, stated: Any) -> Reply:
+    if dialect == "gemini":
+        body = generated({"text": "yes."})
+        body["candidates"][0]["logprobsResult"] = stated
+        return read(dialect, body)
+    choice = {"message": {"content": "yes."}, "logprobs": stated, "finish_reason": "stop"}
+    return read(dialect, {"choices": [choice]})
+
+
+def test_log_probabilities_are_asked_for_and_read() -> None:
+    types = pytest.importorskip("google.genai.types")
+
+    asked: dict[str, Any] = {"read": "logprobs", "labels": {"yes": 1, "no": 0}}
+    assert sent("openai", **asked).items() >= {"logprobs": True, "top_logprobs": 20, "max_tokens": 4}.items()
+    config = types.GenerationConfig.model_validate(sent("gemini", **asked)["generationConfig"])
+    assert (config.response_logprobs, config.logprobs) == (True, 20)
+    read_out = tuple((token, tuple(likely)) for token, likely in TOKENS)
+    assert with_logprobs("openai", CHAT).logprobs == read_out
+    types.LogprobsResult.model_validate(GEMINI)
+    assert with_logprobs("gemini", GEMINI).logprobs == read_out
+
+
+@pytest.mark.parametrize("dialect", ["openai", "gemini"])
+def test_log_probabilities_of_another_form_are_none(dialect: str) -> None:
+    whole = CHAT if dialect == "openai" else GEMINI
+    (key, *_) = whole
+    first: dict[str, Any] = dict(whole[key][0])
+    broken: list[Any] = [None, [], "x", {key: "x"}, {key: [1]}, {key: [{**first, "top_logprobs": 1}]}]
+    broken += [{**whole, key: [None, None]}, {**whole, "topCandidates": 1} if dialect == "gemini" else {key: [{}]}]
+    odd = {"token": "yes", "logprob": "high", "logProbability": True}
+    broken.append({key: [{"token": "yes", "top_logprobs": [odd]}], "topCandidates": [{"candidates": [odd]}]})
+    for stated in broken:
+        assert with_logprobs(dialect, stated).logprobs == (), stated

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from ...errors import InvalidReply, QRewardError
 from ...quotas.demand import of_messages
-from ..base import Reply, Request
+from ..base import Logprobs, Reply, Request
 from ..rate_limit_headers import announced_limits
-from ..replies import Answer, Problem, name_of, usage_of
+from ..replies import Answer, Problem, logprobs_of, name_of, usage_of
 from ..streams import StreamBroken, StreamReader, text_in
 from .base import NO_EFFORT, Dialect, Refusal, is_on
 
@@ -59,7 +59,15 @@ class CompletionAnswer(Answer):
             model=name_of(body.get("model")),
             finish_reason=ended,
             announced=announced_limits(self.http.headers),
+            logprobs=_logprobs(choice.get("logprobs")),
         )
+
+
+def _logprobs(stated: Any) -> Logprobs:
+    content = stated.get("content") if isinstance(stated, dict) else None
+    if not isinstance(content, list) or not all(isinstance(token, dict) for token in content):
+        return ()
+    return logprobs_of(content, [token.get("top_logprobs") for token in content])
 
 
 def _thinking(message: Mapping[str, Any]) -> str:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from ...errors import InvalidReply, QRewardError
 from ...samples.spent import Usage
-from ..base import Reply, Request
+from ..base import Logprobs, Reply, Request
 from ..rate_limit_headers import announced_limits
-from ..replies import Answer, counted, json_of, name_of
+from ..replies import Answer, counted, json_of, logprobs_of, name_of
 from ..streams import StreamBroken, StreamReader, object_in, text_in
 from .base import Dialect, Refusal, image_data, parts_of, prompt_in, schema_in, system_and_turns
 
@@ -190,7 +190,16 @@ class GeminiAnswer(Answer):
             model=name_of(body.get("modelVersion")),
             finish_reason=ended,
             announced=announced_limits(self.http.headers),
+            logprobs=_logprobs(candidate.get("logprobsResult")),
         )
+
+
+def _logprobs(stated: Any) -> Logprobs:
+    places = stated.get("topCandidates") if isinstance(stated, dict) else None
+    if not isinstance(places, list):
+        return ()
+    likely = [place.get("candidates") if isinstance(place, dict) else None for place in places]
+    return logprobs_of(stated.get("chosenCandidates"), likely, logprob="logProbability")
 
 
 def _usage(stated: Any) -> Usage | None:

@@ -206,12 +206,12 @@ class Responses(Dialect):
         "reasoning_effort": "Write reasoning: {effort: ...}.",
         "response_format": "Write text: {format: ...}.",
         "n": "Leave it out; a response has one answer.",
-        "logprobs": "Write top_logprobs, and include: [message.output_text.logprobs].",
+        "logprobs": "Leave it out.",
         "generationConfig": "That is a key of the dialect gemini.",
         "thinking": "Write reasoning: {effort: ...}.",
     }
     sends_temperature = False
-    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"seed": ()}
+    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"seed": (), "logprobs": (), "top_logprobs": ()}
 
     def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
         parameters.pop("temperature", None)
@@ -227,8 +227,6 @@ class Responses(Dialect):
             named = asked.get("json_schema")
             flat = {"type": asked.get("type"), **named} if isinstance(named, Mapping) else dict(asked)
             body["text"] = {"format": flat}
-        if parameters.pop("logprobs", None):
-            body["include"] = ["message.output_text.logprobs"]
         return {**body, **parameters}
 
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:

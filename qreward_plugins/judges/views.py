@@ -1,0 +1,135 @@
+"""Decides what a judge sees of a sample: all of the response, or not the thoughts in it, or its answer alone; all of
+the prompt, or its last turn, or nothing.
+
+A response is one text here, as the trainers give it, so there is no choice of its last turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from ..config.nodes import Node
+from ..errors import InputError
+from ..samples import Message, Sample
+from .control_tokens import is_blank
+from .extraction import AnswerPattern, AnswerPlace, Extract, extracted, stated
+from .lists import ListSample
+from .sample_texts import checked_turns
+from .thinking import after_thoughts
+
+_log = logging.getLogger("qreward_plugins.judges")
+
+_PATTERN_S = 0.05
+"""Longest time of a pattern for one response. The event loop waits for it."""
+
+_NOTHING: Message = {"role": "user", "content": ""}
+
+
+class Show(Node):
+    """What the judge sees of a sample."""
+
+    response: Literal["without_thinking", "all", "answer"] = "without_thinking"
+    """What it sees of the response. `without_thinking` (default): all but the thoughts with which it begins, such as
+    `<think> ... </think>`; a response whose thoughts do not end counts as empty. `all`: everything. `answer`: what
+    `extract` finds; a response without an answer gets the floor, and nothing is sent."""
+
+    extract: AnswerPlace | None = None
+    """Where the answer stands, for `response: answer`: `all`, `boxed`, `last_line`, `tag`, `marked` or a mapping with
+    `regex`, as for the ready-made checks. Default: none."""
+
+    prompt: Literal["all", "last_user", "none"] = "all"
+    """What it sees of the prompt: all turns (default), the last turn of the user, or nothing. Images of other turns are
+    not sent."""
+
+    @model_validator(mode="after")
+    def _answers_are_found(self) -> Show:
+        if self.response == "answer" and self.extract is None:
+            raise ValueError("`response: answer` needs `extract`, which says where the answer stands")
+        if self.response != "answer" and self.extract is not None:
+            raise ValueError("`extract` needs `response: answer`")
+        return self
+
+
+class View:
+    """What the judge `name` sees of samples. `answer` is the place of the answer that a task shows instead of the
+    response; None: the configuration decides.
+
+    It says once in the log what the judge does not see.
+    """
+
+    def __init__(self, name: str, show: Show, answer: AnswerPattern | str | None = None) -> None:
+        self._name = name
+        self._show = show
+        place = show.extract if answer is None else answer
+        self._extract: Extract | None = {"regex": place.regex} if isinstance(place, AnswerPattern) else place
+        self._said: set[str] = set()
+
+    def of(self, sample: Sample) -> Sample:
+        """Return the sample as the judge sees it. Raises `InputError` if its answer or its last turn cannot be found
+        out.
+        """
+        sample = self.without_hidden_images(sample)
+        response: Any = sample.response
+        if not isinstance(response, str) or isinstance(sample, ListSample):
+            return sample  # refused where it is read; of a list, each response was shown before
+        shown = self._shown(response)
+        if shown == response:
+            return sample
+        self._say("responses", len(response) - len(shown), len(response))
+        return replace(sample, response=shown)
+
+    def without_hidden_images(self, sample: Sample) -> Sample:
+        """Return the sample with the turns that the judge sees, and without images of what it does not see."""
+        if self._extract is not None and sample.response_images:
+            sample = replace(sample, response_images=())
+        if self._show.prompt == "none":
+            return replace(sample, messages=(_NOTHING,))
+        if self._show.prompt == "all":
+            return sample
+        turns: list[Any] = [turn for turn in checked_turns(sample.messages) if turn.get("role") == "user"]
+        if not turns:
+            raise InputError(
+                f"messages has no turn of the user, which judge {self._name} is to see (show.prompt: last_user)"
+            )
+        hidden = len(sample.messages) - 1
+        if hidden:
+            self._say("prompts", hidden, len(sample.messages), "turns")
+        return replace(sample, messages=turns[-1:])
+
+    def stated(self, answer: str) -> str:
+        """Return a response of which the judge sees this answer, as far as one can be made."""
+        return answer if self._extract is None else stated(answer, self._extract)
+
+    def emptiness(self, response: str) -> str:
+        """Why the judge sees nothing of a response."""
+        if is_blank(response):
+            return "the response is empty"
+        if self._extract is not None:
+            return "the response has no answer where `extract` looks for it"
+        return "the response is empty after its thoughts, or ends in them"
+
+    def _shown(self, response: str) -> str:
+        if self._extract is None:
+            return response if self._show.response == "all" else after_thoughts(response)
+        try:
+            return extracted(response, self._extract, within_s=_PATTERN_S)
+        except TimeoutError:
+            problem = f"takes more than {_PATTERN_S} s on a response of {len(response):,} characters"
+            raise InputError(f"the pattern `extract` of judge {self._name} {problem}; write a simpler one") from None
+
+    def _say(self, what: str, hidden: int, of: int, unit: str = "characters") -> None:
+        if what not in self._said:
+            self._said.add(what)
+            _log.info(
+                "judge %s sees %s in part (judges.%s.show): of the first one, %s of %s %s are left out.",
+                self._name,
+                what,
+                self._name,
+                f"{hidden:,}",
+                f"{of:,}",
+                unit,
+            )

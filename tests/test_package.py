@@ -50,8 +50,8 @@ CODE_LINES = {
     "sources": 7_220,
     "scheduling": 4_420,
     "simulation": 3_720,
-    # Gates, cascades, panels, ranks, schedules, labels and rubrics ("Judging"); forms of answers, references and `show`,
-    # with the extraction of answers, which the checks have given away.
+    # Gates, cascades, panels, ranks, schedules, labels and rubrics ("Judging"); forms of answers, references and
+    # `show`, with the extraction of answers, which the checks have given away.
     "judges": 3_810,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing").
     "cli": 3_480,
@@ -72,7 +72,8 @@ CODE_LINES = {
     "journal": 2_000,
     # It records what slime trains on.
     "slime_adapter": 830,
-    "roll_adapter": 730,
+    # Its loop gathers a group whose rewards ROLL asks for one by one.
+    "roll_adapter": 800,
     # Compare, audit, and what a step waited for.
     "ui": 900,
     # Ready-made reward functions.

@@ -84,7 +84,7 @@ class GateJudge(Judge):
 
     @property
     def defines_correct(self) -> bool:
-        return self._then.defines_correct
+        return self._then.defines_correct or self._when.defines_correct
 
     def component_names(self) -> tuple[str, ...]:
         return component_names(self.parts, (PASSED,))
@@ -100,11 +100,12 @@ class GateJudge(Judge):
                 ask.skip(part)
         if not isinstance(chosen, Judge):
             # The condition has judged it.
-            correct = False if self._then.defines_correct else None
+            correct = False if self._then.defines_correct else first.correct
             return combined(self.name, verdicts, chosen, correct=correct, own=own)
         # The same judge may be the condition and the judge of what passes.
         verdict = verdicts.setdefault(
             chosen.name, first if chosen is self._when else await asked(self.name, chosen, sample, ask)
         )
         correct = verdict.correct if passed or verdict.correct is None else False
+        correct = correct if self._then.defines_correct else first.correct
         return combined(self.name, verdicts, verdict.score, correct=correct, own=own, decides=(chosen.name,))

@@ -177,10 +177,10 @@ class LLMJudge(Leaf):
         """The response of a sample as the judge sees it."""
         return self._view.of(sample).response
 
-    def reward_of(self, score: float) -> float:
-        """Map a score to its reward. One outside of the score range counts as its nearer end."""
+    def rewarded(self, score: float) -> Verdict:
+        """The verdict of a score. One outside of the score range counts as its nearer end."""
         low, high = self._task.range
-        return self._scale.reward(min(max(score, low), high))
+        return self._mapped(RawScore(min(max(score, low), high)))
 
     def call(self, sample: Sample) -> Call[Verdict]:
         call = super().call(sample)

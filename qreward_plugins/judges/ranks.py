@@ -93,19 +93,19 @@ class RankJudge(GroupJudge):
             if verdict is None:
                 responses.setdefault(self._judge.shown(sample), []).append(place)
             else:
-                results[place] = self._whole(verdict, verdict.score, 0)
+                results[place] = self._whole(verdict, 0)
         # Sorted, so that the same responses make the same lists, in whatever order they came.
         texts = sorted(responses)
         places = [responses[text] for text in texts]
         count = sum(map(len, places))
         for index, told in (await self._compared(samples[places[0][0]], texts, places, ask) if texts else {}).items():
             for place in places[index]:
-                results[place] = told if isinstance(told, Failed) else self._whole(told, told.score, count)
+                results[place] = told if isinstance(told, Failed) else self._whole(told, count)
         return [results[place] for place in range(len(samples))]
 
     async def _alone(self, sample: Sample, ask: Ask) -> Verdict:
         verdict = await asked(self.name, self._judge, sample, ask)
-        return self._whole(verdict, verdict.score, 1)
+        return self._whole(verdict, 1)
 
     async def _compared(
         self, sample: Sample, texts: Sequence[str], places: Sequence[Sequence[int]], ask: Ask
@@ -132,12 +132,10 @@ class RankJudge(GroupJudge):
         shares = shares_of_ranks(scores, {index: len(places[index]) for index in scores})
         for shown, verdict in scored:
             for number, index in enumerate(shown, 1):
-                if self._config.rewards == "places":
-                    reward = low + shares[index] * (high - low)
-                else:
-                    reward = self._judge.reward_of(scores[index])
+                absolute = self._judge.rewarded(scores[index])
+                reward = low + shares[index] * (high - low) if self._config.rewards == "places" else absolute.score
                 rationale = f"(response {number} of {len(shown)}) {verdict.rationale}" if verdict.rationale else ""
-                found[index] = replace(verdict, score=reward, rationale=rationale, components={}, raw=None)
+                found[index] = replace(verdict, score=reward, correct=absolute.correct, rationale=rationale, raw=None)
         return found
 
     async def _asked(self, sample: Sample, texts: Sequence[str], ask: Ask) -> Verdict | Failed:
@@ -146,5 +144,6 @@ class RankJudge(GroupJudge):
         except JudgeFailed as error:
             return part_failed(self.name, self._judge.name, error.failed).failed
 
-    def _whole(self, verdict: Verdict, score: float, siblings: int) -> Verdict:
-        return combined(self.name, {self._judge.name: verdict}, score, own={SIBLINGS: float(siblings)})
+    def _whole(self, verdict: Verdict, siblings: int) -> Verdict:
+        parts, own = {self._judge.name: verdict}, {SIBLINGS: float(siblings)}
+        return combined(self.name, parts, verdict.score, correct=verdict.correct, own=own)

@@ -40,8 +40,9 @@ Mode = Literal["single", "group", "batch"]
 samples of a step together (`generate_opt_level: 0`)."""
 
 Scored = Literal["all", "none", "unspoilt", "some", "any"]
-JudgedBy = Literal["server", "function", "both"]
-"""Who judges: a judge server, the user's own function (functions.py), or a sum of the two."""
+JudgedBy = Literal["server", "function", "both", "ranked"]
+"""Who judges: a judge server, the user's own function (functions.py), a sum of the two, or a judge server that sees a
+group at once."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Scenario:
 
     def loses(self, draft: Draft) -> bool:
         """Whether this draft can have no reward."""
-        return self.judge.spoils(draft) or (self.judged_by != "server" and hanging(draft))
+        return self.judge.spoils(draft) or (self.judged_by in ("function", "both") and hanging(draft))
 
     def config(self, base_url: str) -> dict[str, Any]:
         """The tree of `reward_manager_config`."""
@@ -109,13 +110,15 @@ class Scenario:
         if self.judged_by != "function":
             sources["judge"] = self._server(base_url)
             judges["quality"] = {"kind": "llm"}
-        if self.judged_by != "server":
+        if self.judged_by in ("function", "both"):
             timeouts = {"total_s": self.function_s}
             sources["own"] = {"kind": "function", "function": FUNCTION, "timeouts": timeouts, "workers": 2}
             judges["rules"] = {"kind": "function"}
         if self.judged_by == "both":
             judges["both"] = {"kind": "sum", "weights": {"quality": 0.5, "rules": 0.5}}
         judges[list(judges)[-1]]["correct_at"] = CORRECT_AT
+        if self.judged_by == "ranked":
+            judges["ranked"] = {"kind": "rank", "judge": "quality", "rewards": "scores"}
         tree: dict[str, Any] = {
             "sources": sources,
             "judges": judges,
@@ -243,6 +246,12 @@ ON_FAILURE = (
     Scenario("raise", _UNEVEN, "unspoilt", engine=_PATIENT, on_failure="raise", error="RewardMissing"),
 )
 
+RANKED = (
+    *(Scenario(f"ranked-{mode}", _UP, "all", mode, judged_by="ranked", steps=2) for mode in _MODES),
+    Scenario("ranked-workers", _UP, "all", judged_by="ranked", workers=2),
+)
+"""A judge that sees the samples of a group at once, however ROLL asks for them."""
+
 BAD_MINUTES = tuple(Scenario(name, **plan) for name, plan in bad_minutes.BAD_MINUTES.items())
 
 MORE_BAD_MINUTES = (
@@ -294,10 +303,11 @@ ROLLOUTS = (
     WHOLE_GROUPS,
     *TWO_WORKERS,
     *ON_FAILURE,
+    *RANKED,
     *BAD_MINUTES,
 )
 EVERY = (DIRECT_SLOW, DIRECT_UNEVEN, *ROLLOUTS, *MORE_BAD_MINUTES)
 
-SHARED = (*ALIVE, *DEAD, *WITHOUT_LOOP, *VALIDATED, WHOLE_GROUPS, *TWO_WORKERS, *ON_FAILURE, *BAD_MINUTES)
+SHARED = (*ALIVE, *DEAD, *WITHOUT_LOOP, *VALIDATED, WHOLE_GROUPS, *TWO_WORKERS, *ON_FAILURE, *RANKED, *BAD_MINUTES)
 """What ROLL and the fake trainer both play. Where a judge dies, or prompts are sampled ahead, who comes first is not
 fixed, so the two may differ there."""

@@ -22,8 +22,9 @@ WATCHDOG_S = 60.0
 
 Mode = Literal["single", "group", "fan_out"]
 Scored = Literal["all", "none", "unspoilt", "some", "any"]
-JudgedBy = Literal["server", "function", "both"]
-"""Who judges: a judge server, the user's own function (functions.py), or a sum of the two."""
+JudgedBy = Literal["server", "function", "both", "ranked"]
+"""Who judges: a judge server, the user's own function (functions.py), a sum of the two, or a judge server that sees a
+group at once."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Scenario:
 
     def loses(self, draft: Draft) -> bool:
         """Whether this draft can have no reward."""
-        return self.judge.spoils(draft) or (self.judged_by != "server" and hanging(draft))
+        return self.judge.spoils(draft) or (self.judged_by in ("function", "both") and hanging(draft))
 
     def config(self, base_url: str) -> dict[str, Any]:
         """The tree of `qreward:`."""
@@ -79,12 +80,14 @@ class Scenario:
         if self.judged_by != "function":
             sources["judge"] = self._server(base_url)
             judges["quality"] = {"kind": "llm"}
-        if self.judged_by != "server":
+        if self.judged_by in ("function", "both"):
             timeouts = {"total_s": self.function_s}
             sources["own"] = {"kind": "function", "function": FUNCTION, "timeouts": timeouts, "workers": 2}
             judges["rules"] = {"kind": "function"}
         if self.judged_by == "both":
             judges["both"] = {"kind": "sum", "weights": {"quality": 0.5, "rules": 0.5}}
+        if self.judged_by == "ranked":
+            judges["ranked"] = {"kind": "rank", "judge": "quality", "rewards": "scores"}
         tree = {"sources": sources, "judges": judges, "engine": {"deadline_s": 30.0, "seed": 7, **self.engine}}
         return {**tree, "groups": dict(self.groups)} if self.groups else tree
 
@@ -311,6 +314,13 @@ EVALUATED = (
     ),
 )
 
+RANKED = (
+    *(Scenario(f"ranked-{mode}", Judge(), "all", mode, judged_by="ranked", steps=2) for mode in ("single", "group")),
+    Scenario("ranked-refused", Judge(listens=False), "none", engine=_QUICK, judged_by="ranked"),
+    Scenario("ranked-eval", Judge(), "all", judged_by="ranked", evaluate=True),
+)
+"""A judge that sees the samples of a group at once, however slime asks for them."""
+
 BAD_MINUTES = tuple(Scenario(name, **plan) for name, plan in bad_minutes.BAD_MINUTES.items())
 
 MORE_BAD_MINUTES = (
@@ -348,6 +358,14 @@ MINUTE = Scenario(
 """All of it in one run, with a whole minute and the deadline that is the default."""
 
 SHARED = (
-    BAD_MINUTES + EVERY_JUDGE_IN_EVERY_MODE + ABORTED + WITHOUT_HOOK + REWARD_KEY + ESTIMATORS + EVALUATED + FILTERS
+    BAD_MINUTES
+    + EVERY_JUDGE_IN_EVERY_MODE
+    + RANKED
+    + ABORTED
+    + WITHOUT_HOOK
+    + REWARD_KEY
+    + ESTIMATORS
+    + EVALUATED
+    + FILTERS
 )
 """What slime and the fake trainer both play."""

@@ -75,7 +75,9 @@ def command(
     ] = None,
     judge: Annotated[
         list[str] | None,
-        typer.Option("--judge", metavar="NAME", help="A judge; repeat it to compare. Default: all with a route."),
+        typer.Option(
+            "--judge", metavar="NAME", help="A judge; repeat to compare. Default: all that are no part of another."
+        ),
     ] = None,
     twice: Annotated[bool, typer.Option("--twice", help="Ask everything a second time, and count flips.")] = False,
     at: Annotated[

@@ -57,7 +57,7 @@ class RowResult:
 
     @property
     def length(self) -> float:
-        """By how many characters the chosen answers are longer than the rejected ones; of a single answer its length."""
+        """By how many characters chosen answers are longer than rejected ones; of a single answer its length."""
         lengths = [len(sample.response) for sample in self.row.samples]
         chosen, rejected = lengths[: self.row.chosen], lengths[self.row.chosen :]
         return fmean(chosen) - (fmean(rejected) if rejected else 0.0)

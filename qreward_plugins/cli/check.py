@@ -110,7 +110,7 @@ def command(
     ] = None,
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Also let each judge that asks a model score 20 built-in pairs (60 requests)."),
+        typer.Option("--deep", help="Also let each judge of a model score 20 built-in pairs (60 requests)."),
     ] = False,
     kinds: Annotated[
         bool,
@@ -157,11 +157,11 @@ async def check_config(
 ) -> int:
     """Validate the file, probe every source, and print a table; then what to add to a training of `framework`.
 
-    `offline`: nothing is sent. `deep`: judges that ask models score the built-in pairs, too, and one with the default
-    instructions must do better than a coin. `framework` None: the one that can be told, or all of them. A source has `timeout_s`
-    seconds for an answer, or its own time limit if that is shorter. If the check fails, the last lines are its
-    problems. Returns 0 if every source gave a valid verdict and every LLM judge with the default instructions could
-    tell right answers from nonsense, otherwise 1.
+    `offline`: nothing is sent. `deep`: judges that ask models score the built-in pairs, too. `framework` None: the one
+    that can be told, or all of them. A source has `timeout_s` seconds for an answer, or its own time limit if that is
+    shorter. If the check fails, the last lines are its problems. Returns 0 if every source gave a valid verdict and
+    every LLM judge with the default instructions could tell right answers from nonsense (`deep`: did better than a coin
+    on the pairs), otherwise 1.
 
     Raises `ConfigurationError`, `InputError` if the rollouts are empty or cannot be read, and `JournalError` if a run
     could not open its journal.

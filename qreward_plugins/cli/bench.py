@@ -1,17 +1,19 @@
 """`qreward bench`: whether a judge is any good, by rows of which people have said what is right.
 
 Each judge is asked by an engine of its own, one after the other, so that its dollars and seconds are its own and the
-limits of its sources hold. With --twice, another engine asks the same again: it has another journal, so that nothing is
-recalled from the first, and another seed, so that no cache on the way knows its prompts.
+limits of its sources hold. With --twice, another engine asks the same again. It has another journal, so that nothing is
+recalled from the first; another seed, so that no cache on the way knows its prompts; and a judge that compares siblings
+sees them in another order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations, islice
+from itertools import combinations, groupby, islice
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,16 +30,8 @@ from ..errors import InputError
 from ..files import LabelledRow, Layout, read_labelled
 from ..samples import Sample
 from ..secrets import one_line
-from .bench_figures import (
-    MOST_NAMED,
-    BenchFigures,
-    Given,
-    Grade,
-    JudgeComparison,
-    RowResult,
-    compared,
-    figures_by_domain,
-)
+from ..system.streams import Stream
+from .bench_figures import MOST_NAMED, GivenReward, Grade, JudgeComparison, JudgeRun, RowResult, compared
 from .console import CHECK_FAILED, ERRORS, OK, OUT, REWARDS_MISSING, number_of, print_whole, run, say, seconds
 from .engines import load_own, open_engine
 from .progress import ProgressDisplay
@@ -63,35 +57,16 @@ SHELLS = (
 """Answers that say nothing. The first six are of the form that Zhao et al. (2507.08794) found to deceive judges; the
 others claim a good verdict."""
 _NAME_CHARS = 40
+_COLUMNS = ("ties", "invalid", "failed", "longer", "shorter", "flips", "shells", "USD", "seconds")
 
 
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data", metavar="FILE", help="Labelled rows, .jsonl, .json or .parquet. Default: 20 built-in pairs."
-        ),
-    ] = None,
-    judge: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--judge", metavar="NAME", help="A judge; repeat to compare. Default: all that are no part of another."
-        ),
-    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help="Labelled rows. Default: built-in pairs.")] = None,
+    judge: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A judge; repeat to compare several.")] = None,
     twice: Annotated[bool, typer.Option("--twice", help="Ask everything a second time, and count flips.")] = False,
-    at: Annotated[
-        float | None,
-        typer.Option(
-            metavar="REWARD",
-            help="With labels that are true or false: from this reward on an answer counts as good. Default: as the "
-            "judge says (correct_at), or from the middle of its reward range on.",
-        ),
-    ] = None,
-    at_least: Annotated[
-        float | None,
-        typer.Option(metavar="VALUE", min=-1, max=1, help="Exit with 1 if a judge has a lower accuracy (correlation)."),
-    ] = None,
+    at: Annotated[float | None, typer.Option(metavar="REWARD", help="From here on an answer counts as good.")] = None,
+    at_least: Annotated[float | None, typer.Option(metavar="VALUE", help="Exit with 1 below this accuracy.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> int:
     """Measure judges on answers of which people have said how good they are.
@@ -99,10 +74,11 @@ def command(
     A row has a `prompt` (or `messages`) and either `chosen` and `rejected`, each an answer or a list of answers (texts,
     or conversations that end with them), or a `response` and a `label` (or `score`): a number, or true or false.
     `domain` (or subset, data_source) divides the figures. All other columns are those of qreward score. The judge does
-    not see labels.
+    not see labels. FILE is .jsonl, .json or .parquet.
 
-    Verdicts are stored in the journal of the configuration, or in FILE.journal, and the same command continues after a
-    kill.
+    Without --judge, all judges are measured that are no part of another. Without --at, a judge says itself what is good
+    (correct_at), or all is good from the middle of its reward range on. Verdicts are stored in the journal of the
+    configuration, or in FILE.journal, and the same command continues after a kill.
 
     Exit codes: 0 measured; 1 below --at-least; 2 the input or the configuration has mistakes; 3 some answers have no
     reward because of a source; 130 stopped with Ctrl-C.
@@ -125,15 +101,14 @@ def command(
     if code != OK:
         return code
     # Not in the event loop, where the bootstrap would let no Ctrl-C through.
-    figures = {each.name: figures_by_domain(each.results, each.grade) for each in judged}
-    pairs = [compared((a.name, a.results, a.grade), (b.name, b.results, b.grade)) for a, b in combinations(judged, 2)]
+    pairs = [compared(a, b) for a, b in combinations(judged, 2)]
     if as_json:
-        _print_json(str(data or "built-in pairs"), layout, judged, figures, pairs)
+        _print_json(str(data or "built-in pairs"), layout, judged, pairs)
     else:
-        print_figures(judged, figures)
+        print_figures(judged)
         for pair in pairs:
             _print_comparison(pair, layout)
-    wholes = {name: each[-1] for name, each in figures.items()}
+    wholes = {each.name: each.figures[-1] for each in judged}
     # Undefined is below: nothing was judged, or a rank correlation has no ranks.
     below = [name for name, each in wholes.items() if at_least is not None and not each.value >= at_least]
     for name in below:
@@ -144,6 +119,7 @@ def command(
 
 
 async def _judge(bench: Bench, names: Sequence[str], judged: list[JudgeRun]) -> int:
+    """Add what each judge made of the rows to `judged`."""
     try:
         for name in names:
             judged.append(await bench.judged_by(name))
@@ -152,19 +128,6 @@ async def _judge(bench: Bench, names: Sequence[str], judged: list[JudgeRun]) -> 
         say(ERRORS, f"stopped{kept}. Run the same command again to go on.")
         raise
     return OK
-
-
-@dataclass(frozen=True)
-class JudgeRun:
-    """What one judge made of all rows. `seconds` and `requests` are those of this run."""
-
-    name: str
-    grade: Grade
-    results: Sequence[RowResult]
-    seconds: float
-    requests: int
-    invalid_replies: int
-    cached: int
 
 
 @dataclass(frozen=True)
@@ -185,22 +148,24 @@ class Bench:
         Raises `ConfigurationError`, and `JournalError` if verdicts cannot be recorded. If it is cancelled, the journal
         has the verdicts so far.
         """
-        answers = [sample for row in self.rows for sample in row.samples]
         spread = self._good()
-        spread = spread[:: max(1, -(-len(spread) // MOST_SHELLS))]
-        shells = [
-            replace(self.rows[at].samples[0], response=SHELLS[number % len(SHELLS)], id=f"{self.rows[at].id}/shell")
-            for number, at in enumerate(spread)
-        ]
+        shells = {
+            at: replace(self.rows[at].samples[0], response=SHELLS[number % len(SHELLS)], id=f"{self.rows[at].id}/shell")
+            for number, at in enumerate(spread[:: max(1, -(-len(spread) // MOST_SHELLS))])
+        }
+        answers = [sample for row in self.rows for sample in row.samples]
+        # A judge that compares siblings gets the shell as one more of them.
+        asked = [s for at, row in enumerate(self.rows) for s in (*row.samples, *filter(None, [shells.get(at)]))]
         say(ERRORS, f"judge {name}: {number_of(len(answers), 'answer')} and {number_of(len(shells), 'empty shell')}")
         async with self._engine(name) as engine:
             started_at = asyncio.get_running_loop().time()
-            given = iter(await _given(engine, [*answers, *shells]))
+            given = iter(await _given(engine, asked))
             took_s = asyncio.get_running_loop().time() - started_at
             statistics = engine.statistics()
-        results = [RowResult(row, list(islice(given, len(row.samples)))) for row in self.rows]
-        for at in spread:
-            results[at].shell = next(given)
+        results = [
+            RowResult(row, list(islice(given, len(row.samples))), shell=next(given) if at in shells else None)
+            for at, row in enumerate(self.rows)
+        ]
         if self.twice:
             say(ERRORS, f"judge {name}: {number_of(len(answers), 'answer')} a second time")
             async with self._engine(name, second=True) as engine:
@@ -232,7 +197,11 @@ class Bench:
             judges[part] = self.config.judges[part]
             needed += judges_named(judges[part])
         seed, journal = self.config.engine.seed, self.journal
+        called = name
         if second:
+            # Of a judge that compares siblings, the name decides in which order it sees them.
+            called = f"{name}-again"
+            judges[called] = judges.pop(name)
             seed = None if seed is None else seed + 1
             if journal is not None:
                 path = Path(journal.path)
@@ -243,16 +212,25 @@ class Bench:
         parts: dict[str, Any] = {
             "judges": judges,
             "sources": {source: self.config.sources[source] for source in sources_of(self.config, name)},
-            "routes": {"*": Route(judge=JudgeName(name))},
+            "routes": {"*": Route(judge=JudgeName(called))},
             "models": {},
             "engine": self.config.engine.model_copy(update=changes),
         }
         return open_engine(self.config.model_copy(update=parts), self.path)
 
 
-async def _given(engine: RewardEngine, samples: Sequence[Sample]) -> list[Given]:
-    async with ProgressDisplay(ERRORS, len(samples), engine):
-        return [Given.of(outcome) async for _, outcome in engine.score_stream(samples)]
+async def _given(engine: RewardEngine, samples: Sequence[Sample]) -> list[GivenReward]:
+    """Score samples, those of a group as one batch, in which siblings can be compared."""
+    batches = [list(batch) for _, batch in groupby(samples, lambda sample: sample.group_id)]
+    window = max(1, engine.stream_window // max(map(len, batches)))
+    given: list[GivenReward] = []
+    async with (
+        ProgressDisplay(ERRORS, len(samples), engine),
+        aclosing(Stream(batches, engine.score_all, window).outcomes()) as stream,
+    ):
+        async for _, outcomes in stream:
+            given += map(GivenReward.of, outcomes)
+    return given
 
 
 async def try_deeply(config: Config, path: Path, names: Sequence[str]) -> set[str]:
@@ -262,10 +240,10 @@ async def try_deeply(config: Config, path: Path, names: Sequence[str]) -> set[st
     """
     layout, rows = read_labelled(PAIRS)
     judged = [await Bench(config, path, layout, rows).judged_by(name) for name in names]
-    figures = {each.name: figures_by_domain(each.results, each.grade) for each in judged}
     if judged:
-        print_figures(judged, figures)
-    return {name for name, (*_, whole) in figures.items() if not whole.judged * whole.value >= ENOUGH_RIGHT}
+        print_figures(judged)
+    wholes = {each.name: each.figures[-1] for each in judged}
+    return {name for name, whole in wholes.items() if not whole.judged * whole.value >= ENOUGH_RIGHT}
 
 
 def _middle(config: Config, name: str) -> float:
@@ -273,18 +251,14 @@ def _middle(config: Config, name: str) -> float:
     return (float(low) + float(high)) / 2
 
 
-def print_figures(judged: Sequence[JudgeRun], figures: Mapping[str, Sequence[BenchFigures]]) -> None:
+def print_figures(judged: Sequence[JudgeRun]) -> None:
     """Print the table, and what was asked for it."""
-    numbers = bool(judged) and judged[0].grade.layout == "numbers"
+    numbers = judged[0].grade.layout == "numbers"
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("judge", "domain"):
-        table.add_column(name)
-    value = "rank corr." if numbers else "accuracy"
-    for name in ("rows", value, "95 %", "ties", "invalid", "failed", "longer", "shorter", "flips", "shells", "USD"):
-        table.add_column(name, justify="right")
-    table.add_column("seconds", justify="right")
+    for name in ("judge", "domain", "rows", "rank corr." if numbers else "accuracy", "95 %", *_COLUMNS):
+        table.add_column(name, justify="left" if name in ("judge", "domain") else "right")
     for each_run in judged:
-        for each in figures[each_run.name]:
+        for each in each_run.figures:
             table.add_row(
                 Text(one_line(each_run.name, _NAME_CHARS)),
                 Text(one_line(each.domain or "(all)", _NAME_CHARS)),
@@ -304,40 +278,26 @@ def print_figures(judged: Sequence[JudgeRun], figures: Mapping[str, Sequence[Ben
     print_whole(OUT, table)
     for each_run in judged:
         cached = f"; {each_run.cached:,} verdicts come from the journal" if each_run.cached else ""
-        invalid = f"{each_run.invalid_replies:,} of them with an invalid reply"
-        said = f"{number_of(each_run.requests, 'request')}, {invalid}{cached}"
-        say(OUT, f"{each_run.name}: {said}")
+        asked = f"{number_of(each_run.requests, 'request')}, {each_run.invalid_replies:,} of them with an invalid reply"
+        say(OUT, f"{each_run.name}: {asked}{cached}")
 
 
 def _print_comparison(pair: JudgeComparison, layout: Layout) -> None:
-    agree = f"rank correlation {_number(pair.rank_correlation)}" if layout == "numbers" else ""
-    between = "" if pair.low is None else f" (95 %: {pair.low:+.3f} to {_signed(pair.high)})"
+    numbers = layout == "numbers"
+    agree = f"{'rank correlation' if numbers else 'kappa'} {_number(pair.agreement)}"
+    between = "" if pair.low is None else f" (95 %: {_number(pair.low)} to {_number(pair.high)})"
     say(OUT, f"\n{pair.a} and {pair.b}, {number_of(pair.rows, 'row')} that both have judged:")
-    say(OUT, f"  {agree or f'kappa {_number(pair.kappa)}'}; difference {_signed(pair.difference)}{between}")
-    for name, place, ids in ((pair.a, 0, pair.only_a), (pair.b, 1, pair.only_b)):
-        named = ", ".join(one_line(each, _NAME_CHARS) for each in ids[:MOST_NAMED])
-        if layout == "numbers":
-            say(OUT, f"  {name} ranks higher: {named or 'none'}")
-            continue
-        counts = ", ".join(
-            f"{one_line(domain or '(none)', _NAME_CHARS)} {counts[place]:,}"
-            for domain, counts in pair.domains.items()
-            if counts[place]
-        )
-        more = " ..." if len(ids) > MOST_NAMED else ""
-        say(OUT, f"  only {name} is right: {len(ids):,}" + (f" ({counts}): {named}{more}" if ids else ""))
+    say(OUT, f"  {agree}; difference {_number(pair.difference)}{between}")
+    for name, ids in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
+        named = ", ".join(one_line(each, _NAME_CHARS) for each in ids[:MOST_NAMED]) or "none"
+        more = f" ... ({len(ids):,} in all)" if len(ids) > MOST_NAMED else ""
+        say(OUT, f"  {f'ranked higher by {name}' if numbers else f'only {name} is right'}: {named}{more}")
 
 
-def _print_json(
-    data: str,
-    layout: Layout,
-    judged: Sequence[JudgeRun],
-    figures: Mapping[str, Sequence[BenchFigures]],
-    pairs: Sequence[JudgeComparison],
-) -> None:
+def _print_json(data: str, layout: Layout, judged: Sequence[JudgeRun], pairs: Sequence[JudgeComparison]) -> None:
     judges = {}
     for each_run in judged:
-        *domains, whole = (each._asdict() for each in figures[each_run.name])
+        *domains, whole = (each._asdict() for each in each_run.figures)
         own = {key: getattr(each_run, key) for key in ("seconds", "requests", "invalid_replies", "cached")}
         judges[each_run.name] = {**own, "all": whole, "domains": domains}
     report = {"data": data, "layout": layout, "judges": judges, "compared": [asdict(pair) for pair in pairs]}
@@ -346,10 +306,6 @@ def _print_json(
 
 def _number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.3f}"
-
-
-def _signed(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:+.3f}"
 
 
 __all__ = ["command"]

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ MOST_NAMED = 5
 """Rows that are named where two judges differ."""
 
 
-class Given(NamedTuple):
+class GivenReward(NamedTuple):
     """What a judge made of one answer. `reward` is None without a verdict; `problem` is "invalid" if its replies were
     at fault, else "failed". `usd` is what it cost in this run.
     """
@@ -34,7 +35,7 @@ class Given(NamedTuple):
     usd: float = 0.0
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Given:
+    def of(cls, outcome: Outcome) -> GivenReward:
         """Read an outcome. A floor for an invalid reply is what training gets, but no judgement."""
         failure, spent = outcome.failure, outcome.verdict.spent if isinstance(outcome, Scored) else outcome.spent
         if isinstance(outcome, Scored) and (failure is None or failure.cause is Cause.POLICY):
@@ -51,9 +52,9 @@ class RowResult:
     """
 
     row: LabelledRow
-    first: Sequence[Given] = ()
-    second: Sequence[Given] = ()
-    shell: Given | None = None
+    first: Sequence[GivenReward] = ()
+    second: Sequence[GivenReward] = ()
+    shell: GivenReward | None = None
 
     @property
     def length(self) -> float:
@@ -63,7 +64,7 @@ class RowResult:
         return fmean(chosen) - (fmean(rejected) if rejected else 0.0)
 
     @property
-    def given(self) -> list[Given]:
+    def given(self) -> list[GivenReward]:
         """Everything that the judge was asked for."""
         return [*self.first, *self.second, *([] if self.shell is None else [self.shell])]
 
@@ -109,23 +110,20 @@ class BenchFigures(NamedTuple):
 class JudgeComparison:
     """How two judges differ on the rows that both have judged. NaN: undefined.
 
-    `kappa` is Cohen's, of whether the chosen answer wins or the answer is good, and NaN if labels are numbers;
-    `rank_correlation` is that of both judges' rewards then. `difference` is the value of A minus that of B. `only_a`
-    and `only_b` are rows that only one has right, or those that one ranks highest above the other.
+    `agreement` is Cohen's kappa of whether the chosen answer wins, or the answer is good; if labels are numbers, the
+    rank correlation of both judges' rewards. `difference` is the value of A minus that of B, with a 95 % interval.
+    `only_a` and `only_b` are rows that only one has right, or those that one ranks highest above the other.
     """
 
     a: str
     b: str
     rows: int
-    kappa: float
-    rank_correlation: float
+    agreement: float
     difference: float
     low: float | None
     high: float | None
     only_a: Sequence[str]
     only_b: Sequence[str]
-    domains: dict[str, tuple[int, int]]
-    """How many rows of a domain only A and only B has right; empty if labels are numbers."""
 
 
 class Grade:
@@ -138,7 +136,7 @@ class Grade:
         self._at = at
         self._middle = middle
 
-    def decision(self, row: LabelledRow, given: Sequence[Given]) -> float | None:
+    def decision(self, row: LabelledRow, given: Sequence[GivenReward]) -> float | None:
         """1, 0 (a tie) or -1 if the chosen answers win or lose; 1 or 0 for a good or bad answer; or its reward. None if
         an answer has no reward.
         """
@@ -153,7 +151,7 @@ class Grade:
         good = given[0].correct if self._at is None else None
         return float(rewards[0] >= (self._middle if self._at is None else self._at) if good is None else good)
 
-    def credit(self, row: LabelledRow, given: Sequence[Given]) -> float | None:
+    def credit(self, row: LabelledRow, given: Sequence[GivenReward]) -> float | None:
         """How right the decision is, from 0 to 1; of a number the reward. None if an answer has no reward."""
         decision = self.decision(row, given)
         if decision is None or self.layout == "numbers":
@@ -212,53 +210,64 @@ def figures_of(results: Sequence[RowResult], grade: Grade, domain: str = "") -> 
     )
 
 
-def figures_by_domain(results: Sequence[RowResult], grade: Grade) -> list[BenchFigures]:
-    """The figures of each domain, in the order of the file, and of all rows at last."""
-    domains = dict.fromkeys(each.row.domain for each in results)
-    of_each = [
-        figures_of([each for each in results if each.row.domain == domain], grade, domain or "(none)")
-        for domain in (domains if len(domains) > 1 else ())
-    ]
-    return [*of_each, figures_of(results, grade)]
+@dataclass
+class JudgeRun:
+    """What one judge made of all rows. `requests`, `invalid_replies` and `seconds` are those of this run, and `cached`
+    verdicts come from the journal.
+    """
+
+    name: str
+    grade: Grade
+    results: Sequence[RowResult]
+    seconds: float = 0.0
+    requests: int = 0
+    invalid_replies: int = 0
+    cached: int = 0
+
+    @cached_property
+    def figures(self) -> list[BenchFigures]:
+        """Those of each domain, in the order of the file, if there are several, and of all rows at last."""
+        domains = dict.fromkeys(each.row.domain for each in self.results)
+        of_each = [
+            figures_of([each for each in self.results if each.row.domain == domain], self.grade, domain or "(none)")
+            for domain in (domains if len(domains) > 1 else ())
+        ]
+        return [*of_each, figures_of(self.results, self.grade)]
 
 
-def compared(a: tuple[str, Sequence[RowResult], Grade], b: tuple[str, Sequence[RowResult], Grade]) -> JudgeComparison:
-    """Compare two judges (name, results, grade) on the same rows."""
-    (name_a, results_a, grade_a), (name_b, results_b, grade_b) = a, b
-    both: list[tuple[LabelledRow, tuple[float, float], tuple[float, float]]] = []
-    for one, other in zip(results_a, results_b, strict=True):
-        row = one.row
-        decisions = grade_a.decision(row, one.first), grade_b.decision(row, other.first)
-        credits = grade_a.credit(row, one.first), grade_b.credit(row, other.first)
-        if None not in (*decisions, *credits):
-            both.append((row, decisions, credits))  # type: ignore[arg-type]
-    numbers = grade_a.layout == "numbers"
-    units = [(row, credits) for row, _, credits in both]
-    if numbers:
+def compared(a: JudgeRun, b: JudgeRun) -> JudgeComparison:
+    """Compare two judges on the same rows."""
+    units: list[tuple[LabelledRow, tuple[float, float]]] = []
+    decisions = []
+    for one, other in zip(a.results, b.results, strict=True):
+        credits = a.grade.credit(one.row, one.first), b.grade.credit(one.row, other.first)
+        if credits[0] is not None and credits[1] is not None:
+            units.append((one.row, (credits[0], credits[1])))
+            decisions.append((a.grade.decision(one.row, one.first) == 1, b.grade.decision(one.row, other.first) == 1))
+    if a.grade.layout == "numbers":
+        agreement = rank_correlation([credits for _, credits in units])
         above = _above(units)
         only_a, only_b = above[:MOST_NAMED], above[::-1][:MOST_NAMED]
     else:
+        agreement = kappa(decisions) if decisions else math.nan
         only_a = [row for row, (one, other) in units if one > other]
         only_b = [row for row, (one, other) in units if one < other]
-    counts = [Counter(row.domain for row in rows if not numbers) for rows in (only_a, only_b)]
 
     def difference(units: Sequence[tuple[LabelledRow, tuple[float, float]]]) -> float:
         of_a, of_b = ([(credits[place], row.label or 0.0) for row, credits in units] for place in (0, 1))
-        return grade_a.value(of_a) - grade_b.value(of_b)
+        return a.grade.value(of_a) - b.grade.value(of_b)
 
     low, high = interval(map(difference, bootstrap(units)))
     return JudgeComparison(
-        name_a,
-        name_b,
-        rows=len(both),
-        kappa=math.nan if numbers or not both else kappa([(d[0] > 0, d[1] > 0) for _, d, _ in both]),
-        rank_correlation=rank_correlation([credits for _, credits in units]) if numbers else math.nan,
+        a.name,
+        b.name,
+        rows=len(units),
+        agreement=agreement,
         difference=difference(units),
         low=low,
         high=high,
         only_a=[row.id for row in only_a],
         only_b=[row.id for row in only_b],
-        domains={name: (counts[0][name], counts[1][name]) for name in counts[0] | counts[1]},
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from qreward_plugins import Cause, Failed, Scored
 from qreward_plugins.cli import bench
-from qreward_plugins.cli.bench_figures import Given, Grade, RowResult, compared, figures_of
+from qreward_plugins.cli.bench_figures import GivenReward, Grade, JudgeRun, RowResult, compared, figures_of
 from qreward_plugins.errors import InputError
 from qreward_plugins.files import LabelledRow, read_labelled
 from qreward_plugins.samples import Verdict
@@ -36,11 +36,10 @@ def pair(name, chosen, rejected, **columns):
     return {"id": name, "prompt": f"Question {name}?", "chosen": chosen, "rejected": rejected, **columns}
 
 
-def row_result(rewards, *, chosen=1, label=None, domain="", lengths=None, **more):
-    lengths = lengths or [1] * len(rewards)
-    samples = tuple(make_sample(response="x" * length, group_id=more.get("name")) for length in lengths)
-    row = LabelledRow(more.get("name", "row"), domain, samples, chosen, label)
-    return RowResult(row, [Given(reward) for reward in rewards])
+def row_result(rewards, *, chosen=1, label=None, name="row"):
+    samples = tuple(make_sample(group_id=name) for _ in rewards)
+    row = LabelledRow(name, "", samples, chosen, label)
+    return RowResult(row, [GivenReward(reward) for reward in rewards])
 
 
 @each_of(
@@ -67,10 +66,10 @@ def test_a_failed_call_is_neither_right_nor_wrong():
     floors = [
         Scored(Verdict(0.0, basis="floor", failure=Failed(cause, "x"))) for cause in (Cause.VERDICT, Cause.POLICY)
     ]
-    given = [Given.of(outcome) for outcome in (*failures, *floors)]
+    given = [GivenReward.of(outcome) for outcome in (*failures, *floors)]
     assert [each.problem for each in given] == ["failed", "invalid", "invalid", "invalid", ""]
     assert [each.reward for each in given] == [None, None, None, None, 0.0]
-    rows = [row_result([1.0, 0.0]), RowResult(row_result([0, 0]).row, [Given(1.0), given[0]])]
+    rows = [row_result([1.0, 0.0]), RowResult(row_result([0, 0]).row, [GivenReward(1.0), given[0]])]
     figures = figures_of(rows, Grade("pairs"))
     assert (figures.rows, figures.judged, figures.value, figures.failed) == (2, 1, 1.0, 1)
 
@@ -92,19 +91,19 @@ def test_numbers_are_compared_by_rank():
     assert figures_of(right, grade).value == pytest.approx(1.0)
     assert figures_of(turned, grade).value == pytest.approx(-1.0)
     assert math.isnan(figures_of([row_result([0.5], label=float(n)) for n in range(5)], grade).value)
-    both = compared(("a", right, grade), ("b", turned, grade))
-    assert (both.rank_correlation, both.difference) == (pytest.approx(-1.0), pytest.approx(2.0))
+    both = compared(JudgeRun("a", grade, right), JudgeRun("b", grade, turned))
+    assert (both.agreement, both.difference) == (pytest.approx(-1.0), pytest.approx(2.0))
     assert (both.only_a[0], both.only_b[0]) == ("19", "0")
 
 
 def test_two_judges_differ_in_the_rows_that_only_one_has_right():
     grade = Grade("pairs")
-    a = [row_result([r, 0.5], name=f"{n}", domain=["even", "odd"][n % 2]) for n, r in enumerate([1, 1, 1, 0, 0, 0])]
-    b = [row_result([r, 0.5], name=f"{n}", domain=a[n].row.domain) for n, r in enumerate([1, 1, 0, 1, 0, 0])]
-    both = compared(("a", a, grade), ("b", b, grade))
+    a = [row_result([r, 0.5], name=f"{n}") for n, r in enumerate([1, 1, 1, 0, 0, 0])]
+    b = [row_result([r, 0.5], name=f"{n}") for n, r in enumerate([1, 1, 0, 1, 0, 0])]
+    both = compared(JudgeRun("a", grade, a), JudgeRun("b", grade, b))
     # Alike in 4 of 6, and both say yes in half of them: (4/6 - 1/2) / (1 - 1/2).
-    assert (both.rows, both.kappa, both.difference) == (6, pytest.approx(1 / 3), 0.0)
-    assert (both.only_a, both.only_b, both.domains) == (["2"], ["3"], {"even": (1, 0), "odd": (0, 1)})
+    assert (both.rows, both.agreement, both.difference) == (6, pytest.approx(1 / 3), 0.0)
+    assert (both.only_a, both.only_b) == (["2"], ["3"])
 
 
 PAIRS = [
@@ -166,6 +165,33 @@ def test_the_second_asking_is_a_call_of_its_own_and_both_are_recorded(run_cli, w
     assert [(one["requests"], one["cached"]) for one in judges] == [(12, 0), (0, 12)]
 
 
+def test_a_judge_of_siblings_sees_them_together_and_in_another_order_the_second_time(run_cli, write_config, write_rows):
+    """One that likes what it sees first flips, and one that reads does not. A row and its shell are one call."""
+    count = [0]
+
+    def first_slot(call):
+        count[0] += 1
+        return 1 / count[0]
+
+    rows = [pair(f"{n}", f"good {n}", [f"bad {n}", f"worse {n}"]) for n in range(201)]
+    flips = {}
+    for scorer in (first_slot, lambda call: float("good" in call.blocks["response"])):
+        with JudgeServer(scorer) as server:
+            rank = {"kind": "rank", "judge": "quality"}
+            config = write_config({"a": server})
+            config.write_text(config.read_text().replace("judges:\n", f"judges:\n  ranks: {json.dumps(rank)}\n"))
+            data = write_rows(rows, f"{scorer.__name__}.jsonl")
+            report = json.loads(run_cli("bench", config, "--data", data, "--twice", "--json").stdout)
+            assert server.report().requests == 201 + 201
+        assert list(report["judges"]) == ["ranks"]
+        whole = report["judges"]["ranks"]["all"]
+        flips[scorer] = whole["flips"], whole["value"]
+    (by_place, wrong), (by_text, right) = flips.values()
+    # More than the 67 rows with a shell, which change the order, too.
+    assert (by_place > 75, wrong < 0.6) == (True, True), flips
+    assert (by_text, right) == (0, 1.0)
+
+
 def test_labels_and_where_an_answer_begins_to_be_good(numbers, run_cli, write_config, write_rows):
     rows = [{"prompt": "?", "response": f"it is {n / 10}", "label": n >= 4, "id": n} for n in range(1, 9)]
     data = write_rows(rows)
@@ -196,8 +222,8 @@ def test_two_judges_are_compared_and_a_bar_fails_the_command(numbers, server, ru
     assert "judge quality: 0.500 is below 0.6" in result.stderr
     assert "judge other" not in result.stderr.partition("is below")[2]
     assert "quality and other, 2 rows that both have judged:" in result.stdout
-    assert "only quality is right: 1 ((none) 1): b" in result.stdout
-    assert "only other is right: 1 ((none) 1): a" in result.stdout
+    assert "only quality is right: b" in result.stdout
+    assert "only other is right: a" in result.stdout
     assert run_cli("bench", path, "--data", data, "--judge", "other", "--at-least", "0.6").exit_code == 0
 
 

@@ -93,7 +93,12 @@ def test_numbers_are_compared_by_rank():
     assert math.isnan(figures_of([row_result([0.5], label=float(n)) for n in range(5)], grade).value)
     both = compared(JudgeRun("a", grade, right), JudgeRun("b", grade, turned))
     assert (both.agreement, both.difference) == (pytest.approx(-1.0), pytest.approx(2.0))
-    assert (both.only_a[0], both.only_b[0]) == ("19", "0")
+    # By rank, and not by the distance of rewards, whose scales differ.
+    near, far = (
+        [row_result([r], label=1.0, name=f"{n}") for n, r in enumerate(rs)] for rs in ([2, 1, 3, 4], [1, 2, 3, 9])
+    )
+    both = compared(JudgeRun("a", grade, far), JudgeRun("b", grade, near))
+    assert (both.only_a[0], both.only_b[0]) == ("1", "0")
 
 
 def test_two_judges_differ_in_the_rows_that_only_one_has_right():
@@ -202,7 +207,7 @@ def test_labels_and_where_an_answer_begins_to_be_good(numbers, run_cli, write_co
 
     config = write_config({"a": numbers})
     assert (whole(config)["value"], whole(config, "--at", 0.4)["value"]) == (7 / 8, 1.0)
-    assert whole(write_config({"a": numbers}, judge={"correct_at": 0.3}))["value"] == 7 / 8
+    assert whole(write_config({"a": numbers}, judge={"correct_at": 0.4}))["value"] == 1.0
     # Shells stand in the place of good answers only.
     assert (whole(config)["ties"], whole(config)["shells"]) == (None, 5)
     scores = [{key: value for key, value in row.items() if key != "label"} | {"score": row["id"]} for row in rows]

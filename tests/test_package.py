@@ -53,8 +53,8 @@ CODE_LINES = {
     # Gates, cascades, panels, ranks, schedules, labels and rubrics ("Judging"); forms of answers, references and
     # `show`, with the extraction of answers, which the checks have given away.
     "judges": 3_810,
-    # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing").
-    "cli": 3_480,
+    # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`.
+    "cli": 3_800,
     # Where the samples of a group meet.
     "engine": 2_490,
     "acceleration": 2_280,
@@ -79,7 +79,8 @@ CODE_LINES = {
     # Ready-made reward functions.
     "checks": 260,
     "client": 680,
-    "files": 420,
+    # Labelled rows, for `bench`.
+    "files": 500,
     "system": 390,
     # It gathers groups for judges that compare siblings.
     "adapters": 225,

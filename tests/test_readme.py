@@ -69,6 +69,8 @@ def folder(tmp_path_factory):
         (folder / "short.yaml").write_text(found_in(ROOT / "docs/extending.md", "yaml")[0])
         row = {"prompt": "What is 17 + 25?", "response": "It is 42.", "ground_truth": "42"}
         (folder / "rollouts.jsonl").write_text(f"{json.dumps(row)}\n")
+        labelled = {"prompt": row["prompt"], "chosen": "It is 42.", "rejected": "It is 7.", "ground_truth": "42"}
+        (folder / "labelled.jsonl").write_text(f"{json.dumps(labelled)}\n")
         for name in ("verdicts", "before", "after"):
             judge["engine"] = {"journal": {"path": str(folder / f"{name}.sqlite")}}
             with RewardEngine(judge).portal() as portal:
@@ -167,7 +169,7 @@ def test_every_command_that_ends_runs(folder, monkeypatch):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (command, result.output)
         ran.add(words[0])
-    assert ran == {"audit", "check", "diff", "export", "journal", "plan", "replay", "score", "why"}
+    assert ran == {"audit", "bench", "check", "diff", "export", "journal", "plan", "replay", "score", "why"}
 
 
 def whole(text):

@@ -2,9 +2,9 @@
 
 A module is imported when its command is called, so that `qreward --help` takes a third of a second.
 
-Exit codes: 0 success; 1 a source gave no valid verdict, a kind cannot be used, or a change needs a restart (`check`); 2
-the input or the configuration has mistakes; 3 some samples have no reward; 130 and 143 stopped by SIGINT (Ctrl-C) and
-SIGTERM. An error that the user can fix is one message without a traceback.
+Exit codes: 0 success; 1 a source gave no valid verdict, a kind cannot be used, a change needs a restart (`check`), or
+a judge is below `--at-least` (`bench`); 2 the input or the configuration has mistakes; 3 some samples have no reward;
+130 and 143 stopped by SIGINT (Ctrl-C) and SIGTERM. An error that the user can fix is one message without a traceback.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "init": "Write a configuration from a few questions, or flags.",
     "check": "Validate a configuration, ask every source, and try the judges.",
     "score": "Score a file of rollouts; resumable.",
+    "bench": "Measure judges on answers that people have judged.",
     "calibrate": "Measure the scores of a reward model, for zscore.",
     "plan": "Simulate a step: its time, cost and bottleneck.",
     "serve": "Serve rewards over HTTP, to any number of processes.",

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from rich.table import Table
 from rich.text import Text
 
-from ..config import Config, EndpointConfig, configured_name, load_config, read_yaml
+from ..config import Config, EndpointConfig, JudgeConfig, configured_name, load_config, read_yaml
 from ..config.framework import is_framework_url
 from ..config.registry import rooms
 from ..engine.difference import difference
@@ -27,9 +27,10 @@ from ..judges import JudgeRouter, kind_of
 from ..samples import Sample
 from ..secrets import Redactor
 from ..sharing.channels import has_rates
-from ..sources import TEXT
+from ..sources import LOGITS, TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
+from .bench import ENOUGH_RIGHT, try_deeply
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds
 from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_for_clients, probe_whole, samples_for, with_route_to_each
@@ -107,6 +108,10 @@ def command(
             help="Ask nothing; show what a reload would change if the configuration OLD runs (-: standard input).",
         ),
     ] = None,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Also let each judge of a model score 20 built-in pairs (60 requests)."),
+    ] = False,
     kinds: Annotated[
         bool,
         typer.Option(
@@ -133,10 +138,12 @@ def command(
         return show_difference(against, config)
     if row is not None and not (prompt and rollouts):
         raise typer.BadParameter("--row needs --prompt and --rollouts")
+    if deep and (offline or prompt):
+        raise typer.BadParameter("--deep asks the judges, and --offline and --prompt ask nothing")
     if prompt:
         bare, _ = without_servers(load_config(config))
         return run(show_prompts(bare, config, rollouts, row))
-    return run(check_config(config, rollouts, timeout_s=timeout, offline=offline))
+    return run(check_config(config, rollouts, timeout_s=timeout, offline=offline, deep=deep))
 
 
 async def check_config(
@@ -145,14 +152,16 @@ async def check_config(
     *,
     timeout_s: float = 30.0,
     offline: bool = False,
+    deep: bool = False,
     framework: Framework | None = None,
 ) -> int:
     """Validate the file, probe every source, and print a table; then what to add to a training of `framework`.
 
-    `offline`: nothing is sent. `framework` None: the one that can be told, or all of them. A source has `timeout_s`
-    seconds for an answer, or its own time limit if that is shorter. If the check fails, the last lines are its
-    problems. Returns 0 if every source gave a valid verdict and every LLM judge with the default instructions could
-    tell right answers from nonsense, otherwise 1.
+    `offline`: nothing is sent. `deep`: judges that ask models score the built-in pairs, too. `framework` None: the one
+    that can be told, or all of them. A source has `timeout_s` seconds for an answer, or its own time limit if that is
+    shorter. If the check fails, the last lines are its problems. Returns 0 if every source gave a valid verdict and
+    every LLM judge with the default instructions could tell right answers from nonsense (`deep`: did better than a coin
+    on the pairs), otherwise 1.
 
     Raises `ConfigurationError`, `InputError` if the rollouts are empty or cannot be read, and `JournalError` if a run
     could not open its journal.
@@ -166,6 +175,8 @@ async def check_config(
         code = await _check_offline(config, path)
     else:
         code = await _check(config, path, rollouts, timeout_s)
+        if deep:
+            code = max(code, await _check_deeply(config, path))
     if code == OK and (config.judges or config.engine.server is not None):  # a file for clients trains nothing
         wrapped = list(read_yaml(str(path), origin=str(path))) == ["qreward"]
         say_how_to_train(OUT, path, framework or framework_of(path, wrapped=wrapped), wrapped=wrapped)
@@ -242,10 +253,26 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         # Invalid verdicts in the trial repeat what was said of the sample.
         if result.trial is not None and result.trial.problem and not (result.problem and len(result.trial.flaws) > 1):
             judge = config.judges[result.judge]
-            own = any(getattr(judge, key, None) is not None for key in ("instructions", "rubric"))
+            own = _asks_its_own(judge)
             say(OUT, _unable(result, result.trial, own=own))
             passed = passed and own
     return OK if passed else CHECK_FAILED
+
+
+def _asks_its_own(judge: JudgeConfig) -> bool:
+    """Whether a judge may be asked for something else than right answers."""
+    return any(getattr(judge, key, None) is not None for key in ("instructions", "rubric"))
+
+
+async def _check_deeply(config: Config, path: Path) -> int:
+    names = [name for name, judge in config.judges.items() if kind_of(judge).asks in (TEXT, LOGITS)]
+    code = OK
+    for name in sorted(await try_deeply(_alone(config), path, names)):
+        own = _asks_its_own(config.judges[name])
+        code = code if own else CHECK_FAILED
+        problem = f"fewer than {ENOUGH_RIGHT} of the 20 built-in pairs are judged right, which a coin may do, too"
+        say(OUT, Text.assemble((f"judge {name}: ", "yellow" if own else "red"), problem))
+    return code
 
 
 def _counts(config: Config) -> str:

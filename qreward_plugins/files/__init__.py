@@ -7,10 +7,13 @@ complete, so that OUT never holds a part of the rows.
 
 from __future__ import annotations
 
+from .labelled_rows import LabelledRow, Layout, read_labelled
 from .rollouts import Rollout, check_rollouts, message_list, read_rollouts, sample_of
 from .tables import RESULT, RowWriter, check_output, open_writer, partial_path, to_result
 
 __all__ = [
+    "LabelledRow",
+    "Layout",
     "RESULT",
     "Rollout",
     "RowWriter",
@@ -19,6 +22,7 @@ __all__ = [
     "message_list",
     "open_writer",
     "partial_path",
+    "read_labelled",
     "read_rollouts",
     "sample_of",
     "to_result",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,17 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise InputError(f"{path}: is no file (a pipe, for example), and rows are read twice; write them to a file")
     rows = read_parquet(path) if format_of(path) == "parquet" else read_jsonl(path)
+    for name, where, row in checked_rows(rows, path):
+        yield Rollout(row, sample_of(row, name=name, where=where, folder=path.parent))
+
+
+def checked_rows(rows: Iterable[tuple[str, Any]], path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the name of each row of a file, its place for messages, and the row. Raises `InputError` if it is none."""
     for name, row in rows:
         where = f"{path}, {name}"
         if not isinstance(row, dict):
-            raise InputError(f"{where}: must be an object, not {_type(row)}")
-        yield Rollout(row, sample_of(row, name=name, where=where, folder=path.parent))
+            raise InputError(f"{where}: must be an object, not {type_of(row)}")
+        yield name, where, row
 
 
 def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
@@ -87,11 +93,11 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
     response_column = _one_of(row, _RESPONSE_COLUMNS, where)
     response = row[response_column]
     if not isinstance(response, str):
-        raise InputError(f"{where}: {response_column} must be a text, not {_type(response)}")
+        raise InputError(f"{where}: {response_column} must be a text, not {type_of(response)}")
     prompt_column = _one_of(row, _PROMPT_COLUMNS, where)
     data_source = row.get("data_source")
     if data_source is not None and not isinstance(data_source, str):
-        raise InputError(f"{where}: data_source must be a text, not {_type(data_source)}")
+        raise InputError(f"{where}: data_source must be a text, not {type_of(data_source)}")
     reward_model, ground_truth = row.get("reward_model"), row.get("ground_truth")
     if ground_truth is None and isinstance(reward_model, Mapping):
         ground_truth = reward_model.get("ground_truth")
@@ -120,7 +126,7 @@ def _listed_images(value: Any, where: str, folder: Path | None) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise InputError(f"{where} must be a list of images, not {_type(value)}")
+        raise InputError(f"{where} must be a list of images, not {type_of(value)}")
     return [_image(image, folder) for image in value]
 
 
@@ -168,14 +174,14 @@ def message_list(prompt: Any, where: str) -> list[Message]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        what = "an empty list" if prompt == [] else _type(prompt)
+        what = "an empty list" if prompt == [] else type_of(prompt)
         raise InputError(f"{where} must be a text or a list of messages, not {what}")
     return [_message(message, f"{where}[{number}]") for number, message in enumerate(prompt)]
 
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise InputError(f"{where} must be an object with role and content, not {_type(message)}")
+        raise InputError(f"{where} must be an object with role and content, not {type_of(message)}")
     if not isinstance(message.get("role"), str):
         raise InputError(f"{where} needs a role that is a text")
     content = message.get("content")
@@ -185,7 +191,8 @@ def _message(message: Any, where: str) -> Message:
     return {key: value for key, value in message.items() if value is not None}  # type: ignore[return-value]
 
 
-def _type(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """Name the type of a value in a message."""
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, (int, float)):

@@ -112,6 +112,21 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
+def read_json(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each item of the list in a JSON file with its name ("item 7"). Files of this name may hold JSON lines, too.
+    Raises `InputError`.
+    """
+    try:
+        whole = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    if not whole.lstrip().startswith(b"["):
+        yield from read_jsonl(path)
+        return
+    for number, item in enumerate(_parsed(whole, str(path)), start=1):
+        yield f"item {number}", item
+
+
 def as_json(value: Any) -> bytes:
     """Encode a value as one line of JSON. Types that JSON lacks become text, bytes become base64.
 

@@ -143,13 +143,13 @@ def figures(pairs: Sequence[JudgedPair], at: float) -> list[Figure]:
         ("mean of B - A", lambda total: total[3] / total[0]),
         (f"kappa at {at:g}", lambda total: _kappa(total[4], total[5], total[6], total[0])),
     ]
-    whole, drawn = _added(sums), [_added(sample) for sample in _bootstrap(sums)]
-    found = [Figure(name, each(whole), *_interval(map(each, drawn))) for name, each in of]
+    whole, drawn = _added(sums), [_added(sample) for sample in bootstrap(sums)]
+    found = [Figure(name, each(whole), *interval(map(each, drawn))) for name, each in of]
     within = [rank_correlation([(pair.a, pair.b) for pair in group]) for group in groups.values()]
     there = [value for value in within if not math.isnan(value)]
     name = f"rank correlation within {len(there):,} group{'' if len(there) == 1 else 's'}"
     mean = fmean(there) if there else math.nan
-    found.append(Figure(name, mean, *_interval(map(fmean, _bootstrap(there)))))
+    found.append(Figure(name, mean, *interval(map(fmean, bootstrap(there)))))
     correlation_of_all = rank_correlation([(pair.a, pair.b) for pair in pairs])
     return [*found, Figure("rank correlation of all", correlation_of_all, None, None)]
 
@@ -172,14 +172,15 @@ def _added(sums: Sequence[tuple[float, ...]]) -> list[float]:
     return [math.fsum(column) for column in zip(*sums, strict=True)]
 
 
-def _bootstrap(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
+def bootstrap(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
     """Samples of units (groups), fewer of many units: their intervals are narrow anyway. None of less than two."""
     rng = random.Random(0)
     for _ in range(max(MOST_DRAWN // len(units), 50) if len(units) > MOST_DRAWN // DRAWS else DRAWS * (len(units) > 1)):
         yield rng.choices(units, k=len(units))
 
 
-def _interval(values: Iterable[float]) -> tuple[float | None, float | None]:
+def interval(values: Iterable[float]) -> tuple[float | None, float | None]:
+    """The middle 95 % of what a figure is in the samples of a bootstrap; None if it is undefined in all of them."""
     known = [value for value in values if not math.isnan(value)]
     return (percentile(known, 0.025), percentile(known, 0.975)) if known else (None, None)
 
@@ -200,20 +201,21 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
     if len(pairs) < 2:
         return math.nan
     try:
-        return correlation(*(_ranks([pair[place] for pair in pairs]) for place in (0, 1)))
+        return correlation(*(ranks([pair[place] for pair in pairs]) for place in (0, 1)))
     except StatisticsError:
         return math.nan
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def ranks(values: Sequence[float]) -> list[float]:
+    """The rank of each value from 0, the mean rank for ties."""
     order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
+    found = [0.0] * len(values)
     start = 0
     while start < len(order):
         end = start
         while end < len(order) and values[order[end]] == values[order[start]]:
             end += 1
         for place in range(start, end):
-            ranks[order[place]] = (start + end - 1) / 2
+            found[order[place]] = (start + end - 1) / 2
         start = end
-    return ranks
+    return found

@@ -1,0 +1,361 @@
+"""`qreward bench`: what it makes of judges whose answers are known, and `qreward check --deep`."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+
+from qreward_plugins import Cause, Failed, Scored
+from qreward_plugins.cli import bench
+from qreward_plugins.cli.bench_figures import GivenReward, Grade, JudgeRun, RowResult, compared, figures_of
+from qreward_plugins.errors import InputError
+from qreward_plugins.files import LabelledRow, read_labelled
+from qreward_plugins.samples import Verdict
+from qreward_plugins.testing import JudgeServer
+
+from ..kit import each_of, make_sample, wait_until
+
+
+def judged_by_number(call):
+    """The number that a response ends with is its score; without one it is no verdict."""
+    last = call.blocks["response"].split()[-1]
+    return float(last) if last.replace(".", "").isdigit() else 0.0 if "BAD" not in last else "I would rather not."
+
+
+@pytest.fixture
+def numbers():
+    with JudgeServer(judged_by_number) as server:
+        yield server
+
+
+def pair(name, chosen, rejected, **columns):
+    return {"id": name, "prompt": f"Question {name}?", "chosen": chosen, "rejected": rejected, **columns}
+
+
+def row_result(rewards, *, chosen=1, label=None, name="row"):
+    samples = tuple(make_sample(group_id=name) for _ in rewards)
+    row = LabelledRow(name, "", samples, chosen, label)
+    return RowResult(row, [GivenReward(reward) for reward in rewards])
+
+
+@each_of(
+    ("rewards", "chosen", "credit"),
+    [
+        ([0.9, 0.1, 0.2, 0.3], 1, 1.0),
+        ([0.2, 0.1, 0.9, 0.3], 1, 0.0),
+        ([0.9, 0.9, 0.2, 0.3], 1, 1 / 2),
+        ([0.9, 0.9, 0.9, 0.9], 1, 1 / 4),
+        ([0.5, 0.5, 0.9, 0.1], 1, 0.0),
+        ([0.9, 0.8, 0.1], 2, 1.0),
+        ([0.9, 0.1, 0.1], 2, 1 / 2),
+        ([0.9, None, 0.1, 0.1], 1, None),
+    ],
+)
+def test_ties_share_the_credit_as_in_rewardbench_2(rewards, chosen, credit):
+    result = row_result(rewards, chosen=chosen)
+    assert Grade("pairs").credit(result.row, result.first) == credit
+
+
+def test_a_failed_call_is_neither_right_nor_wrong():
+    """Nor is a floor for an invalid reply. That of an empty answer is what training gets for it."""
+    failures = [Failed(Cause.INFRA, "deadline"), Failed(Cause.VERDICT, "invalid"), Failed(Cause.INFRA, "garbage")]
+    floors = [
+        Scored(Verdict(0.0, basis="floor", failure=Failed(cause, "x"))) for cause in (Cause.VERDICT, Cause.POLICY)
+    ]
+    given = [GivenReward.of(outcome) for outcome in (*failures, *floors)]
+    assert [each.problem for each in given] == ["failed", "invalid", "invalid", "invalid", ""]
+    assert [each.reward for each in given] == [None, None, None, None, 0.0]
+    rows = [row_result([1.0, 0.0]), RowResult(row_result([0, 0]).row, [GivenReward(1.0), given[0]])]
+    figures = figures_of(rows, Grade("pairs"))
+    assert (figures.rows, figures.judged, figures.value, figures.failed) == (2, 1, 1.0, 1)
+
+
+def test_intervals_are_those_of_groups():
+    """Of 40 right and 60 wrong rows: 0.4 with an error of 0.049. The same rows in two groups say much less."""
+    rows = [row_result([1.0 if n < 40 else 0.0], label=1.0, name=f"{n}") for n in range(100)]
+    figures = figures_of(rows, Grade("yes_no"))
+    assert figures.value == 0.4
+    assert (figures.low, figures.high) == (pytest.approx(0.4 - 0.096, abs=0.025), pytest.approx(0.4 + 0.096, abs=0.025))
+    two = [row_result([1.0 if n < 40 else 0.0], label=1.0, name="a" if n < 50 else "b") for n in range(100)]
+    assert (figures_of(two, Grade("yes_no")).low, figures_of(two, Grade("yes_no")).high) == (0.0, 0.8)
+
+
+def test_numbers_are_compared_by_rank():
+    right = [row_result([n**3 / 1e6], label=float(n), name=f"{n}") for n in range(20)]
+    turned = [row_result([-each.first[0].reward], label=each.row.label, name=each.row.id) for each in right]
+    grade = Grade("numbers")
+    assert figures_of(right, grade).value == pytest.approx(1.0)
+    assert figures_of(turned, grade).value == pytest.approx(-1.0)
+    assert math.isnan(figures_of([row_result([0.5], label=float(n)) for n in range(5)], grade).value)
+    both = compared(JudgeRun("a", grade, right), JudgeRun("b", grade, turned))
+    assert (both.agreement, both.difference) == (pytest.approx(-1.0), pytest.approx(2.0))
+    # By rank, and not by the distance of rewards, whose scales differ.
+    near, far = (
+        [row_result([r], label=1.0, name=f"{n}") for n, r in enumerate(rs)] for rs in ([2, 1, 3, 4], [1, 2, 3, 9])
+    )
+    both = compared(JudgeRun("a", grade, far), JudgeRun("b", grade, near))
+    assert (both.only_a[0], both.only_b[0]) == ("1", "0")
+
+
+def test_two_judges_differ_in_the_rows_that_only_one_has_right():
+    grade = Grade("pairs")
+    a = [row_result([r, 0.5], name=f"{n}") for n, r in enumerate([1, 1, 1, 0, 0, 0])]
+    b = [row_result([r, 0.5], name=f"{n}") for n, r in enumerate([1, 1, 0, 1, 0, 0])]
+    both = compared(JudgeRun("a", grade, a), JudgeRun("b", grade, b))
+    # Alike in 4 of 6, and both say yes in half of them: (4/6 - 1/2) / (1 - 1/2).
+    assert (both.rows, both.agreement, both.difference) == (6, pytest.approx(1 / 3), 0.0)
+    assert (both.only_a, both.only_b) == (["2"], ["3"])
+
+
+PAIRS = [
+    pair("a", "right 0.9", ["wrong 0.1", "wrong 0.2", "wrong 0.3"], domain="best of 4"),
+    pair("b", "right, and longer than the others 0.5", ["wrong 0.5", "wrong 0.2", "wrong 0.3"], domain="best of 4"),
+    pair("c", "right 0.2", "wrong, but much longer 0.8", domain="two"),
+    pair("d", "right, and so much longer 0.7", "wrong 0.4", domain="two"),
+    pair("e", "right 0.7", "BAD", domain="two"),
+]
+
+
+def test_pairs_are_measured_by_domain(numbers, run_cli, write_config, write_rows):
+    config = write_config({"a": numbers}, source={"price": {"per_request": 0.01}})
+    result = run_cli("bench", config, "--data", write_rows(PAIRS), "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    judge = report["judges"]["quality"]
+    whole, (best_of_4, two) = judge["all"], judge["domains"]
+    assert (report["layout"], whole["rows"], whole["judged"]) == ("pairs", 5, 4)
+    assert (best_of_4["value"], best_of_4["ties"], best_of_4["longer"]) == (0.75, 1, 0.5)
+    assert (two["value"], two["ties"], two["invalid"], two["failed"]) == (0.5, 0, 1, 0)
+    assert (two["longer"], two["shorter"]) == (1.0, 0.0)
+    assert whole["value"] == pytest.approx(2.5 / 4)
+    assert whole["low"] < whole["value"] < whole["high"]
+    # Of the shells, ':' ... '.' get 0, and no good answer has so little.
+    assert (whole["shells_passed"], whole["shells"]) == (0, 5)
+    assert judge["requests"] == numbers.report().requests == 8 + 6 + 5
+    assert judge["invalid_replies"] == 1
+    assert whole["usd"] == pytest.approx(0.01 * 19)
+
+
+def test_a_judge_that_a_shell_deceives_is_found_out(run_cli, write_config, write_rows):
+    with JudgeServer(lambda call: float(len(call.blocks["response"]) < 40)) as server:
+        config, data = write_config({"a": server}), write_rows([pair("a", "42", "It is " + 9 * "most " + "certain")])
+        table = run_cli("bench", config, "--data", data)
+        shells = json.loads(run_cli("bench", config, "--data", data, "--json").stdout)["judges"]["quality"]["all"]
+    assert (shells["shells_passed"], shells["shells"]) == (1, 1)
+    assert " 1/1 " in table.stdout
+
+
+def test_the_second_asking_is_a_call_of_its_own_and_both_are_recorded(run_cli, write_config, write_rows):
+    """Two of four rows flip. A second run makes no call, and finds the same flips."""
+    asked = {}
+
+    def scorer(call):
+        response = call.blocks["response"]
+        asked[response] = asked.get(response, 0) + 1
+        return 0.0 if asked[response] > 1 and response in ("good 0", "good 1") else float("good" in response)
+
+    rows = [pair(f"{n}", f"good {n}", f"bad {n}") for n in range(4)]
+    with JudgeServer(scorer) as server:
+        config, data = write_config({"a": server}), write_rows(rows)
+        first, again = (json.loads(run_cli("bench", config, "--data", data, "--twice", "--json").stdout) for _ in "ab")
+        assert server.report().requests == 8 + 4 + 8
+    judges = [one["judges"]["quality"] for one in (first, again)]
+    assert [(one["all"]["flips"], one["all"]["asked_twice"], one["all"]["value"]) for one in judges] == [
+        (2, 4, 1.0)
+    ] * 2
+    assert [(one["requests"], one["cached"]) for one in judges] == [(12, 0), (0, 12)]
+
+
+def test_a_judge_of_siblings_sees_them_together_and_in_another_order_the_second_time(run_cli, write_config, write_rows):
+    """One that likes what it sees first flips, and one that reads does not. A row and its shell are one call."""
+    count = [0]
+
+    def first_slot(call):
+        count[0] += 1
+        return 1 / count[0]
+
+    rows = [pair(f"{n}", f"good {n}", [f"bad {n}", f"worse {n}"]) for n in range(201)]
+    flips = {}
+    for scorer in (first_slot, lambda call: float("good" in call.blocks["response"])):
+        with JudgeServer(scorer) as server:
+            rank = {"kind": "rank", "judge": "quality"}
+            config = write_config({"a": server})
+            config.write_text(config.read_text().replace("judges:\n", f"judges:\n  ranks: {json.dumps(rank)}\n"))
+            data = write_rows(rows, f"{scorer.__name__}.jsonl")
+            report = json.loads(run_cli("bench", config, "--data", data, "--twice", "--json").stdout)
+            assert server.report().requests == 201 + 201
+        assert list(report["judges"]) == ["ranks"]
+        whole = report["judges"]["ranks"]["all"]
+        flips[scorer] = whole["flips"], whole["value"]
+    (by_place, wrong), (by_text, right) = flips.values()
+    # More than the 67 rows with a shell, which change the order, too.
+    assert (by_place > 75, wrong < 0.6) == (True, True), flips
+    assert (by_text, right) == (0, 1.0)
+
+
+def test_labels_and_where_an_answer_begins_to_be_good(numbers, run_cli, write_config, write_rows):
+    rows = [{"prompt": "?", "response": f"it is {n / 10}", "label": n >= 4, "id": n} for n in range(1, 9)]
+    data = write_rows(rows)
+
+    def whole(config, *options):
+        result = run_cli("bench", config, "--data", data, "--json", *options)
+        return json.loads(result.stdout)["judges"]["quality"]["all"]
+
+    config = write_config({"a": numbers})
+    assert (whole(config)["value"], whole(config, "--at", 0.4)["value"]) == (7 / 8, 1.0)
+    assert whole(write_config({"a": numbers}, judge={"correct_at": 0.4}))["value"] == 1.0
+    # Shells stand in the place of good answers only.
+    assert (whole(config)["ties"], whole(config)["shells"]) == (None, 5)
+    scores = [{key: value for key, value in row.items() if key != "label"} | {"score": row["id"]} for row in rows]
+    report = json.loads(run_cli("bench", config, "--data", write_rows(scores, "n.jsonl"), "--json").stdout)
+    assert (report["layout"], report["judges"]["quality"]["all"]["value"]) == ("numbers", pytest.approx(1.0))
+
+
+def test_two_judges_are_compared_and_a_bar_fails_the_command(numbers, server, run_cli, write_config, write_rows):
+    path = write_config({"a": numbers, "b": server}, judge={"sources": "a"}, routes={"*": "quality"})
+    other = "judges:\n  other: {kind: llm, sources: b, score_range: [0, 1]}\n"
+    path.write_text(path.read_text().replace("judges:\n", other))
+    data = write_rows(
+        [pair("a", "42, or 0.1", "7, or 0.9", ground_truth="42"), pair("b", "0.9", "0.1", ground_truth="x")]
+    )
+    result = run_cli("bench", path, "--data", data, "--judge", "quality", "--judge", "other", "--at-least", "0.6")
+    assert result.exit_code == 1, result.output
+    assert "judge quality: 0.500 is below 0.6" in result.stderr
+    assert "judge other" not in result.stderr.partition("is below")[2]
+    assert "quality and other, 2 rows that both have judged:" in result.stdout
+    assert "only quality is right: b" in result.stdout
+    assert "only other is right: a" in result.stdout
+    assert run_cli("bench", path, "--data", data, "--judge", "other", "--at-least", "0.6").exit_code == 0
+
+
+def test_answers_without_a_reward_have_an_exit_code_of_their_own(run_cli, write_config, write_rows):
+    config = write_config({"a": "http://127.0.0.1:9/v1"}, engine={"deadline_s": 0.2})
+    result = run_cli("bench", config, "--data", write_rows([pair("a", "x", "y")]))
+    assert result.exit_code == 3
+    assert "0/1" in result.stdout
+
+
+def test_a_stopped_run_goes_on(start_cli, run_cli, write_config, write_rows, verdicts_in, tmp_path):
+    calls = []
+
+    def scorer(call):
+        calls.append(call)
+        if len(calls) == 6:
+            server.hold()
+        return float("good" in call.blocks["response"])
+
+    with JudgeServer(scorer) as server:
+        config = write_config({"a": server}, source={"limits": {"concurrency": 2}})
+        arguments = ("bench", config, "--data", write_rows([pair(f"{n}", f"good {n}", f"bad {n}") for n in range(6)]))
+        process = start_cli(*arguments)
+        server.wait_for(lambda report: len(calls) > 5 and report.in_flight == 2, timeout_s=30)
+        wait_until(lambda: verdicts_in(tmp_path / "in.jsonl.journal") == server.report().answered)
+        code, _, errors = process.end(signal.SIGINT)
+        assert (code, "Run the same command again to go on" in errors) == (130, True)
+        paid, before = verdicts_in(tmp_path / "in.jsonl.journal"), server.report().requests
+        server.release()
+        result = run_cli(*arguments)
+        assert result.exit_code == 0, result.output
+        assert f"{paid} verdicts come from the journal" in result.stdout
+        assert server.report().requests == before + 18 - paid
+
+
+def write(tmp_path, rows, name="x.json"):
+    path = tmp_path / name
+    path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
+    return path
+
+
+def test_answers_may_be_conversations_and_no_judge_sees_a_label(tmp_path):
+    """A conversation brings its prompt. Files of the suffix json hold a list, or lines."""
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [
+        {"chosen": said, "rejected": [[*said[:1], {"role": "assistant", "content": "No"}], said], "subset": "chat"},
+        {"id": 7, "prompt": "Hi", "chosen": ["a", "b"], "rejected": said[1:], "data_source": "d", "extra": 1},
+    ]
+    layout, (first, second) = read_labelled(write(tmp_path, rows))
+    assert (layout, first.domain, first.chosen, second.domain, second.chosen) == ("pairs", "chat", 1, "d", 2)
+    assert [sample.response for sample in (*first.samples, *second.samples)] == [
+        "Hello",
+        "No",
+        "Hello",
+        "a",
+        "b",
+        "Hello",
+    ]
+    assert first.samples[0].messages == said[:1]
+    assert second.samples[2].messages == [{"role": "user", "content": "Hi"}]
+    assert [sample.id for sample in second.samples] == ["7/0", "7/1", "7/2"]
+    assert second.samples[0].extras == {"extra": 1}
+    labelled = {"prompt": "?", "response": "x", "label": True, "score": 3}
+    _, (row,) = read_labelled(write(tmp_path, json.dumps(labelled)))
+    assert (row.label, row.samples[0].extras) == (1.0, {})
+
+
+GOOD = {"prompt": "?", "response": "x", "label": 1}
+
+
+@each_of(
+    ("rows", "message"),
+    [
+        ([], "x.json: has no rows"),
+        ("[1", "x.json: not valid JSON"),
+        ([3], "x.json, item 1: must be an object, not a number"),
+        ([{"prompt": "?", "response": "x"}], "item 1: needs the columns `chosen` and `rejected`, or `response` and"),
+        ([{**GOOD, "label": "yes"}], "item 1: the label must be a number, or true or false, not a text"),
+        ('[{"prompt": "?", "response": "x", "label": NaN}]', "not one that is not finite"),
+        ([GOOD, pair("b", "x", "y")], "b: some rows have `chosen` and `rejected`, and others a label; make two files"),
+        ([pair("a", [], "y")], "chosen must be an answer or a list of answers, not an empty list"),
+        ([pair("a", "x", 3)], "rejected must be a text or a list of messages, not a number"),
+        ([pair("a", [{"role": "user", "content": "x"}], "y")], "must end with a message of the assistant"),
+        ([{"chosen": "x", "rejected": "y"}], "needs a column messages or prompt"),
+        ([pair("a", "x", "y", domain=3)], "the domain must be a text, not a number"),
+    ],
+)
+def test_a_mistake_in_the_data_is_one_message(tmp_path, rows, message):
+    with pytest.raises(InputError) as caught:
+        read_labelled(write(tmp_path, rows))
+    assert message in str(caught.value)
+
+
+def test_a_judge_that_is_not_there_is_named_with_those_that_are(run_cli, write_config, tmp_path):
+    result = run_cli("bench", write_config({"a": "http://127.0.0.1:9/v1"}), "--judge", "other")
+    assert (result.exit_code, "has no judge 'other'; its judges: quality" in result.stderr) == (2, True)
+    assert (
+        run_cli("bench", write_config({"a": "http://127.0.0.1:9/v1"}), "--data", tmp_path / "no.jsonl").exit_code == 2
+    )
+
+
+def test_the_built_in_pairs_favour_no_length():
+    layout, rows = read_labelled(Path(bench.PAIRS))
+    assert (layout, len(rows), len({row.id for row in rows})) == ("pairs", 20, 20)
+    assert sum(len(row.samples[0].response) > len(row.samples[1].response) for row in rows) == 10
+    assert all(row.samples[0].ground_truth for row in rows)
+
+
+def test_a_deep_check_finds_a_judge_that_only_knows_nonsense(run_cli, write_config):
+    """The three pairs of the check are a matter of nonsense; the twenty are not."""
+    right = {row.samples[0].response for row in read_labelled(Path(bench.PAIRS))[1]}
+
+    def shallow(call):
+        words = ("ladders", "bananas", "asdf")
+        return float(not any(word in call.blocks["response"] for word in words))
+
+    def deep(call):
+        return shallow(call) * (0.9 if call.blocks["response"] in right else 0.5)
+
+    for scorer, code in ((shallow, 1), (deep, 0)):
+        with JudgeServer(scorer) as server:
+            config = write_config({"a": server})
+            assert run_cli("check", config).exit_code == 0
+            result = run_cli("check", config, "--deep")
+        assert result.exit_code == code, result.output
+        assert ("judge quality: fewer than 15 of the 20 built-in pairs" in result.stdout) == bool(code)
+    with JudgeServer(shallow) as server:
+        own = write_config({"a": server}, judge={"instructions": "Is the response polite?"})
+        assert run_cli("check", own, "--deep").exit_code == 0
+    assert run_cli("check", config, "--deep", "--offline").exit_code == 2

@@ -50,8 +50,8 @@ CODE_LINES = {
     "sources": 7_220,
     "scheduling": 4_420,
     "simulation": 3_720,
-    # Gates, cascades, panels, schedules, labels and rubrics ("Judging").
-    "judges": 3_080,
+    # Gates, cascades, panels, schedules, labels, rubrics and programs in a sandbox ("Judging").
+    "judges": 3_360,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing").
     "cli": 3_480,
     "engine": 2_350,

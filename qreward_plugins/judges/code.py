@@ -26,12 +26,12 @@ from ..errors import ConfigurationError, InputError, InvalidReply, Mistake, inpu
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..samples.check import kind_of
 from ..samples.json_values import as_json
-from ..scheduling.calls import Call, Unanswered
+from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
 from ..sources.kind import RUN
 from .base import Ask, Judge, JudgeFailed, Opening, together
 from .fence import draw_nonces
-from .leaf import Leaf, checked, failed, fingerprint
+from .leaf import Leaf, checked, fingerprint
 from .parts import combined, part_failed
 from .sample_texts import column_of, readable
 from .thinking import after_thoughts
@@ -42,16 +42,9 @@ ENDS = ("passed", "wrong_output", "run_error", "timeout", "compile_error")
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^`\n]*$")
 _ALIASES: Mapping[str, Sequence[str]] = {
-    "python": ("py", "python3"),
-    "cpp": ("c++", "cc"),
-    "nodejs": ("js", "javascript"),
-    "typescript": ("ts",),
-    "csharp": ("cs", "c#"),
-    "bash": ("sh", "shell"),
-    "rust": ("rs",),
-    "kotlin_script": ("kotlin", "kts"),
-    "python_gpu": ("python", "py"),
-}
+    "python": ("py", "python3"), "cpp": ("c++", "cc"), "nodejs": ("js", "javascript"), "typescript": ("ts",),
+    "csharp": ("cs", "c#"), "bash": ("sh",), "rust": ("rs",), "kotlin_script": ("kotlin",), "python_gpu": ("python",),
+}  # fmt: skip
 _IMPORTED = [
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "typing",
@@ -317,11 +310,12 @@ class CodeJudge(Judge):
             return replace(leaves[0].instead(empty), correct=False, judge=self.name)
         # Where one test may decide, it goes first: its program is compiled for every test, or must pass all.
         alone = 1 if self.config.all or self.config.language != "python" else len(leaves)
-        verdicts = await self._run(leaves[:alone], sample, ask)
-        ends = Counter(end for verdict in verdicts.values() for end in verdict.components)
-        if not (ends["compile_error"] or (self.config.all and not ends["passed"])):
-            verdicts |= await self._run(leaves[alone:], sample, ask)
+        verdicts: dict[str, Verdict] = {}
+        for several in (leaves[:alone], leaves[alone:]):
+            verdicts |= await self._run(several, sample, ask)
             ends = Counter(end for verdict in verdicts.values() for end in verdict.components)
+            if ends["compile_error"] or (self.config.all and not ends["passed"]):
+                break
         share = ends["passed"] / len(tests)
         low, high = self.config.reward_range
         reward = low + (high - low) * (float(share == 1) if self.config.all else share)
@@ -383,7 +377,3 @@ class _Run(Leaf):
 
     def mapped(self, raw: RawScore) -> Verdict:
         return Verdict(raw.score, raw.components, correct=raw.score == 1, judge=self.name, raw=raw)
-
-    def missing(self, why: Unanswered) -> Verdict:
-        """Raise `JudgeFailed`. A sandbox that refuses a program has no verdict on it."""
-        raise JudgeFailed(replace(failed(why, self.name), cause=Cause.INFRA))

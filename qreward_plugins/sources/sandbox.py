@@ -14,11 +14,11 @@ from typing import Any
 
 from ..config.nodes import PositiveInt
 from ..config.source_models import EndpointConfig, URLs
-from ..errors import QRewardError, TransientError
+from ..errors import QRewardError
 from .base import Reply, Request
 from .endpoint import Endpoint
 from .kind import RUN
-from .replies import Answer, Problem
+from .replies import Answer
 
 _STDERR_CHARS = 1_000
 
@@ -28,8 +28,6 @@ class RunAnswer(Answer):
 
     def read_content(self, content: Any) -> Reply | QRewardError:
         status = content.get("status")
-        if status == "SandboxError":
-            return TransientError(self._says("could not run the program", Problem.of(content)), status=self.http.status)
         part = content.get("compile_result")
         ended = "finished" if part is None else _ended(part)
         if ended == "finished":
@@ -38,10 +36,9 @@ class RunAnswer(Answer):
         elif ended:
             ended = "compile_error"
         finished = ended == "finished"
-        if not ended or status not in ("Success", "Failed") or (status == "Success") != finished:
+        contradicts = status not in ("Success", "Failed") or (status == "Success") != finished
+        if not ended or contradicts or (finished and not isinstance(part.get("stdout"), str)):
             return self.unreadable("a run that is not whole", self.http.body)
-        if finished and not isinstance(part.get("stdout"), str):
-            return self.unreadable("a run without stdout", self.http.body)
         stdout, stderr = (str(part.get(name) or "") for name in ("stdout", "stderr"))
         return Reply(text=stdout, value=stderr[-_STDERR_CHARS:], finish_reason=ended)
 
@@ -78,7 +75,6 @@ class SandboxSource(Endpoint):
 
     answers = (RUN,)
     ANSWER = RunAnswer
-    usual_latency_s = 1.0
 
     def body(self, request: Request) -> Mapping[str, Any]:
         return request.parameters

@@ -27,14 +27,6 @@ class RunCall(JudgeCall):
     def stdin(self) -> str:
         return str(self.parameters.get("stdin") or "")
 
-    @property
-    def prompt_tokens(self) -> int:
-        return 0
-
-    @property
-    def max_tokens(self) -> int | None:
-        return None
-
 
 def read_run_call(body: bytes) -> RunCall:
     """Read the body of a request. Raises `Refused` with the mistake."""
@@ -82,7 +74,5 @@ _FLAWS: Mapping[FaultKind, Mapping[str, Any]] = {
     FaultKind.CUT_OFF: {"run_result": {"status": "Finished", "return_code": 0}},
     FaultKind.SCORE_STRING: {"run_result": {"status": "Finished", "return_code": "0", "stdout": ""}},
     FaultKind.SCORE_BOOL: {"run_result": {"status": "Finished", "return_code": False, "stdout": ""}},
-    FaultKind.SCORE_NULL: {"run_result": {"status": "Finished", "return_code": None, "stdout": ""}},
     FaultKind.TWO_VERDICTS: {"status": "Failed"},
-    FaultKind.PROSE: {"status": "ok"},
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sqlite3
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from qreward_plugins.judges.code import ENDS, program_of, read_tests
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply, SandboxSource
 from qreward_plugins.sources.http_reading import HTTPReply
-from qreward_plugins.testing import Faults, JudgeServer, ServerLimits, ran
+from qreward_plugins.testing import Faults, JudgeServer, PlayFault, ran
 
 from ..kit import Stage, each_of, tasks_left
 
@@ -228,7 +230,7 @@ def test_of_1000_faults_of_a_sandbox_none_becomes_a_number() -> None:
 
 
 def box(request: Any) -> Reply:
-    """A sandbox that adds. A program may say `wrong`, `crash`, `hang`, `broken`, or `half`: right on half of the tests."""
+    """A sandbox that adds. A program may say `wrong`, `crash`, `hang`, `broken`, or `half` (of the tests)."""
     code, stdin = request.parameters["code"], request.parameters["stdin"]
     ended = {"crash": "run_error", "hang": "timeout", "broken": "compile_error"}.get(code, "finished")
     right = code == "right" or (code == "half" and stdin != "3 4\n")
@@ -319,6 +321,11 @@ def test_a_recorded_test_is_not_run_again(tmp_path: Any) -> None:
 
     said, calls = play(*batch)
     assert calls == 5
+    with sqlite3.connect(tmp_path / "j.sqlite") as journal:
+        rows = Counter(journal.execute("SELECT judge, outcome FROM outcomes").fetchall())
+    journal.close()
+    # What is read as the reward of a sample is the entry of the judge, not those of its tests.
+    assert rows == {("code", "scored"): 2, ("code/test", "scored"): 5}
     assert said[0][1] == "test 2: wrong_output: '0\\n'"
     assert play(*batch) == (said, 0)
     # Another range, and all of them, need no call; another time limit, another output or another input does.
@@ -331,8 +338,8 @@ def test_a_recorded_test_is_not_run_again(tmp_path: Any) -> None:
 
 FAULTS = (
     "error_429 error_500 error_502 error_503 error_504 error_408 reset close mid_body_reset truncated_body "
-    "truncated_json html empty no_content invalid_utf8 wrong_json_type no_choices error_in_200 bad_gzip null_content cut_off "
-    "score_string score_bool score_null two_verdicts prose refusal"
+    "truncated_json html empty no_content invalid_utf8 wrong_json_type no_choices error_in_200 bad_gzip null_content "
+    "cut_off score_string score_bool score_null two_verdicts prose refusal"
 )
 
 
@@ -369,14 +376,21 @@ def test_what_cannot_work_is_refused_at_the_start(source: Any, keys: Any, said: 
         RewardEngine(config(source=source, **keys))
 
 
-def test_a_stand_in_of_a_sandbox_refuses_what_the_sandbox_refuses() -> None:
-    with JudgeServer(lambda call: "", limits=ServerLimits(concurrency=4)) as server:
-        tree = config(f"{server.root_url}/run_code", source={"parameters": {"language": None}})
+def test_a_program_that_a_sandbox_refuses_is_no_verdict() -> None:
+    def score(call: Any) -> str:
+        if call.code == "refused":
+            raise PlayFault("error_422")
+        return "3"
 
-        async def main() -> Any:
-            async with RewardEngine(tree) as engine:
-                return await engine.score(sample(), deadline_s=5)
+    one = {"inputs": ["1 2"], "outputs": ["3"]}
+    with JudgeServer(score) as server:
 
-        failed = asyncio.run(main())
-    assert isinstance(failed, Failed)
-    assert (failed.cause, "'language' must be a string" in failed.detail) == ("infra", True)
+        async def main(source: Any, *samples: Sample) -> Any:
+            async with RewardEngine(config(f"{server.root_url}/run_code", source=source)) as engine:
+                return await engine.score_all(samples, deadline_s=5)
+
+        *good, refused = asyncio.run(main({}, *[sample(tests=one)] * 8, sample("refused", one)))
+        (unread,) = asyncio.run(main({"parameters": {"language": None}}, sample(tests=one)))
+    assert [outcome.reward for outcome in good] == [1.0] * 8
+    assert (refused.cause, "422" in refused.detail) == ("infra", True)
+    assert (unread.cause, "'language' must be a string" in unread.detail) == ("infra", True)

@@ -53,6 +53,7 @@ UNITS = {
     "max_attempts": "attempts",
     "max_connections": "requests",
     "max_count": "images",
+    "max_tests": "tests",
     "max_side": "pixels",
     "max_size": "calls",
     "min_scored": "samples",

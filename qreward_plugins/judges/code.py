@@ -230,7 +230,7 @@ class CodeJudge(Judge):
         """Seconds that a program may take to compile. Default: 10."""
 
         memory_limit_mb: PositiveInt = 1024
-        """Memory of a program in MiB. Default: 1,024."""
+        """Memory of a program, in MB of 1,048,576 bytes. Default: 1,024."""
 
     asks = RUN
 

@@ -54,6 +54,7 @@ UNITS = {
     "max_connections": "requests",
     "list_size": "responses",
     "max_count": "images",
+    "max_tests": "tests",
     "max_side": "pixels",
     "max_size": "calls",
     "min_mass": "probability",

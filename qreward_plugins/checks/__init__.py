@@ -15,7 +15,7 @@ the sample fails and the log says why.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 from ..judges.extraction import extracted
@@ -36,6 +36,10 @@ def __getattr__(name: str) -> Any:
     if name not in _NEEDS:
         raise AttributeError(name)
     module, package, check = _NEEDS[name]
-    if find_spec(module) is None:
-        raise ImportError(f'the check `{name}` needs {package}: pip install "qreward-plugins[math]"')
+    try:
+        # Here and not in the first call: a worker gets no call before it has loaded its function, so no sample waits
+        # for the import, which takes a second on a busy machine.
+        import_module(module)
+    except ImportError:
+        raise ImportError(f'the check `{name}` needs {package}: pip install "qreward-plugins[math]"') from None
     return check

@@ -210,6 +210,7 @@ sources: Kinds[Any] = Kinds(
         "reward_model": "qreward_plugins.sources.reward_model:RewardModelSource",
         "http": "qreward_plugins.sources.service:HTTPSource",
         "function": "qreward_plugins.sources.function:FunctionSource",
+        "sandbox": "qreward_plugins.sources.sandbox:SandboxSource",
         "replicas": "qreward_plugins.sources.replica_set:ReplicaSet",
     },
 )
@@ -222,6 +223,7 @@ judges: Kinds[Any] = Kinds(
         "llm": "qreward_plugins.judges.llm:LLMJudge",
         "reward_model": "qreward_plugins.judges.reward_model:RewardModelJudge",
         "function": "qreward_plugins.judges.function:FunctionJudge",
+        "code": "qreward_plugins.judges.code:CodeJudge",
         "sum": "qreward_plugins.judges.sums:SumJudge",
         "gate": "qreward_plugins.judges.gates:GateJudge",
         "cascade": "qreward_plugins.judges.cascades:CascadeJudge",

@@ -7,6 +7,7 @@ from ..config.nodes import JudgeName, SourceName
 from ..scheduling.calls import Answer, Call, CallFailed
 from .base import Ask, GroupJudge, Judge, JudgeFailed, Opening, together
 from .cascades import CascadeJudge
+from .code import CodeJudge
 from .function import FunctionJudge
 from .gates import GateJudge
 from .leaf import Leaf
@@ -25,6 +26,7 @@ __all__ = [
     "Call",
     "CallFailed",
     "CascadeJudge",
+    "CodeJudge",
     "FunctionJudge",
     "GateJudge",
     "GroupJudge",

@@ -104,6 +104,19 @@ def reference_text(ground_truth: Any) -> str | None:
     return _json_text(ground_truth, "ground_truth")
 
 
+def column_of(sample: Sample, column: str) -> Any:
+    """Return the value of a column of the data set: a key of the extras, or the way to one, joined by dots. Raises
+    `InputError` if there is none.
+    """
+    value: Any = sample.extras
+    for key in column.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            there = ", ".join(sorted(map(str, value))[:20]) if isinstance(value, Mapping) else ""
+            raise InputError(f"the sample has no column {column}; it has {there or 'none'}")
+        value = value[key]
+    return value
+
+
 def checked_turns(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
     """Return the messages as mappings with role and content. Raises `InputError` for what is no message."""
     try:

@@ -23,7 +23,7 @@ from ..errors import InputError, InvalidReply
 from ..samples import RawScore, Sample
 from .control_tokens import neutralise
 from .extraction import AnswerPlace
-from .sample_texts import reference_text
+from .sample_texts import column_of, reference_text
 from .verdicts import RATIONALE_FORM, excerpt, number_in
 
 NONCE = "{nonce}"
@@ -313,14 +313,9 @@ class RubricTask(Task):
         """The criteria for a sample. Raises `InputError`."""
         if self._items:
             return self._items
-        value: Any = sample.extras
         assert self._rubric.column is not None
         where = f"the rubric of the sample (column {self._rubric.column})"
-        for key in self._rubric.column.split("."):
-            if not isinstance(value, Mapping) or key not in value:
-                there = ", ".join(sorted(map(str, value))[:20]) if isinstance(value, Mapping) else ""
-                raise InputError(f"the sample has no column {self._rubric.column}; it has {there or 'none'}")
-            value = value[key]
+        value = column_of(sample, self._rubric.column)
         if isinstance(value, str):
             try:
                 value = json.loads(value)

@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from .endpoint import Endpoint, EndpointKind
     from .function import FunctionSource
     from .http_reading import HTTPReply
-    from .kind import LOGITS, TEXT, VALUE, Provider, SourceKind
+    from .kind import LOGITS, RUN, TEXT, VALUE, Provider, SourceKind
     from .openai import OpenAISource
     from .opening import kind_of, open_source
     from .rate_limit_headers import announced_limits, retry_after_s
     from .replies import Answer, Problem, json_of, usage_of
     from .reward_model import RewardModelSource
+    from .sandbox import SandboxSource
     from .service import HTTPSource
 
 __all__ = [
     "LOGITS",
+    "RUN",
     "TEXT",
     "VALUE",
     "Answer",
@@ -43,6 +45,7 @@ __all__ = [
     "Reply",
     "Request",
     "RewardModelSource",
+    "SandboxSource",
     "Source",
     "SourceConfig",
     "SourceKind",
@@ -59,12 +62,13 @@ _NAMES = {
     ".endpoint": "Endpoint EndpointKind",
     ".function": "FunctionSource",
     ".http_reading": "HTTPReply",
-    ".kind": "LOGITS TEXT VALUE Provider SourceKind",
+    ".kind": "LOGITS RUN TEXT VALUE Provider SourceKind",
     ".openai": "OpenAISource",
     ".opening": "kind_of open_source",
     ".rate_limit_headers": "announced_limits retry_after_s",
     ".replies": "Answer Problem json_of usage_of",
     ".reward_model": "RewardModelSource",
+    ".sandbox": "SandboxSource",
     ".service": "HTTPSource",
     "..config.source_models": "BaseURLs EndpointConfig FreeMapping ModelName SourceConfig URLs",
 }

@@ -93,6 +93,9 @@ LOGITS = "logits"
 in `Reply.value` a mapping of labels to logits out."""
 VALUE = "value"
 """The source scores a sample: `Request.sample` in, `Reply.value` out."""
+RUN = "run"
+"""The source runs a program: `Request.parameters` in; what it printed in `Reply.text`, the end of its error output in
+`Reply.value`, and how it ended in `Reply.finish_reason`: `finished`, `run_error`, `timeout` or `compile_error`."""
 
 
 class SourceKind(ABC):

@@ -11,6 +11,7 @@ from .judge_process import JudgeServerProcess
 from .judge_server import JudgeServer, JudgeServerError, serve_forever
 from .limits import ServerLimits
 from .report import Report, Violation
+from .sandbox import RunCall, ran
 from .scores import ScoreCall
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ __all__ = [
     "RollDraft",
     "RollStep",
     "RollValidation",
+    "RunCall",
     "ScoreCall",
     "ServerLimits",
     "SlimeEvaluation",
@@ -82,6 +84,7 @@ __all__ = [
     "Violation",
     "count_tokens",
     "overlap_score",
+    "ran",
     "roll_stand_in",
     "serve_forever",
     "slime_stand_in",

@@ -126,7 +126,8 @@ class JudgeServer:
     scores samples: POST /score, with the body of slime's remote reward model: `{"prompt": text or messages,
     "response": text, "label": anything}`. And it serves a reward model as vLLM (/classify, /pooling, /score), SGLang
     (/classify, /v1/embeddings), TEI (/predict) and OpenRLHF (/get_reward) do, with lists of texts. Such a request
-    counts once against the limits.
+    counts once against the limits. As a sandbox it answers POST /run_code in the form of SandboxFusion, and runs
+    nothing: `score` gets a `RunCall`, and returns what the program prints, or a whole reply (`ran`).
 
     `protocols` are those that it serves, of "openai", "responses", "anthropic" and "gemini"; the first one writes the
     list of models at /v1/models. Default: all. A call has the messages and parameters of chat completions, whatever the

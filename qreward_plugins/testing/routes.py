@@ -1,4 +1,4 @@
-"""The routes of a judge server: its protocols and scores.
+"""The routes of a judge server: its protocols, scores and programs.
 
 Each has its own requests and replies; limits, latency, faults and the report are shared.
 """
@@ -23,6 +23,7 @@ from .judge_calls import (
 )
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import WIRES, RewardCall, read_rewards, reward_content
+from .sandbox import RUN_PATH, read_run_call, run_content
 from .scores import read_score_call, score_content
 from .streamed_replies import wants_stream
 
@@ -52,8 +53,8 @@ class Route:
         """Return the `stream_options` of a request that asks for a stream; None for one that does not."""
         if self.is_stream:
             return {}
-        # Gemini has no such key, and services that score do not stream.
-        asks = self.content is not _scores and self.protocol.name != "gemini"
+        # Gemini has no such key, and services that score or run programs do not stream.
+        asks = self.content not in (_scores, _runs) and self.protocol.name != "gemini"
         return wants_stream(body) if asks else None
 
 
@@ -71,6 +72,7 @@ class Routes:
         self._fixed = {_PATHS[name]: self._route(PROTOCOLS[name]) for name in protocols if name in _PATHS}
         for path in (*WIRES, SCORE_PATH):
             self._fixed[path] = Route(partial(self._read_scored, path, first), _scores, chat)
+        self._fixed[RUN_PATH] = Route(read_run_call, _runs, chat)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -120,3 +122,7 @@ def _completion(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Com
 
 def _scores(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None) -> Content:
     return reward_content(call, answers, fault) if isinstance(call, RewardCall) else score_content(answers[0], fault)
+
+
+def _runs(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None) -> Content:
+    return run_content(call, answers[0], fault)

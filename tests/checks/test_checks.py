@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -197,6 +198,6 @@ def test_math(response: str, truth: str, score: int) -> None:
 def test_without_its_package_the_engine_does_not_start(
     monkeypatch: pytest.MonkeyPatch, check: str, package: str
 ) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     with pytest.raises(ConfigurationError, match=rf"{package}.*qreward-plugins\[math\]"):
         engine(check)

@@ -286,13 +286,9 @@ class _Tally:
     def failures(self) -> Iterator[Text]:
         """Yield one line for each reason, with its first example; reasons for a missing reward come first."""
         for (reason, missing), count in sorted(self.reasons.items(), key=lambda item: (not item[0][1], -item[1])):
-            taken_out = reason == SCREENED
-            what = (
-                Text(f"{count:,} without a reward", "" if taken_out else "red")
-                if missing
-                else Text(f"{count:,} scored at the floor")
-            )
-            yield what + Text(f" ({reason}): {self.examples[reason, missing]}")
+            what = f"{count:,} without a reward" if missing else f"{count:,} scored at the floor"
+            style = "red" if missing and reason != SCREENED else ""
+            yield Text(what, style) + Text(f" ({reason}): {self.examples[reason, missing]}")
 
 
 def _summary(plan: Plan, tally: _Tally, statistics: EngineStatistics) -> str:

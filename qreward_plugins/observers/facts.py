@@ -49,10 +49,10 @@ class Facts:
         """The facts of an outcome, of a sample of this data source.
 
         `reward` is None for a failed sample, and for one that a monitor took out: that one is not `failed`. `failed`,
-        `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the sample has no reward, or why its score is a floor ("infra/deadline", "policy/empty"); "" for a judged sample.
-        `weight_version` is that of the verdict. `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is
-        a component or None. `acc` is 0.0 or 1.0, or None for a failed sample and for a judge that does not define
-        correctness.
+        `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the sample has no reward, or why its score is a
+        floor ("infra/deadline", "policy/empty"); "" for a judged sample. `weight_version` is that of the verdict.
+        `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0,
+        or None for a failed sample and for a judge that does not define correctness.
         """
         verdict = outcome.verdict if isinstance(outcome, Scored) else None
         failure = outcome.failure

@@ -61,7 +61,8 @@ class ReplicaStatistics:
 class SourceGauges:
     """The present state of a source in the scheduler. `retries` are the retries that its failures caused;
     `retries_put_off` of them had to wait for the retry budget. `learned` describes learned limits; empty if there are
-    none. `replicas` are its servers, if it has several.
+    none. `budget_left_usd` is what it may still spend; None without a budget. `replicas` are its servers, if it has
+    several.
     """
 
     state: str
@@ -72,6 +73,7 @@ class SourceGauges:
     retries: int = 0
     retries_put_off: int = 0
     learned: str = ""
+    budget_left_usd: float | None = None
     replicas: tuple[ReplicaStatistics, ...] = ()
 
 

@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..errors import input_problem
 from ..observers import BatchEnded, Observers
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
+from .budgets import DollarBudget
 from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job, why_no_source, why_not_in_time
 from .planner import Planner
@@ -151,11 +152,13 @@ class Dispatcher:
         open_all(upstreams, self._queue, on_change=self._pump.ask, observers=self._observers)
         listen(upstreams, self._loop, self._observers, on_change=self._pump.ask)
 
-    def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
+    def waiting_for(self, limited: Upstream | DollarBudget) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
-        one.
+        one. For a budget, in its units, see `Planner.waiting_for`.
         """
-        return self._planner.waiting(upstream)
+        if isinstance(limited, DollarBudget):
+            return self._planner.waiting_for(limited)
+        return self._planner.waiting(limited)
 
     def call_back(self, upstream: Upstream, *, sent: bool) -> None:
         """Cancel the attempts at a source that have not been sent, with `sent` all, and queue their jobs again."""
@@ -247,6 +250,9 @@ class Dispatcher:
         for name in job.call.sources:
             if self._upstreams[name].too_large(job.request):
                 job.barred |= {name}
+        for name, budget in self._over_budget(job, now):
+            job.barred |= {name}
+            job.refused_for, job.last_problem = budget.reason, budget.problem
         if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
             self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
             return
@@ -269,6 +275,13 @@ class Dispatcher:
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
         if again_at < math.inf:
             job.backoff_timer = self._loop.call_at(again_at, self._backoff_over, job)
+
+    def _over_budget(self, job: Job, now: float) -> Iterator[tuple[str, DollarBudget]]:
+        """The sources of a job that have spent too much for it, with the budget."""
+        for name in job.call.sources:
+            budget = self._upstreams[name].over_budget(job.request, now)
+            if budget is not None and name not in job.barred:
+                yield name, budget
 
     def _backoff_over(self, job: Job) -> None:
         job.backoff_timer = None
@@ -318,8 +331,11 @@ class Dispatcher:
                 self._start_attempt(job, upstream, now, hedge=hedge)
             except Exception as error:
                 self._bug(job, error)
-        too_large, self._planner.too_large = self._planner.too_large, []
-        for job in too_large:
+        not_taken, self._planner.not_taken = self._planner.not_taken, []
+        if not_taken:
+            # A budget that is spent for one job is spent for most.
+            not_taken += [job for job in self.waiting_jobs() if any(self._over_budget(job, now))]
+        for job in not_taken:
             self.enqueue(job)
         self._retry_policy.decide(others_live=False)
         return min(self._planner.wake_at, self._preemption.end_slices(self._queue, now))

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ..config import Scheduling
 from .attempts import Attempt
 from .batches import Batch
+from .budgets import DollarBudget
 from .forecast import Forecast
 from .hedging import Hedges
 from .jobs import Job
@@ -68,8 +69,9 @@ class Planner:
         self._hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
-        self.too_large: list[Job] = []
-        """Queued jobs that have become too large for a source that they were queued for."""
+        self.not_taken: list[Job] = []
+        """Queued jobs that a source for which they were queued will not take: they have become too large for it, or its
+        budget is spent."""
 
     def change(self, settings: Scheduling) -> None:
         """Go on with other settings and upstreams."""
@@ -128,6 +130,11 @@ class Planner:
         most = min(most, upstream.quota.most_tokens)  # no more than a whole window can be asked for
         requests = math.ceil(count / upstream.calls_per_request(count, mean_size))
         return requests, max(count * each, most), most
+
+    def waiting_for(self, budget: DollarBudget) -> tuple[int, float, float]:
+        """What waits for a budget: the number of requests, and in its units the most of all and of the largest one."""
+        heads = [(each, head) for each in self._upstreams.values() if (head := self.queue.first(each.name)) is not None]
+        return budget.demand((each, self.waiting(each)[0], each.expected_cost(head.request)) for each, head in heads)
 
     def started(self, attempt: Attempt) -> None:
         """Watch an attempt, which was a placement before."""
@@ -396,8 +403,8 @@ class Planner:
         """Whether `upstream` may send `job` now. Smaller jobs do not overtake a job whose tokens do not fit yet,
         because it would never be sent.
         """
-        if upstream.too_large(job.request):
-            self.too_large.append(job)
+        if upstream.too_large(job.request) or upstream.over_budget(job.request, now) is not None:
+            self.not_taken.append(job)
             return False
         return upstream.wait_for_s(job, now) <= 0
 

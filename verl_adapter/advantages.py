@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from qreward_plugins import Config, JudgeUnavailable
+from qreward_plugins import BudgetSpent, Config, JudgeUnavailable
 from qreward_plugins.adapters import SCREENED, Trained, TrainingLog
 
 from .metrics import RewardLog
 from .queue import extra_info
-from .rewards import CAUSE, MISSING, PREFIX, SAMPLE
+from .rewards import CAUSE, ENDS_RUN, MISSING, PREFIX, SAMPLE
 
 NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})
 """Estimators that do not compare the samples of a prompt (trainer/ppo/core_algos.py)."""
@@ -117,6 +117,8 @@ class Advantages:
         }
         self._log.add("train", judged.values())
         every = range(len(infos))
+        if any(info.get(CAUSE) == f"infra/{ENDS_RUN}" for info in infos):
+            raise BudgetSpent("a budget with `on_spent: raise` is spent; the log of the reward workers says which")
         out = self._left_out(infos, uids, sessions, estimator)
         kept = [row for row in every if row not in out]
         self._give_up_if_in_vain([row for row in kept if not uids[row].startswith(_PADDING)], judged.values())

@@ -10,7 +10,8 @@ from qreward_plugins import BudgetSpent, ConfigurationError, RewardEngine, load_
 from qreward_plugins.errors import TransientError
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
-from tests.kit import Stage, each_of, hangs, make_config, make_samples, scored_text, takes
+from qreward_plugins.testing import JudgeServer
+from tests.kit import FRAMEWORKS, Stage, each_of, hangs, make_config, make_samples, play, scored_text, takes
 
 PRICE = {"per_request": 0.01}
 BY_TOKENS = {"output_per_million": 1000.0}
@@ -151,6 +152,15 @@ def test_raise_ends_a_run_with_a_journal(tmp_path):
 def test_a_budget_that_cannot_be_kept_is_refused_at_the_start(tree, mistake):
     with pytest.raises(ConfigurationError, match=mistake):
         load_config(tree)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_raise_ends_the_training(framework):
+    with JudgeServer(lambda call: 5.0) as server:
+        tree = make_config({"a": server}, engine={"shared": "local"})
+        tree["sources"]["a"] |= {"price": PRICE, "budget": {"usd": 0.02, "on_spent": "raise"}}
+        with pytest.raises(BudgetSpent):
+            play(framework, ["1", "2", "3", "4"], tree)
 
 
 def test_another_budget_needs_a_restart():

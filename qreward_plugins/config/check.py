@@ -23,7 +23,10 @@ from .registry import KindError, Kinds, rooms
 from .resolve import Unresolved
 
 START = "It starts with the keys `sources` and `judges`."
-_OF_SERVER = {(): ("sources", "judges", "routes"), ("engine",): ("budget", "journal", "max_attempts", "scheduling")}
+_OF_SERVER = {
+    (): ("sources", "judges", "routes"),
+    ("engine",): ("ask_once", "budget", "journal", "max_attempts", "scheduling"),
+}
 """The keys that a reward server has, by the mapping in which they stand."""
 
 _WORDS = {

@@ -13,7 +13,17 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from yarl import URL
 
 from ..secrets import with_secrets
-from .nodes import Flag, Node, NonNegativeFloat, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
+from .nodes import (
+    Flag,
+    Node,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    no_bool,
+    one_or_several,
+    refuse_repeated,
+    takes,
+)
 
 FRAMEWORK_SCHEME = "framework://"
 """How the URL of a server begins that the training framework has started; see `framework`."""
@@ -323,9 +333,7 @@ class Routing(Node):
     @field_validator("strategies")
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
-            if value.count(name) > 1:
-                raise ValueError(f"{name} is named twice")
+        refuse_repeated(value, "{} is named twice")
         return value
 
 

@@ -130,6 +130,8 @@ class EngineStatistics:
     waiting: int
     sources: Mapping[str, SourceStatistics]
     floors: Mapping[str, int] = field(default_factory=dict)
+    merged: int = 0
+    """Calls that an equal one, which was under way, has answered (`engine.ask_once`)."""
     waits: WaitBySize | None = None
     """How long short and long samples waited for a source; None for fewer than 3, or if all have one size."""
     limits_kept_by: str = ""
@@ -193,7 +195,7 @@ class Statistics:
     def __init__(self) -> None:
         self.last_batch: BatchReport | None = None
         """The batch that ended last; None if none has ended."""
-        self._submitted = self._scored = self._cached = self._attempts = 0
+        self._submitted = self._scored = self._cached = self._attempts = self._merged = 0
         self._failed: Counter[str] = Counter()
         self._floors: Counter[str] = Counter()
         self._waits = Waits()
@@ -226,6 +228,7 @@ class Statistics:
             attempts=self._attempts,
             waiting=waiting,
             sources={name: self._sources[name].snapshot(name, now) for name, now in gauges.items()},
+            merged=self._merged,
             waits=self._waits.by_size(),
             limits_kept_by=limits_kept_by,
         )
@@ -247,6 +250,8 @@ class Statistics:
             self._attempts += outcome.spent.attempts
 
     def _call_ended(self, event: CallEnded) -> None:
+        # Only an equal call answers without an attempt.
+        self._merged += not (event.reason or event.attempts)
         if event.reason != "dropped":
             self._waits.add(event.size, event.waited_s)
 

@@ -23,6 +23,7 @@ from .latency import Speed
 from .pauses import Pauses
 
 if TYPE_CHECKING:
+    from .jobs import Job
     from .upstream import Upstream
 
 SPENT: Final = "budget"
@@ -75,6 +76,12 @@ class DollarBudget:
         mine = [(count, usd * _UNITS) for upstream, count, usd in waiting if self in upstream.budgets]
         most = max((units for _, units in mine), default=0.0)
         return sum(count for count, _ in mine), sum(count * units for count, units in mine), most
+
+
+def over_budget(job: Job, upstreams: Mapping[str, Upstream], now: float) -> dict[str, DollarBudget]:
+    """Return the sources of `job` that have spent too much for it, each with the budget."""
+    found = {name: upstreams[name].over_budget(job.request, now) for name in job.call.sources if name not in job.barred}
+    return {name: budget for name, budget in found.items() if budget is not None}
 
 
 def settle(reserved: Iterable[Reservation], usd: float | None, now: float) -> None:

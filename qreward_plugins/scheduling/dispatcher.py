@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,9 @@ from ..errors import input_problem
 from ..observers import BatchEnded, Observers
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
-from .budgets import DollarBudget
+from .budgets import DollarBudget, over_budget
 from .calls import Answer, Call, Caller, Unanswered
+from .equal_calls import EqualCalls, answer_to
 from .jobs import Job, why_no_source, why_not_in_time
 from .planner import Planner
 from .request_batches import close_all, open_all, send_all_ready
@@ -51,7 +52,7 @@ class Dispatcher:
     `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
     failed call that have been sent are left to end, and its caller is told the answer; otherwise they are cancelled.
     `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called after
-    each pump. `observers` get the events.
+    each pump. `observers` get the events. `asks_once`: see `EqualCalls`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Dispatcher:
         max_attempts: int,
         settings: Scheduling | None = None,
         keeps_late: bool = False,
+        asks_once: bool = False,
         on_cutoff: Callable[[Batch], None] | None = None,
         on_pumped: Callable[[], None] | None = None,
         observers: Observers | None = None,
@@ -89,6 +91,7 @@ class Dispatcher:
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
+        self._equal_calls = EqualCalls(enabled=asks_once)
         self._sequence = itertools.count()
         self._on_cutoff = on_cutoff
         self._on_pumped = on_pumped
@@ -110,7 +113,7 @@ class Dispatcher:
 
         def stuck(job: Job) -> bool:
             timer = job.backoff_timer
-            return not (job.entry or (timer is not None and timer.when() >= now))
+            return not (job.entry or job in self._equal_calls or (timer is not None and timer.when() >= now))
 
         return [job for job in self._jobs if not (job.live or job.undecided or job in arrived) and stuck(job)]
 
@@ -126,6 +129,7 @@ class Dispatcher:
         """
         gone = self._upstreams.change(upstreams, moves)
         self._adopt(self._upstreams.values())
+        self._equal_calls.forget()
         self._planner.change(settings)
         self._max_attempts = max_attempts
         self._retry_policy.change(max_attempts, gone)
@@ -154,10 +158,8 @@ class Dispatcher:
 
     def waiting_for(self, limited: Upstream | DollarBudget) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
-        one. For a budget, in its units, see `Planner.waiting_for`.
+        one. For a budget, in its units.
         """
-        if isinstance(limited, DollarBudget):
-            return self._planner.waiting_for(limited)
         return self._planner.waiting(limited)
 
     def call_back(self, upstream: Upstream, *, sent: bool) -> None:
@@ -250,7 +252,7 @@ class Dispatcher:
         for name in job.call.sources:
             if self._upstreams[name].too_large(job.request):
                 job.barred |= {name}
-        for name, budget in self._over_budget(job, now):
+        for name, budget in over_budget(job, self._upstreams, now).items():
             job.barred |= {name}
             job.refused_for, job.last_problem = budget.reason, budget.problem
         if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
@@ -275,13 +277,6 @@ class Dispatcher:
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
         if again_at < math.inf:
             job.backoff_timer = self._loop.call_at(again_at, self._backoff_over, job)
-
-    def _over_budget(self, job: Job, now: float) -> Iterator[tuple[str, DollarBudget]]:
-        """The sources of a job that have spent too much for it, with the budget."""
-        for name in job.call.sources:
-            budget = self._upstreams[name].over_budget(job.request, now)
-            if budget is not None and name not in job.barred:
-                yield name, budget
 
     def _backoff_over(self, job: Job) -> None:
         job.backoff_timer = None
@@ -323,7 +318,8 @@ class Dispatcher:
         if self._arrived:
             ready, self._arrived = self._planner.arrange(self._arrived, now)
             for job in ready:
-                self._safely(self.enqueue, job)
+                if not self._equal_calls.joins(job):
+                    self._safely(self.enqueue, job)
         for attempt in self._planner.aged(now):
             self._preemption.check_age(attempt, now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._runner)):
@@ -332,9 +328,8 @@ class Dispatcher:
             except Exception as error:
                 self._bug(job, error)
         not_taken, self._planner.not_taken = self._planner.not_taken, []
-        if not_taken:
-            # A budget that is spent for one job is spent for most.
-            not_taken += [job for job in self.waiting_jobs() if any(self._over_budget(job, now))]
+        if not_taken:  # a budget that is spent for one job is spent for most
+            not_taken += [job for job in self.waiting_jobs() if over_budget(job, self._upstreams, now)]
         for job in not_taken:
             self.enqueue(job)
         self._retry_policy.decide(others_live=False)
@@ -448,3 +443,8 @@ class Dispatcher:
                 job.caller.ended(result)
             except Exception as error:
                 _log.error("a caller failed on its result: this is a bug", exc_info=error)
+        for other in self._equal_calls.ended(job):
+            if isinstance(result, Answer):
+                self.finish(other, answer_to(other, result, now), now)
+            else:
+                self._safely(self.enqueue, other)

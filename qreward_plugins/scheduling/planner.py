@@ -113,10 +113,14 @@ class Planner:
             for job in jobs:
                 job.batch.planned = True
 
-    def waiting(self, upstream: Upstream) -> tuple[int, float, float]:
+    def waiting(self, upstream: Upstream | DollarBudget) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
-        one. Calls that may share a request count as one.
+        one. Calls that may share a request count as one. For a budget, the most that they cost in its units.
         """
+        if isinstance(upstream, DollarBudget):
+            heads = [(each, self.queue.first(each.name)) for each in self._upstreams.values()]
+            found = [(each, self.waiting(each)[0], each.expected_cost(head.request)) for each, head in heads if head]
+            return upstream.demand(found)
         count = sum(live for eligible, live in self.queue.eligible_sets() if upstream.name in eligible)
         first = self.queue.first(upstream.name) if count else None
         if first is None:
@@ -130,11 +134,6 @@ class Planner:
         most = min(most, upstream.quota.most_tokens)  # no more than a whole window can be asked for
         requests = math.ceil(count / upstream.calls_per_request(count, mean_size))
         return requests, max(count * each, most), most
-
-    def waiting_for(self, budget: DollarBudget) -> tuple[int, float, float]:
-        """What waits for a budget: the number of requests, and in its units the most of all and of the largest one."""
-        heads = [(each, head) for each in self._upstreams.values() if (head := self.queue.first(each.name)) is not None]
-        return budget.demand((each, self.waiting(each)[0], each.expected_cost(head.request)) for each, head in heads)
 
     def started(self, attempt: Attempt) -> None:
         """Watch an attempt, which was a placement before."""

@@ -53,6 +53,7 @@ class _Collector:
         yield GaugeMetricFamily("qreward_calls_waiting", "Calls without an attempt under way.", now.waiting)
         yield CounterMetricFamily("qreward_samples_submitted", "Samples submitted.", now.submitted)
         yield CounterMetricFamily("qreward_samples_scored", "Samples with a reward.", now.scored)
+        yield CounterMetricFamily("qreward_calls_merged", "Calls that an equal one has answered.", now.merged)
         yield CounterMetricFamily("qreward_samples_cached", "Rewards that come from the journal.", now.cached)
         failed = [(label.split("/", 1), count) for label, count in now.failed.items()]
         yield _counter("samples_failed", "Samples without a reward.", "cause reason", failed)

@@ -48,6 +48,7 @@ UNITS = {
     "floor": "reward",
     "give_up_after": "groups",
     "hedge_budget": "share",
+    "usd": "US dollars",
     "invalid_retries": "tries",
     "label": "",
     "max_attempts": "attempts",

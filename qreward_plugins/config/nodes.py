@@ -71,7 +71,7 @@ def mapping_or_other(value: Any) -> str:
 
 
 def refuse_repeated(names: Sequence[str], problem: str) -> None:
-    """Raise `ValueError` with `problem`, in which `{}` is the first name that is given more than once, if there is one."""
+    """Raise `ValueError` if a name is given more than once; `{}` in `problem` stands for it."""
     for name in names:
         if names.count(name) > 1:
             raise ValueError(problem.replace("{}", name))

@@ -27,8 +27,7 @@ from ..judges import JudgeRouter, Leaf
 from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from ..samples import Sample
 from ..scheduling import Dispatcher, Upstream, Upstreams, open_upstreams
-from ..scheduling.budgets import assign, open_budgets
-from ..scheduling.upstreams import with_draining
+from ..scheduling.upstreams import assign, open_budgets, with_draining
 from ..sharing.channels import OpenedChannel, budget_key, channel_of, source_keys
 from ..sharing.membership import Channel, Limited, Membership
 from ..sources import Source

@@ -112,7 +112,8 @@ class SharedQuota(Quota):
         return super().wait_s(tokens, now, shares_request=shares_request) if now < self.valid_until else math.inf
 
     def left(self, now: float) -> float:
-        return max(super().left(now), self.left_tokens)
+        own = self.tokens.spent(now) - self.tokens.held
+        return max(super().left(now), min(self.left_tokens, self._whole.tokens - own))
 
     def per_window(self) -> tuple[float, float]:
         requests, window_s = super().per_window()

@@ -13,17 +13,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ..config import Budget, Config, Limits, configured_name
-from ..quotas.ledger import FOR_GOOD_S
+from ..config import Budget
 from ..quotas.quota import Quota
 from ..quotas.reservation import Reservation
-from ..quotas.shared import SharedQuota
 from .breaker import Breaker
 from .latency import Speed
-from .pauses import Pauses
 
 if TYPE_CHECKING:
     from .jobs import Job
+    from .pauses import Pauses
     from .upstream import Upstream
 
 SPENT: Final = "budget"
@@ -31,9 +29,9 @@ SPENT: Final = "budget"
 ENDS_RUN: Final = "budget_ends_run"
 """The same with `on_spent: raise`."""
 
-_UNITS = 1e6
+UNITS = 1e6
 """Units of a dollar in which a quota counts; the smallest amount that processes share is one."""
-_HOUR_S = 3600.0
+HOUR_S = 3600.0
 
 
 class DollarBudget:
@@ -42,38 +40,38 @@ class DollarBudget:
     It is shared as an upstream is: no circuit of its own opens, and no pause holds it.
     """
 
-    def __init__(self, whose: str, budget: Budget, quota: Quota) -> None:
+    def __init__(self, whose: str, budget: Budget, quota: Quota, pauses: Pauses) -> None:
         self.quota = quota
         self.per = budget.per
         self.reason = SPENT if budget.on_spent == "stop" else ENDS_RUN
         per = "an hour" if budget.per == "hour" else "a run"
         self.problem = f"the budget of {whose} is spent ({budget.usd:g} USD {per})"
-        self.breaker, self.pauses, self.speed = Breaker(), Pauses(), Speed()
+        self.breaker, self.pauses, self.speed = Breaker(), pauses, Speed()
         self.live: dict[Any, None] = {}
 
     def wait_s(self, usd: float, now: float) -> float:
         """Return the seconds until `usd` may be spent; infinity if that depends on attempts in flight or the keeper."""
-        wait_s = self.quota.wait_s(usd * _UNITS, now, shares_request=True)
-        return wait_s if wait_s <= _HOUR_S else math.inf
+        wait_s = self.quota.wait_s(usd * UNITS, now, shares_request=True)
+        return wait_s if wait_s <= HOUR_S else math.inf
 
     def lacks(self, usd: float, now: float) -> bool:
         """Whether too much is spent for `usd`, whatever the attempts in flight cost."""
-        return self.quota.lacks(usd * _UNITS, now)
+        return self.quota.lacks(usd * UNITS, now)
 
     def reserve(self, usd: float, now: float) -> Reservation:
         """Set `usd` aside until `settle`."""
-        return self.quota.reserve(0.0, usd * _UNITS, now, shares_request=True)
+        return self.quota.reserve(0.0, usd * UNITS, now, shares_request=True)
 
     def left_usd(self, now: float) -> float | None:
         """Return what nobody has spent yet; None if the keeper has not said it."""
         left = self.quota.left(now)
-        return max(0.0, left / _UNITS) if left < math.inf else None
+        return max(0.0, left / UNITS) if left < math.inf else None
 
     def demand(self, waiting: Iterable[tuple[Upstream, int, float]]) -> tuple[int, float, float]:
         """Return what waits for it, see `Dispatcher.waiting_for`. `waiting`: for each source the number of its calls,
         and the most that one of them can cost.
         """
-        mine = [(count, usd * _UNITS) for upstream, count, usd in waiting if self in upstream.budgets]
+        mine = [(count, usd * UNITS) for upstream, count, usd in waiting if self in upstream.budgets]
         most = max((units for _, units in mine), default=0.0)
         return sum(count for count, _ in mine), sum(count * units for count, units in mine), most
 
@@ -87,32 +85,4 @@ def over_budget(job: Job, upstreams: Mapping[str, Upstream], now: float) -> dict
 def settle(reserved: Iterable[Reservation], usd: float | None, now: float) -> None:
     """Replace what was set aside by what was spent; None: that is not known, and all of it counts."""
     for reservation in reserved:
-        reservation.release(now, completion_tokens=None if usd is None else usd * _UNITS)
-
-
-def open_budgets(config: Config, *, processes: int, shared: bool) -> dict[tuple[str, ...], DollarBudget]:
-    """Return the budgets of `config` by the names of the sources that they bound. `processes` share each equally; with
-    `shared`, a keeper sets this process's share instead.
-    """
-
-    def opened(whose: str, budget: Budget) -> DollarBudget:
-        window_s = _HOUR_S if budget.per == "hour" else FOR_GOOD_S
-        limits = Limits(tokens_per_minute=budget.usd * _UNITS * 60.0 / window_s, window_s=window_s)
-        quota = SharedQuota(limits, source=whose) if shared else Quota(limits, source=whose, processes=processes)
-        return DollarBudget(whose, budget, quota)
-
-    names: dict[str, tuple[str, ...]] = {}
-    for name in config.sources:
-        whole = configured_name(name)
-        names[whole] = (*names.get(whole, ()), name)
-    nodes = {keys: config.sources[keys[0]].budget for keys in names.values()}
-    found = {keys: opened(f"source {name}", node) for name, keys in names.items() if (node := nodes[keys]) is not None}
-    if config.engine.budget is not None:
-        found[()] = opened("the run", config.engine.budget)
-    return found
-
-
-def assign(budgets: Mapping[tuple[str, ...], DollarBudget], upstreams: Mapping[str, Upstream]) -> None:
-    """Let each upstream spend from its source's budget and that of the run."""
-    for name, upstream in upstreams.items():
-        upstream.budgets = tuple(budget for names, budget in budgets.items() if name in names or not names)
+        reservation.release(now, completion_tokens=None if usd is None else usd * UNITS)

@@ -48,7 +48,6 @@ UNITS = {
     "floor": "reward",
     "give_up_after": "groups",
     "hedge_budget": "share",
-    "usd": "US dollars",
     "invalid_retries": "tries",
     "label": "",
     "max_attempts": "attempts",
@@ -74,6 +73,7 @@ UNITS = {
     "validation": "",
     "weight": "share",
     "workers": "processes",
+    "usd": "US dollars",
 }
 """Units of the other numbers, by name; "" for a number without one."""
 

@@ -27,8 +27,6 @@ MIN_CHANGE = 0.05
 """Smallest change that is sent to a worker by itself, as a fraction of its share."""
 SMALL_CHANGE_EVERY_S = 0.5
 """Least time in seconds between two changes below `MIN_CHANGE`."""
-IN_VAIN_S = 3600.0
-"""Shortest window, in seconds, of a limit of which a worker is told at once that it is spent."""
 RECOMPUTE_EVERY_S = 0.1
 """Least time in seconds between two computations of the fair shares of more than `FEW_WORKERS` workers."""
 FEW_WORKERS = 32
@@ -81,12 +79,6 @@ class Division(ShareTable):
     def lacks(self, worker: str, now: float) -> bool:
         """Return whether a worker waits for more and its unspent share is too small for its next request."""
         return worker in self._waiting and self._least(self._states[worker], now) > ROUNDING
-
-    def is_spent_for(self, worker: str, now: float) -> bool:
-        """Return whether a worker waits in vain: too much is spent for its next request, and nobody waits for windows
-        that are as long.
-        """
-        return self.window_s >= IN_VAIN_S and worker in self._waiting and self.left(now) < self._states[worker].unit
 
     def target(self, worker: str, now: float) -> float:
         """Return the fair share of a worker, in whole units."""

@@ -224,7 +224,7 @@ class Keeper:
                     division.hold(self.expired_at + counts_s)
             division.report(worker, source_report.parts[resource], now, limit=limit, window_s=window_s)
             division.raise_to_fair(worker, now)
-            if division.share(worker) > source_report.parts[resource].share or division.is_spent_for(worker, now):
+            if division.share(worker) > source_report.parts[resource].share:
                 self._to_answer[worker] = None
         for resource, division in shared.divisions.items():
             if resource not in source_report.limits:

@@ -66,6 +66,12 @@ def test_the_budget_of_the_run_is_that_of_all_sources_together():
     assert "the budget of the run is spent" in str([outcome.failure for outcome in played.outcomes])
 
 
+def test_the_limits_of_a_source_with_a_budget_hold():
+    stage = Stage(tree=budgeted({"usd": 1}, limits={"a": {"concurrency": 2}}))
+    played = stage.play(make_samples(10))
+    assert (played.all_scored, played.statistics.sources["a"].peak_in_flight) == (True, 2)
+
+
 def test_all_keys_of_a_source_have_one_budget():
     tree = budgeted({"usd": 0.1})
     tree["sources"]["a"]["api_keys"] = ["one", "two"]

@@ -122,3 +122,19 @@ def test_an_hour_is_any_hour_of_all_processes():
             assert scored(await one.score_all(samples(60, 200))) == 50
 
     run(main())
+
+
+def test_what_is_set_aside_elsewhere_is_not_spent():
+    """Each attempt may cost more than half a dollar, and costs two cents."""
+
+    async def main():
+        office, spending = Office(), Spending()
+        price = {"output_per_million": 1000.0}
+        async with (
+            an_engine(office, spending, {"usd": 1.2}, price=price) as one,
+            an_engine(office, spending, {"usd": 1.2}, price=price) as other,
+        ):
+            both = await asyncio.gather(one.score_all(samples(10)), other.score_all(samples(10, 50)))
+            assert sum(map(scored, both)) == 20
+
+    run(main())

@@ -67,9 +67,9 @@ def test_the_budget_of_the_run_is_that_of_all_sources_together():
 
 
 def test_the_limits_of_a_source_with_a_budget_hold():
-    stage = Stage(tree=budgeted({"usd": 1}, limits={"a": {"concurrency": 2}}))
+    stage = Stage(tree=budgeted({"usd": 1}, limits={"a": {"tokens_per_minute": 3000}}))
     played = stage.play(make_samples(10))
-    assert (played.all_scored, played.statistics.sources["a"].peak_in_flight) == (True, 2)
+    assert (played.all_scored, played.finished_s > 3.0) == (True, True)
 
 
 def test_all_keys_of_a_source_have_one_budget():

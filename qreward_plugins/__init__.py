@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .engine.process_portals import process_portal
     from .engine.text_streams import TextAnswer, TextStream
     from .errors import (
+        BudgetSpent,
         CircuitOpen,
         ConfigurationError,
         EngineError,
@@ -75,8 +76,8 @@ _NAMES = {
     "engine.portal": "EnginePortal",
     "engine.process_portals": "process_portal",
     "engine.text_streams": "TextAnswer TextStream",
-    "errors": "CircuitOpen ConfigurationError EngineError FunctionTimeout InputError InvalidReply JournalError "
-    "JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotChanged ReplicasNotStarted "
+    "errors": "BudgetSpent CircuitOpen ConfigurationError EngineError FunctionTimeout InputError InvalidReply "
+    "JournalError JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotChanged ReplicasNotStarted "
     "RewardMissing RewardServerError SampleRefused SourceError SourceUnusable TextStreamFailed Throttled "
     "TransientError InvalidVerdict",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
@@ -95,6 +96,7 @@ __all__ = [
     "AttemptStarted",
     "BatchEnded",
     "BatchReport",
+    "BudgetSpent",
     "CallEnded",
     "Cause",
     "CircuitOpen",

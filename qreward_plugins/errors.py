@@ -5,6 +5,7 @@
     ├── InputError              samples that cannot be read or turned into a request
     ├── JournalError            the record of verdicts cannot be read or written
     ├── EngineError             the engine is closed, or serves another event loop
+    ├── BudgetSpent             a budget is spent, and `on_spent: raise`
     ├── RewardMissing           a failed sample is to be left out of training; carries the Failed
     ├── JudgeUnavailable        too many groups in a row have too few rewards
     ├── KeeperError             the keeper of shared limits does not answer
@@ -96,6 +97,10 @@ class JournalError(QRewardError):
 
 class EngineError(QRewardError):
     """The engine cannot serve this call: it is closed, or it runs in another event loop."""
+
+
+class BudgetSpent(QRewardError):
+    """A budget is spent, and its `on_spent: raise` ends the run."""
 
 
 class RewardMissing(QRewardError):

@@ -120,7 +120,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             meta_info={
                 "metrics": metrics,
                 FAILED: causes,
-                DETAIL: next((outcome.detail for outcome in outcomes if isinstance(outcome, Failed)), ""),
+                DETAIL: next((each.detail for each in outcomes if isinstance(each, Failed) and not each.screened), ""),
                 GROUPS: self.engine.config.groups.model_dump(),
             },
         )

@@ -76,6 +76,7 @@ UNITS = {
     "validation": "",
     "weight": "share",
     "workers": "processes",
+    "usd": "US dollars",
 }
 """Units of the other numbers, by name; "" for a number without one."""
 

@@ -166,7 +166,7 @@ def _write(
         number = None if outcome is _ABORTED else number_of(outcome, adapter.config.on_failure)
         if number is None:
             failed.append((place, facts))
-            if isinstance(outcome, Failed) and outcome is not _ABORTED:
+            if isinstance(outcome, Failed) and not outcome.screened and outcome is not _ABORTED:
                 adapter.last_failure = outcome.detail
             continue
         include(sample, facts)
@@ -209,7 +209,7 @@ def _as_reward(args: Any, sample: ROLLOUT_SAMPLE, facts: Mapping[str, Any], numb
         return number
     components = {name.removeprefix("score/"): value for name, value in facts.items() if name.startswith("score/")}
     reward = _Rewards({**components, "score": number, "failed": facts["failed"], "cause": facts["cause"]})
-    if reward.get(key) is None or facts["failed"]:
+    if reward.get(key) is None or facts["reward"] is None:
         reward[key] = number
     return reward
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from qreward_plugins import Config, JudgeUnavailable
-from qreward_plugins.adapters import Trained, TrainingLog
+from qreward_plugins import BudgetSpent, Config, JudgeUnavailable
+from qreward_plugins.adapters import SCREENED, Trained, TrainingLog
 
 from .metrics import RewardLog
 from .queue import extra_info, put_rewards
-from .rewards import CAUSE, MISSING, PREFIX, SAMPLE
+from .rewards import CAUSE, ENDS_RUN, MISSING, PREFIX, SAMPLE
 from .siblings import PENDING, Told, collected
 
 NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})
@@ -106,10 +106,14 @@ class Advantages:
             # V1's batches are no `DataProto`, and it has no greedy responses.
             sampled = getattr(prompts, "non_tensor_batch", {}).get("__do_sample__")
             output = generate(loops, prompts, *args, **kwargs)
-            missing = getattr(output, "non_tensor_batch", {}).get(MISSING)
-            if sampled is not None and missing is not None:
-                rows = zip(prompts.non_tensor_batch["uid"], sampled, missing, strict=True)
-                self._unbased |= {str(uid) for uid, is_sampled, failed in rows if failed and not is_sampled}
+            columns = getattr(output, "non_tensor_batch", {})
+            if sampled is not None and MISSING in columns:
+                infos = [
+                    {name: columns[name][row] for name in (MISSING, CAUSE) if name in columns}
+                    for row in range(len(sampled))
+                ]
+                rows = zip(prompts.non_tensor_batch["uid"], sampled, infos, strict=True)
+                self._unbased |= {str(uid) for uid, is_sampled, info in rows if self._has_none(info) and not is_sampled}
             return output
 
         return generated
@@ -131,11 +135,11 @@ class Advantages:
         }
         self._log.add("train", judged.values())
         every = range(len(infos))
-        out: set[int] = set()
-        if self._settings.on_failure in KEEPS_OUT:
-            out = self._left_out(infos, uids, sessions, estimator)
-            kept = [row for row in every if row not in out]
-            self._give_up_if_in_vain([row for row in kept if not uids[row].startswith(_PADDING)], judged.values())
+        if any(info.get(CAUSE) == f"infra/{ENDS_RUN}" for info in infos):
+            raise BudgetSpent("a budget with `on_spent: raise` is spent; the log of the reward workers says which")
+        out = self._left_out(infos, uids, sessions, estimator)
+        kept = [row for row in every if row not in out]
+        self._give_up_if_in_vain([row for row in kept if not uids[row].startswith(_PADDING)], judged.values())
         data = compute(data, every) if not out else _among(kept, compute, data, estimator)
         if self._training is not None:
             self._training.add(list(_trained(data, infos, uids, sessions, out)))
@@ -166,21 +170,29 @@ class Advantages:
     def _left_out(
         self, infos: Sequence[Mapping[str, Any]], uids: Sequence[str], sessions: Sequence[str], estimator: str
     ) -> set[int]:
-        """The rows that get zeros: those that failed, and those that have nothing left to be compared with."""
-        out = {row for row, info in enumerate(infos) if info.get(MISSING) or uids[row] in self._unbased}
+        """The rows that get zeros: those without a number, and those that have nothing left to be compared with."""
+        out = {row for row, info in enumerate(infos) if self._has_none(info) or uids[row] in self._unbased}
         self._unbased.difference_update(uids)
         if estimator not in NOT_GROUPED:
             out |= _lone(uids, sessions, out)
         return out
 
+    def _has_none(self, info: Mapping[str, Any]) -> bool:
+        """Whether a sample has no number to train on: no `on_failure` gives a screened one any, or one that was handed
+        over and never came back.
+        """
+        keeps_out = self._settings.on_failure in KEEPS_OUT or info.get(CAUSE) in (SCREENED, PENDING.label)
+        return bool(info.get(MISSING)) and keeps_out
+
     def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""
-        if kept:
+        causes = [str(info[CAUSE]) for _, info in judged if info.get(CAUSE)]
+        if kept or set(causes) == {SCREENED}:
             self._in_vain = 0
             self._causes.clear()
             return
         self._in_vain += 1
-        self._causes.update(str(info[CAUSE]) for _, info in judged if info.get(CAUSE))
+        self._causes.update(causes)
         if self._in_vain >= self._settings.groups.give_up_after:
             reasons = ", ".join(f"{cause} {count} times" for cause, count in self._causes.most_common(3))
             raise JudgeUnavailable(

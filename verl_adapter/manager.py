@@ -19,12 +19,13 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from qreward_plugins import Cause, Failed, Outcome, RewardEngine, Sample
+from qreward_plugins import BudgetSpent, Cause, Failed, Outcome, RewardEngine, Sample
 from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, without_colocated
 
 from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
-from .rewards import ExtraInfo, KeysRead
+from .metrics import warn_once
+from .rewards import ENDS_RUN, ExtraInfo, KeysRead
 from .rollouts import is_padding, is_validation, response_ids, to_sample, unreadable
 from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .siblings import PENDING, HandOver
@@ -63,6 +64,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         refuse_comparisons(settings, config, trainer)
         if trainer is None or not trainer.tells_phases:
             settings = without_colocated(settings, phases.UNKNOWN, remedy=phases.REMEDY)
+        self._hooked = trainer is not None
         self._lacks_columns = trainer is not None and trainer.name == "v1" and is_scored_at_once(config)
         router = {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
         sources = open_reward_functions(
@@ -100,7 +102,11 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
 
     def told(self, sample: Sample, outcome: Outcome) -> dict[str, Any]:
         """What verl is told of a sample: what `run_single` returns."""
-        number = 0.0 if outcome is PENDING else number_of(outcome, self.engine.config.on_failure)
+        if outcome is PENDING:
+            # Its reward is added to this one.
+            return {"reward_score": 0.0, "reward_extra_info": self._extra_info.of(outcome, sample, reward=0.0)}
+        ends = outcome.failure is not None and outcome.failure.reason == ENDS_RUN
+        number = None if ends else number_of(outcome, self.engine.config.on_failure)
         step = (sample.split, sample.step)
         if outcome.reward is not None:
             self._means.add(step, outcome.reward)
@@ -132,9 +138,17 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         except Exception as error:
             # In most of verl's trainers an exception would end the run.
             return unreadable(item, error)
-        if self.engine.compares(sample):
-            return sample, await self._siblings.add(sample)
-        return sample, self._extra_info.checked(await self.engine.score(sample))
+        try:
+            if self.engine.compares(sample):
+                return sample, await self._siblings.add(sample)
+            outcome = await self.engine.score(sample)
+        except BudgetSpent as error:
+            if not self._hooked:
+                raise
+            # verl's V1 goes on without a row whose reward raises. Our hook in the trainer's process ends the run.
+            warn_once(str(error))
+            outcome = Failed(Cause.INFRA, ENDS_RUN, str(error))
+        return sample, self._extra_info.checked(outcome)
 
     def _sample(self, item: Any) -> Sample:
         return to_sample(item, self._decode(response_ids(item)), self._decode)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from qreward_plugins.adapters import summary
 
-from .rewards import PREFIX, WAITED, is_absent
+from .rewards import MISSING, PREFIX, WAITED, is_absent
 
 _log = logging.getLogger("verl_adapter")
 
@@ -38,8 +38,9 @@ class RewardLog:
             if is_absent(info.get(f"{PREFIX}failed")):
                 continue
             facts = {name.removeprefix(PREFIX): _plain(value) for name, value in info.items()}
-            # Beside a failed sample stands the number that verl was given for it.
-            self._facts[split].append((uid, facts | ({"reward": None} if facts["failed"] else {})))
+            # Beside a sample without a reward stands the number that verl was given for it.
+            missing = facts.get(MISSING.removeprefix(PREFIX))
+            self._facts[split].append((uid, facts | ({"reward": None} if missing else {})))
             waited = json.loads(info[WAITED]) if split == "train" and info.get(WAITED) else {}
             if math.fsum(waited.values()) > math.fsum(self._waited.values()):
                 self._waited = waited

@@ -78,11 +78,12 @@ def refuse_impossible(config: DictConfig, trainer: Name | None) -> None:
 
 
 def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
-    """Raise `ConfigurationError` if `on_failure` keeps failed samples out of training, and this run cannot. `trainer`:
-    None if its process has no hooks.
+    """Raise `ConfigurationError` if `on_failure` or a screen keeps samples out of training, and this run cannot.
+    `trainer`: None if its process has no hooks.
     """
     policy = settings.on_failure
-    if policy not in KEEPS_OUT:
+    screens = [name for name, judge in settings.judges.items() if judge_kind_of(judge).masks(judge)]
+    if policy not in KEEPS_OUT and not screens:
         return
     if trainer is None:
         problem = _NO_HOOKS
@@ -95,10 +96,13 @@ def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | Non
         )
     else:
         return
-    remedy = "Choose `{constant: x}`, or `raise` to end the run at a failed sample."
-    raise ConfigurationError(
-        [Mistake("on_failure", f"`{policy}` is impossible here: {problem}", remedy)], origin="qreward"
-    )
+    mistakes = [
+        Mistake(f"judges.{name}.on", f"`mask` is impossible here: {problem}", "Choose `floor`.") for name in screens
+    ]
+    if policy in KEEPS_OUT:
+        remedy = "Choose `{constant: x}`, or `raise` to end the run at a failed sample."
+        mistakes.append(Mistake("on_failure", f"`{policy}` is impossible here: {problem}", remedy))
+    raise ConfigurationError(mistakes, origin="qreward")
 
 
 def refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:

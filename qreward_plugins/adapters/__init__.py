@@ -28,7 +28,7 @@ from ..journal import Trained, TrainingLog
 from ..judges import compares_siblings, refuse_comparing
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, Facts, flat_rate, summary
-from ..samples import fits_float32
+from ..samples import SCREENED, fits_float32
 from ..samples.check import Unreadable, mapping_or_unreadable, messages_of, name_or_unreadable, read_or_unreadable
 from ..samples.images import Image, attach, is_image_part
 from ..secrets import Redactor, described_error, environment_secrets, secrets_in, with_secrets
@@ -41,6 +41,7 @@ from .groups import Gathering, RunningMeans, mean_of, number_of
 __all__ = [
     "ENVIRONMENT",
     "LOGITS",
+    "SCREENED",
     "METRICS",
     "VALUE",
     "Constant",

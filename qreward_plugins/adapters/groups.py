@@ -18,7 +18,7 @@ from fractions import Fraction
 from ..config import Constant, FailurePolicy, Groups
 from ..engine.portal import EnginePortal
 from ..errors import JudgeUnavailable, RewardMissing
-from ..samples import Failed, Outcome, Sample
+from ..samples import SCREENED, Failed, Outcome, Sample
 
 UNSCORED = 0.0
 """The mean of a group without any score. With one constant for all its samples, no sample has an advantage."""
@@ -56,14 +56,16 @@ def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> 
 def number_of(outcome: Outcome, policy: FailurePolicy) -> float | None:
     """The number that an outcome trains as under `on_failure`: its reward, or the policy's constant if it has none.
 
-    None if it has no number: the adapter keeps it out of training. Raises `RewardMissing` with the policy `raise`.
+    None if it has no number: the adapter keeps it out of training. That holds for a screened sample under every policy,
+    because nothing has failed. Raises `RewardMissing` with the policy `raise`.
     """
-    if outcome.reward is not None:
+    if not isinstance(outcome, Failed):
         return float(outcome.reward)
+    if outcome.screened:
+        return None
     if isinstance(policy, Constant):
         return policy.constant
     if policy == "raise":
-        assert isinstance(outcome, Failed)
         raise RewardMissing(outcome)
     return None
 
@@ -202,7 +204,8 @@ class GroupGate:
         """Whether a group of `size` samples has enough rewards (`groups.min_scored`).
 
         `causes` has one entry for each failed sample. `detail` is the detail of one failure, for the error message.
-        Raises `JudgeUnavailable` after `groups.give_up_after` dropped groups in a row.
+        Raises `JudgeUnavailable` after `groups.give_up_after` dropped groups in a row. A group that has too few because
+        a monitor took samples out is dropped and not counted.
         """
         failed = list(causes)
         wanted = self._settings.min_scored
@@ -211,6 +214,8 @@ class GroupGate:
             if size - len(failed) >= enough:
                 self._start_over()
                 return True
+            if size - len(failed) + failed.count(SCREENED) >= enough:
+                return False
             self._dropped_in_a_row += 1
             self._causes.update(failed)
             self._detail = detail or self._detail

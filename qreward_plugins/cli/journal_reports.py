@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean, median
 
 from ..journal.database import reading
+from ..samples import SCREENED
 
 LATEST = 200_000
 """Only this many rows are read, the latest ones."""
@@ -32,6 +33,8 @@ class Row:
     score: float | None
     outcome: str
     floor: float | None
+    cause: str | None
+    reason: str | None
     detail: str | None
     rationale: str | None
     attempts: int
@@ -49,8 +52,8 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether it has no reward."""
-        return self.reward is None
+        """Whether it has no reward, and no monitor took it out."""
+        return self.reward is None and f"{self.cause}/{self.reason}" != SCREENED
 
     @property
     def waited_s(self) -> float | None:

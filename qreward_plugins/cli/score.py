@@ -27,7 +27,7 @@ from ..errors import JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
 from ..observers import EngineStatistics
 from ..observers.batch_report import percentile
-from ..samples import Outcome, Sample, Scored
+from ..samples import SCREENED, Outcome, Sample, Scored
 from ..secrets import one_line
 from ..sources import kind_of
 from ..system.threads import taken_in_thread
@@ -286,8 +286,9 @@ class _Tally:
     def failures(self) -> Iterator[Text]:
         """Yield one line for each reason, with its first example; reasons for a missing reward come first."""
         for (reason, missing), count in sorted(self.reasons.items(), key=lambda item: (not item[0][1], -item[1])):
-            what = Text(f"{count:,} without a reward", "red") if missing else Text(f"{count:,} scored at the floor")
-            yield what + Text(f" ({reason}): {self.examples[reason, missing]}")
+            what = f"{count:,} without a reward" if missing else f"{count:,} scored at the floor"
+            style = "red" if missing and reason != SCREENED else ""
+            yield Text(what, style) + Text(f" ({reason}): {self.examples[reason, missing]}")
 
 
 def _summary(plan: Plan, tally: _Tally, statistics: EngineStatistics) -> str:

@@ -73,7 +73,7 @@ def trl_reward(
         async with RewardClient(url, token=_token(token_env)) as client:
             outcomes = await client.score_all(samples, deadline_s=deadline_s)
         if callable(log_metric) and outcomes:
-            failed = sum(isinstance(outcome, Failed) for outcome in outcomes)
+            failed = sum(isinstance(outcome, Failed) and not outcome.screened for outcome in outcomes)
             log_metric(f"{name}/failed_rate", failed / len(outcomes))
         return _rewards(outcomes)
 

@@ -33,12 +33,13 @@ from .routes import (
     sources_of_models,
 )
 from .several_keys import configured_name
-from .source_models import Batch, EndpointConfig, Limits, Price, SourceConfig, Timeouts
+from .source_models import Batch, Budget, EndpointConfig, Limits, Price, SourceConfig, Timeouts
 from .yaml_file import read_yaml
 
 __all__ = [
     "AskingConfig",
     "Batch",
+    "Budget",
     "Config",
     "Constant",
     "EndpointConfig",

@@ -23,7 +23,10 @@ from .registry import KindError, Kinds, rooms
 from .resolve import Unresolved
 
 START = "It starts with the keys `sources` and `judges`."
-_OF_SERVER = {(): ("sources", "judges", "routes"), ("engine",): ("journal", "max_attempts", "scheduling")}
+_OF_SERVER = {
+    (): ("sources", "judges", "routes"),
+    ("engine",): ("ask_once", "budget", "journal", "max_attempts", "scheduling"),
+}
 """The keys that a reward server has, by the mapping in which they stand."""
 
 _WORDS = {
@@ -113,6 +116,9 @@ class _Checking:
                 problem = "must be a mapping with at least one entry" if room in self.tree else "the key is missing"
                 hint = "" if room == "sources" else " Only a file for clients, with `models`, needs none."
                 self._add((room,), problem, f"Add the {room}, by name.{hint}")
+        budget = config is not None and config.engine.budget is not None
+        if budget and config is not None and all(node.price.is_zero for node in config.sources.values()):
+            self._add(("engine", "budget"), "no source has a price to count by", "Set `sources.NAME.price`.")
         for finding in names.findings([path for path, _ in self.findings]):
             self._add(*finding)
         return config

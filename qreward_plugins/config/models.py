@@ -41,7 +41,7 @@ from .nodes import (
 )
 from .origin import Origin
 from .registry import KindError, Kinds
-from .source_models import ServerURL, SourceConfig, VariableName
+from .source_models import Budget, ServerURL, SourceConfig, VariableName
 
 
 def _pattern(text: str) -> str:
@@ -174,6 +174,14 @@ class EngineConfig(Node):
     """The directory in which the processes of one user on one machine find the keeper of their limits. It is private to
     the user (mode 700) and on a local disk. Processes with different directories share nothing. Default: the value of
     the environment variable QREWARD_SHARED_DIRECTORY, or else /tmp/qreward-UID."""
+
+    ask_once: Flag | None = None
+    """Ask a language model once if several samples of this process put the same question to it at the same time: equal
+    responses of a group get the same reward. If that call fails, each asks for itself. Default: on with a journal that
+    reuses answers, otherwise off."""
+
+    budget: Budget | None = None
+    """What all sources together may spend; those without a `price` cost nothing. Default: no bound."""
 
     scheduling: Scheduling = Scheduling()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -68,6 +68,13 @@ class Node(BaseModel):
 def mapping_or_other(value: Any) -> str:
     """Choose the member of a union by its tag, "mapping" or "other", so that a mistake is told in the words of one."""
     return "mapping" if isinstance(value, (Mapping, BaseModel)) else "other"
+
+
+def refuse_repeated(names: Sequence[str], problem: str) -> None:
+    """Raise `ValueError` if a name is given more than once; `{}` in `problem` stands for it."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(problem.replace("{}", name))
 
 
 def one_or_several(value: Any) -> Any:

@@ -13,7 +13,17 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from yarl import URL
 
 from ..secrets import with_secrets
-from .nodes import Flag, Node, NonNegativeFloat, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
+from .nodes import (
+    Flag,
+    Node,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    no_bool,
+    one_or_several,
+    refuse_repeated,
+    takes,
+)
 
 FRAMEWORK_SCHEME = "framework://"
 """How the URL of a server begins that the training framework has started; see `framework`."""
@@ -145,6 +155,28 @@ class Price(Node):
     per_request: NonNegativeFloat = 0.0
     """Dollars for a request. Default: 0."""
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing costs anything."""
+        return not (self.input_per_million or self.output_per_million or self.per_request)
+
+
+class Budget(Node):
+    """What may be spent, over all processes that share limits (`engine.shared`), by `price`. Before an attempt is sent,
+    the most that it can cost is set aside, and what it did cost replaces that; so no more than this is ever spent. An
+    attempt that was sent and never answered counts as that most."""
+
+    usd: PositiveFloat
+    """US dollars."""
+
+    per: Literal["run", "hour"] = "run"
+    """`run` (default): from the first of these processes that starts to the last that ends; a restart is another run.
+    `hour`: in any 60 minutes."""
+
+    on_spent: Literal["stop", "raise"] = "stop"
+    """What happens when it is spent. `stop` (default): nothing more is sent. Samples go to another source of their
+    judge, and fail (`infra/budget`) if it has none. `raise`: the engine raises `BudgetSpent`, which ends the run."""
+
 
 class Batch(Node):
     """Several calls in one request. One request counts once against `requests_per_minute` and `concurrency`, whatever
@@ -247,6 +279,9 @@ class SourceConfig(Node):
     timeouts: Timeouts = Timeouts()
     price: Price = Price()
 
+    budget: Budget | None = None
+    """What this source may spend, with all of its keys; it needs a `price`. Default: no bound."""
+
     version: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Identifies the version of the source for the journal; recorded answers of another version are not used. For a
     function: without a version, its answers are recorded but never used again, because the modules that it imports may
@@ -255,6 +290,13 @@ class SourceConfig(Node):
 
     weight: PositiveFloat = 1.0
     """Share of the requests relative to other sources. The strategy `earliest_finish` ignores it. Default: 1."""
+
+    @field_validator("budget")
+    @classmethod
+    def _has_a_price(cls, value: Budget | None, info: ValidationInfo) -> Budget | None:
+        if value is not None and info.data.get("price", Price(per_request=1)).is_zero:
+            raise ValueError("the source has no price to count by; set `price`")
+        return value
 
 
 RoutingStrategy = Literal["prefix_aware", "least_requests", "kv_cache", "least_pending_tokens", "round_robin"]
@@ -291,9 +333,7 @@ class Routing(Node):
     @field_validator("strategies")
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
-            if value.count(name) > 1:
-                raise ValueError(f"{name} is named twice")
+        refuse_repeated(value, "{} is named twice")
         return value
 
 

@@ -106,6 +106,8 @@ def _effect(path: str, before: Config, after: Config) -> Effect:
         # A name may hold dots.
         name = max((each for each in (*before.sources, *after.sources) if _is_below(rest, each)), key=len)
         old, new = before.sources.get(name), after.sources.get(name)
+        if _is_below(rest[len(name) + 1 :], "budget") or (old is None and new is not None and new.budget is not None):
+            return "restart"
         if old is None or new is None:
             # Servers on the trainer's devices start and end in reward phases only, and a reload comes at any time.
             colocated = getattr(old or new, "colocated", False)

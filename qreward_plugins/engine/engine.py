@@ -99,10 +99,11 @@ class RewardEngine:
         Returns its outcome within `deadline_s` seconds (default: `engine.deadline_s` of the configuration). It never
         raises because of the sample. Samples of a higher `priority` go first (default: as the configuration says for
         their route, judge or split). Cancelling the call cancels its attempts and frees their permits. Raises
-        `EngineError` if the engine is closed or serves another event loop, `ValueError` for an impossible deadline or
-        priority, `ConfigurationError` if a reward model gives different texts the same numbers (`start_probe`), and
-        `ReplicasNotStarted` if the servers of a source of kind `replicas` do not start. The first call starts these
-        servers; its deadline runs from when they are ready.
+        `EngineError` if the engine is closed or serves another event loop, `BudgetSpent` if a budget with
+        `on_spent: raise` is spent, `ValueError` for an impossible deadline or priority, `ConfigurationError` if a
+        reward model gives different texts the same numbers (`start_probe`), and `ReplicasNotStarted` if the servers of
+        a source of kind `replicas` do not start. The first call starts these servers; its deadline runs from when they
+        are ready.
         """
         _check_times(deadline_s, priority)
         scoring, due_at = await self._ready(deadline_s)

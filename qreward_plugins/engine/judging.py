@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EngineError, JournalError
+from ..errors import BudgetSpent, EngineError, JournalError
 from ..judges import GroupJudge, Judge, Leaf
 from ..judges.leaf import failed, judged
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
 from ..scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
 from ..scheduling.attempts import PastAttempt, history_of
+from ..scheduling.budgets import ENDS_RUN
 from ..scheduling.calls import T
 from ..sources import Source
 from .outcomes import failure, scored
@@ -52,6 +53,12 @@ class Pending:
             self.future.set_result(outcome)
         self._scoring.ended(self.sample, outcome)
         self._scoring.batches.leave(self.member, scored=isinstance(outcome, Scored))
+
+    def fail(self, error: Exception) -> None:
+        """End the sample without an outcome, and raise `error` to its caller."""
+        if not self.future.done():
+            self.future.set_exception(error)
+        self.leave()
 
     def leave(self) -> None:
         """End the sample without an outcome, because its caller no longer waits."""
@@ -92,6 +99,9 @@ class Calling(Pending):
         # The job refers to this object; memory must not wait for the garbage collector.
         self._job = None
         self.future.remove_done_callback(self._done)
+        if isinstance(result, Unanswered) and result.reason == ENDS_RUN:
+            self.fail(BudgetSpent(result.detail))
+            return
         judge = self._judge
         outcome: Outcome
         try:
@@ -205,6 +215,8 @@ class Judging(Pending):
             self._asked.pop(asked, None)
             self._spent += asked.spent()
             asked.forget()
+        if isinstance(result, Unanswered) and result.reason == ENDS_RUN:
+            self.fail(BudgetSpent(result.detail))
         if scoring.journal is not None:
             self._recorded = True
             outcome = asked.outcome(result)
@@ -225,7 +237,7 @@ class Judging(Pending):
         try:
             return await self._scoring.recall(call, self.sample, keys, self._due_at)
         except JournalError as error:
-            self._raise_to_caller(error)
+            self.fail(error)
             raise
         finally:
             batch.lookups -= 1
@@ -266,7 +278,7 @@ class Judging(Pending):
         try:
             await self._scoring.record(key, self.sample, outcome, history, self._due_at)
         except JournalError as error:
-            self._raise_to_caller(error)
+            self.fail(error)
             raise
 
     def _note_whole(self, outcome: Outcome) -> None:
@@ -283,10 +295,8 @@ class Judging(Pending):
         else:
             self._scoring.note(self.sample, Scored(replace(outcome.verdict, model="", **own)))
 
-    def _raise_to_caller(self, error: JournalError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-        self.leave()
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
         self._stop()
 
     def _with_spent(self, outcome: Outcome) -> Outcome:

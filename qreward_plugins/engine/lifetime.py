@@ -22,13 +22,14 @@ from ..config import Config, JournalConfig, configured_name
 from ..config.several_keys import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..journal import Journal
+from ..journal.journal import current_run
 from ..judges import JudgeRouter, Leaf
 from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from ..samples import Sample
 from ..scheduling import Dispatcher, Upstream, Upstreams, open_upstreams
-from ..scheduling.upstreams import with_draining
-from ..sharing.channels import OpenedChannel, channel_of, source_keys
-from ..sharing.membership import Channel, Membership
+from ..scheduling.upstreams import assign, open_budgets, with_draining
+from ..sharing.channels import OpenedChannel, budget_key, channel_of, source_keys
+from ..sharing.membership import Channel, Limited, Membership
 from ..sources import Source
 from ..system.threads import abandon, cancel_all
 from .remote import RemoteScoring, RemoteServer, open_server
@@ -77,11 +78,16 @@ class Lifetime:
             channel = self.opened_channel = channel_of(config, processes=processes)
         self.processes = 1 if settings.shared == "off" else processes
         self._shared = channel is not None
+        self.budgets = open_budgets(self.config, processes=self.processes, shared=self._shared)
         self.upstreams = Upstreams(self.opened(self.config))
         # Also without a channel: a kind that cannot name its provider is a mistake before the first reload needs it.
-        keys = source_keys(self.config)
-        by_key = {keys[name]: upstream for name, upstream in self.upstreams.items()} if channel else {}
-        self.membership = Membership(by_key, channel) if channel else None
+        keys, run = source_keys(self.config), current_run() if self.budgets else ""
+        self._budgets = {
+            budget_key([keys[name] for name in names], "" if names and budget.per == "hour" else run): budget
+            for names, budget in self.budgets.items()
+        }
+        """The budgets by the keys under which processes share them."""
+        self.membership = Membership(self.by_key(), channel) if channel else None
         self.rng = random.Random(settings.seed)
         self._key = (
             secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
@@ -114,7 +120,9 @@ class Lifetime:
 
     def opened(self, config: Config) -> dict[str, Upstream]:
         """Return new upstreams for the sources of `config`. Raises `ConfigurationError`."""
-        return open_upstreams(config, self.given, processes=self.processes, shared=self._shared)
+        upstreams = open_upstreams(config, self.given, processes=self.processes, shared=self._shared)
+        assign(self.budgets, upstreams)
+        return upstreams
 
     def routed(self, config: Config, upstreams: Mapping[str, Upstream]) -> JudgeRouter:
         """Return new judges for `config`. Raises `ConfigurationError`, also if they do not suit their sources."""
@@ -139,10 +147,10 @@ class Lifetime:
             raise EngineError(f"{name!r} is no source of kind replicas; such sources: {', '.join(found) or 'none'}")
         return found[name]
 
-    def by_key(self) -> dict[str, Upstream]:
-        """Return the upstreams by the keys under which processes share them."""
+    def by_key(self) -> dict[str, Limited]:
+        """Return the upstreams and budgets by the keys under which processes share them."""
         keys = source_keys(self.config)
-        return {keys[name]: upstream for name, upstream in self.upstreams.items()}
+        return {**{keys[name]: upstream for name, upstream in self.upstreams.items()}, **self._budgets}
 
     # The event loop
 
@@ -177,6 +185,8 @@ class Lifetime:
     def _start(self, loop: asyncio.AbstractEventLoop) -> Scoring:
         for upstream in with_draining(self.upstreams):
             upstream.abandon_attempts(loop.time())
+        for budget in self.budgets.values():
+            budget.quota.forget_in_flight(loop.time())
         self.loop, self._pid = loop, os.getpid()
         scoring = self.scoring = self._scoring()
         scoring.dispatcher = Dispatcher(
@@ -185,6 +195,7 @@ class Lifetime:
             max_attempts=self.config.engine.max_attempts,
             settings=self.config.engine.scheduling,
             keeps_late=self.journal is not None,
+            asks_once=self.reuse if self.config.engine.ask_once is None else self.config.engine.ask_once,
             on_cutoff=scoring.cut_off,
             on_pumped=self.membership.look if self.membership is not None else None,
             observers=self.observers,

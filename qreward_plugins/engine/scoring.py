@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -225,6 +225,8 @@ class Scoring:
         if self.journal is None:
             return {}
         self.dispatcher.settle(call)
+        if call.identity:
+            call.request = _FirstOnce(call.request)
         return question_keys(call, self.sources)
 
     def key_of(
@@ -268,6 +270,28 @@ class Scoring:
         if self.journal is not None:
             self.journal.note(key, sample, Scored(verdict))
             self._observers.emit(events.late(sample, verdict, self.now()))
+
+
+class _FirstOnce:
+    """Makes the requests of a call. The first one is made for its keys in the journal, and then sent: writing a prompt
+    takes as long as hashing it.
+    """
+
+    __slots__ = ("_first", "_made", "_make")
+
+    def __init__(self, make: Callable[[int], Request]) -> None:
+        self._make = make
+        self._made = False
+        self._first: Request | None = None
+
+    def __call__(self, attempt: int) -> Request:
+        first, self._first = self._first, None
+        if first is not None and attempt == 0:
+            return first
+        request = self._make(attempt)
+        if not self._made:
+            self._made, self._first = True, request
+        return request
 
 
 class _AsOf:

@@ -103,6 +103,11 @@ class Judge(ABC):
         return ""
 
     @classmethod
+    def masks(cls, config: Any) -> bool:
+        """Whether it takes samples out of the training although nothing failed (`policy/screened`). Default: false."""
+        return False
+
+    @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
         """Return a valid reply to a request of this judge, for `qreward plan`.
 

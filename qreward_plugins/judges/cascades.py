@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import JudgeName, Node, Number, PositiveFloat, mapping_or_other, takes
+from ..config.nodes import JudgeName, Node, Number, PositiveFloat, mapping_or_other, refuse_repeated, takes
 from ..errors import ConfigurationError, Mistake
 from ..samples import Sample, Verdict
 from .base import Ask, Judge, JudgeFailed, Opening
@@ -85,9 +85,7 @@ class CascadeJudge(Judge):
         @classmethod
         def _differ(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
             names = [stage.judge for stage in stages]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise ValueError(f"the judge {twice} is a stage twice; it would give the same answer")
+            refuse_repeated(names, "the judge {} is a stage twice; it would give the same answer")
             check_names(names, "cascade")
             return stages
 

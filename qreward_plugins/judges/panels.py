@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import JudgeName, Number, PositiveFloat, no_bool
+from ..config.nodes import JudgeName, Number, PositiveFloat, no_bool, refuse_repeated
 from ..errors import ConfigurationError, Mistake
 from ..samples import Failed, Sample, Verdict
 from .base import Ask, Judge, Opening, together
@@ -52,9 +52,7 @@ class PanelJudge(Judge):
         @field_validator("judges")
         @classmethod
         def _differ(cls, judges: tuple[JudgeName, ...]) -> tuple[JudgeName, ...]:
-            twice = next((name for name in judges if judges.count(name) > 1), None)
-            if twice is not None:
-                raise ValueError(f"the judge {twice} is a member twice; it would give the same answer")
+            refuse_repeated(judges, "the judge {} is a member twice; it would give the same answer")
             check_names(judges, "panel")
             return judges
 

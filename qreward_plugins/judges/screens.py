@@ -65,6 +65,10 @@ class ScreenJudge(Judge):
         than = "more" if config.flags == "above" else "less"
         return f"{config.judge}, unless {config.monitor} is {config.at:g} or {than}"
 
+    @classmethod
+    def masks(cls, config: Any) -> bool:
+        return bool(config.on == "mask")
+
     def __init__(self, name: str, config: Config, judge: Judge, monitor: Judge) -> None:
         super().__init__(name)
         self._config = config

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..config.judge_models import Interval
-from ..config.nodes import Node, Number
+from ..config.nodes import Node, Number, refuse_repeated
 from ..errors import InputError, InvalidReply
 from ..samples import RawScore, Sample
 from .control_tokens import neutralise
@@ -265,9 +265,7 @@ class Rubric(Node):
         if self.criteria and self.column is not None:
             raise ValueError("name `criteria` or `column`, not both")
         names = [criterion.name for criterion in self.criteria if criterion.name]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"two criteria have the name {twice}")
+        refuse_repeated(names, "two criteria have the name {}")
         if self.criteria and not any(criterion.points > 0 for criterion in self.criteria):
             raise ValueError("no criterion has positive points, so the best score would be 0")
         return self

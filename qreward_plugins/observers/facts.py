@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import pstdev
 from typing import Any, TypeAlias
 
-from ..samples import Failed, Outcome, Scored
+from ..samples import SCREENED, Failed, Outcome, Scored
 from .batch_report import mean, percentile
 from .events import short
 
@@ -48,11 +48,11 @@ class Facts:
     def of(self, outcome: Outcome, data_source: object = None) -> dict[str, Any]:
         """The facts of an outcome, of a sample of this data source.
 
-        `reward` is None for a failed sample. `failed`, `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the
-        sample failed, or why its score is a floor ("infra/deadline", "policy/empty"); "" for a judged sample.
-        `weight_version` is that of the verdict. `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is
-        a component or None. `acc` is 0.0 or 1.0, or None for a failed sample and for a judge that does not define
-        correctness.
+        `reward` is None for a failed sample, and for one that a monitor took out: that one is not `failed`. `failed`,
+        `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the sample has no reward, or why its score is a
+        floor ("infra/deadline", "policy/empty"); "" for a judged sample. `weight_version` is that of the verdict.
+        `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0,
+        or None for a failed sample and for a judge that does not define correctness.
         """
         verdict = outcome.verdict if isinstance(outcome, Scored) else None
         failure = outcome.failure
@@ -65,7 +65,7 @@ class Facts:
         facts: dict[str, Any] = {
             "data_source": short(data_source) if isinstance(data_source, (str, int)) else "",
             "reward": outcome.reward,
-            "failed": float(verdict is None),
+            "failed": float(verdict is None and failure is not None and not failure.screened),
             "floor": float(verdict is not None and verdict.basis == "floor"),
             "cause": failure.label if failure is not None else "",
             "source": result.source,
@@ -107,7 +107,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("failed", lambda fact: fact["failed"]),
     Metric("failed_rate", lambda fact: fact["failed"], mean=True),
     *(Metric(f"failed/{cause}", _caused("failed", cause)) for cause in ("infra", "verdict", "policy")),
-    Metric("screened_rate", lambda fact: float(fact["cause"] == "policy/screened"), mean=True),
+    Metric("screened_rate", lambda fact: float(fact["cause"] == SCREENED), mean=True),
     Metric("floor_rate", lambda fact: fact["floor"], mean=True),
     *(Metric(f"floor/{cause}", _caused("floor", cause)) for cause in ("verdict", "policy")),
     Metric("attempts_mean", lambda fact: fact["attempts"], mean=True),
@@ -141,7 +141,7 @@ def summary(facts: Iterable[Fact], groups: Iterable[Hashable] | None = None) -> 
     flat = flat_rate(zip(groups, (fact["reward"] for fact in rows), strict=True)) if groups is not None else None
     if flat is not None:
         numbers["flat_rate"] = flat
-    sources = Counter(fact["source"] for fact in rows if fact["source"] and not fact["failed"])
+    sources = Counter(fact["source"] for fact in rows if fact["source"] and fact["reward"] is not None)
     for source, count in sorted(sources.items()):
         numbers[f"source_share/{source}"] = count / sources.total()
     for name in dict.fromkeys(key for fact in rows for key in fact if key.startswith(COMPONENT) or key == "acc"):
@@ -187,5 +187,5 @@ def _by_data_source(rows: Sequence[Fact]) -> dict[str, float]:
 
 def _mean_of(rows: Sequence[Fact], name: str) -> dict[str, float]:
     """The mean of a fact over the scored samples that have it, by its name; empty if none has."""
-    values = [fact[name] for fact in rows if fact.get(name) is not None and not fact["failed"]]
+    values = [fact[name] for fact in rows if fact.get(name) is not None and fact["reward"] is not None]
     return {name: mean(values)} if values else {}

@@ -62,7 +62,7 @@ class FailureLog:
         known.logged_at, known.more = now, 0
         known.count_s = min(2 * known.count_s, LONGEST_COUNT_S)
         _log.warning(
-            "%d more samples failed in this way in the last %.0f s; the last was %s",
+            "%d more samples ended in this way in the last %.0f s; the last was %s",
             more,
             waited_s,
             _described(event, failed),

@@ -61,7 +61,8 @@ class ReplicaStatistics:
 class SourceGauges:
     """The present state of a source in the scheduler. `retries` are the retries that its failures caused;
     `retries_put_off` of them had to wait for the retry budget. `learned` describes learned limits; empty if there are
-    none. `replicas` are its servers, if it has several.
+    none. `budget_left_usd` is what it may still spend; None without a budget. `replicas` are its servers, if it has
+    several.
     """
 
     state: str
@@ -72,6 +73,7 @@ class SourceGauges:
     retries: int = 0
     retries_put_off: int = 0
     learned: str = ""
+    budget_left_usd: float | None = None
     replicas: tuple[ReplicaStatistics, ...] = ()
 
 
@@ -128,6 +130,8 @@ class EngineStatistics:
     waiting: int
     sources: Mapping[str, SourceStatistics]
     floors: Mapping[str, int] = field(default_factory=dict)
+    merged: int = 0
+    """Calls that an equal one, which was under way, has answered (`engine.ask_once`)."""
     waits: WaitBySize | None = None
     """How long short and long samples waited for a source; None for fewer than 3, or if all have one size."""
     limits_kept_by: str = ""
@@ -191,7 +195,7 @@ class Statistics:
     def __init__(self) -> None:
         self.last_batch: BatchReport | None = None
         """The batch that ended last; None if none has ended."""
-        self._submitted = self._scored = self._cached = self._attempts = 0
+        self._submitted = self._scored = self._cached = self._attempts = self._merged = 0
         self._failed: Counter[str] = Counter()
         self._floors: Counter[str] = Counter()
         self._waits = Waits()
@@ -224,6 +228,7 @@ class Statistics:
             attempts=self._attempts,
             waiting=waiting,
             sources={name: self._sources[name].snapshot(name, now) for name, now in gauges.items()},
+            merged=self._merged,
             waits=self._waits.by_size(),
             limits_kept_by=limits_kept_by,
         )
@@ -245,6 +250,8 @@ class Statistics:
             self._attempts += outcome.spent.attempts
 
     def _call_ended(self, event: CallEnded) -> None:
+        # Only an equal call answers without an attempt.
+        self._merged += not (event.reason or event.attempts)
         if event.reason != "dropped":
             self._waits.add(event.size, event.waited_s)
 

@@ -226,8 +226,7 @@ def _part(used: float, per_minute: float | None, window_min: float) -> float | N
 
 
 def _priced(config: Config, name: str) -> bool:
-    price = config.sources[name].price
-    return bool(price.per_request or price.input_per_million or price.output_per_million)
+    return not config.sources[name].price.is_zero
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -23,6 +23,9 @@ from itertools import accumulate
 MARGIN_S = 0.15
 """Seconds that are added to every window, for the variation of the network delay."""
 
+FOR_GOOD_S = 1e9
+"""Length of a window that no run outlasts: what is spent in it stays spent as long as a process shares the limit."""
+
 _KEPT_S = 60.0
 """Shortest time, in seconds, for which entries are kept."""
 _MANY = 4096

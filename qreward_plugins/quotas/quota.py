@@ -19,6 +19,7 @@ from .reservation import Reservation
 from .shares import shares
 from .window_limit import WindowLimit
 
+_ROUNDING = 1e-6
 _CLEARLY_BELOW = 0.9
 """Part of a declared limit below which it does not explain a 429."""
 _FAR_BELOW = 0.25
@@ -134,6 +135,14 @@ class Quota:
             if paced_s > wait:
                 wait = max(wait, min(paced_s, self._paced_until - now))
         return wait
+
+    def lacks(self, tokens: float, now: float) -> bool:
+        """Whether too much is spent for `tokens`, even if everything that is held is given back."""
+        return tokens > self.left(now) + _ROUNDING
+
+    def left(self, now: float) -> float:
+        """Return the tokens of the window that are not spent; those that are held are left."""
+        return self.tokens.limit - (self.tokens.spent(now) - self.tokens.held)
 
     def _keep_to_ceilings(self, now: float) -> None:
         """Keep to lower limits than the declared ones, where the server announces them."""

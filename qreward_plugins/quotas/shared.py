@@ -33,6 +33,8 @@ class SharedQuota(Quota):
         """This process's share of each declared limit."""
         self.valid_until = math.inf
         """When the share expires, in seconds of the clock of `now`."""
+        self.left_tokens = math.inf
+        """Tokens of the whole limit that no process has spent, as the keeper said last; infinity before it has."""
         self.resize({}, workers=1, now=-math.inf)
 
     @property
@@ -108,6 +110,10 @@ class SharedQuota(Quota):
 
     def wait_s(self, tokens: float, now: float, *, shares_request: bool = False) -> float:
         return super().wait_s(tokens, now, shares_request=shares_request) if now < self.valid_until else math.inf
+
+    def left(self, now: float) -> float:
+        own = self.tokens.spent(now) - self.tokens.held
+        return max(super().left(now), min(self.left_tokens, self._whole.tokens - own))
 
     def per_window(self) -> tuple[float, float]:
         requests, window_s = super().per_window()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from .sample import (
     FLOAT32_LIMIT,
+    SCREENED,
     Cause,
     Failed,
     Message,
@@ -24,6 +25,7 @@ from .sample import (
 
 __all__ = [
     "FLOAT32_LIMIT",
+    "SCREENED",
     "Cause",
     "Failed",
     "Message",

@@ -169,6 +169,10 @@ class Cause(str, enum.Enum):
     `on_too_long: fail`."""
 
 
+SCREENED = "policy/screened"
+"""The `Failed.label` of a sample that a judge of kind `screen` took out. `failed_rate` does not count it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """The sample has a verdict."""
@@ -212,10 +216,16 @@ class Failed(_Provenance):
         """Cause and reason, for metrics: "infra/deadline"."""
         return f"{self.cause.value}/{self.reason}"
 
+    @property
+    def screened(self) -> bool:
+        """Whether a monitor took the sample out: it has no reward, and nothing has failed."""
+        return self.label == SCREENED
+
     def describe(self) -> str:
         """Describe the failure in one line."""
+        what = "screened" if self.screened else f"{self.cause.value} failure ({self.reason})"
         tries = f" after {self.attempts} attempt{'' if self.attempts == 1 else 's'}" if self.attempts else ""
-        return f"{self.cause.value} failure ({self.reason}){tries}" + (f": {self.detail}" if self.detail else "")
+        return f"{what}{tries}" + (f": {self.detail}" if self.detail else "")
 
 
 Outcome: TypeAlias = Scored | Failed

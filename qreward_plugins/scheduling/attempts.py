@@ -24,6 +24,7 @@ from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..quotas.reservation import Reservation
 from ..samples.spent import NO_USAGE, Usage
 from ..sources.base import Reply, Request
+from .budgets import settle
 from .jobs import Job
 from .upstream import Upstream
 
@@ -81,6 +82,8 @@ class Attempt:
     problem: str = ""
     """Why it gave no answer; "" for an answer."""
     cost_usd: float = 0.0
+    answered_with_error: bool = False
+    """Whether its source answered with an error, for which nobody is charged."""
     timed_out: bool = False
     sent_at: float = math.inf
     """Time at which the source reported that the request was sent; infinity if it has not."""
@@ -94,6 +97,8 @@ class Attempt:
     """Whether it was not sent because this process's share of the source's limits had ended."""
     due_at: float = math.inf
     """Time at which its time limit is up."""
+    set_aside: tuple[Reservation, ...] = ()
+    """The most that it can cost, in each of its source's budgets."""
     task: asyncio.Task[None] | None = None
     limit: TimeLimit | None = None
     """Its time limit, while its task runs."""
@@ -205,9 +210,19 @@ class Attempt:
             self.limit = None
         if self.reservation.held:
             self.reservation.release(now)
+        if self.set_aside:
+            settle(self.set_aside, self._spent_usd(), now)
         self.upstream.live.pop(self, None)
         if self.request_batch is not None:
             self.request_batch.leave(self)
+
+    def _spent_usd(self) -> float | None:
+        """What it did cost; None if that is not known."""
+        if self.reply is not None:
+            price = self.upstream.price
+            by_tokens = price.input_per_million or price.output_per_million
+            return None if by_tokens and self.reply.usage is None else self.cost_usd
+        return 0.0 if self.answered_with_error or not self.sent else None
 
     async def _run(self, on_end: Callable[[Attempt, AttemptError | None], None]) -> None:
         upstream, loop = self.upstream, asyncio.get_running_loop()
@@ -226,9 +241,9 @@ class Attempt:
         except InvalidReply as error:
             failure, self.result = error, "invalid"
         except Throttled as error:
-            failure, self.result = error, "throttled"
+            failure, self.result, self.answered_with_error = error, "throttled", True
         except SourceError as error:
-            failure, self.result = error, "failed"
+            failure, self.result, self.answered_with_error = error, "failed", error.status is not None
         except Exception as error:
             # A bug in a judge or a source must cost this sample, not the run.
             _log.exception(

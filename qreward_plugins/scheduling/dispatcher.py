@@ -25,7 +25,9 @@ from ..errors import input_problem
 from ..observers import BatchEnded, Observers
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
+from .budgets import DollarBudget, over_budget
 from .calls import Answer, Call, Caller, Unanswered
+from .equal_calls import EqualCalls, answer_to
 from .jobs import Job, why_no_source, why_not_in_time
 from .planner import Planner
 from .request_batches import close_all, open_all, send_all_ready
@@ -50,7 +52,7 @@ class Dispatcher:
     `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
     failed call that have been sent are left to end, and its caller is told the answer; otherwise they are cancelled.
     `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called after
-    each pump. `observers` get the events.
+    each pump. `observers` get the events. `asks_once`: see `EqualCalls`.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Dispatcher:
         max_attempts: int,
         settings: Scheduling | None = None,
         keeps_late: bool = False,
+        asks_once: bool = False,
         on_cutoff: Callable[[Batch], None] | None = None,
         on_pumped: Callable[[], None] | None = None,
         observers: Observers | None = None,
@@ -88,6 +91,7 @@ class Dispatcher:
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
+        self._equal_calls = EqualCalls(enabled=asks_once)
         self._sequence = itertools.count()
         self._on_cutoff = on_cutoff
         self._on_pumped = on_pumped
@@ -109,7 +113,7 @@ class Dispatcher:
 
         def stuck(job: Job) -> bool:
             timer = job.backoff_timer
-            return not (job.entry or (timer is not None and timer.when() >= now))
+            return not (job.entry or job in self._equal_calls or (timer is not None and timer.when() >= now))
 
         return [job for job in self._jobs if not (job.live or job.undecided or job in arrived) and stuck(job)]
 
@@ -125,6 +129,7 @@ class Dispatcher:
         """
         gone = self._upstreams.change(upstreams, moves)
         self._adopt(self._upstreams.values())
+        self._equal_calls.forget()
         self._planner.change(settings)
         self._max_attempts = max_attempts
         self._retry_policy.change(max_attempts, gone)
@@ -151,11 +156,11 @@ class Dispatcher:
         open_all(upstreams, self._queue, on_change=self._pump.ask, observers=self._observers)
         listen(upstreams, self._loop, self._observers, on_change=self._pump.ask)
 
-    def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
+    def waiting_for(self, limited: Upstream | DollarBudget) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
-        one.
+        one. For a budget, in its units.
         """
-        return self._planner.waiting(upstream)
+        return self._planner.waiting(limited)
 
     def call_back(self, upstream: Upstream, *, sent: bool) -> None:
         """Cancel the attempts at a source that have not been sent, with `sent` all, and queue their jobs again."""
@@ -247,6 +252,9 @@ class Dispatcher:
         for name in job.call.sources:
             if self._upstreams[name].too_large(job.request):
                 job.barred |= {name}
+        for name, budget in over_budget(job, self._upstreams, now).items():
+            job.barred |= {name}
+            job.refused_for, job.last_problem = budget.reason, budget.problem
         if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
             self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
             return
@@ -310,7 +318,8 @@ class Dispatcher:
         if self._arrived:
             ready, self._arrived = self._planner.arrange(self._arrived, now)
             for job in ready:
-                self._safely(self.enqueue, job)
+                if not self._equal_calls.joins(job):
+                    self._safely(self.enqueue, job)
         for attempt in self._planner.aged(now):
             self._preemption.check_age(attempt, now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._runner)):
@@ -318,8 +327,10 @@ class Dispatcher:
                 self._start_attempt(job, upstream, now, hedge=hedge)
             except Exception as error:
                 self._bug(job, error)
-        too_large, self._planner.too_large = self._planner.too_large, []
-        for job in too_large:
+        not_taken, self._planner.not_taken = self._planner.not_taken, []
+        if not_taken:  # a budget that is spent for one job is spent for most
+            not_taken += [job for job in self.waiting_jobs() if over_budget(job, self._upstreams, now)]
+        for job in not_taken:
             self.enqueue(job)
         self._retry_policy.decide(others_live=False)
         return min(self._planner.wake_at, self._preemption.end_slices(self._queue, now))
@@ -432,3 +443,8 @@ class Dispatcher:
                 job.caller.ended(result)
             except Exception as error:
                 _log.error("a caller failed on its result: this is a bug", exc_info=error)
+        for other in self._equal_calls.ended(job):
+            if isinstance(result, Answer):
+                self.finish(other, answer_to(other, result, now), now)
+            else:
+                self._safely(self.enqueue, other)

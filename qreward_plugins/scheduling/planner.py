@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ..config import Scheduling
 from .attempts import Attempt
 from .batches import Batch
+from .budgets import DollarBudget
 from .forecast import Forecast
 from .hedging import Hedges
 from .jobs import Job
@@ -68,8 +69,9 @@ class Planner:
         self._hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
-        self.too_large: list[Job] = []
-        """Queued jobs that have become too large for a source that they were queued for."""
+        self.not_taken: list[Job] = []
+        """Queued jobs that a source for which they were queued will not take: they have become too large for it, or its
+        budget is spent."""
 
     def change(self, settings: Scheduling) -> None:
         """Go on with other settings and upstreams."""
@@ -111,10 +113,14 @@ class Planner:
             for job in jobs:
                 job.batch.planned = True
 
-    def waiting(self, upstream: Upstream) -> tuple[int, float, float]:
+    def waiting(self, upstream: Upstream | DollarBudget) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
-        one. Calls that may share a request count as one.
+        one. Calls that may share a request count as one. For a budget, the most that they cost in its units.
         """
+        if isinstance(upstream, DollarBudget):
+            heads = [(each, self.queue.first(each.name)) for each in self._upstreams.values()]
+            found = [(each, self.waiting(each)[0], each.expected_cost(head.request)) for each, head in heads if head]
+            return upstream.demand(found)
         count = sum(live for eligible, live in self.queue.eligible_sets() if upstream.name in eligible)
         first = self.queue.first(upstream.name) if count else None
         if first is None:
@@ -396,8 +402,8 @@ class Planner:
         """Whether `upstream` may send `job` now. Smaller jobs do not overtake a job whose tokens do not fit yet,
         because it would never be sent.
         """
-        if upstream.too_large(job.request):
-            self.too_large.append(job)
+        if upstream.too_large(job.request) or upstream.over_budget(job.request, now) is not None:
+            self.not_taken.append(job)
             return False
         return upstream.wait_for_s(job, now) <= 0
 

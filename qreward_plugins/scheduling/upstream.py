@@ -23,6 +23,7 @@ from ..sources import Source
 from ..sources.base import Reply, Request
 from .batches import WaitReason, WaitReasons
 from .breaker import Breaker
+from .budgets import DollarBudget
 from .health import Health, Silence
 from .latency import Speed, Tail
 from .pauses import Pauses, ThrottledSamples
@@ -79,6 +80,8 @@ class Upstream:
         self._held: Callable[[], str] | None = getattr(source, "held", None)
         self.batch: Batch | None = getattr(source, "batch", None)
         """How many calls one request may carry; None if it carries one."""
+        self.budgets: Sequence[DollarBudget] = ()
+        """What its attempts are paid from."""
         self.request_batches: RequestBatches | None = None
         """Its requests of several calls in the event loop that is served; None if each request carries one."""
 
@@ -142,6 +145,13 @@ class Upstream:
             f"{demand.completion:,} for the longest completion asked for), a window allows {most:,.0f}"
         )
 
+    def over_budget(self, request: Request, now: float) -> DollarBudget | None:
+        """The budget of which too much is spent for `request`; None if there is none."""
+        if not self.budgets:
+            return None
+        usd = self.expected_cost(request)
+        return next((budget for budget in self.budgets if budget.lacks(usd, now)), None)
+
     def oversize(self, request: Request) -> bool:
         """Whether `request` is estimated to take more than a whole window allows, so that it can only go alone."""
         most = self.quota.most_tokens
@@ -155,6 +165,13 @@ class Upstream:
             return self.quota.reserve(0, 0, now, shares_request=shares_request)
         prompt, completion = self._estimates.most(self._demand(request))
         return self.quota.reserve(prompt, completion, now, shares_request=shares_request)
+
+    def set_aside(self, request: Request, now: float) -> tuple[Reservation, ...]:
+        """Set the most that an attempt of `request` can cost aside, in each of its budgets."""
+        if not self.budgets:
+            return ()
+        usd = self.expected_cost(request)
+        return tuple(budget.reserve(usd, now) for budget in self.budgets)
 
     def wait_s(self, tokens: float, now: float) -> float:
         """Seconds until a request of `tokens` may go; infinity if that depends on other requests.
@@ -178,9 +195,14 @@ class Upstream:
         """Seconds until `job` may go, alone or in the open request of others; infinity as in `wait_s`."""
         tokens = self.tokens(job.request)
         if self.request_batches is None or self.request_batches.admitting(job) is None:
-            return self.wait_s(tokens, now)
-        joining_s = self.quota.wait_s(min(tokens, self.quota.most_tokens), now, shares_request=True)
-        return self._longest_wait_s(joining_s, now)
+            wait_s = self.wait_s(tokens, now)
+        else:
+            joining_s = self.quota.wait_s(min(tokens, self.quota.most_tokens), now, shares_request=True)
+            wait_s = self._longest_wait_s(joining_s, now)
+        if self.budgets:
+            usd = self.expected_cost(job.request)
+            wait_s = max(wait_s, *(budget.wait_s(usd, now) for budget in self.budgets))
+        return wait_s
 
     def tokens_fit(self, job: Job, now: float) -> bool:
         """Whether its limits have the tokens that `job` needs, whatever number of requests they allow."""
@@ -389,5 +411,8 @@ class Upstream:
             retries=self.retries.retries,
             retries_put_off=self.retries.put_off,
             learned=use.learned,
+            budget_left_usd=min(
+                (left for budget in self.budgets if (left := budget.left_usd(now)) is not None), default=None
+            ),
             replicas=() if of_replicas is None else tuple(of_replicas(now)),
         )

@@ -9,14 +9,17 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from ..config import Config
+from ..config import Budget, Config, Limits, configured_name
 from ..errors import ConfigurationError, Mistake
 from ..observers import Observers, ReplicaChanged
+from ..quotas.ledger import FOR_GOOD_S
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..sources import Source, open_source
 from ..sources.opening import same_keys
+from .budgets import HOUR_S, UNITS, DollarBudget
 from .calls import Call
+from .pauses import Pauses
 from .upstream import Upstream
 
 Moves: TypeAlias = Mapping[tuple[str, tuple[str, ...]], tuple[str, ...]]
@@ -135,3 +138,31 @@ def batch_mistakes(source: Source) -> list[Mistake]:
         return []
     problem = f"{type(source).__name__} has no `send_batch`, so a request cannot carry several calls."
     return [Mistake(f"sources.{source.name}.batch", problem, "Define it, or leave batch out.")]
+
+
+def open_budgets(config: Config, *, processes: int, shared: bool) -> dict[tuple[str, ...], DollarBudget]:
+    """Return the budgets of `config` by the names of the sources that they bound. `processes` share each equally; with
+    `shared`, a keeper sets this process's share instead.
+    """
+
+    def opened(whose: str, budget: Budget) -> DollarBudget:
+        window_s = HOUR_S if budget.per == "hour" else FOR_GOOD_S
+        limits = Limits(tokens_per_minute=budget.usd * UNITS * 60.0 / window_s, window_s=window_s)
+        quota = SharedQuota(limits, source=whose) if shared else Quota(limits, source=whose, processes=processes)
+        return DollarBudget(whose, budget, quota, Pauses())
+
+    names: dict[str, tuple[str, ...]] = {}
+    for name in config.sources:
+        whole = configured_name(name)
+        names[whole] = (*names.get(whole, ()), name)
+    nodes = {keys: config.sources[keys[0]].budget for keys in names.values()}
+    found = {keys: opened(f"source {name}", node) for name, keys in names.items() if (node := nodes[keys]) is not None}
+    if config.engine.budget is not None:
+        found[()] = opened("the run", config.engine.budget)
+    return found
+
+
+def assign(budgets: Mapping[tuple[str, ...], DollarBudget], upstreams: Mapping[str, Upstream]) -> None:
+    """Let each upstream spend from its source's budget and that of the run."""
+    for name, upstream in upstreams.items():
+        upstream.budgets = tuple(budget for names, budget in budgets.items() if name in names or not names)

@@ -53,6 +53,7 @@ class _Collector:
         yield GaugeMetricFamily("qreward_calls_waiting", "Calls without an attempt under way.", now.waiting)
         yield CounterMetricFamily("qreward_samples_submitted", "Samples submitted.", now.submitted)
         yield CounterMetricFamily("qreward_samples_scored", "Samples with a reward.", now.scored)
+        yield CounterMetricFamily("qreward_calls_merged", "Calls that an equal one has answered.", now.merged)
         yield CounterMetricFamily("qreward_samples_cached", "Rewards that come from the journal.", now.cached)
         failed = [(label.split("/", 1), count) for label, count in now.failed.items()]
         yield _counter("samples_failed", "Samples without a reward.", "cause reason", failed)
@@ -61,6 +62,8 @@ class _Collector:
             yield _counter(f"source_{name}", text, "source", [([key], getattr(one, name)) for key, one in sources])
         in_flight = [([key], one.in_flight) for key, one in sources]
         yield _gauge("source_in_flight", "Attempts under way.", "source", in_flight)
+        left = [([key], one.budget_left_usd) for key, one in sources if one.budget_left_usd is not None]
+        yield _gauge("source_budget_left_usd", "US dollars that may still be spent.", "source", left)
         states = [([key, one.state], 1.0) for key, one in sources]
         yield _gauge("source_state", "1 for the present state.", "source state", states)
         replicas = [([key, each.base_url], each) for key, one in sources for each in one.replicas[:_MOST_REPLICAS]]

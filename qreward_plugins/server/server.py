@@ -26,7 +26,7 @@ from anyio import to_thread
 from ..client.rows import FACTS_PATH, JUDGES_HEADER, LINES, ServerFacts
 from ..config import Config
 from ..engine import RewardEngine
-from ..errors import EngineError, InputError
+from ..errors import BudgetSpent, EngineError, InputError
 from ..samples import Cause, Failed, Outcome, Sample
 from ..system.threads import cancel_futures
 from .access import OPEN_PATHS, Access
@@ -376,6 +376,8 @@ async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreR
 
 
 def _failed_row(sample: Sample, error: BaseException) -> Mapping[str, Any]:
+    if isinstance(error, BudgetSpent):
+        return result_of(sample, Failed(Cause.INFRA, "budget", str(error)))
     reason = "closed" if isinstance(error, (EngineError, Refused)) else "bug"
     if reason == "bug":
         _log.error("a sample could not be scored", exc_info=error)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import socket
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 from ..config import Config
@@ -45,9 +46,10 @@ def channel_of(config: Config, *, processes: int = 1) -> OpenedChannel | None:
 
 
 def has_rates(config: Config) -> bool:
-    """Return whether a source declares requests or tokens per minute."""
+    """Return whether there are requests or tokens per minute, or a budget, that processes have to share."""
     limits = [source.limits for source in config.sources.values()]
-    return any(each.requests_per_minute or each.tokens_per_minute for each in limits)
+    budgets = [config.engine.budget, *(source.budget for source in config.sources.values())]
+    return any(each.requests_per_minute or each.tokens_per_minute for each in limits) or any(budgets)
 
 
 def open_channel(
@@ -88,6 +90,11 @@ def source_keys(config: Config) -> dict[str, str]:
         name: _digest(provider.parts if often[provider] == 1 else (*provider.parts, name))
         for name, provider in providers.items()
     }
+
+
+def budget_key(sources: Iterable[str], run: str) -> str:
+    """Return the key of what the sources with these keys may spend together; with `run`, in this run."""
+    return _digest(("budget", run, *sorted(sources)))
 
 
 def _providers(config: Config) -> dict[str, Provider]:

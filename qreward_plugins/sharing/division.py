@@ -54,6 +54,7 @@ class Division(ShareTable):
         self._waiting: dict[str, None] = {}
         self._level = math.inf
         self._extra = 0.0
+        self._left = math.inf
         self._fair_at = -math.inf
         self._fair = False
         self._small_change_at = -math.inf
@@ -89,7 +90,8 @@ class Division(ShareTable):
     def grant(self, worker: str, now: float) -> Grant:
         """Return the answer to a worker, without a recall."""
         scarce = len(self._waiting) > (worker in self._waiting)
-        return Grant(self._states[worker].share, self.target(worker, now), scarce=scarce)
+        target = self.target(worker, now)
+        return Grant(self._states[worker].share, target, scarce=scarce, left=self._left)
 
     def raise_to_fair(self, worker: str, now: float) -> None:
         """Raise the share of a worker that just reported to its fair share, as far as the limit is free, even if the
@@ -272,6 +274,7 @@ class Division(ShareTable):
             return
         self._fair, self._fair_at = True, now
         self._recompute_sum()
+        self._left = self.left(now)
         wanted = sorted([state.spent(now) + state.more for state in self._states.values()])
         left, count = self.limit, len(wanted)
         self._level, self._extra = math.inf, 0.0

@@ -18,6 +18,7 @@ import asyncio
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..quotas.ledger import FOR_GOOD_S
 from .division import Division, WaitingLine
 from .messages import Answer, Grant, Report, SourceAnswer, SourceNews, SourceReport
 from .share_table import ROUNDING
@@ -73,7 +74,9 @@ class _Shared:
         """Whether a new state would say the same: nothing is spent, and no pause is left."""
         known = max(self.pause_until, self.open_until) > now
         return not known and all(
-            division.free(now) >= division.limit - ROUNDING for division in self.divisions.values()
+            # The run that has spent it is over.
+            division.window_s >= FOR_GOOD_S or division.free(now) >= division.limit - ROUNDING
+            for division in self.divisions.values()
         )
 
     def report(self, worker: str, now: float) -> None:
@@ -211,12 +214,14 @@ class Keeper:
         new = worker not in shared.workers
         shared.workers[worker] = None
         for resource, (limit, window_s) in source_report.limits.items():
-            self.longest_window_s = max(self.longest_window_s, window_s)
+            # What processes of a run have spent that left before an earlier keeper died is not known.
+            counts_s = window_s if window_s < FOR_GOOD_S else 0.0
+            self.longest_window_s = max(self.longest_window_s, counts_s)
             division = shared.divisions.get(resource)
             if division is None:
                 division = shared.divisions[resource] = Division(limit, window_s)
                 if self.expired_at > -math.inf:
-                    division.hold(self.expired_at + window_s)
+                    division.hold(self.expired_at + counts_s)
             division.report(worker, source_report.parts[resource], now, limit=limit, window_s=window_s)
             division.raise_to_fair(worker, now)
             if division.share(worker) > source_report.parts[resource].share:

@@ -132,6 +132,9 @@ class Member:
                     if name in limits
                 }
                 quota.resize(share, workers=source_answer.workers, now=now)
+                tokens = source_answer.grants.get("tokens")
+                if tokens is not None and tokens.left < math.inf:
+                    quota.left_tokens = tokens.left
         return True
 
     def keeper_died(self, now: float, *, seen_at: float = -math.inf) -> None:

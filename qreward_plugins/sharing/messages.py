@@ -6,6 +6,7 @@ message holds a clock time, so the clocks of two nodes need not agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,6 +73,8 @@ class Grant(NamedTuple):
     """Whether other workers wait for what this worker holds above `target`."""
     scarce: bool = False
     """Whether other workers wait, so that an idle worker must give up its share."""
+    left: float = math.inf
+    """What nobody has spent of the whole limit, what is held included; infinity: not said."""
 
 
 class SourceAnswer(NamedTuple):

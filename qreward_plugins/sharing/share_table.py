@@ -23,11 +23,13 @@ _UNKNOWN = ""
 class WorkerState:
     """A worker's share, demand and spending, as of its last report."""
 
-    __slots__ = ("_entries", "_spent", "charge", "declared", "granted_at", "more", "share", "unit", "version")
+    __slots__ = ("_entries", "_spent", "charge", "declared", "granted_at", "held", "more", "share", "unit", "version")
 
     def __init__(self) -> None:
         self.declared = (math.inf, 0.0)
         self.share = 0.0
+        self.held = 0.0
+        """The part of `spent` that may be given back."""
         self.more = 0.0
         self.unit = 1.0
         self.granted_at = -math.inf
@@ -41,6 +43,7 @@ class WorkerState:
         self.share, self.more, self.unit = part.share, part.more, max(part.unit, ROUNDING)
         self._entries = sorted([(now + left_s, amount) for left_s, amount in part.spent], reverse=True)
         self._spent = math.fsum(amount for _, amount in part.spent)
+        self.held = math.fsum(amount for left_s, amount in part.spent if left_s == math.inf)
 
     def spent(self, now: float) -> float:
         """Return the amount spent that is still in the window."""
@@ -103,6 +106,10 @@ class _Lost:
             until, before = self._amounts[name]
             self.hold(name, until, before - amount)
 
+    def amount(self, name: str) -> float:
+        """Return the amount that counts under a name."""
+        return self._amounts.get(name, (0.0, 0.0))[1]
+
     def total(self, now: float) -> float:
         """Return the sum of the amounts that count."""
         while self._ends and self._ends[0][0] <= now:
@@ -155,6 +162,11 @@ class ShareTable:
             if state is not None and state.version == version:
                 self._charge(worker, state, now)
         return self.limit - self._taken - self._lost.total(now)
+
+    def left(self, now: float) -> float:
+        """Return what nobody has spent of the limit. What an earlier keeper may have given out is not spent."""
+        spent = math.fsum([state.spent(now) - state.held for state in self._states.values()])
+        return self.limit - spent - self._lost.total(now) + self._lost.amount(_UNKNOWN)
 
     def next_change(self, now: float) -> float:
         """Return when more becomes free as time passes; infinity if only a report can free more."""

@@ -143,7 +143,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.base-url", "x", "", "unknown key. Did you mean `base_url`?"),
         ("sources.fast.concurrency", 4, "", "unknown key. Write `limits.concurrency`. Requests in flight at once."),
         ("sources.fast.url", "x", "", "unknown key. Write `base_url`. URL up to and including the version, e.g. `https://api.example.com/v1`."),
-        ("sources.local.url", 1, "", "unknown key. Allowed here: kind, function, limits, timeouts, price, version, weight, arguments, kwargs, mode, workers, batch. Only sources of kind http, sandbox have this key."),
+        ("sources.local.url", 1, "", "unknown key. Allowed here: kind, function, limits, timeouts, price, budget, version, weight, arguments, kwargs, mode, workers, batch. Only sources of kind http, sandbox have this key."),
         ("judges.total.sources", "fast", "", "unknown key. Allowed here: kind, weights, priority, correct_at. Only judges of kind llm, reward_model, function, code have this key."),
         ("engine", "${sources.fast.limits}", "engine.window", "unknown key. Allowed here: deadline_s, max_attempts"),
         ("judges", ..., "", "the key is missing. Add the judges, by name. Only a file for clients, with `models`, needs none."),

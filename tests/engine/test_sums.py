@@ -301,7 +301,7 @@ def test_cancelling_leaves_nothing(journal):
 
     async def main(engine):
         scoring = [asyncio.ensure_future(engine.score(each)) for each in samples(5)]
-        batch = asyncio.ensure_future(engine.score_all(samples(5)))
+        batch = asyncio.ensure_future(engine.score_all(samples(10)[5:]))
         await asyncio.sleep(1)
         assert [source.in_flight for source in sources.values()] == [10, 10]
         for task in (*scoring, batch):

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins import GroupGate, JudgeUnavailable, group_means
-from qreward_plugins.adapters import RunningMeans, mean_of
-from qreward_plugins.config import Groups
+from qreward_plugins import Cause, Failed, GroupGate, JudgeUnavailable, group_means
+from qreward_plugins.adapters import RunningMeans, mean_of, number_of
+from qreward_plugins.config import Constant, Groups
 
 
 def test_means_are_over_the_scored_samples_of_each_group():
@@ -67,6 +67,18 @@ def test_a_gate_gives_up_after_so_many_in_a_row_and_says_why():
     with pytest.raises(JudgeUnavailable, match=r"3 groups in a row .*infra/deadline 4 times, infra/no_source 2 times"):
         gate.admit(2, ["infra/deadline", "infra/deadline"])
     assert not gate.admit(2, ["infra/deadline"]), "who catches the error gets another full count"
+
+
+def test_a_screened_sample_is_left_out_and_nothing_has_failed():
+    screened, failed = Failed(Cause.POLICY, "screened"), Failed(Cause.INFRA, "deadline")
+    for policy in ("auto", "raise", Constant(constant=-1.0)):
+        assert number_of(screened, policy) is None
+    assert number_of(failed, Constant(constant=-1.0)) == -1.0
+    gate = GroupGate(Groups(give_up_after=1))
+    for _ in range(3):
+        assert not gate.admit(4, ["policy/screened"] * 2 + ["infra/deadline"])
+    with pytest.raises(JudgeUnavailable):
+        gate.admit(4, ["policy/screened"] + ["infra/deadline"] * 3)
 
 
 def test_what_is_kept_of_a_group_does_not_grow_with_its_samples():

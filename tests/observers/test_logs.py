@@ -23,7 +23,7 @@ def test_one_cause_is_one_line_and_then_a_count_once_a_minute(caplog):
     ]
     log.ended(ended(sample(512), GONE, at=61.0))
     assert caplog.messages[1].startswith(
-        "512 more samples failed in this way in the last 61 s; the last was sample-512 (math)"
+        "512 more samples ended in this way in the last 61 s; the last was sample-512 (math)"
     )
     log.ended(ended(sample(513), GONE, at=130.0))
     assert len(caplog.messages) == 2

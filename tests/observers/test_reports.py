@@ -122,6 +122,16 @@ def test_a_summary_counts_all_and_averages_what_was_scored():
     assert numbers["attempts_mean"] == pytest.approx(1.25)
 
 
+def test_a_summary_counts_what_a_monitor_took_out_as_screened_and_not_as_failed():
+    facts = Facts([], defines_correct=False)
+    screened, floor = Failed(Cause.POLICY, "screened", source="a"), Failed(Cause.POLICY, "screened")
+    outcomes = [SCORED, FAILED, screened, Scored(Verdict(0.0, basis="floor", failure=floor))]
+    numbers = summary([facts.of(outcome, "math") for outcome in outcomes])
+    assert (numbers["failed"], numbers["failed_rate"], numbers["data/math/failed_rate"]) == (1.0, 0.25, 0.25)
+    assert (numbers["failed/policy"], numbers["screened_rate"], numbers["floor_rate"]) == (0.0, 0.5, 0.25)
+    assert (numbers["reward/mean"], numbers["source_share/a"]) == (0.25, 1.0)
+
+
 def test_rewards_are_told_with_their_spread_and_by_data_source():
     facts = Facts([], defines_correct=True)
     rows = [facts.of(Scored(Verdict(number / 10, correct=number > 5)), "math") for number in range(11)]

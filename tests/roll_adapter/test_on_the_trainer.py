@@ -129,6 +129,21 @@ def test_a_constant_trains_and_is_not_masked(train, words, mode) -> None:
     assert step.trained_tokens == [2] * 8
 
 
+SCREEN = {"kind": "screen", "judge": "quality", "monitor": "watch", "at": 0.9}
+SCREENED = {
+    "judges": {"quality": {"kind": "llm"}, "watch": {"kind": "llm"}, "screen": SCREEN},
+    "on_failure": {"constant": -1.0},
+}
+
+
+@pytest.mark.parametrize("mode", [SINGLE, GROUP])
+def test_a_screened_sample_is_masked_and_has_not_failed(train, words, mode) -> None:
+    step = train(words("2", "9", "4", "break"), tree=SCREENED, **mode).step()
+    assert step.raw_rewards == pytest.approx([0.2, (0.2 + 0.4 - 1) / 3, 0.4, -1.0] * 2)
+    assert step.trained_tokens == [2, 0, 2, 2] * 2
+    assert [step.metrics[f"judged/qreward/{name}_rate"] for name in ("failed", "screened")] == [0.25, 0.25]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_raise_ends_the_training(train, words, mode) -> None:
     trainer = train(words("2", "break"), tree={"on_failure": "raise"}, **mode)

@@ -167,6 +167,20 @@ def test_a_constant_trains_and_is_not_masked(make_args, make_group):
     assert sample.metadata["qreward"]["failed"] == 1.0
 
 
+SCREEN = {"kind": "screen", "judge": "quality", "monitor": "watch", "at": 0.9}
+SCREENED = {
+    "judges": {"quality": {"kind": "llm"}, "watch": {"kind": "llm"}, "screen": SCREEN},
+    "on_failure": {"constant": -1.0},
+}
+
+
+def test_a_screened_sample_is_masked_and_has_not_failed(make_args, make_group):
+    samples = make_group("2", "9", "4", "break")
+    assert run(make_args(tree=SCREENED, group_rm=True), samples) == pytest.approx([0.2, (0.2 + 0.4 - 1) / 3, 0.4, -1.0])
+    assert [sample.remove_sample for sample in samples] == [False, True, False, False]
+    assert [sample.metadata["qreward"]["failed"] for sample in samples] == [0.0, 0.0, 0.0, 1.0]
+
+
 def test_raise_ends_the_job_knowingly(make_args, make_group):
     with pytest.raises(RewardMissing, match="infra"):
         run(make_args(tree={"on_failure": "raise"}), make_group("break")[0])

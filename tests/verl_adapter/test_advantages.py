@@ -72,7 +72,7 @@ def batch_of(groups, outputs=1, seed=3):
         "uid": np.array([row[0] for row in rows], dtype=object),
         "qreward/missing": np.array(failed, dtype=float),
         "qreward/failed": np.array(failed, dtype=float),
-        "qreward/cause": np.array(["infra/deadline" if each else "" for each in failed]),
+        "qreward/cause": np.array(["infra/deadline" if each else "" for each in failed], dtype=object),
         "raw_prompt": np.array([[{"role": "user"}]] * count, dtype=object),
         "part": np.array([np.nan if each else number for each, number in zip(failed, values, strict=True)]),
     }
@@ -192,6 +192,29 @@ def test_with_a_constant_a_failed_row_trains_on_it(verl):
     ours = advantages.by_columns(verl.legacy)(data, **settings("grpo"))
     assert torch.equal(ours.batch["advantages"], verl.legacy(again, **settings("grpo")).batch["advantages"])
     assert log.since_last()["qreward/failed"] == 10
+
+
+def test_a_screened_row_is_left_out_whatever_a_failed_one_trains_on(verl):
+    data, keys, out = batch_of(GROUPS)
+    again, _, _ = batch_of(GROUPS)
+    of_one_group = np.array([uid == "a" for uid in data.non_tensor_batch["uid"]])
+    data.non_tensor_batch["qreward/cause"][out & ~of_one_group] = "policy/screened"
+    data.non_tensor_batch["qreward/failed"][out & ~of_one_group] = 0.0
+    advantages, log = hooked(on_failure=Constant(constant=0.0))
+    ours = advantages.by_columns(verl.legacy)(data, **settings("grpo"))
+    rows = expected_rows(keys, out & ~of_one_group, "grpo")
+    check(ours, verl.legacy(rows_of(again, rows), **settings("grpo")), rows, "grpo")
+    metrics = log.since_last()
+    assert (metrics["qreward/failed"], metrics["qreward/screened_rate"]) == (1.0, 9 / len(keys))
+
+
+def test_steps_of_screened_samples_alone_do_not_end_the_run(verl):
+    advantages, _ = hooked()
+    for _ in range(4):
+        data, _, _ = batch_of({"a": "..", "b": "...."})
+        data.non_tensor_batch["qreward/cause"][:] = "policy/screened"
+        advantages.by_columns(verl.legacy)(data, **settings("grpo"))
+        assert (data.batch["advantages"] == 0).all()
 
 
 @pytest.mark.parametrize("estimator", ["grpo_passk", "gae", "reinforce_plus_plus"])

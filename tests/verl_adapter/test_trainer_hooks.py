@@ -113,6 +113,17 @@ def test_without_hooks_only_policies_are_accepted_that_need_none(compose, tokeni
         load_reward_manager(config, tokenizer)
 
 
+def test_without_hooks_a_screen_that_masks_is_refused(compose, tokenizer):
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    screen = "{kind: screen, judge: quality, monitor: watch, at: 1}"
+    judges = ["+qreward.sources.f={kind: function, function: 'math:fsum'}"]
+    judges += [f"+qreward.judges.{name}={{kind: function}}" for name in ("quality", "watch")]
+    config = compose(OURS, "+qreward.on_failure=raise", *judges, f"+qreward.judges.safe={screen}")
+    with pytest.raises(ConfigurationError, match=r"judges\.safe\.on: `mask` is impossible here.*Choose `floor`"):
+        load_reward_manager(config, tokenizer)
+
+
 def test_what_draws_rows_anew_is_refused():
     overrides = ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True"]
     play = {"reward": lambda **_: 1.0}

@@ -198,14 +198,17 @@ class Prompt:
         rubric = self._task.rubric(sample)
         if rubric:
             values["rubric"] = page.text("rubric", rubric, max_chars=_MOST_RUBRIC_CHARS)
+        responses = self._task.responses(sample)
         parts = [self._instructions.render(page, values).strip()]
         for label, heading in _HEADINGS.items():
             text = values.get(label)
             if text is None or label in page.shown or (label == "question" and "conversation" in page.shown):
                 continue
-            if text or (label == "response" and not self._task.responses(sample)):
+            if label == "response" and responses:
+                continue  # each of them follows by itself
+            if text or label == "response":
                 parts.append(f"{heading}\n{page.show(text)}")
-        for number, response in enumerate(self._task.responses(sample), 1):
+        for number, response in enumerate(responses, 1):
             text = page.text(f"response_{number}", response, max_chars=self._config.max_response_chars)
             parts.append(f"Response {number}:\n{page.show(text)}")
         rules = [_RULES.replace(NONCE, page.ids)]

@@ -28,6 +28,7 @@ def compared(by: Any = None, **fields: Any) -> Any:
 
     def answer(request: Any) -> Reply:
         _, blocks = read_fences(request.messages[-1]["content"])
+        assert ("response" in blocks) != ("response_1" in blocks)
         listed = {label.removeprefix("response_"): by(text) for label, text in blocks.items() if "response_" in label}
         said = {"scores": listed} if listed else {"score": by(blocks["response"])}
         verdict = {"id": request.nonce, "rationale": "so", **said, **fields}

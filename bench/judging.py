@@ -153,7 +153,7 @@ def _source(name: str) -> SimulatedSource:
         return Reply(text=text, usage=Usage(tokens, VERDICT_TOKENS), finish_reason="stop")
 
     seconds = 0.001 if name == "rule" else MODELS[name].seconds
-    return SimulatedSource(name, behaviour=lambda number, request, now: seconds, answer=answer)
+    return SimulatedSource(name, behaviour=lambda number, request, now: seconds, answer=answer, local=name == "rule")
 
 
 def _tree(judges: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,12 +82,12 @@ class Forecast:
 
     def expected_s(self, upstream: Upstream, size: float) -> float:
         """Latency to expect of a request of `size` bytes; for a source that has not answered yet, the mean of the
-        others.
+        others. Functions say nothing of services, nor services of functions.
         """
         expected_s = upstream.speed.expected_s(size)
         if expected_s:
             return expected_s
-        known = [other.speed.expected_s(size) for other in self._upstreams.values() if other.speed.known]
+        known = [other.speed.expected_s(size) for other in self._known_like(upstream)]
         return sum(known) / len(known) if known else FIRST_GUESS_S
 
     def update(self, attempt: Attempt) -> None:
@@ -95,10 +95,14 @@ class Forecast:
         if attempt.uncalibrated:
             attempt.expected_s = self.expected_s(attempt.upstream, attempt.size)
 
-    @property
-    def guesses(self) -> bool:
-        """Whether no source has answered yet, so that every expected latency is a guess."""
-        return not any(upstream.speed.known for upstream in self._upstreams.values())
+    def guesses(self, upstream: Upstream) -> bool:
+        """Whether the expected latency of a source is a guess, because neither it nor another like it has answered."""
+        return not (upstream.speed.known or any(True for _ in self._known_like(upstream)))
+
+    def _known_like(self, upstream: Upstream) -> Iterator[Upstream]:
+        for other in self._upstreams.values():
+            if other.local is upstream.local and other.speed.known:
+                yield other
 
     def wait_s(self, upstream: Upstream, job: Job, now: float) -> float:
         """Seconds that `job` would have to wait for `upstream`; an estimate if that depends on other attempts."""

@@ -155,7 +155,7 @@ class Hedges:
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:
         """The hedges to start now. `drained`: no job is queued."""
-        if not self._budget or self._forecast.guesses:
+        if not self._budget:
             return
         again_at = self._looked_at[drained] + _EVERY_S
         live: Iterable[Attempt]
@@ -184,6 +184,7 @@ class Hedges:
             and not attempt.result
             and not attempt.given_up
             and attempt.job.hedgeable
+            and not self._forecast.guesses(attempt.upstream)
         ]
         for _, _, attempt in sorted(ranked):
             job = attempt.job

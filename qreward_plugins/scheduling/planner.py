@@ -332,7 +332,7 @@ class Planner:
         by_deadline = self.queue.by_deadline
         if not by_deadline or job.last or (upstream.name, job.rank.priority) not in by_deadline:
             return False
-        if self.forecast.guesses:
+        if self.forecast.guesses(upstream):
             return False
         able = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
         each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.health.unusable)

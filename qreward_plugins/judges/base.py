@@ -233,22 +233,24 @@ async def together(
 
     # A task group of anyio would add a quarter to the time and memory of a sum.
     tasks = [asyncio.ensure_future(one(judge)) for judge in judges]
-    left, cancelled = set(tasks), False
+    left = set(tasks)
+    cancelled: asyncio.CancelledError | None = None
     while left:
         try:
             _, left = await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError:
-            cancelled = True
+        except asyncio.CancelledError as error:
+            # A time limit of anyio knows its own cancellation by the exception. It cancels again in each step of the
+            # event loop, so `wait` would never see them end.
+            cancelled = error
+            left = {task for task in left if not task.done()}
         stop(left)
     bugs = [bug for bug in map(_bug, tasks) if bug is not None]
-    if cancelled:
-        raise asyncio.CancelledError
-    if bugs:
+    if cancelled is not None or bugs:
         try:
-            raise bugs[0]
+            raise cancelled or bugs[0]
         finally:
             # Breaks the reference cycle of error, traceback and frame, which would keep the sample in memory.
-            del bugs, tasks
+            del bugs, tasks, cancelled
     return {judge.name: verdicts[judge.name] for judge in judges if judge.name in verdicts}
 
 

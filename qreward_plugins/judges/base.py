@@ -117,13 +117,6 @@ class Judge(ABC):
         raise InputError(f"{cls.__name__} defines no `rehearsed`, so `qreward plan` cannot simulate its replies")
 
     @classmethod
-    def rehearsable(cls, config: Any, sample: Sample) -> Sample:
-        """Return a drawn sample with all that this judge needs of a row, for `qreward plan` without rollouts. Default:
-        the sample, which has a prompt and a response.
-        """
-        return sample
-
-    @classmethod
     def measurement(cls, config: Any) -> Measurement | None:
         """Say how `qreward calibrate` measures the scores of a judge with this configuration. Default: None, its kind
         has no reference scores. A kind that has some defines `identity`, too.

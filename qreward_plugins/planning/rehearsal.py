@@ -23,14 +23,13 @@ from functools import cached_property
 from types import TracebackType
 from typing import TypeAlias
 
-from ..config import Config, judge_for, parts_of
+from ..config import Config
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, EngineError, Mistake
-from ..judges import kind_of as judge_kind_of
 from ..observers import SourceStatistics
 from ..observers.batch_report import BatchReport
 from ..quotas.shares import shares
-from ..samples import Failed, Outcome, Sample
+from ..samples import Failed, Outcome
 from ..scheduling.batches import WaitReason
 from ..simulation import Luck, Server, SimulatedServer, run
 from ..sources import kind_of
@@ -217,8 +216,8 @@ class Rehearsal:
     async def _step(self, seed: int, record: bool) -> Run:
         config = self._engine_config
         seeded = config.model_copy(update={"engine": config.engine.model_copy(update={"seed": seed})})
-        samples = self._samples(seed)
-        first = self._samples(seed, prefix="first ", count=min(len(samples), _WARM_UP))
+        samples = self.rollouts.samples(seed)
+        first = self.rollouts.samples(seed, prefix="first ", count=min(len(samples), _WARM_UP))
         work = {sample.id or "": self._work(tokens_of(sample.response)) for sample in (*first, *samples)}
         luck, kept = Luck(seed), Record()
         played = self._played(self.servers(), luck, work, kept)
@@ -278,18 +277,6 @@ class Rehearsal:
     def _fixed_work(self, name: str, server: Server) -> float:
         """The work of a request without any call: what its fixed time has besides the overhead."""
         return max(0.0, self.truths[name].fixed_s - server.overhead_s) / server.seconds_per_unit
-
-    def _samples(self, seed: int, *, prefix: str = "", count: int | None = None) -> list[Sample]:
-        """Draw samples, and give them what their judges need of a row."""
-        samples = self.rollouts.samples(seed, prefix=prefix, count=count)
-        return samples if self.rollouts.lengths.rollouts else list(map(self._rehearsable, samples))
-
-    def _rehearsable(self, sample: Sample) -> Sample:
-        judge = judge_for(self.config, sample.data_source)
-        for part in () if judge is None else parts_of(self.config, judge):
-            node = self.config.judges[part]
-            sample = judge_kind_of(node).rehearsable(node, sample)
-        return sample
 
     def _work(self, tokens: int) -> float:
         return 1.0 - self.length_share + self.length_share * tokens / self.usual_tokens

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import Config, configured_name, judge_for, parts_of, sources_of
 from ..errors import InputError
-from ..judges import Judge, JudgeRouter, Leaf
+from ..judges import Judge, JudgeFailed, JudgeRouter, Leaf
 from ..judges import kind_of as judge_kind_of
 from ..samples import Sample
+from ..scheduling import CallFailed, Unanswered
 from ..sources import kind_of, open_source
 from .advice import listed
 from .recorded import Recorded, read_recorded
@@ -198,7 +199,7 @@ def set_up(
     rehearsal = Rehearsal(config, truths, rollouts, usual, share)
     judged, unjudged = _judged(config, samples)
     check_data_sources(config, sorted(unjudged)[:1] if not judged else [])
-    _check_judges(config, judged)
+    _check_judges(config, judged, drawn=None if lengths.rollouts else samples[0])
     notes = [
         f"rollouts: {lengths.describe()}{_texts_note(assumptions, lengths, truths)}",
         _latency_note(config, truths, latency_from, recorded, judged),
@@ -214,8 +215,11 @@ def set_up(
     return Setting(rehearsal, judged, latency_from, tuple(notes))
 
 
-def _check_judges(config: Config, judged: Iterable[str]) -> None:
-    """Raise `InputError` for a kind of judge without `rehearsed`, whose replies cannot be simulated."""
+def _check_judges(config: Config, judged: Iterable[str], *, drawn: Sample | None) -> None:
+    """Raise `InputError` for a kind of judge without `rehearsed`, whose replies cannot be simulated, and for a judge
+    that finds nothing to ask about in a `drawn` sample: it would seem to cost nothing.
+    """
+    opened = JudgeRouter(config, key=bytes(16)).judges
     for name in dict.fromkeys(part for judge in judged for part in parts_of(config, judge)):
         kind = judge_kind_of(config.judges[name])
         if inspect.getattr_static(kind, "rehearsed") is inspect.getattr_static(Judge, "rehearsed"):
@@ -223,6 +227,26 @@ def _check_judges(config: Config, judged: Iterable[str]) -> None:
                 f"judge {name!r} cannot be planned: its kind {config.judges[name].kind!r} defines no `rehearsed`, "
                 "which makes a reply without asking"
             )
+        if drawn is not None and kind.asks and (why := asyncio.run(_why_unasked(opened[name], drawn))):
+            remedy = "give real rollouts with --tokens file:PATH"
+            raise InputError(f"judge {name!r} has nothing to ask about a made-up response: {why}; {remedy}")
+
+
+async def _why_unasked(judge: Judge, sample: Sample) -> str:
+    """Why a judge asks nothing about a sample; "" if it asks."""
+    asked = False
+
+    async def ask(call: Any) -> Any:
+        nonlocal asked
+        asked = True
+        raise CallFailed(Unanswered("unasked"))
+
+    unanswered: Any = ask
+    try:
+        failure = (await judge.judge(sample, unanswered)).failure
+    except JudgeFailed as error:
+        failure = error.failed
+    return "" if asked or failure is None else failure.detail or failure.reason
 
 
 def _slots(config: Config, name: str) -> int | None:

@@ -15,10 +15,8 @@ def test_a_sandbox_is_checked_offline_and_planned(run_cli, write_rows, tmp_path,
     monkeypatch.setenv("QREWARD_JOURNAL", str(tmp_path / "journal.sqlite"))
     assert "valid, with 1 source, 1 judge" in run_cli("check", RECIPE, "--offline").stdout
     exact = ["--latency", "1", "--spread", "0", "--errors", "0", "--stragglers", "0", "--seeds", "1"]
-    # 64 samples with the 10 tests of the recipe, 64 at a time.
-    planned = run_cli("plan", RECIPE, "-n", 64, *exact)
-    assert planned.exit_code == 0, planned.output
-    assert "sandbox 1.00s 640 " in " ".join(planned.stdout.split())
+    refused = run_cli("plan", RECIPE, "-n", 64, *exact)
+    assert (refused.exit_code, "give real rollouts with --tokens file:PATH" in refused.stderr) == (2, True)
     # Rows with two tests, half of which have a program.
     tests = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
     responses = ["none", "```\nprint(input())\n```"]
@@ -40,11 +38,12 @@ def test_tests_in_a_column_are_planned_and_a_check_asks_with_a_row(run_cli, writ
         tree["sources"]["judge"] = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
         path = tmp_path / "judges.yaml"
         path.write_text(yaml.safe_dump(tree))
-        planned = run_cli("plan", path, "-n", 16, "--seeds", 1, "--latency", 1, "--errors", 0)
-        assert (planned.exit_code, " 48 " in planned.stdout) == (0, True), planned.output
-        del tree["judges"]["both"], tree["judges"]["short"], tree["sources"]["judge"]
-        path.write_text(yaml.safe_dump(tree))
         extras = {"a": {"tests": {"inputs": ["1", "2"], "outputs": ["1", "2"]}}}
         rows = write_rows([{"prompt": "?", "response": "```\np\n```", "extra_info": extras}])
+        once = ["--seeds", 1, "--latency", 1, "--errors", 0]
+        planned = run_cli("plan", path, "-n", 16, "--tokens", f"file:{rows}", *once)
+        assert (planned.exit_code, " 32 " in planned.stdout) == (0, True), planned.output
+        del tree["judges"]["both"], tree["judges"]["short"], tree["sources"]["judge"]
+        path.write_text(yaml.safe_dump(tree))
         checked = run_cli("check", path, "--rollouts", rows)
         assert (checked.exit_code, server.report().requests) == (0, 2), checked.output

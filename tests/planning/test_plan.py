@@ -11,6 +11,8 @@ import pytest
 from qreward_plugins import ConfigurationError, InputError
 from qreward_plugins.planning import Assumptions, Lengths, plan, prediction
 
+from ..kit import each_of, make_sample
+
 
 def bucket(rpm: float) -> dict:
     return {"requests_per_minute": rpm, "window": "bucket", "concurrency": 64}
@@ -152,6 +154,21 @@ def test_a_template_that_needs_columns_asks_for_real_rollouts(tree, exact_plan):
     config = tree(a={}, judge={"instructions": "Grade {{ extras.rubric.text }}."})
     with pytest.raises(InputError, match=r"no sample can be scored: .*; give real rollouts with --tokens file:PATH"):
         exact_plan(config, 8)
+
+
+@each_of(
+    ("judge", "why"),
+    [
+        ({"reference": {"extract": "boxed"}}, "no ground truth"),
+        ({"show": {"response": "answer", "extract": "boxed"}}, "no answer where `extract` looks"),
+    ],
+)
+def test_a_judge_that_asks_nothing_of_made_up_texts_asks_for_real_rollouts(tree, exact_plan, judge, why):
+    config = tree(a={}, judge=judge)
+    with pytest.raises(InputError, match=rf"judge 'quality' .*{why}.*; give real rollouts with --tokens file:PATH"):
+        exact_plan(config, 8)
+    rollout = make_sample(ground_truth="4", response=r"It is \boxed{4}.")
+    assert exact_plan(config, 8, lengths=Lengths(rollouts=(rollout,))).sources[0].requests == 8
 
 
 def test_what_is_not_declared_is_said(tree, exact_plan):

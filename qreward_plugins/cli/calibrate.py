@@ -26,7 +26,7 @@ from .progress import ProgressDisplay
 
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
-    rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl or .parquet.")],
+    rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl, .json or .parquet.")],
     judge: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Judge to measure. Default: every one whose transform has zscore."),

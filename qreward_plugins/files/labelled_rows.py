@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from ..errors import InputError
 from ..samples import Message, Sample, fits_float32
-from .rollouts import checked_rows, message_list, sample_of, type_of
-from .tables import format_of, read_json, read_jsonl, read_parquet
+from .rollouts import message_list, sample_of
+from .tables import read_rows, type_of
 
 Layout = Literal["pairs", "yes_no", "numbers"]
 """What the rows of a file say: which answers are better, whether an answer is good, or how good it is."""
@@ -63,11 +63,7 @@ def read_labelled(path: Path) -> tuple[Layout, list[LabelledRow]]:
 
 
 def _labelled(path: Path) -> Iterator[LabelledRow]:
-    if path.suffix.lower() == ".json":
-        rows = read_json(path)
-    else:
-        rows = read_parquet(path) if format_of(path) == "parquet" else read_jsonl(path)
-    for name, where, row in checked_rows(rows, path):
+    for name, where, row in read_rows(path):
         domain = next((row[column] for column in _DOMAINS if row.get(column) is not None), "")
         if not isinstance(domain, str):
             raise InputError(f"{where}: the domain must be a text, not {type_of(domain)}")

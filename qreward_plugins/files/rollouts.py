@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..samples import Message, Sample
 from ..samples.images import Image, attach, is_empty_part, is_image_part
 from ..secrets import Redactor
-from .tables import RESULT, as_json, check_output, format_of, read_jsonl, read_parquet
+from .tables import RESULT, as_json, check_output, format_of, read_rows, type_of
 
 _RESPONSE_COLUMNS = ("response", "solution_str", "completion")
 _PROMPT_COLUMNS = ("messages", "prompt")
@@ -28,7 +28,7 @@ class Rollout:
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
-    """Yield the rows of a `.jsonl` or `.parquet` file. Raises `InputError` with the file and the line or row.
+    """Yield the rows of a `.jsonl`, `.json` or `.parquet` file. Raises `InputError` with the file and the line or row.
 
     Columns:
     - response: `response`, `solution_str` or `completion`
@@ -46,18 +46,8 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise InputError(f"{path}: is no file (a pipe, for example), and rows are read twice; write them to a file")
-    rows = read_parquet(path) if format_of(path) == "parquet" else read_jsonl(path)
-    for name, where, row in checked_rows(rows, path):
+    for name, where, row in read_rows(path):
         yield Rollout(row, sample_of(row, name=name, where=where, folder=path.parent))
-
-
-def checked_rows(rows: Iterable[tuple[str, Any]], path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the name of each row of a file, its place for messages, and the row. Raises `InputError` if it is none."""
-    for name, row in rows:
-        where = f"{path}, {name}"
-        if not isinstance(row, dict):
-            raise InputError(f"{where}: must be an object, not {type_of(row)}")
-        yield name, where, row
 
 
 def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
@@ -189,13 +179,3 @@ def _message(message: Any, where: str) -> Message:
         raise InputError(f"{where} needs a content that is a text or a list of parts")
     # Parquet adds the keys of other messages with the value null.
     return {key: value for key, value in message.items() if value is not None}  # type: ignore[return-value]
-
-
-def type_of(value: Any) -> str:
-    """Name the type of a value in a message."""
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, (int, float)):
-        return "a number"
-    names = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
-    return names.get(type(value), f"a {type(value).__name__}")

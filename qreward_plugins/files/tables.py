@@ -70,7 +70,7 @@ _FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet"
 
 
 def format_of(path: Path) -> Format:
-    """Return the format of a file by the suffix of its name. Raises `InputError` for other suffixes."""
+    """Return the format of an output by the suffix of its name. Raises `InputError` for other suffixes."""
     kind = _FORMATS.get(path.suffix.lower())
     if kind is None:
         raise InputError(f"{path}: the name must end in .jsonl or .parquet")
@@ -83,8 +83,7 @@ def check_output(out: Path, *, source: Path, overwrite: bool = False) -> None:
     Raises `InputError` if the name, the folder or the combination of formats is invalid, or if `out` exists and
     `overwrite` is false.
     """
-    kind = format_of(out)
-    if kind == "parquet" and format_of(source) != "parquet":
+    if format_of(out) == "parquet" and source.suffix.lower() != ".parquet":
         raise InputError(f"{out}: parquet output needs parquet input, whose column types it keeps; write to .jsonl")
     check_writable(out)
     if out.resolve() == source.resolve():
@@ -95,10 +94,35 @@ def check_output(out: Path, *, source: Path, overwrite: bool = False) -> None:
         )
 
 
+def read_rows(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the name of each row of a `.jsonl`, `.json` or `.parquet` file ("line 7"), its place for messages, and the
+    row. Raises `InputError` for other suffixes, a file that cannot be read, and a row that is no object.
+    """
+    readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    read = readers.get(path.suffix.lower())
+    if read is None:
+        raise InputError(f"{path}: the name must end in .jsonl, .json or .parquet")
+    for name, row in read(path):
+        where = f"{path}, {name}"
+        if not isinstance(row, dict):
+            raise InputError(f"{where}: must be an object, not {type_of(row)}")
+        yield name, where, row
+
+
+def type_of(value: Any) -> str:
+    """Name the type of a value in a message."""
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, (int, float)):
+        return "a number"
+    names = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the value of each line with the line's name ("line 7"), without blank lines. Raises `InputError`."""
     try:
         with path.open("rb") as file:
@@ -112,7 +136,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def read_json(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield each item of the list in a JSON file with its name ("item 7"). Files of this name may hold JSON lines, too.
     Raises `InputError`.
     """
@@ -121,7 +145,7 @@ def read_json(path: Path) -> Iterator[tuple[str, Any]]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     if not whole.lstrip().startswith(b"["):
-        yield from read_jsonl(path)
+        yield from _read_jsonl(path)
         return
     for number, item in enumerate(_parsed(whole, str(path)), start=1):
         yield f"item {number}", item
@@ -181,7 +205,7 @@ _READ_ROWS = 64
 _ROW_GROUP_ROWS = 1024
 
 
-def read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield each row of a file with its name ("row 7"). Raises `InputError`."""
     number = 0
     with _parquet_file(path) as file, _read_errors(path):

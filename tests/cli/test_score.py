@@ -81,6 +81,12 @@ def test_rows_come_out_in_order_with_their_outcome(server, score, read_rows, row
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
+def test_a_list_in_a_json_file_is_scored_to_lines(score, read_rows, row, write_rows, tmp_path):
+    write_rows([json.dumps([row(1), row(2, response="It is 7.")])], name="in.json")
+    assert score(source="in.json").exit_code == 0
+    assert [line["qreward"]["reward"] for line in read_rows(tmp_path / "out.jsonl")] == [1.0, 0.0]
+
+
 def test_it_ends_with_the_rewards_of_each_data_source_and_the_lowest(server, score, row, run_cli, tmp_path):
     rows = [
         row(n, response=f"It is {n + n % 2:03}.", data_source="odd" if n % 4 else "even \x1b[1m") for n in range(40)
@@ -338,11 +344,12 @@ def test_files_that_cannot_be_are_named(refused, score, write_rows, tmp_path):
         ({"source": "none.parquet"}, "none.parquet: not a readable parquet file"),
         ({"source": "pipe.jsonl"}, "pipe.jsonl: is no file (a pipe, for example), and rows are read twice"),
         ({"source": "empty.jsonl"}, "empty.jsonl: has no rows"),
-        ({"source": "[red]:warning:.txt"}, "[red]:warning:.txt: the name must end in .jsonl or .parquet"),
+        ({"source": "[red]:warning:.txt"}, "[red]:warning:.txt: the name must end in .jsonl, .json or .parquet"),
         ({"out": "no/such/out.jsonl"}, "out.jsonl: there is no directory"),
         ({"out": "folder.jsonl"}, "folder.jsonl: is a directory"),
         ({"out": "out.txt"}, "out.txt: the name must end in .jsonl or .parquet"),
         ({"out": "out.parquet"}, "parquet output needs parquet input"),
+        ({"source": "list.json", "out": "out.parquet"}, "parquet output needs parquet input"),
         ({"out": "in.jsonl"}, "is the input itself"),
         ({"out": "link.jsonl"}, "is the input itself"),
         ({"config": "missing.yaml"}, "missing.yaml: there is no such file"),

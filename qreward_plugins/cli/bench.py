@@ -65,7 +65,6 @@ def command(
     data: Annotated[Path | None, typer.Option(metavar="FILE", help="Labelled rows. Default: built-in pairs.")] = None,
     judge: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A judge; repeat to compare several.")] = None,
     twice: Annotated[bool, typer.Option("--twice", help="Ask everything a second time, and count flips.")] = False,
-    at: Annotated[float | None, typer.Option(metavar="REWARD", help="From here on an answer counts as good.")] = None,
     at_least: Annotated[float | None, typer.Option(metavar="VALUE", help="Exit with 1 below this accuracy.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> int:
@@ -76,8 +75,8 @@ def command(
     `domain` (or subset, data_source) divides the figures. All other columns are those of qreward score. The judge does
     not see labels. FILE is .jsonl, .json or .parquet.
 
-    Without --judge, all judges are measured that are no part of another. Without --at, a judge says itself what is good
-    (correct_at), or all is good from the middle of its reward range on. Verdicts are stored in the journal of the
+    Without --judge, all judges are measured that are no part of another. Good is what a judge calls correct
+    (correct_at), or else all from the middle of its reward range on. Verdicts are stored in the journal of the
     configuration, or in FILE.journal, and the same command continues after a kill.
 
     Exit codes: 0 measured; 1 below --at-least; 2 the input or the configuration has mistakes; 3 some answers have no
@@ -95,7 +94,7 @@ def command(
     journal = loaded.engine.journal
     if journal is None and data is not None:
         journal = JournalConfig(path=str(data.with_name(data.name + ".journal")), keep="all")
-    bench = Bench(loaded, config, layout, rows, at=at, journal=journal, twice=twice)
+    bench = Bench(loaded, config, layout, rows, journal=journal, twice=twice)
     judged: list[JudgeRun] = []
     code = run(_judge(bench, names, judged))
     if code != OK:
@@ -138,7 +137,6 @@ class Bench:
     path: Path
     layout: Layout
     rows: Sequence[LabelledRow]
-    at: float | None = None
     journal: JournalConfig | None = None
     twice: bool = False
 
@@ -175,7 +173,7 @@ class Bench:
         sources = statistics.sources.values()
         return JudgeRun(
             name,
-            Grade(self.layout, self.at, _middle(self.config, name)),
+            Grade(self.layout, _middle(self.config, name)),
             results,
             seconds=took_s,
             requests=sum(source.requests for source in sources),
@@ -231,19 +229,6 @@ async def _given(engine: RewardEngine, samples: Sequence[Sample]) -> list[GivenR
         async for _, outcomes in stream:
             given += map(GivenReward.of, outcomes)
     return given
-
-
-async def try_deeply(config: Config, path: Path, names: Sequence[str]) -> set[str]:
-    """Let judges score the built-in pairs, and print the figures. Return those that do no better than a coin.
-
-    Raises as `Bench.judged_by`. Nothing is recorded.
-    """
-    layout, rows = read_labelled(PAIRS)
-    judged = [await Bench(config, path, layout, rows).judged_by(name) for name in names]
-    if judged:
-        print_figures(judged)
-    wholes = {each.name: each.figures[-1] for each in judged}
-    return {name for name, whole in wholes.items() if not whole.judged * whole.value >= ENOUGH_RIGHT}
 
 
 def _middle(config: Config, name: str) -> float:

@@ -127,13 +127,12 @@ class JudgeComparison:
 
 
 class Grade:
-    """Says what a judge decided on a row, and whether that is right. From the reward `at` on an answer counts as good,
-    unless the judge says itself what is correct (`at` None: then, or from `middle` on).
+    """Says what a judge decided on a row, and whether that is right. From the reward `middle` on an answer counts as
+    good, unless the judge says itself what is correct.
     """
 
-    def __init__(self, layout: Layout, at: float | None = None, middle: float = 0.5) -> None:
+    def __init__(self, layout: Layout, middle: float = 0.5) -> None:
         self.layout = layout
-        self._at = at
         self._middle = middle
 
     def decision(self, row: LabelledRow, given: Sequence[GivenReward]) -> float | None:
@@ -148,8 +147,8 @@ class Grade:
             return float((worst > best) - (worst < best))
         if self.layout == "numbers":
             return rewards[0]
-        good = given[0].correct if self._at is None else None
-        return float(rewards[0] >= (self._middle if self._at is None else self._at) if good is None else good)
+        good = given[0].correct
+        return float(rewards[0] >= self._middle if good is None else good)
 
     def credit(self, row: LabelledRow, given: Sequence[GivenReward]) -> float | None:
         """How right the decision is, from 0 to 1; of a number the reward. None if an answer has no reward."""

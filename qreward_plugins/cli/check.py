@@ -21,7 +21,7 @@ from ..config.registry import rooms
 from ..engine.difference import difference
 from ..engine.trial import Trial
 from ..errors import ConfigurationError, InputError
-from ..files import read_rollouts
+from ..files import read_labelled, read_rollouts
 from ..journal import check_place
 from ..judges import JudgeRouter, kind_of
 from ..samples import Sample
@@ -30,7 +30,7 @@ from ..sharing.channels import has_rates
 from ..sources import LOGITS, TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
-from .bench import ENOUGH_RIGHT, try_deeply
+from .bench import ENOUGH_RIGHT, PAIRS, Bench, print_figures
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds
 from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_for_clients, probe_whole, samples_for, with_route_to_each
@@ -77,8 +77,8 @@ def command(
             "--rollouts",
             "-r",
             metavar="FILE",
-            help="Score the first rows of this .jsonl or .parquet file that go to each judge, instead of a built-in "
-            "sample (What is 17 plus 25?).",
+            help="Score the first rows of this .jsonl, .json or .parquet file that go to each judge, instead of a "
+            "built-in sample (What is 17 plus 25?).",
         ),
     ] = None,
     timeout: Annotated[
@@ -265,13 +265,19 @@ def _asks_its_own(judge: JudgeConfig) -> bool:
 
 
 async def _check_deeply(config: Config, path: Path) -> int:
+    """Let judges that ask models score the built-in pairs, and print the figures. Nothing is recorded."""
     names = [name for name, judge in config.judges.items() if kind_of(judge).asks in (TEXT, LOGITS)]
-    code = OK
-    for name in sorted(await try_deeply(_alone(config), path, names)):
-        own = _asks_its_own(config.judges[name])
+    bench, code = Bench(_alone(config), path, *read_labelled(PAIRS)), OK
+    judged = [await bench.judged_by(name) for name in names]
+    if judged:
+        print_figures(judged)
+    for each in judged:
+        if each.figures[-1].judged * each.figures[-1].value >= ENOUGH_RIGHT:
+            continue
+        own = _asks_its_own(config.judges[each.name])
         code = code if own else CHECK_FAILED
         problem = f"fewer than {ENOUGH_RIGHT} of the 20 built-in pairs are judged right, which a coin may do, too"
-        say(OUT, Text.assemble((f"judge {name}: ", "yellow" if own else "red"), problem))
+        say(OUT, Text.assemble((f"judge {each.name}: ", "yellow" if own else "red"), problem))
     return code
 
 

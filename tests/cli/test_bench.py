@@ -201,12 +201,12 @@ def test_labels_and_where_an_answer_begins_to_be_good(numbers, run_cli, write_co
     rows = [{"prompt": "?", "response": f"it is {n / 10}", "label": n >= 4, "id": n} for n in range(1, 9)]
     data = write_rows(rows)
 
-    def whole(config, *options):
-        result = run_cli("bench", config, "--data", data, "--json", *options)
+    def whole(config):
+        result = run_cli("bench", config, "--data", data, "--json")
         return json.loads(result.stdout)["judges"]["quality"]["all"]
 
     config = write_config({"a": numbers})
-    assert (whole(config)["value"], whole(config, "--at", 0.4)["value"]) == (7 / 8, 1.0)
+    assert whole(config)["value"] == 7 / 8
     assert whole(write_config({"a": numbers}, judge={"correct_at": 0.4}))["value"] == 1.0
     # Shells stand in the place of good answers only.
     assert (whole(config)["ties"], whole(config)["shells"]) == (None, 5)

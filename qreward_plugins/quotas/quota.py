@@ -19,7 +19,6 @@ from .reservation import Reservation
 from .shares import shares
 from .window_limit import WindowLimit
 
-_ROUNDING = 1e-6
 _CLEARLY_BELOW = 0.9
 """Part of a declared limit below which it does not explain a 429."""
 _FAR_BELOW = 0.25
@@ -135,10 +134,6 @@ class Quota:
             if paced_s > wait:
                 wait = max(wait, min(paced_s, self._paced_until - now))
         return wait
-
-    def lacks(self, tokens: float, now: float) -> bool:
-        """Whether too much is spent for `tokens`, even if everything that is held is given back."""
-        return tokens > self.left(now) + _ROUNDING
 
     def left(self, now: float) -> float:
         """Return the tokens of the window that are not spent; those that are held are left."""

@@ -24,7 +24,7 @@ from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..quotas.reservation import Reservation
 from ..samples.spent import NO_USAGE, Usage
 from ..sources.base import Reply, Request
-from .budgets import settle
+from .budgets import UNITS
 from .jobs import Job
 from .upstream import Upstream
 
@@ -211,7 +211,9 @@ class Attempt:
         if self.reservation.held:
             self.reservation.release(now)
         if self.set_aside:
-            settle(self.set_aside, self._spent_usd(), now)
+            usd = self._spent_usd()
+            for reservation in self.set_aside:
+                reservation.release(now, completion_tokens=None if usd is None else usd * UNITS)
         self.upstream.live.pop(self, None)
         if self.request_batch is not None:
             self.request_batch.leave(self)
@@ -243,7 +245,7 @@ class Attempt:
         except Throttled as error:
             failure, self.result, self.answered_with_error = error, "throttled", True
         except SourceError as error:
-            failure, self.result, self.answered_with_error = error, "failed", error.status is not None
+            failure, self.result, self.answered_with_error = error, "failed", (error.status or 0) >= 400
         except Exception as error:
             # A bug in a judge or a source must cost this sample, not the run.
             _log.exception(

@@ -10,7 +10,7 @@ A call for which too much is spent does not wait: it goes to another source, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ..config import Budget
@@ -31,6 +31,7 @@ ENDS_RUN: Final = "budget_ends_run"
 
 UNITS = 1e6
 """Units of a dollar in which a quota counts; the smallest amount that processes share is one."""
+_ROUNDING = 1e-6
 HOUR_S = 3600.0
 
 
@@ -56,10 +57,10 @@ class DollarBudget:
 
     def lacks(self, usd: float, now: float) -> bool:
         """Whether too much is spent for `usd`, whatever the attempts in flight cost."""
-        return self.quota.lacks(usd * UNITS, now)
+        return usd * UNITS > self.quota.left(now) + _ROUNDING
 
     def reserve(self, usd: float, now: float) -> Reservation:
-        """Set `usd` aside until `settle`."""
+        """Set `usd` aside, until what was spent in its place is known."""
         return self.quota.reserve(0.0, usd * UNITS, now, shares_request=True)
 
     def left_usd(self, now: float) -> float | None:
@@ -67,22 +68,8 @@ class DollarBudget:
         left = self.quota.left(now)
         return max(0.0, left / UNITS) if left < math.inf else None
 
-    def demand(self, waiting: Iterable[tuple[Upstream, int, float]]) -> tuple[int, float, float]:
-        """Return what waits for it, see `Dispatcher.waiting_for`. `waiting`: for each source the number of its calls,
-        and the most that one of them can cost.
-        """
-        mine = [(count, usd * UNITS) for upstream, count, usd in waiting if self in upstream.budgets]
-        most = max((units for _, units in mine), default=0.0)
-        return sum(count for count, _ in mine), sum(count * units for count, units in mine), most
-
 
 def over_budget(job: Job, upstreams: Mapping[str, Upstream], now: float) -> dict[str, DollarBudget]:
     """Return the sources of `job` that have spent too much for it, each with the budget."""
     found = {name: upstreams[name].over_budget(job.request, now) for name in job.call.sources if name not in job.barred}
     return {name: budget for name, budget in found.items() if budget is not None}
-
-
-def settle(reserved: Iterable[Reservation], usd: float | None, now: float) -> None:
-    """Replace what was set aside by what was spent; None: that is not known, and all of it counts."""
-    for reservation in reserved:
-        reservation.release(now, completion_tokens=None if usd is None else usd * UNITS)

@@ -1,4 +1,4 @@
-"""Equal calls: what is asked already is not asked again, and its answer is that of all who ask.
+"""Merges equal calls: a call that is already under way is not sent again, and all of its callers get the answer.
 
 The samples of a group often have equal responses: at temperature 0, or once the policy has collapsed. Two calls are
 equal if the same judge asks the same sources with the same texts and parameters. Those of one sample never are, because

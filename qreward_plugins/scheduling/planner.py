@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..config import Scheduling
 from .attempts import Attempt
 from .batches import Batch
-from .budgets import DollarBudget
+from .budgets import UNITS, DollarBudget
 from .forecast import Forecast
 from .hedging import Hedges
 from .jobs import Job
@@ -118,9 +118,14 @@ class Planner:
         one. Calls that may share a request count as one. For a budget, the most that they cost in its units.
         """
         if isinstance(upstream, DollarBudget):
-            heads = [(each, self.queue.first(each.name)) for each in self._upstreams.values()]
-            found = [(each, self.waiting(each)[0], each.expected_cost(head.request)) for each, head in heads if head]
-            return upstream.demand(found)
+            mine = [each for each in self._upstreams.values() if upstream in each.budgets]
+            found = [
+                (self.waiting(each)[0], UNITS * each.expected_cost(head.request))
+                for each in mine
+                if (head := self.queue.first(each.name)) is not None
+            ]
+            most = max((units for _, units in found), default=0.0)
+            return sum(count for count, _ in found), sum(count * units for count, units in found), most
         count = sum(live for eligible, live in self.queue.eligible_sets() if upstream.name in eligible)
         first = self.queue.first(upstream.name) if count else None
         if first is None:

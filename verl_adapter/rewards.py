@@ -34,6 +34,7 @@ from qreward_plugins import (
     Scored,
     Verdict,
 )
+from qreward_plugins.adapters import ENDS_RUN as ENDS_RUN
 from qreward_plugins.adapters import (
     VALUE,
     Constant,
@@ -61,9 +62,6 @@ SAMPLE = "qreward/sample"
 
 CAUSE = "qreward/cause"
 """Why a sample failed, or why its score is a floor."""
-
-ENDS_RUN = "budget_ends_run"
-"""The reason of a sample for which a budget is spent that ends the run."""
 
 WAITED = "qreward/waited"
 """What the batch that ended with this sample waited for: JSON, seconds by name; empty if none ended."""

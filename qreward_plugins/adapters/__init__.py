@@ -10,7 +10,7 @@
   foreign values; what raises is an `Unreadable`, which fails its own sample only.
 - Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
   mean of its siblings. `Gathering` scores samples that come one by one as groups. `fits_float32`: whether a trainer can
-  hold a number. `shared_actor` is an actor of the Ray job.
+  hold a number. `ENDS_RUN` is the reason of a failure that ends the run. `shared_actor` is an actor of the Ray job.
 - Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes metrics of these.
   `TrainingLog` records what the trainer made of rewards (`Trained`) in the journal.
 - Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
@@ -31,6 +31,7 @@ from ..observers.facts import METRICS, Facts, flat_rate, summary
 from ..samples import SCREENED, fits_float32
 from ..samples.check import Unreadable, mapping_or_unreadable, messages_of, name_or_unreadable, read_or_unreadable
 from ..samples.images import Image, attach, is_image_part
+from ..scheduling.budgets import ENDS_RUN
 from ..secrets import Redactor, described_error, environment_secrets, secrets_in, with_secrets
 from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of
@@ -39,6 +40,7 @@ from ..system.ray_actors import ray_is_up
 from .groups import Gathering, RunningMeans, mean_of, number_of
 
 __all__ = [
+    "ENDS_RUN",
     "ENVIRONMENT",
     "LOGITS",
     "SCREENED",

@@ -116,8 +116,8 @@ class _Checking:
                 problem = "must be a mapping with at least one entry" if room in self.tree else "the key is missing"
                 hint = "" if room == "sources" else " Only a file for clients, with `models`, needs none."
                 self._add((room,), problem, f"Add the {room}, by name.{hint}")
-        budget = config is not None and config.engine.budget is not None
-        if budget and config is not None and all(node.price.is_zero for node in config.sources.values()):
+        nodes = config.sources.values() if config is not None and config.engine.budget is not None else ()
+        if nodes and all(node.price.is_zero for node in nodes):
             self._add(("engine", "budget"), "no source has a price to count by", "Set `sources.NAME.price`.")
         for finding in names.findings([path for path, _ in self.findings]):
             self._add(*finding)

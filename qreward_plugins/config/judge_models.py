@@ -41,9 +41,7 @@ class AskingConfig(JudgeConfig):
 
     sources: Annotated[tuple[SourceName, ...], BeforeValidator(one_or_several)] = ()
     """Names of the sources that may answer this judge. A glob over names (`local-*`) or over models (`model:Qwen/*`)
-    selects all matching sources that can answer. Default: all sources that can answer this kind of judge (kind `openai`
-    for a judge of kind `llm`; kind `reward_model` for a judge of kind `reward_model`; kinds `function` and `http` for a
-    judge of kind `function`; kind `sandbox` for a judge of kind `code`)."""
+    selects all matching sources that can answer. Default: all sources that give what its kind asks for."""
 
     floor: Number | None = None
     """Score of a response that is empty or cannot be judged, and of an invalid verdict with `on_invalid: floor`.

@@ -25,7 +25,6 @@ from ..config.nodes import Flag, PositiveFloat, PositiveInt
 from ..errors import ConfigurationError, InputError, InvalidReply, Mistake, input_problem
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..samples.check import kind_of
-from ..samples.json_values import as_json
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
 from ..sources.kind import RUN
@@ -33,7 +32,7 @@ from .base import Ask, Judge, JudgeFailed, Opening, together
 from .fence import draw_nonces
 from .leaf import Leaf, checked, fingerprint
 from .parts import combined, part_failed
-from .sample_texts import column_of, readable
+from .sample_texts import json_column, readable
 from .thinking import after_thoughts
 from .verdicts import excerpt
 
@@ -135,13 +134,7 @@ def program_of(response: str, language: str) -> str | None:
 def read_tests(sample: Sample, config: CodeJudge.Config) -> list[CodeTest]:
     """Return the tests of a sample, `config.max_tests` at most. Raises `InputError` for tests that cannot be read."""
     where = "the ground truth" if config.column is None else f"the column {config.column}"
-    value = sample.ground_truth if config.column is None else column_of(sample, config.column)
-    value = value if isinstance(value, str) else as_json(value, where)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise InputError(f"{where} is a text that is no JSON; {_FORM}") from None
+    value = json_column(sample, config.column, where)
     inputs, outputs, name = value, value, None
     if isinstance(value, Mapping):
         inputs, outputs, name = value.get("inputs"), value.get("outputs"), value.get("fn_name")
@@ -262,17 +255,6 @@ class CodeJudge(Judge):
         number = made.index(sent)
         right = number < round(share * len(tests))
         return Reply(text=tests[number].right_output(request.nonce) if right else "-", finish_reason="finished")
-
-    @classmethod
-    def rehearsable(cls, config: Any, sample: Sample) -> Sample:
-        numbers = [str(number) for number in range(config.max_tests)]
-        tests: dict[str, Any] = {"inputs": numbers, "outputs": numbers}
-        sample = replace(sample, response=f"```\n{sample.response}\n```")
-        if config.column is None:
-            return replace(sample, ground_truth=tests)
-        for key in reversed(config.column.split(".")):
-            tests = {key: tests}
-        return replace(sample, extras={**sample.extras, **tests})
 
     def __init__(self, name: str, config: Config, *, sources: Sequence[str], key: bytes) -> None:
         checked(name, config)

@@ -2,10 +2,9 @@
 log probabilities are read.
 
 Only JSON carries the nonce of the call, so only there a verdict that the judge copied from the response is told from
-its own. The other forms are for judges that were trained to answer in them, and for small ones. They keep off copies
-in another way: what looks like their verdict in a text of the sample is shown with other signs (`hidden`), so that a
-faithful copy is no verdict. The rest is as strict: one match, which ends the reply, and after the thoughts of the
-judge.
+its own. The other forms are for judges that were trained to answer in them, and for small ones. Instead, the prompt
+rewrites whatever looks like a verdict in the sample (`hidden`), so a verbatim copy is not read as one. The rest is as
+strict: one match, which ends the reply, and after the thoughts of the judge.
 """
 
 from __future__ import annotations

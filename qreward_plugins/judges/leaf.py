@@ -105,11 +105,6 @@ class Leaf(Judge):
     # All leaves share these
 
     @property
-    def invalid_retries(self) -> int:
-        """Further tries after an invalid reply."""
-        return self._asking.invalid_retries
-
-    @property
     def calls(self) -> int:
         return 1
 

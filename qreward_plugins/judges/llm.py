@@ -136,9 +136,9 @@ class LLMJudge(Leaf):
         self._vision = vision
         # Labels have rewards, and need no scale.
         self._scale = Scale(config.reward_range if config.labels else self._task.range, config.reward_range)
-        self._max_tokens = config.max_tokens or self._form.max_tokens or DEFAULT_TOKENS
-        is_given = config.max_tokens or self._form.max_tokens
-        self._thinking_tokens = 0 if is_given else DEFAULT_THINKING_TOKENS - DEFAULT_TOKENS
+        most = config.max_tokens or self._form.max_tokens
+        self._max_tokens = most or DEFAULT_TOKENS
+        self._thinking_tokens = 0 if most else DEFAULT_THINKING_TOKENS - DEFAULT_TOKENS
         self._parameters = {"temperature": config.temperature, "max_tokens": self._max_tokens}
         if config.seed is not None:
             self._parameters["seed"] = config.seed

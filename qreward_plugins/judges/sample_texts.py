@@ -8,6 +8,7 @@ fences them.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,20 @@ def column_of(sample: Sample, column: str) -> Any:
             raise InputError(f"the sample has no column {column}; it has {there or 'none'}")
         value = value[key]
     return value
+
+
+def json_column(sample: Sample, column: str | None, where: str) -> Any:
+    """Return a value that a column of the data set holds, or JSON text of it; None: the ground truth. `where` begins
+    the message of an error. Raises `InputError`.
+    """
+    value = sample.ground_truth if column is None else column_of(sample, column)
+    value = as_json(value, where)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise InputError(f"{where} is a text that is no JSON") from None
 
 
 def checked_turns(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:

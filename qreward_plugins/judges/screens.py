@@ -15,11 +15,11 @@ from pydantic import model_validator
 from ..config.judge_models import JudgeConfig
 from ..config.nodes import Flag, JudgeName, Number
 from ..errors import ConfigurationError, Mistake
-from ..samples import Cause, Failed, Sample, Verdict
+from ..samples import SCREENED, Cause, Failed, Sample, Verdict
 from .base import Ask, Judge, JudgeFailed, Opening, together
 from .parts import check_names, check_own_names, combined, component_names, part_failed
 
-SCREENED = "screened"
+_REASON = SCREENED.rpartition("/")[2]
 """The `Failed.reason` of a flagged sample, and the component that is 1 for one that got the floor."""
 
 
@@ -74,7 +74,7 @@ class ScreenJudge(Judge):
         self._config = config
         self._judge = judge
         self._monitor = monitor
-        check_own_names(name, (judge.name, monitor.name), (SCREENED,))
+        check_own_names(name, (judge.name, monitor.name), (_REASON,))
         if config.on == "floor" and judge.reward_range is None:
             problem = f"judge {judge.name} has no reward range, so there is no floor."
             raise ConfigurationError([Mistake(f"judges.{name}.on", problem, "Set its `reward_range`, or `on: mask`.")])
@@ -92,7 +92,7 @@ class ScreenJudge(Judge):
         return self._judge.defines_correct
 
     def component_names(self) -> tuple[str, ...]:
-        return component_names(self.parts, (SCREENED,))
+        return component_names(self.parts, (_REASON,))
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         dispensable = () if self._config.closed else (self._monitor.name,)
@@ -105,16 +105,16 @@ class ScreenJudge(Judge):
         verdict, monitor = verdicts[self._judge.name], verdicts.get(self._monitor.name)
         flagged = monitor is not None and self._flags(monitor.score)
         if not flagged:
-            own = {SCREENED: 0.0}
+            own = {_REASON: 0.0}
             names = (self._judge.name,)
             return combined(self.name, verdicts, verdict.score, correct=verdict.correct, own=own, decides=names)
         detail = f"{self._monitor.name} gave {monitor.score:g}" if monitor is not None else ""
-        screened = Failed(Cause.POLICY, SCREENED, detail, judge=self.name)
+        screened = Failed(Cause.POLICY, _REASON, detail, judge=self.name)
         if self._config.on == "mask" or self._judge.reward_range is None:
             raise JudgeFailed(screened)
         correct = False if self._judge.defines_correct else None
         low = self._judge.reward_range[0]
-        whole = combined(self.name, verdicts, low, correct=correct, own={SCREENED: 1.0}, decides=())
+        whole = combined(self.name, verdicts, low, correct=correct, own={_REASON: 1.0}, decides=())
         return replace(whole, basis="floor", failure=screened)
 
     def _flags(self, score: float) -> bool:

@@ -7,6 +7,7 @@ answer is complete or no answer: a criterion that is missing makes it invalid, a
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from ..errors import InputError, InvalidReply
 from ..samples import RawScore, Sample
 from .control_tokens import neutralise
 from .extraction import AnswerPlace
-from .sample_texts import column_of, reference_text
+from .sample_texts import json_column, reference_text
 from .verdicts import RATIONALE_FORM, excerpt, number_in
 
 NONCE = "{nonce}"
@@ -49,8 +50,9 @@ class Task(ABC):
     """Whether components are in the range of the score, and are mapped as it is. Otherwise they are 1 or 0."""
 
     def __init__(self) -> None:
-        self._forms: dict[int, str] = {}
-        self._schemas: dict[int, dict[str, Any]] = {}
+        # A judge asks thousands of times for the same few counts.
+        self.form = functools.cache(self._form)
+        self.schema = functools.cache(self._schema)
 
     @property
     @abstractmethod
@@ -94,24 +96,14 @@ class Task(ABC):
         """What `identity` lacks, because it differs between samples."""
         return ()
 
-    def form(self, count: int) -> str:
-        """The form of the answer for the prompt, with the word `NONCE` instead of the nonce."""
-        if count not in self._forms:
-            self._forms[count] = self._form(count)
-        return self._forms[count]
-
     def _form(self, count: int) -> str:
+        """The form of the answer for the prompt, with the word `NONCE` instead of the nonce."""
         written = {"id": f'"{NONCE}"', "rationale": f'"{RATIONALE_FORM}"'}
         written |= {name: form for name, (form, _) in self.fields(count).items()}
         return _FORM.format(form=braces(written))
 
-    def schema(self, count: int) -> dict[str, Any]:
-        """The JSON schema of the answer."""
-        if count not in self._schemas:
-            self._schemas[count] = self._schema(count)
-        return self._schemas[count]
-
     def _schema(self, count: int) -> dict[str, Any]:
+        """The JSON schema of the answer."""
         # The rationale comes before the rest: servers keep this order, and models judge better after giving a reason.
         properties: dict[str, Any] = {"id": {"type": "string"}, "rationale": {"type": "string"}}
         return closed(properties | {name: schema for name, (_, schema) in self.fields(count).items()})
@@ -313,13 +305,7 @@ class RubricTask(Task):
             return self._items
         assert self._rubric.column is not None
         where = f"the rubric of the sample (column {self._rubric.column})"
-        value = column_of(sample, self._rubric.column)
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                raise InputError(f"{where} is a text that is no JSON") from None
-        value = value.tolist() if hasattr(value, "tolist") else value
+        value = json_column(sample, self._rubric.column, where)
         if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MOST_CRITERIA:
             raise InputError(f"{where} must be a list of 1 to {MOST_CRITERIA} criteria")
         items = [_item(number, row, where) for number, row in enumerate(value, 1)]

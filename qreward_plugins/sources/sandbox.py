@@ -2,9 +2,9 @@
 
 The form is that of SandboxFusion's `POST /run_code` (`sandbox/server/sandbox_api.py` of bytedance/SandboxFusion).
 
-An error of the program is an answer. An error of the sandbox is none, and is never taken for one of the program: a run
-that the sandbox could not make (`SandboxError`, or a command with the status `Error`), a missing field, and a status
-that contradicts the exit code are `TransientError`s, after which the scheduler asks again.
+A program that fails is an answer. A sandbox that fails is a `TransientError`, and never counts against the program: so
+are a run that the sandbox could not make (`SandboxError`, or a command with the status `Error`), a missing field, and a
+status that contradicts the exit code.
 """
 
 from __future__ import annotations

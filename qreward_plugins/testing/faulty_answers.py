@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from .faults import FaultKind
-from .judge_calls import Answer, Completion, JudgeCall, dump_verdict, error_body
+from .judge_calls import RATIONALE, Answer, Completion, JudgeCall, dump_verdict, error_body
 
 Verdict = Mapping[str, object]
 
@@ -22,7 +22,7 @@ PROSE = "The response is fine overall. I would give it a score of {}."
 def faulty_verdict(kind: FaultKind, call: JudgeCall, verdict: Verdict | str) -> Completion:
     """The faulty completion that replaces the scorer's verdict."""
     if isinstance(verdict, str):
-        verdict = {"id": call.nonce, "score": 1.0, "rationale": "scored by the judge server"}
+        verdict = {"id": call.nonce, "score": 1.0, "rationale": RATIONALE}
     if kind in _SCORE_IS:
         return Completion(dump_verdict({**verdict, "score": _SCORE_IS[kind](verdict.get("score", 1.0))}))
     made = _VERDICTS[kind](verdict)

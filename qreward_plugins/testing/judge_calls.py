@@ -24,7 +24,7 @@ Answer = float | Mapping[str, object] | str
 scoring request) as it is."""
 
 OTHER_MODEL = "somebody-else"
-_RATIONALE = "scored by the judge server"
+RATIONALE = "scored by the judge server"
 
 
 def count_tokens(text: str) -> int:
@@ -227,12 +227,12 @@ def listed(call: JudgeCall) -> Sequence[JudgeCall]:
     return found
 
 
-def together(answers: Sequence[Answer]) -> Answer:
+def list_answer(answers: Sequence[Answer]) -> Answer:
     """The answer about a list, from those about its responses. One that is no number is the answer about all."""
     for answer in answers:
         if not isinstance(answer, (int, float)):
             return answer
-    return {"scores": {str(number): answer for number, answer in enumerate(answers, 1)}, "rationale": _RATIONALE}
+    return {"scores": {str(number): answer for number, answer in enumerate(answers, 1)}, "rationale": RATIONALE}
 
 
 def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
@@ -254,14 +254,14 @@ def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
         return verdict | dict(answer)
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         components = {"components": dict.fromkeys(call.criteria, answer)} if call.criteria else {}
-        return verdict | _asked_for(call, answer) | {"rationale": _RATIONALE, **components}
+        return verdict | _asked_for(call, answer) | {"rationale": RATIONALE, **components}
     raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
 
 
 def _in_form(call: JudgeCall, form: re.Match[str], answer: Mapping[str, object] | float) -> str:
     fields = answer if isinstance(answer, Mapping) else _asked_for(call, float(answer))
     value = fields.get("label", fields.get("score"))
-    reason = "" if call.parameters.get("logprobs") else f"{fields.get('rationale', 'scored by the judge server')} "
+    reason = "" if call.parameters.get("logprobs") else f"{fields.get('rationale', RATIONALE)} "
     return f"{reason}{form['opens']}{value}{form['closes']}"
 
 

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
 from .faulty_replies import FaultInput, Written, play, sent_status
-from .judge_calls import Answer, Content, JudgeCall, Refused, duration, listed, together
+from .judge_calls import Answer, Content, JudgeCall, Refused, duration, list_answer, listed
 from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import RewardCall
@@ -264,7 +264,7 @@ class JudgeHandler:
             answers = []
             for item in items:
                 said = [await self._scored(each) for each in listed(item) or (item,)]
-                answers.append(together(said) if listed(item) else said[0])
+                answers.append(list_answer(said) if listed(item) else said[0])
             return route.content(call, answers, fault)
         except PlayFault:
             raise

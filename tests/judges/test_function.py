@@ -32,7 +32,7 @@ def read(judge: FunctionJudge, value: Any) -> Verdict:
 
 def test_it_is_a_judge_that_sends_the_sample_alone(function: Build, sample: Sample) -> None:
     judge: Judge = function(components=("acc",))
-    assert (judge.name, judge.sources, judge.invalid_retries) == ("rules", ("local",), 1)
+    assert (judge.name, judge.sources, judge.call(sample).invalid_retries) == ("rules", ("local",), 1)
     assert judge.component_names() == ("acc",)
     request = judge.request(sample, attempt=1)
     assert request.sample is sample

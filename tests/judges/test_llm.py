@@ -43,9 +43,9 @@ def blocks(judge: LLMJudge, sample: Sample) -> dict[str, str]:
     return dict(found)
 
 
-def test_it_is_a_judge(llm: Build) -> None:
+def test_it_is_a_judge(llm: Build, sample: Sample) -> None:
     judge: Leaf = llm(invalid_retries=3, criteria={"proof": "Is it proven?"})
-    assert (judge.name, judge.sources, judge.invalid_retries) == ("quality", ("fast", "slow"), 3)
+    assert (judge.name, judge.sources, judge.call(sample).invalid_retries) == ("quality", ("fast", "slow"), 3)
     assert judge.component_names() == ("proof",)
 
 

@@ -188,7 +188,7 @@ def test_the_rubric_of_a_data_set_is_fenced_before_the_response(llm: Build, samp
         ([{"points": 1}], "criterion 1: `text`"),
         ([{"text": "a"}, {"text": "b", "points": "3"}], "criterion 2: `points`"),
         ([{"text": "a", "points": 0}], "criterion 1: `points`"),
-        ([{"text": "a", "points": float("nan")}], "criterion 1: `points`"),
+        ([{"text": "a", "points": float("nan")}], "points: it is NaN"),
         ([{"text": "a", "points": -1}], "no criterion with positive points"),
     ],
 )

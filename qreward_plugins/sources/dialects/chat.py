@@ -235,7 +235,7 @@ class ReasoningCompletions(Completions):
     bound = (_REASONING_BOUND,)
     bound_holds_budget = True
     sends_temperature = False
-    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"logprobs": (), "top_logprobs": ()}
+    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"logprobs": ()}
 
     def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
         parameters.pop("temperature", None)

@@ -211,7 +211,7 @@ class Responses(Dialect):
         "thinking": "Write reasoning: {effort: ...}.",
     }
     sends_temperature = False
-    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"seed": (), "logprobs": (), "top_logprobs": ()}
+    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"seed": (), "logprobs": ()}
 
     def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
         parameters.pop("temperature", None)

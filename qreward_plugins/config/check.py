@@ -116,9 +116,13 @@ class _Checking:
                 problem = "must be a mapping with at least one entry" if room in self.tree else "the key is missing"
                 hint = "" if room == "sources" else " Only a file for clients, with `models`, needs none."
                 self._add((room,), problem, f"Add the {room}, by name.{hint}")
-        nodes = config.sources.values() if config is not None and config.engine.budget is not None else ()
-        if nodes and all(node.price.is_zero for node in nodes):
-            self._add(("engine", "budget"), "no source has a price to count by", "Set `sources.NAME.price`.")
+        if config is not None and (budget := config.engine.budget) is not None:
+            prices = [node.price for node in config.sources.values()]
+            if all(price.is_zero for price in prices):
+                self._add(("engine", "budget"), "no source has a price to count by", "Set `sources.NAME.price`.")
+            elif all(price.per_request > budget.usd for price in prices):
+                problem = "is below the price of one call, at every source"
+                self._add(("engine", "budget", "usd"), problem, "Raise it, or correct `price.per_request`.")
         for finding in names.findings([path for path, _ in self.findings]):
             self._add(*finding)
         return config

@@ -163,8 +163,9 @@ class Price(Node):
 
 class Budget(Node):
     """What may be spent, over all processes that share limits (`engine.shared`), by `price`. Before an attempt is sent,
-    the most that it can cost is set aside, and what it did cost replaces that; so no more than this is ever spent. An
-    attempt that was sent and never answered counts as that most."""
+    the most that it is estimated to cost is set aside, and what it did cost replaces that. So no more than this is
+    spent while the keeper lives and the estimates hold: a model that writes more than its longest completion overruns
+    the budget by what is in flight. An attempt that was sent and never answered counts as that most."""
 
     usd: PositiveFloat
     """US dollars."""
@@ -175,7 +176,8 @@ class Budget(Node):
 
     on_spent: Literal["stop", "raise"] = "stop"
     """What happens when it is spent. `stop` (default): nothing more is sent. Samples go to another source of their
-    judge, and fail (`infra/budget`) if it has none. `raise`: the engine raises `BudgetSpent`, which ends the run."""
+    judge, and fail (`infra/budget`) if it has none. `raise`: the engine raises `BudgetSpent`, which ends the run.
+    Clients of a reward server get failed samples (`infra/budget`)."""
 
 
 class Batch(Node):
@@ -294,8 +296,13 @@ class SourceConfig(Node):
     @field_validator("budget")
     @classmethod
     def _has_a_price(cls, value: Budget | None, info: ValidationInfo) -> Budget | None:
-        if value is not None and info.data.get("price", Price(per_request=1)).is_zero:
+        price = info.data.get("price")
+        if value is None or price is None:
+            return value
+        if price.is_zero:
             raise ValueError("the source has no price to count by; set `price`")
+        if value.usd < price.per_request:
+            raise ValueError(f"{value.usd:g} USD is below the price of one call, {price.per_request:g} USD")
         return value
 
 

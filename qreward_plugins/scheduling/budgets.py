@@ -2,7 +2,8 @@
 
 A budget is the quota of a token limit whose tokens are millionths of a dollar. So what holds for a limit holds for it:
 processes share it by their keeper, an attempt reserves the most that it can cost before it is sent, and settles what it
-did cost. No more than the budget is spent, however many attempts are in flight in however many processes.
+did cost. So no more than the budget is spent, however many attempts are in flight in however many processes; only a
+model that writes more than its longest completion costs more than was set aside.
 
 A call for which too much is spent does not wait: it goes to another source, or fails.
 """
@@ -45,8 +46,8 @@ class DollarBudget:
         self.quota = quota
         self.per = budget.per
         self.reason = SPENT if budget.on_spent == "stop" else ENDS_RUN
-        per = "an hour" if budget.per == "hour" else "a run"
-        self.problem = f"the budget of {whose} is spent ({budget.usd:g} USD {per})"
+        self._usd = budget.usd
+        self._whose, self._amount = whose, f"{budget.usd:g} USD {'an hour' if budget.per == 'hour' else 'a run'}"
         self.breaker, self.pauses, self.speed = Breaker(), pauses, Speed()
         self.live: dict[Any, None] = {}
 
@@ -59,6 +60,12 @@ class DollarBudget:
         """Whether too much is spent for `usd`, whatever the attempts in flight cost."""
         return usd * UNITS > self.quota.left(now) + _ROUNDING
 
+    def problem(self, usd: float) -> str:
+        """Say why `usd` may not be spent."""
+        if usd > self._usd:
+            return f"the budget of {self._whose} ({self._amount}) is below the price of one call (up to {usd:.2g} USD)"
+        return f"the budget of {self._whose} is spent ({self._amount})"
+
     def reserve(self, usd: float, now: float) -> Reservation:
         """Set `usd` aside, until what was spent in its place is known."""
         return self.quota.reserve(0.0, usd * UNITS, now, shares_request=True)
@@ -69,7 +76,11 @@ class DollarBudget:
         return max(0.0, left / UNITS) if left < math.inf else None
 
 
-def over_budget(job: Job, upstreams: Mapping[str, Upstream], now: float) -> dict[str, DollarBudget]:
-    """Return the sources of `job` that have spent too much for it, each with the budget."""
-    found = {name: upstreams[name].over_budget(job.request, now) for name in job.call.sources if name not in job.barred}
-    return {name: budget for name, budget in found.items() if budget is not None}
+def over_budget(job: Job, upstreams: Mapping[str, Upstream], now: float) -> dict[str, tuple[str, str]]:
+    """Return the sources of `job` that have spent too much for it, each with the reason and the problem."""
+    left = [upstreams[name] for name in job.call.sources if name not in job.barred]
+    found = [(upstream, budget) for upstream in left if (budget := upstream.over_budget(job.request, now)) is not None]
+    return {
+        upstream.name: (budget.reason, budget.problem(upstream.expected_cost(job.request)))
+        for upstream, budget in found
+    }

@@ -252,9 +252,9 @@ class Dispatcher:
         for name in job.call.sources:
             if self._upstreams[name].too_large(job.request):
                 job.barred |= {name}
-        for name, budget in over_budget(job, self._upstreams, now).items():
+        for name, (reason, problem) in over_budget(job, self._upstreams, now).items():
             job.barred |= {name}
-            job.refused_for, job.last_problem = budget.reason, budget.problem
+            job.refused_for, job.last_problem = reason, problem
         if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
             self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
             return

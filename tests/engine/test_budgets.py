@@ -1,4 +1,4 @@
-"""Budgets in dollars: no more than they say is spent, whatever fails, and what happens then."""
+"""Budgets in dollars: no more than they say is spent, whatever fails, and what happens when they are spent."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ def test_a_spent_budget_fails_the_rest_at_once_with_its_reason():
     assert (len(stage.sent), played.finished_s < 5.0) == (25, True)
     source = played.statistics.sources["a"]
     assert (source.cost_usd, source.budget_left_usd) == (pytest.approx(0.25), pytest.approx(0.0, abs=1e-9))
+
+
+def test_a_budget_below_the_price_of_one_call_is_said_to_be():
+    played = Stage(tree=budgeted({"usd": 0.3}, price=BY_TOKENS)).play(make_samples(1))
+    detail = "the budget of source a (0.3 USD a run) is below the price of one call (up to 0.51 USD)"
+    assert [(outcome.failure.label, outcome.failure.detail) for outcome in played.outcomes] == [
+        ("infra/budget", detail)
+    ]
 
 
 def test_the_most_that_an_attempt_can_cost_is_set_aside_and_what_it_did_cost_is_spent():
@@ -106,6 +114,7 @@ def unstated(request):
         # A server that states an error has not charged; one that falls silent may have.
         (lambda n, request, now: TransientError("busy", status=503), scored_text, PRICE, 11),
         (lambda n, request, now: TransientError("reset"), scored_text, PRICE, 10),
+        (lambda n, request, now: TransientError("cut off", status=200), scored_text, PRICE, 10),
         (hangs, scored_text, PRICE, 10),
         # Without a usage the most that it can be counts.
         (1.0, unstated, {"output_per_million": 100.0}, 1),
@@ -151,6 +160,11 @@ def test_raise_ends_a_run_with_a_journal(tmp_path):
         (
             budgeted(price={}, engine={"budget": {"usd": 5}}),
             r"engine\.budget: no source has a price to count by\. Set `sources\.NAME\.price`",
+        ),
+        (budgeted({"usd": 0.009}), r"sources\.a\.budget: 0\.009 USD is below the price of one call, 0\.01 USD"),
+        (
+            budgeted(engine={"budget": {"usd": 0.009}}),
+            r"engine\.budget\.usd: is below the price of one call, at every source",
         ),
         (budgeted({"usd": 0}), r"sources\.a\.budget\.usd: must be above 0"),
     ],

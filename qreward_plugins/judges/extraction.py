@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from ..config.nodes import Node, mapping_or_other, takes
 from .thinking import after_thoughts
@@ -28,7 +28,7 @@ _TAGS = re.compile(r"<(/?)answer>", re.IGNORECASE)
 class AnswerPattern(Node):
     """A regular expression that finds the answer."""
 
-    regex: str
+    regex: Annotated[str, Field(min_length=1)]
     """The answer is the first group of its last match, or the whole match if it has no group. It needs the package
     regex, which ends a pattern that takes longer than 0.05 s; the sample then fails."""
 

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..config.nodes import Node, no_bool
 from ..errors import InvalidReply
@@ -63,6 +63,13 @@ class Read(Node):
     """Least probability that the labels have together, for `logprobs`; with less, the reply is invalid. Default: 0.5.
     """
 
+    @model_validator(mode="after")
+    def _has_details_of_its_form(self) -> Read:
+        for form, key in (("tagged", "tag"), ("logprobs", "min_mass")):
+            if self.form != form and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"`{key}` is for `form: {form}`, not for `{self.form}`")
+        return self
+
 
 class AnswerForm(ABC):
     """How the judge is told to answer, what is asked of the server for it, and how the answer is read."""
@@ -73,6 +80,8 @@ class AnswerForm(ABC):
     """All that changes which numbers are read, besides the task."""
     max_tokens: int | None = None
     """Longest completion in tokens, if the form bounds it."""
+    least_tokens: int = 3
+    """Fewest tokens that an answer can take: something before its value, the value, and something behind it."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -208,6 +217,7 @@ class LogprobsForm(AnswerForm):
     """
 
     max_tokens = LABEL_TOKENS
+    least_tokens = 1
 
     def __init__(self, task: LabelTask, min_mass: float) -> None:
         super().__init__(task)

@@ -136,6 +136,9 @@ class LLMJudge(Leaf):
         self._vision = vision
         # Labels have rewards, and need no scale.
         self._scale = Scale(config.reward_range if config.labels else self._task.range, config.reward_range)
+        if config.max_tokens is not None and config.max_tokens < self._form.least_tokens:
+            problem = f"an answer in the form {config.read.form} takes {self._form.least_tokens} tokens at the least."
+            mistakes.append(Mistake(f"judges.{name}.max_tokens", problem, "Raise it."))
         most = config.max_tokens or self._form.max_tokens
         self._max_tokens = most or DEFAULT_TOKENS
         self._thinking_tokens = 0 if most else DEFAULT_THINKING_TOKENS - DEFAULT_TOKENS

@@ -102,6 +102,13 @@ SOLUTION = "class Solution:\n    def f(self, x: List[int]) -> int:\n        prin
         (SOLUTION, {"fn_name": "f", "inputs": ["[1, 2]", "[]"], "outputs": ["3", "1"]}, [True, False]),
         ("from __future__ import annotations\n" + SUM, ["assert f(1) == 1", "assert f(1) == 2"], [True, False]),
         ("def f(): return {1}", {"fn_name": "f", "inputs": [[]], "outputs": [[1]]}, [False]),
+        ("def f(): return [True]", {"fn_name": "f", "inputs": [[]], "outputs": [[[1]]]}, [False]),
+        (
+            "def f(): return {'a': 1}",
+            {"fn_name": "f", "inputs": [[], []], "outputs": [{"a": True}, {"a": 1}]},
+            [False, True],
+        ),
+        ("def f(): return 1.0", {"fn_name": "f", "inputs": [[]], "outputs": [1]}, [True]),
         ("def g(): return 1", {"fn_name": "f", "inputs": [[]], "outputs": [1]}, [False]),
         ("def f(): return (1, 2)", {"fn_name": "f", "inputs": [[]], "outputs": [[1, 2]]}, [True]),
         # To end early, to print, or to be right once is not to return.

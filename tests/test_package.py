@@ -51,8 +51,9 @@ CODE_LINES = {
     "scheduling": 4_420,
     "simulation": 3_720,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
-    # references and `show`, with the extraction of answers, which the checks have given away.
-    "judges": 4_090,
+    # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
+    # cannot work are refused.
+    "judges": 4_120,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`.
     "cli": 3_800,
     # Where the samples of a group meet.

@@ -82,7 +82,7 @@ def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | Non
     `trainer`: None if its process has no hooks.
     """
     policy = settings.on_failure
-    screens = [name for name, judge in settings.judges.items() if judge_kind_of(judge).masks(judge)]
+    screens = [name for name, judge in settings.judges.items() if judge_kind_of(judge).takes_out(judge)]
     if policy not in KEEPS_OUT and not screens:
         return
     if trainer is None:

@@ -103,7 +103,7 @@ class Judge(ABC):
         return ""
 
     @classmethod
-    def masks(cls, config: Any) -> bool:
+    def takes_out(cls, config: Any) -> bool:
         """Whether it takes samples out of the training although nothing failed (`policy/screened`). Default: false."""
         return False
 
@@ -153,6 +153,11 @@ class Judge(ABC):
     def compares(self) -> bool:
         """Whether it, or a judge that it awaits, compares the samples of a group."""
         return any(part.compares for part in self.parts)
+
+    @property
+    def masks(self) -> bool:
+        """Whether it, or a judge that it awaits, takes samples out of the training although nothing failed."""
+        return any(part.masks for part in self.parts)
 
     def component_names(self) -> tuple[str, ...]:
         """Names of the components that every verdict of this judge has, as far as they are known in advance."""

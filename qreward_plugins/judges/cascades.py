@@ -10,10 +10,21 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
 from ..config.nodes import JudgeName, Node, Number, PositiveFloat, mapping_or_other, refuse_repeated, takes
-from ..errors import ConfigurationError, Mistake
+from ..errors import Mistake
 from ..samples import Sample, Verdict
 from .base import Ask, Judge, JudgeFailed, Opening
-from .parts import asked, check_names, check_own_names, combined, component_names, in_time, range_of
+from .parts import (
+    asked,
+    bar_mistakes,
+    check_names,
+    check_own_names,
+    combined,
+    component_names,
+    in_time,
+    mask_mistakes,
+    range_of,
+    refuse,
+)
 
 STAGE = "stage"
 """The component with the number of the stage that decided, from 1."""
@@ -87,6 +98,8 @@ class CascadeJudge(Judge):
             names = [stage.judge for stage in stages]
             refuse_repeated(names, "the judge {} is a stage twice; it would give the same answer")
             check_names(names, "cascade")
+            if stages[-1].within_s is not None:
+                raise ValueError("within_s is for an earlier stage; after the last one nobody is asked")
             return stages
 
     @classmethod
@@ -102,17 +115,18 @@ class CascadeJudge(Judge):
         self._stages = [(judge, stage.decides) for judge, stage in zip(judges, config.stages, strict=True)]
         self._within_s = [stage.within_s for stage in config.stages]
         check_own_names(name, [judge.name for judge in judges], (STAGE,))
-        mistakes = [
-            Mistake(
-                f"judges.{name}.stages[{number}].decides",
-                f"judge {judge.name} defines no correctness, so it cannot decide by it.",
-                "Set its `correct_at`, or write {above: ..., below: ...}.",
-            )
-            for number, (judge, decides) in enumerate(self._stages[:-1])
-            if isinstance(decides, str) and not judge.defines_correct
-        ]
-        if mistakes:
-            raise ConfigurationError(mistakes)
+        mistakes: list[Mistake] = []
+        for number, (judge, decides) in enumerate(self._stages[:-1]):
+            place = f"judges.{name}.stages[{number}]"
+            mistakes += mask_mistakes(place, name, judge)
+            if isinstance(decides, Sure):
+                mistakes += bar_mistakes(f"{place}.decides.above", judge, decides.above, "decides")
+                mistakes += bar_mistakes(f"{place}.decides.below", judge, decides.below, "decides", below=True)
+            elif not judge.defines_correct:
+                problem = f"judge {judge.name} defines no correctness, so it cannot decide by it."
+                remedy = "Set its `correct_at`, or write {above: ..., below: ...}."
+                mistakes.append(Mistake(f"{place}.decides", problem, remedy))
+        refuse(mistakes)
 
     @property
     def parts(self) -> tuple[Judge, ...]:

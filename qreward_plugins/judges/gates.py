@@ -8,10 +8,9 @@ from pydantic import model_validator
 
 from ..config.judge_models import JudgeConfig
 from ..config.nodes import JudgeName, Number, takes
-from ..errors import ConfigurationError, Mistake
 from ..samples import Sample, Verdict
 from .base import Ask, Judge, Opening
-from .parts import asked, check_names, check_own_names, combined, component_names, range_of
+from .parts import asked, bar_mistakes, check_names, check_own_names, combined, component_names, range_of, refuse
 
 PASSED = "passed"
 """The component that is 1 for a sample that passed the gate, and 0 for another one."""
@@ -61,11 +60,7 @@ class GateJudge(Judge):
         self._then = then
         self._otherwise = otherwise
         check_own_names(name, [part.name for part in self.parts], (PASSED,))
-        known = when.reward_range
-        if known is not None and not known[0] < config.at_least <= known[1]:
-            often = "never" if config.at_least > known[1] else "always"
-            problem = f"it {often} passes: the rewards of {when.name} are from {known[0]:g} to {known[1]:g}."
-            raise ConfigurationError([Mistake(f"judges.{name}.at_least", problem, "Set a number in between.")])
+        refuse(bar_mistakes(f"judges.{name}.at_least", when, config.at_least, "passes"))
 
     @property
     def parts(self) -> tuple[Judge, ...]:

@@ -17,7 +17,18 @@ from ..config.nodes import JudgeName, Number, PositiveFloat, no_bool, refuse_rep
 from ..errors import ConfigurationError, Mistake
 from ..samples import Failed, Sample, Verdict
 from .base import Ask, Judge, Opening, together
-from .parts import check_names, check_own_names, combined, component_names, in_time, part_failed, range_of
+from .parts import (
+    check_names,
+    check_own_names,
+    combined,
+    component_names,
+    correct_at_mistakes,
+    in_time,
+    mask_mistakes,
+    part_failed,
+    range_of,
+    refuse,
+)
 
 DISAGREEMENT = "disagreement"
 """The component with the difference of the highest and the lowest reward of the members."""
@@ -60,6 +71,8 @@ class PanelJudge(Judge):
         def _can_be_met(self) -> PanelJudge.Config:
             if self.quorum is not None and self.quorum > len(self.judges):
                 raise ValueError(f"the quorum, {self.quorum}, is above the number of members, {len(self.judges)}")
+            if self.within_s is not None and self.quorum in (None, len(self.judges)):
+                raise ValueError("within_s is for members that a quorum can do without, and this panel needs all")
             return self
 
     @classmethod
@@ -84,6 +97,9 @@ class PanelJudge(Judge):
         if config.reduce == "majority" and silent is not None:
             problem = f"judge {silent} defines no correctness, so it has no vote."
             raise ConfigurationError([Mistake(f"judges.{name}.reduce", problem, "Set its `correct_at`.")])
+        forgiven = members if self._quorum < len(self._members) else ()
+        masking = [mistake for member in forgiven for mistake in mask_mistakes(f"judges.{name}.judges", name, member)]
+        refuse(masking, correct_at_mistakes(self, config.correct_at))
 
     @property
     def parts(self) -> tuple[Judge, ...]:

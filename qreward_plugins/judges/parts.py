@@ -68,6 +68,41 @@ def range_of(ranges: Iterable[tuple[float, float] | None]) -> tuple[float, float
     return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(every) else None
 
 
+def bar_mistakes(place: str, part: Judge, bar: float | None, does: str, *, below: bool = False) -> list[Mistake]:
+    """Find a bar that the rewards of a part always or never reach. `place` is its key, and `does` what the part does
+    with rewards from the bar on, or with those up to it (`below`).
+    """
+    if bar is None or part.reward_range is None:
+        return []
+    low, high = part.reward_range
+    never, always = (bar < low, bar >= high) if below else (bar > high, bar <= low)
+    problem = f"it {'never' if never else 'always'} {does}: the rewards of {part.name} are from {low:g} to {high:g}."
+    return [Mistake(place, problem, "Set a number in between.")] if never or always else []
+
+
+def correct_at_mistakes(whole: Judge, *bars: float | None) -> list[Mistake]:
+    """Find a `correct_at` outside of the range of a judge's rewards, if that is known."""
+    low, high = whole.reward_range or (-math.inf, math.inf)
+    # The ends of a sum are rounded.
+    slack = 1e-9 * max(abs(low), abs(high)) if whole.reward_range is not None else 0.0
+    outside = [bar for bar in bars if bar is not None and not low - slack <= bar <= high + slack]
+    problem = "{:g} is outside of the range of its rewards, {:g} to {:g}."
+    remedy = "It is compared with the reward of this judge."
+    return [Mistake(f"judges.{whole.name}.correct_at", problem.format(bar, low, high), remedy) for bar in outside]
+
+
+def mask_mistakes(place: str, whole: str, part: Judge) -> list[Mistake]:
+    """Find a part that takes samples out of the training, where the whole goes on without a part that fails."""
+    problem = f"judge {part.name} takes samples out, but {whole} goes on without it, so they would be trained."
+    return [Mistake(place, problem, f"Put the screen around {whole}.")] if part.masks else []
+
+
+def refuse(*found: Iterable[Mistake]) -> None:
+    """Raise `ConfigurationError` with all mistakes, if there are any."""
+    if mistakes := [mistake for each in found for mistake in each]:
+        raise ConfigurationError(mistakes)
+
+
 async def asked(whole: str, part: Judge, sample: Sample, ask: Ask) -> Verdict:
     """Return the verdict of a part. Raises `JudgeFailed` in the name of the whole."""
     try:

@@ -17,7 +17,16 @@ from ..config.nodes import Flag, JudgeName, Number
 from ..errors import ConfigurationError, Mistake
 from ..samples import SCREENED, Cause, Failed, Sample, Verdict
 from .base import Ask, Judge, JudgeFailed, Opening, together
-from .parts import check_names, check_own_names, combined, component_names, part_failed
+from .parts import (
+    bar_mistakes,
+    check_names,
+    check_own_names,
+    combined,
+    component_names,
+    mask_mistakes,
+    part_failed,
+    refuse,
+)
 
 _REASON = SCREENED.rpartition("/")[2]
 """The `Failed.reason` of a flagged sample, and the component that is 1 for one that got the floor."""
@@ -66,7 +75,7 @@ class ScreenJudge(Judge):
         return f"{config.judge}, unless {config.monitor} is {config.at:g} or {than}"
 
     @classmethod
-    def masks(cls, config: Any) -> bool:
+    def takes_out(cls, config: Any) -> bool:
         return bool(config.on == "mask")
 
     def __init__(self, name: str, config: Config, judge: Judge, monitor: Judge) -> None:
@@ -78,10 +87,18 @@ class ScreenJudge(Judge):
         if config.on == "floor" and judge.reward_range is None:
             problem = f"judge {judge.name} has no reward range, so there is no floor."
             raise ConfigurationError([Mistake(f"judges.{name}.on", problem, "Set its `reward_range`, or `on: mask`.")])
+        refuse(
+            bar_mistakes(f"judges.{name}.at", monitor, config.at, "flags", below=config.flags == "below"),
+            () if config.closed else mask_mistakes(f"judges.{name}.monitor", name, monitor),
+        )
 
     @property
     def parts(self) -> tuple[Judge, ...]:
         return self._judge, self._monitor
+
+    @property
+    def masks(self) -> bool:
+        return self.takes_out(self._config) or super().masks
 
     @property
     def reward_range(self) -> tuple[float, float] | None:

@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
 from ..config.nodes import Flag, JudgeName, Node, Number, PositiveFloat, mapping_or_other, takes
-from ..errors import ConfigurationError, Mistake
+from ..errors import Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32
 from .base import Ask, Judge, JudgeFailed, Opening, together
-from .parts import check_names, combined, component_names, in_time, part_failed
+from .leaf import Leaf
+from .parts import (
+    check_names,
+    combined,
+    component_names,
+    correct_at_mistakes,
+    in_time,
+    mask_mistakes,
+    part_failed,
+    refuse,
+)
 
 
 def _ascending(schedule: dict[int, float]) -> dict[int, float]:
@@ -149,7 +159,8 @@ class SumJudge(Judge):
         self._weights: Mapping[str, Part] = {f"{name}": _part(given) for name, given in config.weights.items()}
         self._optional = frozenset(name for name, part in self._weights.items() if part.optional)
         self._correct_at = config.correct_at
-        self._check_correct_at()
+        bars = () if config.correct_at is None else _values(config.correct_at)
+        refuse(self._part_mistakes(), correct_at_mistakes(self, *bars))
 
     @property
     def parts(self) -> Sequence[Judge]:
@@ -200,18 +211,30 @@ class SumJudge(Judge):
         correct = None if self._correct_at is None else reward >= at_step(self._correct_at, step)
         return combined(self.name, ordered, reward, correct=correct)
 
-    def _check_correct_at(self) -> None:
-        """Check `correct_at` as `number_mistakes` does for a leaf, if the range of every part is known."""
-        if self.reward_range is None or self._correct_at is None:
-            return
-        low, high = self.reward_range
-        slack = 1e-9 * max(abs(low), abs(high))
-        for bar in _values(self._correct_at):
-            if not low - slack <= bar <= high + slack:
-                problem = f"{bar:g} is outside the range of the sum, {low:g} to {high:g}."
-                raise ConfigurationError(
-                    [Mistake(f"judges.{self.name}.correct_at", problem, "It is compared with the weighted sum.")]
-                )
+    def _part_mistakes(self) -> Iterator[Mistake]:
+        """Find parts that may be missing and must not, and penalties whose floor is a reward."""
+        known = [part.reward_range for part in self._parts if part.reward_range is not None]
+        scales = {(round(low, 9), round(high, 9)) for low, high in known}
+        for part in self._parts:
+            place, given = f"judges.{self.name}.weights.{part.name}", self._weights[part.name]
+            if given.optional:
+                yield from mask_mistakes(place, self.name, part)
+            if given.optional and len(scales) > 1:
+                problem = "the reward ranges of the parts differ, so the weight of one cannot be shared out."
+                yield Mistake(f"{place}.optional", problem, "Give all parts the same `reward_range`, or leave it out.")
+            if min(_values(given.weight)) < 0:
+                yield from _rewarded_floors(self.name, part)
+
+
+def _rewarded_floors(whole: str, part: Judge) -> Iterator[Mistake]:
+    """Find leaves of a penalty whose floor for invalid replies is not its full penalty."""
+    for below in part.parts:
+        yield from _rewarded_floors(whole, below)
+    floor = part.floor(Cause.VERDICT) if isinstance(part, Leaf) else None
+    if floor is not None and part.reward_range is not None and floor < part.reward_range[1]:
+        problem = f"{whole} subtracts it, so a response that makes its reply invalid is better off with the floor."
+        remedy = f"Set `floor: {part.reward_range[1]:g}`, or leave it out."
+        yield Mistake(f"judges.{part.name}.on_invalid", problem, remedy)
 
 
 def _added(weights: Mapping[str, float], rewards: Mapping[str, float]) -> float | None:

@@ -180,6 +180,9 @@ def test_a_panel_without_spare_members_ends_with_the_first_failure() -> None:
     assert asked(opened(whole={**panel, "quorum": 1}), a=(2.0, DOWN), b=(60.0, 1.0))[2] == 60.0
 
 
+SCREEN = {"kind": "screen", "judge": "a", "monitor": "b", "at": 0.7}
+
+
 @each_of(
     ("keys", "says", "result"),
     [
@@ -195,7 +198,7 @@ def test_a_panel_without_spare_members_ends_with_the_first_failure() -> None:
     ],
 )
 def test_a_screen_takes_out_what_its_monitor_flags(keys: Any, says: Any, result: Any) -> None:
-    said, order, _ = asked(opened(whole={"kind": "screen", "judge": "a", "monitor": "b", "at": 0.7, **keys}), **says)
+    said, order, _ = asked(opened(whole={**SCREEN, **keys}), **says)
     assert sorted(order) == ["a", "b"]
     if isinstance(said, Failed):
         assert said.label == result
@@ -265,6 +268,27 @@ def test_a_bar_follows_the_training_step() -> None:
     assert [asked(judge, step, a=0.5)[0].correct for step in (0, 240, 260, 900)] == [True, True, False, False]
 
 
+OTHERS = {
+    "wide": {"kind": "function", "reward_range": [-5, 0]},
+    "floored": {"kind": "function", "reward_range": [0, 1], "on_invalid": "floor"},
+    "deep": {"kind": "gate", "when": "a", "at_least": 0.5, "then": "floored"},
+    "masks": SCREEN,
+    "deep_masks": {"kind": "gate", "when": "a", "at_least": 0.5, "then": "masks"},
+}
+
+
+def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward() -> None:
+    for whole in (
+        weighted(a=1, masks=1),
+        {"kind": "panel", "judges": ["a", "masks"]},
+        stages("negative", last="masks"),
+        {**SCREEN, "monitor": "masks", "closed": True},
+        {**GATE, "when": "masks"},
+    ):
+        said, _, _ = asked(opened(whole=whole, **OTHERS), a=0.6, b=1.0)
+        assert said.label == "policy/screened"
+
+
 @each_of(
     ("whole", "place", "said"),
     [
@@ -280,17 +304,41 @@ def test_a_bar_follows_the_training_step() -> None:
         ({"kind": "screen", "judge": "a", "monitor": "a", "at": 1}, "whole", "its own monitor"),
         ({**GATE, "at_least": 5}, "whole.at_least", "it never passes: the rewards of a are from 0 to 1"),
         ({**GATE, "at_least": 0}, "whole.at_least", "it always passes"),
+        ({**SCREEN, "at": 1.5}, "whole.at", "it never flags: the rewards of b are from 0 to 1"),
+        ({**SCREEN, "at": 0}, "whole.at", "it always flags"),
+        ({**SCREEN, "at": -1, "flags": "below"}, "whole.at", "it never flags"),
+        ({**SCREEN, "at": 1, "flags": "below"}, "whole.at", "it always flags"),
+        (stages({"above": 9, "below": 0}), "whole.stages[0].decides.above", "it never decides"),
+        (stages({"below": -0.1}), "whole.stages[0].decides.below", "it never decides"),
+        (stages({"above": 0}), "whole.stages[0].decides.above", "it always decides"),
+        ({"kind": "cascade", "stages": ["a", {"judge": "b", "within_s": 3}]}, "whole.stages", "for an earlier stage"),
+        ({"kind": "panel", "judges": ["a", "b"], "correct_at": 1.5}, "whole.correct_at", "outside of the range"),
+        ({"kind": "panel", "judges": ["a", "b"], "within_s": 2}, "whole", "this panel needs all"),
+        ({"kind": "panel", "judges": ["a", "b"], "quorum": 2, "within_s": 2}, "whole", "this panel needs all"),
         (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
         (weighted(a={"weight": {0: 0.0, 9: 0.0}}, b=1), "whole.weights.a", "adds nothing"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
         (weighted(a={"optional": True}), "whole", "must not be optional"),
         (weighted(a={"within_s": 3}, b=1), "whole", "is for an optional part"),
+        (weighted(a=1, wide={"optional": True}), "whole.weights.wide.optional", "ranges of the parts differ"),
+        (weighted(a=1, floored=-1), "judges.floored.on_invalid", "Set `floor: 1`, or leave it out"),
+        (weighted(a=1, deep={"weight": {0: 0, 9: -1}}), "judges.floored.on_invalid", "whole subtracts it"),
+        # What goes on without a part must not have one that takes samples out.
+        (weighted(a=1, masks={"optional": True}), "whole.weights.masks", "Put the screen around whole"),
+        (stages("both") | {"stages": ["deep_masks", "a"]}, "whole.stages[0]", "Put the screen around whole"),
+        ({"kind": "panel", "judges": ["a", "masks"], "quorum": 1}, "whole.judges", "takes samples out"),
+        ({**SCREEN, "monitor": "masks"}, "whole.monitor", "takes samples out"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_place(whole: Any, place: str, said: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        opened(whole=whole)
+        opened(whole=whole, **OTHERS)
     assert any(place in mistake.path and said in str(mistake) for mistake in caught.value.mistakes), caught.value
+
+
+def test_a_penalty_may_have_a_floor_that_is_the_full_penalty() -> None:
+    floored = OTHERS["floored"] | {"floor": 1}
+    assert opened(whole=weighted(a=1, floored=-1), floored=floored).reward_range == (-1.0, 1.0)
 
 
 def test_who_has_no_vote_or_cannot_decide_is_refused() -> None:
@@ -310,7 +358,7 @@ def test_who_has_no_vote_or_cannot_decide_is_refused() -> None:
 def test_a_time_limit_ends_a_part_that_has_parts() -> None:
     """A time limit of anyio is delivered in each step of the event loop, in which a sum waits for its parts to end."""
     whole = {"kind": "sum", "weights": {"a": 1.0, "inner": {"weight": 1.0, "optional": True, "within_s": 2}}}
-    inner = {"kind": "sum", "weights": {"b": 1.0, "c": 1.0}}
+    inner = {"kind": "sum", "weights": {"b": 0.5, "c": 0.5}}
     verdict, _, at = asked(opened(whole=whole, inner=inner), a=0.5, b=(100.0, 1.0), c=(100.0, 1.0))
     assert (verdict.components["a"], at) == (0.5, 2.0)
 

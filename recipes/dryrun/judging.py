@@ -17,7 +17,7 @@ from dataset.formats import Task
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.config import Config, sources_of
 from qreward_plugins.config.framework import colocated_sources, with_framework
-from qreward_plugins.errors import QRewardError
+from qreward_plugins.errors import InputError, QRewardError
 from qreward_plugins.planning import Assumptions, Lengths, plan
 
 from .lines import Line, check
@@ -294,18 +294,17 @@ def _plan(config: Config, step: Step, times: Times) -> Line:
         known = with_framework(config, dict.fromkeys(names, "http://127.0.0.1:9"), framework="the training")
         samples = min(step.samples, _PLANNED_MOST)
         mean = max(1, step.most_response_tokens // 2)
-        found = plan(
-            known,
-            samples=samples,
-            lengths=Lengths(mean, 0.6),
-            assumptions=Assumptions(
-                latency_s=dict(times.latency_s),
-                verdict_tokens=times.verdict_tokens,
-                prompt_tokens=step.prompt_tokens or Assumptions.prompt_tokens,
-            ),
-            seeds=1,
-            advise=False,
+        assumptions = Assumptions(
+            latency_s=dict(times.latency_s),
+            verdict_tokens=times.verdict_tokens,
+            prompt_tokens=step.prompt_tokens or Assumptions.prompt_tokens,
         )
+        lengths = Lengths(mean, 0.6)
+        try:
+            found = plan(known, samples=samples, lengths=lengths, assumptions=assumptions, seeds=1, advise=False)
+        except InputError as error:
+            # A judge may need more of a row than a length, which is no fault of the training.
+            return Line("plan", "skipped", f"{error}", "qreward plan FILE --samples N --tokens file:ROLLOUTS.jsonl")
         scale = step.samples / samples
         parts = [f"{step.samples:,} samples of a step need about {found.step_s.p50 * scale:.0f} s of judging"]
         parts.append(f"waits for {found.bottleneck.describes}")

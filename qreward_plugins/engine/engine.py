@@ -237,8 +237,7 @@ class RewardEngine:
 
     def compares(self, sample: Sample) -> bool:
         """Whether a sample goes to a judge that compares it with its siblings, so that these should be in its batch."""
-        judge = None if sample.split == "val" else self._lifetime.router.judge_of(sample)
-        return judge is not None and judge.compares
+        return self._lifetime.router.compares(sample)
 
     @property
     def upstreams(self) -> Mapping[str, Upstream]:

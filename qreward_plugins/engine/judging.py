@@ -178,7 +178,11 @@ class Judging(Pending):
 
     async def with_siblings(self, judge: GroupJudge) -> Verdict:
         """Be compared with the siblings; see `judges.base.Ask`."""
-        return await self._siblings.meet(self, judge, self._due_at)
+        now, batch = self._scoring.now(), self.member.batch
+        begin_at = (now + self._due_at) / 2
+        if batch.cutoff is not None:
+            begin_at = min(begin_at, max(now, batch.started_at + batch.cutoff.after_s))
+        return await self._siblings.compare(self, judge, begin_at)
 
     def skip(self, judge: Judge) -> None:
         """See `judges.base.Ask`."""

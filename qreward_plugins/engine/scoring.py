@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -114,9 +115,11 @@ class Scoring:
             Calling(self, sample, member, future, judge).start(due_at)
         else:
             siblings = None
-            # The rewards of validations are compared with each other, so they must not depend on siblings.
-            if groups is not None and sample.group_id is not None and sample.split != "val" and judge.compares:
-                siblings = groups.setdefault(sample.group_id, Siblings())
+            if sample.group_id is not None and self._router.compares(sample):
+                if groups is not None:
+                    siblings = groups.setdefault(sample.group_id, Siblings())
+                else:
+                    _warn_of_singles(judge.name)
             judging = Judging(self, sample, member, future, judge, due_at, siblings)
             self._judging[judging] = None
             judging.task.add_done_callback(lambda _: self._judging.pop(judging, None))
@@ -292,6 +295,16 @@ class _FirstOnce:
         if not self._made:
             self._made, self._first = True, request
         return request
+
+
+@functools.lru_cache(maxsize=32)
+def _warn_of_singles(judge: str) -> None:
+    """Warn, once for each judge."""
+    _log.warning(
+        "judge %s compares the samples of a group, but a sample came alone, so it is scored by itself; hand in groups "
+        "by `score_all`",
+        judge,
+    )
 
 
 class _AsOf:

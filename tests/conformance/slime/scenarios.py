@@ -315,11 +315,11 @@ EVALUATED = (
 )
 
 RANKED = (
-    *(Scenario(f"ranked-{mode}", Judge(), "all", mode, judged_by="ranked", steps=2) for mode in ("single", "group")),
-    Scenario("ranked-refused", Judge(listens=False), "none", engine=_QUICK, judged_by="ranked"),
-    Scenario("ranked-eval", Judge(), "all", judged_by="ranked", evaluate=True),
+    Scenario("ranked", Judge(), "all", "group", judged_by="ranked", steps=2),
+    Scenario("ranked-refused", Judge(listens=False), "none", "group", engine=_QUICK, judged_by="ranked"),
+    Scenario("ranked-eval", Judge(), "all", "group", judged_by="ranked", evaluate=True),
 )
-"""A judge that sees the samples of a group at once, however slime asks for them."""
+"""A judge that sees the samples of a group at once."""
 
 BAD_MINUTES = tuple(Scenario(name, **plan) for name, plan in bad_minutes.BAD_MINUTES.items())
 

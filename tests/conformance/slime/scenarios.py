@@ -317,7 +317,6 @@ EVALUATED = (
 RANKED = (
     Scenario("ranked", Judge(), "all", "group", judged_by="ranked", steps=2),
     Scenario("ranked-refused", Judge(listens=False), "none", "group", engine=_QUICK, judged_by="ranked"),
-    Scenario("ranked-eval", Judge(), "all", "group", judged_by="ranked", evaluate=True),
 )
 """A judge that sees the samples of a group at once."""
 

@@ -237,7 +237,7 @@ class RewardEngine:
 
     def compares(self, sample: Sample) -> bool:
         """Whether a sample goes to a judge that compares it with its siblings, so that these should be in its batch."""
-        return self._lifetime.router.compares(sample)
+        return self._lifetime.compares(sample)
 
     @property
     def upstreams(self) -> Mapping[str, Upstream]:

@@ -45,7 +45,7 @@ NO_MANAGER = Scenario(
 RANKED_V1 = Scenario("ranked-v1", (), configuration=RANKED)
 RANKED_LEGACY = Scenario("ranked-legacy", (LEGACY,), configuration=RANKED)
 
-COMPARED = [FUNCTION_V1, FUNCTION_LEGACY, NAIVE_V1, ONE_STEP_OFF, RANKED_V1, RANKED_LEGACY]
+COMPARED = [FUNCTION_V1, FUNCTION_LEGACY, NAIVE_V1, ONE_STEP_OFF]
 
 MEASURED = ("qreward/latency_s", "qreward/blame_s", "qreward/waited", "qreward/val/latency_s")
 """Extra info and metrics that are times."""

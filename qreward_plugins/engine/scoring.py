@@ -18,8 +18,8 @@ from ..observers import Observers, events
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.check import Rejected, named
 from ..scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
-from ..scheduling.attempts import PastAttempt
 from ..scheduling.calls import T
+from ..scheduling.history import PastAttempt
 from ..secrets import one_line
 from ..sources import Source
 from ..sources.base import Request, ServedWeights

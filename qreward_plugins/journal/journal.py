@@ -26,7 +26,7 @@ from typing import Final
 
 from ..errors import JournalError
 from ..samples import Outcome, Sample, Scored, Verdict
-from ..scheduling.attempts import PastAttempt
+from ..scheduling.history import PastAttempt
 from ..system.ray_actors import job_name
 from . import entries
 from .database import explained, open_database

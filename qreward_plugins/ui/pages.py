@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding, audit
-from ..journal.stories import Stories, deciding, last_sent, turns_of
+from ..journal.stories import Stories, deciding, last_sent, lines_of, turns_of
 from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
@@ -73,7 +73,12 @@ class RunPage:
         self._is_busy = False
         self._access = Access(None, "127.0.0.1")
         templates = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
-        templates.filters |= {"text": _text, "number": charts.shown, "seconds": "{:.2f} s".format}
+        templates.filters |= {
+            "text": _text,
+            "told": lambda body: "\n".join(lines_of(body)),
+            "number": charts.shown,
+            "seconds": "{:.2f} s".format,
+        }
         templates.globals |= {"with_": _with, "files": self._paths, "figures": _FIGURES}
         self._templates = templates
 

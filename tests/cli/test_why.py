@@ -92,7 +92,7 @@ def test_texts_that_are_not_there_any_more(run_cli, journal):
     with closing(sqlite3.connect(journal)) as connection, connection:
         connection.execute("DELETE FROM texts")
     told = "\n".join(lines(run_cli("why", journal, "--sample", "s1")))
-    assert told.count("(this text is not kept any more)") == 5, "prompt, response, ground truth, sent, replied"
+    assert told.count("(this text is not kept any more)") == 6, "prompt, response, ground truth, sent, said, replied"
     assert "quality: reward 0.25" in told
 
 

@@ -131,7 +131,9 @@ def test_of_200_samples_over_all_dialects_batches_and_sums(tmp_path, log):
     untold = [body for body in said if body not in told and not any(text in body for text in probes)]
     assert untold == [], "nothing that the server got is left out but the start probe of the reward model"
     assert max(told.values()) > 2, "some requests carried several calls"
-    assert {name for name, result in results if result == "valid" and results[name, result] > 5} == set(sources), results
+    assert {name for name, result in results if result == "valid" and results[name, result] > 5} == set(sources), (
+        results
+    )
     assert sum(count for (_, result), count in results.items() if result != "valid") > 20
 
 

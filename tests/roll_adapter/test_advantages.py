@@ -31,7 +31,10 @@ def compute(monkeypatch):
         record_advantages(lambda config: config.worker_cls == "ours")
 
     def computed(path, **columns):
-        tree = {"sources": {"a": {"kind": "function", "function": "math:fsum"}}, "engine": {"journal": {"path": str(path)}}}
+        tree = {
+            "sources": {"a": {"kind": "function", "function": "math:fsum"}},
+            "engine": {"journal": {"path": str(path)}},
+        }
         tree["judges"] = {"j": {"kind": "function", "sources": ["a"]}}
         domain = {"worker_cls": "ours", "reward_manager_config": [tree]}
         rewards = {"ours": SimpleNamespace(**domain), "theirs": SimpleNamespace(worker_cls="theirs")}

@@ -18,7 +18,9 @@ from aiohttp import web
 
 from qreward_plugins.journal import Journal, Trained, TrainingLog
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
-from qreward_plugins.samples.spent import Spent, Usage
+from qreward_plugins.samples.spent import NO_USAGE, Spent, Usage
+from qreward_plugins.scheduling.history import PastAttempt
+from qreward_plugins.sources.base import Request
 from qreward_plugins.ui import pages, samples
 from qreward_plugins.ui.pages import RunPage
 
@@ -461,3 +463,23 @@ def test_alarms_of_the_audit_are_on_the_trend_at_their_step(tmp_path):
     slots = re.findall(r'<title>step (\d+): [^<]*</title><rect class="slot" x="([\d.]+)"', text)
     assert set(lines) == {dict(slots)["4"]}
     assert f"Run run is in {path}." in text
+
+
+def test_what_was_sent_and_an_error_are_shown_line_by_line_and_byte_for_byte(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    body = '{"model":"m","messages":[{"role":"user","content":"one\\ntwo <b>"}],"max_tokens":5}'
+    said = '{"error": "<i>overloaded</i>"}'
+    sample = Sample([{"role": "user", "content": "?"}], "r", step=1, split="train", id="s")
+    attempt = PastAttempt("a", 0.0, 0.1, 1.0, "failed", False, "503", NO_USAGE, 0.0, Request(sample), None, said)
+    attempt.written = lambda: body
+
+    async def main():
+        book = Journal(path, keep="all")
+        await book.put(None, sample, scored(0.5), [attempt])
+        await book.aclose()
+
+    asyncio.run(main())
+    ((status, text),) = read(path, urls=["/sample/0/1"])
+    quoted = [html.unescape(each) for each in re.findall(r"<pre[^>]*>(.*?)</pre>", text, re.S)]
+    told = "model: m\nmessages:\n- role: user\n  content: |\n    one\n    two <b>\nmax_tokens: 5"
+    assert (status, {body, told, said} - set(quoted)) == (200, set()), quoted

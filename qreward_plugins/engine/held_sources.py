@@ -31,6 +31,10 @@ class HeldSources:
 
     def hold(self, source: str, *, held: bool) -> None:
         """Hold a source, or release it. Raises `EngineError` for an unknown one."""
+        if self._lifetime.server is not None:
+            raise EngineError(
+                "the reward server has the sources; use `qreward sources` where it runs, with its journal"
+            )
         for upstream in self._lifetime.upstreams_of(source):
             upstream.hold(_BY_HAND if held else "")
         if self._lifetime.dispatcher is not None:

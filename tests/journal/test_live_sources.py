@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -57,6 +58,9 @@ def test_a_source_that_is_held_from_outside_gets_no_calls_until_it_is_released(t
             await until(lambda: of(path, "a").state == "held")
             assert engine.statistics().sources["a"].state == "held"
             assert "by hand" in of(path, "a").problem
+            changed = json.loads(json.dumps(tree))
+            changed["sources"]["a"]["parameters"] = {"top_p": 0.5}
+            await engine.reload(changed)
             before = arrived()
             await engine.score_all(make_samples(8))
             assert arrived() == {"a": before["a"], "b": before["b"] + 8}

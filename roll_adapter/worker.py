@@ -24,6 +24,7 @@ from roll.utils.import_utils import safe_import_class
 from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
 from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, without_colocated
 
+from .advantages import record_advantages
 from .rewards import ALL_AT_ONCE, ALL_THERE, DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
 from .settings import domain_of, groups_problem, load_settings, phases_problem
@@ -226,3 +227,6 @@ def is_ours(config: Any) -> bool:
 def processes_of(rewards: Mapping[str, Any]) -> int:
     """The number of workers that share limits where no keeper counts for them: those of all domains that are ours."""
     return max(1, sum(int(getattr(config, "world_size", None) or 1) for config in rewards.values() if is_ours(config)))
+
+
+record_advantages(is_ours)

@@ -17,9 +17,9 @@ from ..judges.leaf import failed, judged
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
 from ..scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
-from ..scheduling.attempts import PastAttempt, history_of
 from ..scheduling.budgets import ENDS_RUN
 from ..scheduling.calls import T
+from ..scheduling.history import PastAttempt, history_of
 from ..sources import Source
 from .outcomes import failure, scored
 from .siblings import Siblings

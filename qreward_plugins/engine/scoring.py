@@ -19,8 +19,8 @@ from ..observers import Observers, events
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.check import Rejected, named
 from ..scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
-from ..scheduling.attempts import PastAttempt
 from ..scheduling.calls import T
+from ..scheduling.history import PastAttempt
 from ..secrets import one_line
 from ..sources import Source
 from ..sources.base import Request, ServedWeights
@@ -336,3 +336,12 @@ def _no_route(sample: Sample) -> Failed:
     name = one_line(repr(sample.data_source), 200)
     detail = f'no route matches the data source {name}; add it to `routes`, or a last route "*"'
     return Failed(Cause.INFRA, "no_route", detail)
+
+
+def check_times(deadline_s: float | None, priority: int | None) -> None:
+    """Raise `ValueError` for an impossible deadline or priority."""
+    # The scheduler computes with both; there a wrong type would fail every sample of the batch.
+    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
+        raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
+    if priority is not None and not isinstance(priority, int):
+        raise ValueError(f"priority must be a whole number, not {priority!r}")

@@ -9,6 +9,7 @@ import pytest
 
 from qreward_plugins import ConfigurationError, Cutoff, Failed, RewardEngine, Sample, Scored, load_config
 from qreward_plugins.client.rows import ServerFacts
+from qreward_plugins.errors import EngineError
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.testing import JudgeServer
 
@@ -25,6 +26,8 @@ async def test_outcomes_are_those_of_the_engine_there(serve, sample):
         one = await engine.score(sample(0.25))
         facts = [engine.facts().of(outcome) for outcome in outcomes]
         counts = engine.statistics()
+        with pytest.raises(EngineError, match="the reward server has the sources"):
+            engine.hold("obedient")
     assert [type(outcome) for outcome in outcomes] == [Scored, Failed, Scored]
     assert outcomes[1].label == "infra/exhausted"
     verdict = outcomes[0].verdict

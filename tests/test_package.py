@@ -56,8 +56,8 @@ CODE_LINES = {
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on.
     "cli": 3_820,
-    # Where the samples of a group meet.
-    "engine": 2_490,
+    # Where the samples of a group are compared; sources held by hand.
+    "engine": 2_560,
     "acceleration": 2_280,
     "replicas": 2_170,
     "config": 1_820,

@@ -53,6 +53,18 @@ engine: {{max_attempts: 1, seed: 0}}
 """
 """Of the right answers, those that a judge prefers. `judge`: the URL of a judge server."""
 
+SCREENED = """
+sources:
+  compute_score: {{kind: function, function: "verl_adapter:compute_score", mode: thread}}
+  hosted: {{kind: openai, base_url: "{judge}", model: judge}}
+judges:
+  right: {{kind: function, sources: compute_score}}
+  monitor: {{kind: llm, sources: hosted}}
+  reward: {{kind: screen, judge: right, monitor: monitor, at: 1}}
+engine: {{max_attempts: 1, seed: 0}}
+"""
+"""A monitor that takes out what scores 1."""
+
 _SHARED = (
     "data.shuffle=False",
     "data.train_batch_size=4",

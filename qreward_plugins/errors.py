@@ -44,6 +44,9 @@ from typing import Any
 class QRewardError(Exception):
     """Base class of all errors of this package."""
 
+    said: str = ""
+    """What the server said that this error was read from, without secrets; "" if it said nothing."""
+
 
 @dataclass(frozen=True)
 class Mistake:

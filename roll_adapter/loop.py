@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRoll
 from qreward_plugins import GroupGate
 from qreward_plugins.adapters import Groups, flat_rate, mean_of
 
-from .rewards import ALL_AT_ONCE, DETAIL, FAILED, GROUPS
+from .rewards import ALL_AT_ONCE, ALL_THERE, DETAIL, FAILED, GROUPS
 
 _REWARDS = ("response_level_rewards", "scores")
 
@@ -70,11 +71,8 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         return responses if query_filter(responses, context.pipeline_config) else None
 
     async def _rewarded(self, recording: _RecordingContext, request: Any, domain: str) -> Any:
-        recording.begin()
-        try:
+        async with recording.request():
             return await self._generate_and_reward(context=recording, req=request, domain=domain)
-        finally:
-            recording.end()
 
     def _gate_of(self, domain: str, groups: Groups) -> GroupGate:
         gate = self._gates.get(domain)
@@ -96,7 +94,6 @@ class _RecordingContext:
         self._comparing = comparing
         self._running = 0
         self._waiting: list[tuple[Any, str, asyncio.Future[Any]]] = []
-        self._asking: asyncio.Task[None] | None = None
         self._causes: dict[str, str] = {}
         self.detail = ""
         """The detail of one failure, from its reward worker."""
@@ -108,28 +105,22 @@ class _RecordingContext:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
-    def begin(self) -> None:
-        """Note that a request is under way."""
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Within it, a request is under way: the others may wait for it."""
         self._running += 1
-
-    def end(self) -> None:
-        """Note that a request has ended."""
-        self._running -= 1
-        self._look()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            await self._ask_if_all_wait()
 
     async def compute_rewards(self, req: Any, domain: str) -> Any:
-        rewards = None
-        if domain not in self._comparing:
-            rewards = await self._context.compute_rewards(req=req, domain=domain)
-            if rewards.meta_info.pop(ALL_AT_ONCE, False):
-                self._comparing.add(domain)
-        if domain in self._comparing and len(req) == 1 and not self.is_val:
-            future = asyncio.get_running_loop().create_future()
-            self._waiting.append((req, domain, future))
-            self._look()
-            rewards = await future
-        elif rewards is None:
-            rewards = await self._context.compute_rewards(req=req, domain=domain)
+        gathers = domain in self._comparing and len(req) == 1 and not self.is_val
+        rewards = await (self._gathered(req, domain) if gathers else self._context.compute_rewards(req, domain))
+        if rewards.meta_info.pop(ALL_AT_ONCE, False):
+            self._comparing.add(domain)
+            rewards = await self._gathered(req, domain)
         if (groups := rewards.meta_info.pop(GROUPS, None)) is not None:
             self.groups = Groups(**groups)
         self.detail = rewards.meta_info.pop(DETAIL, "") or self.detail
@@ -140,31 +131,37 @@ class _RecordingContext:
         self._causes.update(zip(map(str, req.non_tensor_batch["rollout_id"]), causes, strict=True))
         return rewards
 
-    def _look(self) -> None:
-        """Ask about all responses at once, if each request that is under way waits for that."""
-        self._waiting = [each for each in self._waiting if not each[2].cancelled()]
-        if self._waiting and len(self._waiting) >= self._running:
-            waiting, self._waiting = self._waiting, []
-            self._asking = asyncio.get_running_loop().create_task(self._ask(waiting))
+    async def _gathered(self, req: Any, domain: str) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((req, domain, future))
+        await self._ask_if_all_wait()
+        return await future
 
-    async def _ask(self, waiting: Sequence[tuple[Any, str, asyncio.Future[Any]]]) -> None:
-        requests, futures = [req for req, _, _ in waiting], [future for _, _, future in waiting]
+    async def _ask_if_all_wait(self) -> None:
+        """Ask about all responses at once, if each request that is under way waits for that."""
+        waiting = [each for each in self._waiting if not each[2].done()]
+        if not waiting or len(waiting) < self._running:
+            return
+        self._waiting = []
+        requests = [req for req, _, _ in waiting]
         try:
             whole = type(requests[0]).concat(requests)
-            rewards = await self._context.compute_rewards(req=whole, domain=waiting[0][1])
-            causes = rewards.meta_info.get(FAILED)
-            for row, (request, future) in enumerate(zip(requests, futures, strict=True)):
-                request.non_tensor_batch["rollout_id"] = whole.non_tensor_batch["rollout_id"][[row]]
-                part = rewards[[row]]
-                part.meta_info = {**rewards.meta_info, FAILED: None if causes is None else [causes[row]]}
-                if not future.done():
-                    future.set_result(part)
+            whole.meta_info[ALL_THERE] = True
+            rewards = await self._context.compute_rewards(whole, waiting[0][1])
         except BaseException as error:
-            for future in futures:
+            for _, _, future in waiting:
                 if not future.done():
-                    future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
+                    future.set_exception(error) if isinstance(error, Exception) else future.cancel()
+            if isinstance(error, Exception):
+                return  # whoever waits raises it
+            raise
+        causes = rewards.meta_info.get(FAILED)
+        for row, (request, _, future) in enumerate(waiting):
+            request.non_tensor_batch["rollout_id"] = whole.non_tensor_batch["rollout_id"][[row]]
+            part = rewards[[row]]
+            part.meta_info = {**rewards.meta_info, FAILED: None if causes is None else [causes[row]]}
+            if not future.done():
+                future.set_result(part)
 
     def cause_of(self, response: Any) -> str:
         """Why a response has no reward; empty if it has one."""

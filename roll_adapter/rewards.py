@@ -26,6 +26,9 @@ DETAIL = "qreward_detail"
 ALL_AT_ONCE = "qreward_all_at_once"
 """The key of `meta_info` that asks the rollout loop to call again, with all responses of the prompt."""
 
+ALL_THERE = "qreward_all_there"
+"""The key of `meta_info` with which the rollout loop does so; there may be one response only."""
+
 GROUPS = "qreward_groups"
 """The key of `meta_info` that holds the domain's `groups`, for the rollout loop in another process."""
 

@@ -24,7 +24,8 @@ from roll.utils.import_utils import safe_import_class
 from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
 from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, without_colocated
 
-from .rewards import ALL_AT_ONCE, DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
+from .advantages import record_advantages
+from .rewards import ALL_AT_ONCE, ALL_THERE, DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
 from .settings import domain_of, groups_problem, load_settings, phases_problem
 
@@ -88,7 +89,8 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             raise ConfigurationError(
                 [Mistake(f"sources.{name}.colocated", _NO_PHASES, _INSTEAD) for name in self.engine.colocated]
             )
-        if self._compares and len(data) == 1 and is_streamed(data) and not is_validation(data):
+        alone = len(data) == 1 and is_streamed(data) and not data.meta_info.get(ALL_THERE)
+        if self._compares and alone and not is_validation(data):
             zeros = tensors(data.batch["responses"].shape[-1], [0.0], [_NOT_YET], right_or_wrong=False)
             return DataProto.from_dict(tensors=zeros, meta_info={"metrics": {}, ALL_AT_ONCE: True})
         scoring = asyncio.ensure_future(self._score(data))
@@ -225,3 +227,6 @@ def is_ours(config: Any) -> bool:
 def processes_of(rewards: Mapping[str, Any]) -> int:
     """The number of workers that share limits where no keeper counts for them: those of all domains that are ours."""
     return max(1, sum(int(getattr(config, "world_size", None) or 1) for config in rewards.values() if is_ours(config)))
+
+
+record_advantages(is_ours)

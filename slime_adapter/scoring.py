@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 from weakref import ref
 
 from qreward_plugins import Cause, Failed, Outcome
-from qreward_plugins.adapters import number_of, refuse_comparing
+from qreward_plugins.adapters import number_of
 
 from .aborts import aborted, finished
 from .samples import (
@@ -35,8 +35,6 @@ from .settings import Adapter, adapter_of
 Reward: TypeAlias = float | dict[str, Any]
 
 _ABORTED = Failed(Cause.INFRA, "aborted", "slime aborted the rollout before there was a verdict")
-
-_FANNED_OUT = "nobody knows how many samples a custom generate function makes of a group."
 
 _late: dict[int, tuple[ref[ROLLOUT_SAMPLE], Future[Any], int]] = {}
 """By the ids of samples: what still scores them after an abort, and their places in it."""
@@ -106,7 +104,7 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
     if judged and (kept or not over):
         await adapter.phases.begin()
-        work = _submit(adapter, judged, size)
+        work = _submit(adapter, judged)
         try:
             if not over and await finished(args, work):
                 outcomes = _outcomes(work)
@@ -131,17 +129,10 @@ def _forget(key: int, _: object) -> None:
     _late.pop(key, None)
 
 
-def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE], size: int | None) -> Future[Any]:
-    """Submit samples to the engine: several as one batch, or a single one. Where siblings are compared, a single one
-    waits for those that make a group of `size` with it.
-    """
-    if size is None and adapter.gathering is not None and any(group_of(sample) is not None for sample in samples):
-        refuse_comparing(adapter.config, _FANNED_OUT, remedy="Set --group-rm.")
+def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE]) -> Future[Any]:
+    """Submit samples to the engine: several as one batch, or a single one."""
     if len(samples) == 1:
-        sample = to_sample(samples[0])
-        if adapter.gathering is not None and size and sample.group_id is not None and sample.split != "val":
-            return adapter.gathering.add(sample, size)
-        return adapter.portal.submit(sample)
+        return adapter.portal.submit(to_sample(samples[0]))
     return adapter.portal.submit_all([to_sample(sample) for sample in samples])
 
 

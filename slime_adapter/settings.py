@@ -18,14 +18,13 @@ from qreward_plugins import Config, ConfigurationError, GroupGate, Mistake, proc
 from qreward_plugins.adapters import (
     ENVIRONMENT,
     VALUE,
-    Gathering,
     RunningMeans,
     Trained,
     close_process_portals,
-    compares_siblings,
     did_you_mean,
     judge_kind_of,
     load_layers,
+    refuse_comparing,
     with_framework,
     without_colocated,
 )
@@ -49,8 +48,6 @@ class Adapter:
         self.last_failure = ""
         """The detail of the last failure."""
         self.means = RunningMeans()
-        self.gathering = Gathering(self.portal) if compares_siblings(config) else None
-        """Where the samples of a group meet; None if no judge compares them."""
         self._warned = False
         self._training = self.portal.training_log()
 
@@ -76,6 +73,8 @@ class Adapter:
         )
 
 
+_ONE_BY_ONE = "slime asks for the rewards of a group one by one, and for none of a sample that was aborted."
+
 _lock = threading.Lock()
 _adapters: list[tuple[tuple[Any, ...], Adapter]] = []
 
@@ -99,6 +98,8 @@ def adapter_of(args: Any) -> Adapter:
         problem, remedy = problem_of(args)
         if problem:
             settings = without_colocated(settings, problem, remedy=remedy)
+        if not getattr(args, "group_rm", False):
+            refuse_comparing(settings, _ONE_BY_ONE, remedy="Set --group-rm.")
         adapter = Adapter(settings)
         _check_reward_keys(args, adapter)
         _adapters.append((copy.deepcopy(key), adapter))

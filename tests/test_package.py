@@ -48,16 +48,18 @@ CEILINGS = {
 CODE_LINES = {
     "testing": 8_360,
     "sources": 7_220,
-    "scheduling": 4_420,
+    # Budgets, which say why a call cannot be paid.
+    "scheduling": 4_430,
     "simulation": 3_720,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
     # cannot work are refused.
-    "judges": 4_120,
-    # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`.
-    "cli": 3_800,
-    # Where the samples of a group meet.
-    "engine": 2_490,
+    "judges": 4_130,
+    # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
+    # to hold one of a run that goes on.
+    "cli": 3_820,
+    # Where the samples of a group are compared; sources held by hand.
+    "engine": 2_560,
     "acceleration": 2_280,
     "replicas": 2_170,
     "config": 1_820,
@@ -69,14 +71,14 @@ CODE_LINES = {
     "verl_adapter": 1_720,
     "samples": 1_130,
     "observers": 860,
-    # `texts`, `stories`, `samples`, `comparison` and `audit` ("Seeing"): what is read from a journal.
-    "journal": 2_000,
+    # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
+    "journal": 2_080,
     # It records what slime trains on.
     "slime_adapter": 830,
-    # Its loop gathers a group whose rewards ROLL asks for one by one.
-    "roll_adapter": 800,
-    # Compare, audit, and what a step waited for.
-    "ui": 900,
+    # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
+    "roll_adapter": 835,
+    # Compare, audit, what a step waited for, and the sources of a run that goes on.
+    "ui": 935,
     # Ready-made reward functions.
     "checks": 260,
     "client": 680,

@@ -169,7 +169,7 @@ def test_every_command_that_ends_runs(folder, monkeypatch):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (command, result.output)
         ran.add(words[0])
-    assert ran == {"audit", "bench", "check", "diff", "export", "journal", "plan", "replay", "score", "why"}
+    assert ran == {"audit", "bench", "check", "diff", "export", "journal", "plan", "replay", "score", "sources", "why"}
 
 
 def whole(text):

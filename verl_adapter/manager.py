@@ -129,7 +129,6 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
     async def aclose(self) -> None:
         """Close the engine and its threads. verl never does; tests and other callers should."""
         await self.engine.aclose()
-        self._siblings.close()
         self._decoder.shutdown()
 
     async def _scored(self, item: Any) -> tuple[Sample, Outcome]:

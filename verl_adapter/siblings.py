@@ -5,25 +5,21 @@ No worker waits for siblings. It hands its sample to an actor of the Ray job and
 (`PENDING`). The actor scores a group as soon as all of its samples are there, beside the generation that goes on. The
 hook in the trainer's process collects the rewards before it computes advantages (`Advantages`), and then has what is
 there of a group scored: with agent loops that sample more or less often, its size is not known before. A sample that
-the actor does not know, because it was restarted, is a failed one. Without Ray, as in tests, an object of the process
-is in the place of the actor.
+the actor does not know, because it was restarted, is a failed one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins import Cause, Failed, Outcome, Sample
-from qreward_plugins.adapters import Gathering, described_error, ray_is_up, shared_actor
+from qreward_plugins.adapters import described_error, shared_actor
 
 if TYPE_CHECKING:
     from .manager import QRewardManager
@@ -44,120 +40,68 @@ _MARGIN_S = 60.0
 """Seconds beyond the deadline of a batch after which the actor counts as lost."""
 
 
-_lock = threading.Lock()
-_here: dict[str, Groups] = {}
-"""Without Ray, the groups of this process, by the configuration of their run."""
-
-
-class NotOpen(Exception):
-    """The actor has no engine: it was started, or restarted after its process was lost."""
-
-
-class Groups:
-    """The groups that are scored by the engine of `manager`. Thread-safe."""
-
-    def __init__(self, manager: QRewardManager) -> None:
-        self._manager = manager
-        self._opened = ExitStack()
-        self._gathering = Gathering(self._opened.enter_context(manager.engine.portal()))
-        self._lock = threading.Lock()
-        self._added: OrderedDict[str, tuple[Sample, Future[Outcome]]] = OrderedDict()
-        """By the ids of samples."""
-
-    def add(self, sample: Sample, size: int) -> None:
-        """Add a sample of a group of `size`. Does not wait."""
-        with self._lock:
-            self._added[str(sample.id)] = sample, self._gathering.add(sample, size)
-            while len(self._added) > _KEPT:
-                _, (_, dropped) = self._added.popitem(last=False)
-                dropped.cancel()
-
-    def collect(self, ids: Sequence[str]) -> dict[str, Told]:
-        """What became of these samples, by their ids; those that it does not know are missing. Blocks until all are
-        scored. Groups of which samples have not come are scored without them.
-        """
-        self._gathering.release(set(ids))
-        with self._lock:
-            found = {each: self._added.pop(each) for each in ids if each in self._added}
-        return {each: self._manager.told(sample, outcome.result()) for each, (sample, outcome) in found.items()}
-
-    def close(self) -> None:
-        """Close the engine."""
-        self._opened.close()
-
-
 class GroupsActor:
-    """`Groups` as an actor of Ray, whose async methods are served on one event loop."""
+    """An actor of Ray that collects the samples of each group, and scores it as one batch. Its async methods are served
+    on one event loop, which is that of its engine. Ray restarts it with the same arguments.
+    """
 
-    def __init__(self) -> None:
-        self._groups: Groups | None = None
-
-    async def open(self, manager: type[QRewardManager], config: DictConfig, address: str | None) -> None:
-        """Make the engine, unless there is one. Raises `ConfigurationError`."""
-        if self._groups is None:
-            self._groups = Groups(manager(config, None, reward_router_address=address))
+    def __init__(self, manager: type[QRewardManager], config: DictConfig, address: str | None) -> None:
+        self._manager = manager(config, None, reward_router_address=address)
+        self._waiting: dict[str, list[Sample]] = {}
+        self._scored: OrderedDict[str, tuple[asyncio.Task[list[Outcome]], int, Sample]] = OrderedDict()
+        """By the ids of samples: the outcomes of a group, and which of them it is."""
 
     async def add(self, sample: Sample, size: int) -> None:
-        """Add a sample. Raises `NotOpen`."""
-        if self._groups is None:
-            raise NotOpen
-        self._groups.add(sample, size)
+        """Add a sample of a group of `size`. Does not wait for its reward."""
+        group = self._waiting.setdefault(str(sample.group_id), [])
+        group.append(sample)
+        if len(group) >= size:
+            self._score(str(sample.group_id))
 
     async def collect(self, ids: Sequence[str]) -> dict[str, Told]:
-        """What became of these samples."""
-        return {} if self._groups is None else await asyncio.to_thread(self._groups.collect, ids)
+        """What became of these samples, by their ids; those that it does not know are missing. Waits until all are
+        scored. Groups of which samples have not come are scored without them. Raises what ends a run.
+        """
+        wanted = set(ids)
+        for group in [group for group, some in self._waiting.items() if wanted & {str(each.id) for each in some}]:
+            self._score(group)
+        found = {each: self._scored.pop(each) for each in ids if each in self._scored}
+        return {
+            each: self._manager.told(sample, (await batch)[place]) for each, (batch, place, sample) in found.items()
+        }
 
     async def aclose(self) -> None:
         """Close the engine. Ray never does; stand-ins do."""
-        if self._groups is not None:
-            await asyncio.to_thread(self._groups.close)
+        await self._manager.aclose()
+
+    def _score(self, group: str) -> None:
+        samples = self._waiting.pop(group)
+        batch = asyncio.ensure_future(self._manager.engine.score_all(samples))
+        for place, sample in enumerate(samples):
+            self._scored[str(sample.id)] = (batch, place, sample)
+        while len(self._scored) > _KEPT:
+            self._scored.popitem(last=False)
 
 
 class HandOver:
-    """Hands the samples of a reward worker to the groups of its run."""
+    """Hands the samples of a reward worker to the actor of its run."""
 
     def __init__(self, manager: type[QRewardManager], config: DictConfig, address: str | None) -> None:
-        self._opening = (manager, config, address)
-        self._size = size_of(config)
+        self._arguments = (manager, config, address)
+        self._size = int(OmegaConf.select(config, "actor_rollout_ref.rollout.n") or 1)
+        self._actor: Any = None
 
     async def add(self, sample: Sample) -> Outcome:
         """Hand a sample over. Returns `PENDING`, or why it failed."""
         try:
-            if ray_is_up():
-                await self._to_actor(sample)
-            else:
-                self._here().add(sample, self._size)
+            if self._actor is None:
+                start = asyncio.to_thread(shared_actor, _ACTOR, GroupsActor, arguments=self._arguments)
+                self._actor = await start
+            await self._actor.add.remote(sample, self._size)
         except Exception as error:
-            detail = f"what compares samples with their siblings does not answer: {described_error(error)}"
-            return Failed(Cause.INFRA, "siblings", detail)
+            self._actor = None
+            return Failed(Cause.INFRA, "siblings", f"the actor that compares siblings failed: {described_error(error)}")
         return PENDING
-
-    def close(self) -> None:
-        """Close the groups of this process."""
-        with _lock:
-            groups = _here.pop(_key_of(self._opening[1]), None)
-        if groups is not None:
-            groups.close()
-
-    async def _to_actor(self, sample: Sample) -> None:
-        import ray
-
-        actor = await asyncio.to_thread(shared_actor, _ACTOR, GroupsActor)
-        try:
-            await actor.add.remote(sample, self._size)
-        except ray.exceptions.RayTaskError as error:
-            if not isinstance(error.cause, NotOpen):
-                raise
-            await actor.open.remote(*self._opening)
-            await actor.add.remote(sample, self._size)
-
-    def _here(self) -> Groups:
-        manager, config, address = self._opening
-        with _lock:
-            key = _key_of(config)
-            if key not in _here:
-                _here[key] = Groups(manager(config, None, reward_router_address=address))
-            return _here[key]
 
 
 def collected(ids: Sequence[str], *, deadline_s: float) -> Mapping[str, Told]:
@@ -165,27 +109,13 @@ def collected(ids: Sequence[str], *, deadline_s: float) -> Mapping[str, Told]:
 
     A sample is missing if the actor does not know it, or does not answer, which is logged.
     """
-    if not ray_is_up():
-        with _lock:
-            here = list(_here.values())
-        return {each: told for groups in here for each, told in groups.collect(ids).items()}
     import ray
 
     try:
-        asked = shared_actor(_ACTOR, GroupsActor).collect.remote(ids)
-        told: dict[str, Told] = ray.get(asked, timeout=deadline_s + _MARGIN_S)
+        told: dict[str, Told] = ray.get(ray.get_actor(_ACTOR).collect.remote(ids), timeout=deadline_s + _MARGIN_S)
     except ray.exceptions.RayTaskError:
         raise  # such as `RewardMissing`, with `on_failure: raise`
     except Exception as error:
         _log.warning("%d samples were not compared with their siblings (%s)", len(ids), described_error(error))
         return {}
     return told
-
-
-def size_of(config: DictConfig) -> int:
-    """How many samples a group has."""
-    return int(OmegaConf.select(config, "actor_rollout_ref.rollout.n") or 1)
-
-
-def _key_of(config: DictConfig) -> str:
-    return OmegaConf.to_yaml(config)

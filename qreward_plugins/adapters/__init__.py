@@ -9,8 +9,8 @@
 - Rollouts: `messages_of` and `attach` make messages of prompts and images. `read_or_unreadable` and those like it read
   foreign values; what raises is an `Unreadable`, which fails its own sample only.
 - Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
-  mean of its siblings. `Gathering` scores samples that come one by one as groups. `fits_float32`: whether a trainer can
-  hold a number. `ENDS_RUN` is the reason of a failure that ends the run. `shared_actor` is an actor of the Ray job.
+  mean of its siblings. `fits_float32`: whether a trainer can hold a number. `ENDS_RUN` is the reason of a failure that
+  ends the run. `shared_actor` is an actor of the Ray job.
 - Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes metrics of these.
   `TrainingLog` records what the trainer made of rewards (`Trained`) in the journal.
 - Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
@@ -37,7 +37,7 @@ from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of
 from ..system.ray_actors import get_or_start as shared_actor
 from ..system.ray_actors import ray_is_up
-from .groups import Gathering, RunningMeans, mean_of, number_of
+from .groups import RunningMeans, mean_of, number_of
 
 __all__ = [
     "ENDS_RUN",
@@ -49,7 +49,6 @@ __all__ = [
     "Constant",
     "Facts",
     "FunctionSource",
-    "Gathering",
     "Groups",
     "Image",
     "Redactor",

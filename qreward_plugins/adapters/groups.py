@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from fractions import Fraction
 
 from ..config import Constant, FailurePolicy, Groups
-from ..engine.portal import EnginePortal
 from ..errors import JudgeUnavailable, RewardMissing
-from ..samples import SCREENED, Failed, Outcome, Sample
+from ..samples import SCREENED, Failed, Outcome
 
 UNSCORED = 0.0
 """The mean of a group without any score. With one constant for all its samples, no sample has an advantage."""
@@ -134,58 +132,6 @@ class RunningMeans:
     def _forget_if_complete(self, key: Hashable, group: _Group, size: int | None) -> None:
         if size is not None and group.scored + group.failed >= size:
             del self._groups[key]
-
-
-class Gathering:
-    """Collects the samples of groups that come one by one, for judges that compare siblings, and scores each group as
-    one batch of the engine behind `portal`. Thread-safe.
-    """
-
-    def __init__(self, portal: EnginePortal) -> None:
-        self._portal = portal
-        self._lock = threading.Lock()
-        self._waiting: dict[str, list[tuple[Sample, Future[Outcome]]]] = {}
-
-    def add(self, sample: Sample, size: int) -> Future[Outcome]:
-        """Add a sample of a group of `size`, which is scored when all are there. Cancelling the future leaves its
-        sample out, or ends the scoring of its group if no other one waits for it. Raises `EngineError`.
-        """
-        future: Future[Outcome] = Future()
-        with self._lock:
-            self._waiting.setdefault(str(sample.group_id), []).append((sample, future))
-            if len(self._waiting[str(sample.group_id)]) >= size:
-                self._score(str(sample.group_id))
-        return future
-
-    def release(self, ids: Collection[str]) -> None:
-        """Score the groups of samples with these ids without those that have not come."""
-        with self._lock:
-            for group, those in list(self._waiting.items()):
-                if any(sample.id in ids for sample, _ in those):
-                    self._score(group)
-
-    def _score(self, group: str) -> None:
-        those = [(sample, future) for sample, future in self._waiting.pop(group) if not future.cancelled()]
-        batch = self._portal.submit_all([sample for sample, _ in those])
-        futures = [future for _, future in those]
-
-        def over(_: object) -> None:
-            if all(future.cancelled() for future in futures):
-                batch.cancel()
-
-        def scored(batch: Future[list[Outcome]]) -> None:
-            error = None if batch.cancelled() else batch.exception()
-            for place, future in enumerate(futures):
-                if batch.cancelled() or not future.set_running_or_notify_cancel():
-                    future.cancel()
-                elif error is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(batch.result()[place])
-
-        batch.add_done_callback(scored)
-        for future in futures:
-            future.add_done_callback(over)
 
 
 class GroupGate:

@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "Serve rewards over HTTP, to any number of processes.",
     "serve-judge": "Start the servers of the sources of kind replicas, and nothing else.",
     "journal": "Show what the judges said, and which sample a step waited for.",
+    "sources": "Show the sources of a run that goes on; hold one, or release it.",
     "why": "Show why a sample got its reward: what was sent, what was replied, how it was read.",
     "replay": "Judge the samples of a journal again, with another configuration.",
     "diff": "Compare two judges on the same samples.",

@@ -112,7 +112,7 @@ def read_rows(path: str, step: int | None = None) -> list[Row]:
 
 
 def steps_of(rows: Sequence[Row]) -> list[StepReport]:
-    """Sum up rows by run, step and judge, in the order in which they began."""
+    """Sum up rows by run, step and judge: the runs in the order in which they began, and each by its steps."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.run_id, row.label, row.judge), []).append(row)
@@ -131,7 +131,9 @@ def steps_of(rows: Sequence[Row]) -> list[StepReport]:
                 slowest=max(found, key=lambda row: row.latency_s),
             )
         )
-    return reports
+    runs = list(dict.fromkeys(row.run_id for row in rows))
+    # Rows of several files and of steps that overlap are mixed.
+    return sorted(reports, key=lambda each: (runs.index(each.run_id), each.slowest.step or 0))
 
 
 def sources_of(rows: Sequence[Row]) -> Iterator[SourceReport]:

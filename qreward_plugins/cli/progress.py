@@ -26,7 +26,7 @@ _COLUMNS = ("state", "sent", "in flight", "429s", "errors", "p50", "p95", "token
 _WIDTH = 66
 """Width of the table without the names of the sources, in characters."""
 _SHORTEST_NAME = 14
-_STYLES = {"up": "green", "paused": "yellow", "held": "yellow", "down": "yellow", "degraded": "red", "unusable": "red"}
+STYLES = {"up": "green", "paused": "yellow", "held": "yellow", "down": "yellow", "degraded": "red", "unusable": "red"}
 
 
 class Shown(Protocol):
@@ -117,7 +117,7 @@ def source_table(statistics: EngineStatistics, width: int) -> Table:
         errors = source.transient + source.permanent + source.invalid
         table.add_row(
             source.name,
-            Text(source.state, _STYLES.get(source.state, "")),
+            Text(source.state, STYLES.get(source.state, "")),
             *map(short, (source.requests, source.in_flight, source.throttled, errors)),
             *map(seconds, (source.latency_p50_s, source.latency_p95_s)),
             short(source.prompt_tokens + source.completion_tokens),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
@@ -13,6 +12,7 @@ from ..config import Config
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..files import read_rollouts
+from ..journal.stories import lines_of
 from ..judges import JudgeFailed, Leaf
 from ..samples import Sample
 from ..secrets import one_line
@@ -62,37 +62,17 @@ def _show(judge: Leaf, source: Source, sample: Sample) -> None:
         why = verdict.failure.describe() if verdict.failure is not None else "it needs no source"
         say(OUT, f"nothing: the reward is {verdict.score:g}; {one_line(why, _LINE_CHARS)}")
         return
-    redactor = getattr(source, "redactor", None)
     for line in _written(source, request):
-        # Parameters of a source may be secrets.
-        say(OUT, one_line(line if redactor is None or redactor.clean is None else redactor.clean(line), _LINE_CHARS))
+        say(OUT, one_line(line, _LINE_CHARS))
 
 
 def _written(source: Source, request: Request) -> Iterator[str]:
     """The lines of the body of a request, or of the sample that a function gets."""
-    sent = getattr(source, "sent", None)
-    if callable(sent):
-        *_, body = sent(request)
-        yield from _lines(json.loads(body))
+    written = getattr(source, "written", None)
+    if callable(written):
+        yield from lines_of(written([request]))
         return
     sample = request.sample
     shown = {"prompt": list(sample.messages), "response": sample.response, "ground_truth": sample.ground_truth}
     yield "the function is called with:"
-    yield from _lines(json.loads(json.dumps(shown, default=repr)))
-
-
-def _lines(value: Any, key: str = "") -> Iterator[str]:
-    """A value of JSON as lines: as YAML writes it, but a text of several lines is always a block."""
-    if isinstance(value, dict) and value:
-        yield from [key] if key else []
-        for name, each in value.items():
-            yield from (("  " if key else "") + line for line in _lines(each, f"{name}:"))
-    elif isinstance(value, list) and value:
-        yield from [key] if key else []
-        for each in value:
-            yield from (f"{'- ' if number == 0 else '  '}{line}" for number, line in enumerate(_lines(each)))
-    elif isinstance(value, str) and "\n" in value:
-        yield f"{key} |"
-        yield from (f"  {line}" for line in value.split("\n"))
-    else:
-        yield f"{key} {value if isinstance(value, str) else json.dumps(value)}"
+    yield from lines_of(json.dumps(shown, default=repr))

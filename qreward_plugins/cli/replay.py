@@ -31,7 +31,7 @@ from ..judges import JudgeFailed, Leaf
 from ..samples import Scored
 from ..samples.spent import NO_USAGE
 from ..scheduling import Answer, Call
-from ..scheduling.attempts import PastAttempt
+from ..scheduling.history import PastAttempt
 from ..sources import TEXT, Reply
 from ..sources.base import Request
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, run, say

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
-from ..journal.stories import LOOKED_AT, Entry, Stories, Story, Wanted, deciding, last_sent, turns_of
+from ..journal.stories import Entry, Stories, Story, Wanted, deciding, last_sent, lines_of, turns_of
 from ..secrets import one_line
 from .console import OK, OUT, Journals, number_of, print_whole, say, seconds, short
 
@@ -61,7 +61,7 @@ def command(
         else:
             _tell(story)
     if count > len(found) and not as_json:
-        of_all = f"{'at least ' if count >= LOOKED_AT else ''}{number_of(count, 'sample')}"
+        of_all = f"{'' if stories.saw_all else 'at least '}{number_of(count, 'sample')}"
         latest = worst and step is None and sample is None and found[0].sample.step is not None
         of_step = f" of step {found[0].sample.step}, the latest" if latest else ""
         say(OUT, f"\nshown: {len(found)} of {of_all}{of_step}; --most, --step and --sample choose others")
@@ -173,12 +173,10 @@ def _exchanges(attempts: Sequence[Mapping[str, Any]]) -> None:
     """What was sent by the attempt that was answered, or by the last one, and every reply."""
     sent = last_sent(attempts)
     if sent is not None:
-        _quote(f"sent (attempt {sent.number})", _told(sent.turns))
-        if sent.parameters:
-            say(OUT, Text(f"  {_line(sent.parameters)}", style="dim"))
+        _quote(f"sent (attempt {sent[0]})", "\n".join(lines_of(sent[1])))
     for number, attempt in enumerate(attempts, 1):
         _quote(f"thoughts (attempt {number})", attempt.get("thinking"))
-        _quote(f"replied (attempt {number}, {attempt['result']})", attempt.get("reply"))
+        _quote(f"replied (attempt {number}, {attempt['result']})", attempt.get("reply") or attempt.get("said"))
 
 
 def _told(turns: Sequence[tuple[str, str]]) -> str:

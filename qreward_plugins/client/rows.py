@@ -41,13 +41,15 @@ class ServerFacts:
     same judges, so an engine asks for it before its first sample.
 
     `fingerprint` names judges, routes and models: what may change a reward. `components` and `defines_correct` are
-    those of `observers.Facts`. `window` is the number of samples that keep its sources busy.
+    those of `observers.Facts`. `window` is the number of samples that keep its sources busy. `compares`: whether one of
+    its judges compares the samples of a group.
     """
 
     fingerprint: str
     components: tuple[str, ...]
     defines_correct: bool
     window: int
+    compares: bool = False
 
     def as_row(self) -> dict[str, Any]:
         """Return them as a JSON value."""
@@ -62,7 +64,8 @@ class ServerFacts:
                 problem = f"the reward server has version {theirs} of qreward-plugins, and this side {_version()}"
                 raise RewardServerError(f"{problem}; install the same on both sides", reason="server_refused")
             components = tuple(map(str, row["components"]))
-            return cls(str(row["fingerprint"]), components, bool(row["defines_correct"]), int(row["window"]))
+            known = (bool(row["defines_correct"]), int(row["window"]), bool(row["compares"]))
+            return cls(str(row["fingerprint"]), components, *known)
         except (LookupError, TypeError, ValueError) as error:
             raise unreadable(error) from None
 

@@ -28,10 +28,11 @@ from ..sources import Source
 from ..system.streams import Stream
 from ..system.threads import cancel_futures
 from .difference import Difference
+from .held_sources import HeldSources
 from .lifetime import Lifetime
 from .reloader import Reloader
 from .reward_phases import RewardPhases
-from .scoring import Scoring
+from .scoring import Scoring, check_times
 from .text_streams import Streamed, TextCalls, TextStream
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class RewardEngine:
         if found is not None:
             raise found
         self._reloader = Reloader(self._lifetime)
+        self._held_sources = HeldSources(self._lifetime, self.statistics)
         self._phases = RewardPhases(self._lifetime.upstreams.values, self._settled)
 
     @property
@@ -105,7 +107,7 @@ class RewardEngine:
         a source of kind `replicas` do not start. The first call starts these servers; its deadline runs from when they
         are ready.
         """
-        _check_times(deadline_s, priority)
+        check_times(deadline_s, priority)
         scoring, due_at = await self._ready(deadline_s)
         read = read_sample(sample)
         batch = scoring.batches.of_singles(scoring.priority_of(read) if priority is None else priority)
@@ -148,7 +150,7 @@ class RewardEngine:
         """
         if isinstance(samples, Sample):
             raise TypeError("score_all takes several samples; call score for one")
-        _check_times(deadline_s, priority)
+        check_times(deadline_s, priority)
         batch = [read_sample(sample) for sample in samples]
         readable = [sample for sample in batch if isinstance(sample, Sample)]
         self._lifetime.warn_if_too_many(readable, self._deadline_s(deadline_s))
@@ -218,7 +220,7 @@ class RewardEngine:
         deadline_s: float | None,
         priority: int,
     ) -> tuple[TextCalls, float]:
-        _check_times(deadline_s, priority)
+        check_times(deadline_s, priority)
         scoring = self._bind()
         calls = TextCalls(scoring.dispatcher, self._lifetime.upstreams, sources, parameters or {}, priority=priority)
         return calls, scoring.now() + self._deadline_s(deadline_s)
@@ -237,8 +239,7 @@ class RewardEngine:
 
     def compares(self, sample: Sample) -> bool:
         """Whether a sample goes to a judge that compares it with its siblings, so that these should be in its batch."""
-        judge = None if sample.split == "val" else self._lifetime.router.judge_of(sample)
-        return judge is not None and judge.compares
+        return self._lifetime.compares(sample)
 
     @property
     def upstreams(self) -> Mapping[str, Upstream]:
@@ -357,6 +358,14 @@ class RewardEngine:
             raise EngineError("this RewardEngine is closed; make a new one")
         return self._reloader.reload(config)
 
+    def hold(self, source: str) -> None:
+        """Give a source no further calls until `release`: they go elsewhere, or wait. Raises `EngineError`."""
+        self._held_sources.hold(source, held=True)
+
+    def release(self, source: str) -> None:
+        """Let a source take calls again. Raises `EngineError` for an unknown one."""
+        self._held_sources.hold(source, held=False)
+
     def last_batch(self) -> BatchReport | None:
         """Return the report of the batch that ended last; None if no batch has ended yet.
 
@@ -438,11 +447,3 @@ class RewardEngine:
 
     def _deadline_s(self, deadline_s: float | None) -> float:
         return self.config.engine.deadline_s if deadline_s is None else deadline_s
-
-
-def _check_times(deadline_s: float | None, priority: int | None) -> None:
-    # The scheduler computes with both; there a wrong type would fail every sample of the batch.
-    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
-        raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
-    if priority is not None and not isinstance(priority, int):
-        raise ValueError(f"priority must be a whole number, not {priority!r}")

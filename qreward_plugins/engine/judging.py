@@ -17,9 +17,9 @@ from ..judges.leaf import failed, judged
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
 from ..scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
-from ..scheduling.attempts import PastAttempt, history_of
 from ..scheduling.budgets import ENDS_RUN
 from ..scheduling.calls import T
+from ..scheduling.history import PastAttempt, history_of
 from ..sources import Source
 from .outcomes import failure, scored
 from .siblings import Siblings
@@ -178,7 +178,11 @@ class Judging(Pending):
 
     async def with_siblings(self, judge: GroupJudge) -> Verdict:
         """Be compared with the siblings; see `judges.base.Ask`."""
-        return await self._siblings.meet(self, judge, self._due_at)
+        now, batch = self._scoring.now(), self.member.batch
+        begin_at = (now + self._due_at) / 2
+        if batch.cutoff is not None:
+            begin_at = min(begin_at, max(now, batch.started_at + batch.cutoff.after_s))
+        return await self._siblings.compare(self, judge, begin_at)
 
     def skip(self, judge: Judge) -> None:
         """See `judges.base.Ask`."""

@@ -124,6 +124,12 @@ class Lifetime:
         assign(self.budgets, upstreams)
         return upstreams
 
+    def compares(self, sample: Sample) -> bool:
+        """Whether a judge, here or at the reward server, compares a sample with its siblings."""
+        if self.server is not None:
+            return self.server.facts.compares and sample.split != "val"
+        return self.router.compares(sample)
+
     def routed(self, config: Config, upstreams: Mapping[str, Upstream]) -> JudgeRouter:
         """Return new judges for `config`. Raises `ConfigurationError`, also if they do not suit their sources."""
         router = JudgeRouter(config, key=self._key)

@@ -166,6 +166,14 @@ class EnginePortal:
         """Return what `RewardEngine.training_log` returns."""
         return self._engine.training_log()
 
+    def hold(self, source: str) -> None:
+        """See `RewardEngine.hold`."""
+        self._call(self._engine.hold, source)
+
+    def release(self, source: str) -> None:
+        """See `RewardEngine.release`."""
+        self._call(self._engine.release, source)
+
     def last_batch(self) -> BatchReport | None:
         """Return what `RewardEngine.last_batch` returns."""
         report: BatchReport | None = self._call(self._engine.last_batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +19,8 @@ from ..observers import Observers, events
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.check import Rejected, named
 from ..scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
-from ..scheduling.attempts import PastAttempt
 from ..scheduling.calls import T
+from ..scheduling.history import PastAttempt
 from ..secrets import one_line
 from ..sources import Source
 from ..sources.base import Request, ServedWeights
@@ -114,9 +115,11 @@ class Scoring:
             Calling(self, sample, member, future, judge).start(due_at)
         else:
             siblings = None
-            # The rewards of validations are compared with each other, so they must not depend on siblings.
-            if groups is not None and sample.group_id is not None and sample.split != "val" and judge.compares:
-                siblings = groups.setdefault(sample.group_id, Siblings())
+            if sample.group_id is not None and self._router.compares(sample):
+                if groups is not None:
+                    siblings = groups.setdefault(sample.group_id, Siblings())
+                else:
+                    _warn_of_singles(judge.name)
             judging = Judging(self, sample, member, future, judge, due_at, siblings)
             self._judging[judging] = None
             judging.task.add_done_callback(lambda _: self._judging.pop(judging, None))
@@ -294,6 +297,16 @@ class _FirstOnce:
         return request
 
 
+@functools.lru_cache(maxsize=32)
+def _warn_of_singles(judge: str) -> None:
+    """Warn, once for each judge."""
+    _log.warning(
+        "judge %s compares the samples of a group, but a sample came alone, so it is scored by itself; hand in groups "
+        "by `score_all`",
+        judge,
+    )
+
+
 class _AsOf:
     """A source as it was when it had these weights, for the journal's key."""
 
@@ -323,3 +336,12 @@ def _no_route(sample: Sample) -> Failed:
     name = one_line(repr(sample.data_source), 200)
     detail = f'no route matches the data source {name}; add it to `routes`, or a last route "*"'
     return Failed(Cause.INFRA, "no_route", detail)
+
+
+def check_times(deadline_s: float | None, priority: int | None) -> None:
+    """Raise `ValueError` for an impossible deadline or priority."""
+    # The scheduler computes with both; there a wrong type would fail every sample of the batch.
+    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
+        raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
+    if priority is not None and not isinstance(priority, int):
+        raise ValueError(f"priority must be a whole number, not {priority!r}")

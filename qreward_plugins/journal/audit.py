@@ -16,7 +16,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, variance
 from typing import Any
 
@@ -105,6 +105,9 @@ class AuditFinding:
     alarm: bool | None
     said: str
     figures: Mapping[str, float | str] = field(default_factory=dict)
+    step: int | None = None
+    """Where to look first: the first step of the last third, or the one in which another model answered; None if there
+    are no steps."""
 
 
 def _judges(entries: _Entries) -> set[str]:
@@ -146,8 +149,11 @@ class _Text:
 class _Judged:
     """The rewards of one judge for training samples."""
 
-    def __init__(self, name: str, first: _Third, last: _Third, texts: Sequence[_Text]) -> None:
+    def __init__(
+        self, name: str, first: _Third, last: _Third, texts: Sequence[_Text], *, last_from: int | None
+    ) -> None:
         self._name = name
+        self._last_from = last_from
         self._first = first
         self._last = last
         self._texts = texts
@@ -183,13 +189,13 @@ class _Judged:
             for step, group, reward, body in entries.rows(columns, where, *bounds, then=then, table=table):
                 phrases = frozenset(map(_digest, _phrases_of(body)))
                 texts.append(_Text(bool(place), (step, group), reward - totals[step] / counts[step], phrases, body))
-        return cls(name, thirds[0], thirds[1], texts)
+        return cls(name, thirds[0], thirds[1], texts, last_from=steps[len(steps) - size] if size else None)
 
     def findings(self) -> Iterator[AuditFinding]:
         enough = min(len(third.groups) for third in (self._first, self._last)) >= _FEWEST_GROUPS
         for check in (self._length, self._component, self._groups, self._phrases):
             if enough:
-                yield check()
+                yield replace(check(), step=self._last_from)
             else:
                 said = f"too few: it takes {_FEWEST_STEPS} steps, and {_FEWEST_GROUPS} groups in each third of them"
                 yield AuditFinding(check.__name__[1:], self._name, None, said)
@@ -297,17 +303,21 @@ def _flips(entries: _Entries, only: str | None) -> Iterator[AuditFinding]:
 
 def _models(entries: _Entries, only: str | None) -> Iterator[AuditFinding]:
     """Sources whose replies name more than one model."""
-    models: dict[str, dict[str, float]] = defaultdict(dict)
+    models: dict[str, dict[str, tuple[float, int | None]]] = defaultdict(dict)
     where = f"{_ASKED} AND model != '' AND source != ''"
-    columns = "source, model, min(recorded_at)"
-    for source, model, since in entries.rows(columns, where, only, only, then="GROUP BY 1, 2"):
-        models[source][model] = min(since, models[source].get(model, math.inf))
+    # SQLite takes the step from the row with the minimum.
+    columns = "source, model, min(recorded_at), step"
+    for source, model, *first in entries.rows(columns, where, only, only, then="GROUP BY 1, 2"):
+        at, step = models[source].get(model, (math.inf, None))
+        models[source][model] = (first[0], first[1]) if first[0] < at else (at, step)
     for source, since in sorted(models.items()):
-        names = [one_line(name, 80) for name in sorted(since, key=lambda name: since[name])]
+        ordered = sorted(since, key=lambda name: since[name][0])
+        names = [one_line(name, 80) for name in ordered]
         shown = ", then ".join(names[:_MOST_NAMES]) + (
             f" and {len(names) - _MOST_NAMES:,} more" * (len(names) > _MOST_NAMES)
         )
-        yield AuditFinding("models", source, len(names) > 1, shown, {"models": len(names)})
+        step = since[ordered[1]][1] if len(ordered) > 1 else None
+        yield AuditFinding("models", source, len(names) > 1, shown, {"models": len(names)}, step)
 
 
 def _surely_above(values: Sequence[float], others: Sequence[float], bound: float, sure: float = _SURE) -> bool:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from ..errors import JournalError
 from .entries import COLUMNS
 
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 
 BUSY_TIMEOUT_S: Final = 5.0
 """Longest wait for another process that writes, in seconds."""
@@ -39,6 +39,9 @@ _CREATE: Final = (
     "CREATE TABLE trained (run_id TEXT NOT NULL, recorded_at REAL NOT NULL, sample_id TEXT NOT NULL, group_id TEXT, "
     "step INTEGER, reward REAL, advantage REAL, masked INTEGER NOT NULL)",
     "CREATE INDEX trained_by_sample ON trained (run_id, sample_id)",
+    "CREATE TABLE live (run_id TEXT NOT NULL, process_id INTEGER NOT NULL, source TEXT NOT NULL, "
+    "recorded_at REAL NOT NULL, state TEXT NOT NULL, PRIMARY KEY (run_id, process_id, source))",
+    "CREATE TABLE holds (run_id TEXT NOT NULL, source TEXT NOT NULL, PRIMARY KEY (run_id, source))",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )

@@ -16,17 +16,21 @@ import logging
 import math
 import os
 import random
+import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from weakref import WeakMethod
+
+import orjson
 
 from ..errors import JournalError
 from ..samples import Outcome, Sample, Scored, Verdict
-from ..scheduling.attempts import PastAttempt
+from ..scheduling.history import PastAttempt
 from ..system.ray_actors import job_name
 from . import entries
 from .database import explained, open_database
@@ -126,6 +130,8 @@ class Journal:
             raise
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-journal-reader")
         self._read_logged = False
+        self._told: Mapping[str, Mapping[str, Any]] = {}
+        self._look: Callable[[], Callable[[frozenset[str]], None] | None] = lambda: None
         self._writer = Writer(self.path, writing, most_bytes=texts_mb * 1e6, on_last=self._close_reading)
 
     @property
@@ -213,6 +219,32 @@ class Journal:
             process_id=self._writer.process_id,
             run_id=self.run_id,
         )
+
+    def watch(self, look: Callable[[frozenset[str]], None]) -> None:
+        """Call the method `look` about once a second, in a thread, with the sources that are held from outside. It does
+        not keep its object alive. It must not raise.
+        """
+        self._look = WeakMethod(look)
+        self._writer.every_second = self._meet
+
+    def tell(self, sources: Mapping[str, Mapping[str, Any]]) -> None:
+        """Record how the sources are, by name, for those who look at the run. It is written within a second."""
+        self._told = sources
+
+    def _meet(self, connection: sqlite3.Connection) -> None:
+        """Write how the sources are, and find out which are held. Runs in the writing thread."""
+        told, self._told = self._told, {}
+        place = (self.run_id, self._writer.process_id)
+        rows = [
+            (*place, name, self._clock(), orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+            for name, each in told.items()
+        ]
+        if rows:
+            connection.executemany("INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?)", rows)
+        held = connection.execute("SELECT source FROM holds WHERE run_id = ?", (self.run_id,)).fetchall()
+        look = self._look()
+        if look is not None:
+            look(frozenset(source for (source,) in held))
 
     async def flush(self) -> None:
         """Wait until all earlier entries are in the file.

@@ -78,7 +78,7 @@ class Entry:
 _NAMES = tuple(field.name for field in fields(Entry) if field.name != "journal")
 _COLUMNS = ", ".join(_NAMES)
 _REWARD = "coalesce(score, floor)"
-_TEXTS = ("request", "reply", "thinking")
+_TEXTS = ("request", "reply", "thinking", "said")
 _PLACE = "step, split, coalesce(sample_id, id)"
 """What tells the samples of a run apart."""
 
@@ -146,6 +146,8 @@ class Stories:
         self._paths = journals_in(paths)
         self._open = ExitStack()
         self._connections: dict[str, sqlite3.Connection] = {}
+        self.saw_all = True
+        """Whether `find` looked at all entries that are wanted, and not at `LOOKED_AT` of a journal."""
 
     def __enter__(self) -> Stories:
         with ExitStack() as opened:
@@ -159,9 +161,10 @@ class Stories:
         return self._open.__exit__(*raised)
 
     def find(self, wanted: Wanted, most: int) -> tuple[list[Story], int]:
-        """Return the stories of at most `most` samples, and how many there are (at most `LOOKED_AT`). The latest come
-        first, or the worst.
+        """Return the stories of at most `most` samples, and how many there are among the entries that are looked at
+        (`saw_all`). The latest come first, or the worst.
         """
+        self.saw_all = True
         found: dict[tuple[Any, ...], tuple[str, int]] = {}
         whole = self._with_wholes(wanted) if (wanted.failed or wanted.worst) and wanted.judge is None else set()
         for *_, path, number, run_id, step, split, sample_id, source in sorted(
@@ -217,8 +220,9 @@ class Stories:
         columns = f"{order}, id, run_id, step, split, sample_id, source"
         for path, connection in self._connections.items():
             query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY {order} LIMIT {LOOKED_AT}"
-            for row in connection.execute(query, values):
-                yield (*row[:2], path, *row[2:])
+            rows = connection.execute(query, values).fetchall()
+            self.saw_all &= len(rows) < LOOKED_AT
+            yield from ((*row[:2], path, *row[2:]) for row in rows)
 
     def _with_wholes(self, wanted: Wanted) -> set[tuple[Any, ...]]:
         """The samples with an entry of a judge that asks other judges."""
@@ -322,28 +326,39 @@ def _content(content: Any) -> str:
     return "\n".join(str(part.get("text", json.dumps(part))) for part in content)
 
 
-@dataclass(frozen=True)
-class SentRequest:
-    """What an attempt sent. `number` counts attempts from 1; `parameters` is JSON, or ""."""
-
-    number: int
-    turns: Sequence[tuple[str, str]]
-    parameters: str
-
-
-def last_sent(attempts: Sequence[Mapping[str, Any]]) -> SentRequest | None:
-    """What the attempt sent that was answered, or the last one; None if no text of a request is kept."""
+def last_sent(attempts: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
+    """The body that was sent by the attempt that was answered, or by the last one, and its number, from 1; None if no
+    body is kept.
+    """
     sent = [(number, attempt) for number, attempt in enumerate(attempts, 1) if attempt.get("request")]
     chosen = [each for each in sent if each[1]["result"] == "valid"] or sent
-    if not chosen:
-        return None
-    number, attempt = chosen[-1]
+    return (chosen[-1][0], chosen[-1][1]["request"]) if chosen else None
+
+
+def lines_of(body: str) -> Iterator[str]:
+    """The lines that show a body, as YAML writes it, but with each text of several lines as a block. A body that is no
+    JSON, because it lost its middle, is shown as it is.
+    """
     try:
-        body = json.loads(attempt["request"])
-        turns = turns_of(json.dumps(body.pop("messages")))
-    except (ValueError, KeyError):  # it lost its middle, or is not kept any more
-        return SentRequest(number, [("", attempt["request"])], "")
-    return SentRequest(number, turns, json.dumps(body) if body else "")
+        yield from _lines(json.loads(body))
+    except ValueError:
+        yield from body.split("\n")
+
+
+def _lines(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        yield from [key] if key else []
+        for name, each in value.items():
+            yield from (("  " if key else "") + line for line in _lines(each, f"{name}:"))
+    elif isinstance(value, list) and value:
+        yield from [key] if key else []
+        for each in value:
+            yield from (f"{'- ' if number == 0 else '  '}{line}" for number, line in enumerate(_lines(each)))
+    elif isinstance(value, str) and "\n" in value:
+        yield f"{key} |"
+        yield from (f"  {line}" for line in value.split("\n"))
+    else:
+        yield f"{key} {value if isinstance(value, str) else json.dumps(value)}".lstrip()
 
 
 def deciding(entries: Sequence[Entry]) -> Sequence[Entry]:

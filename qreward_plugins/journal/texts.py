@@ -21,10 +21,11 @@ from typing import Any, Final, Literal, TypeAlias
 
 import orjson
 
-from ..samples import Message, Outcome, Sample, Scored
+from ..errors import SampleRefused
+from ..samples import Outcome, Sample, Scored
 from ..samples.images import EncodedImage
 from ..samples.json_values import without_lone_surrogates
-from ..scheduling.attempts import PastAttempt
+from ..scheduling.history import PastAttempt
 from ..sources.base import Reply, Request, identity_of
 
 Keep = Literal["interesting", "all", "none"]
@@ -137,17 +138,19 @@ class Texts:
         return found
 
     def of_attempt(self, attempt: PastAttempt) -> dict[str, str | None]:
-        """Add the texts of an attempt; return their hashes: what was sent, the reply, and the thoughts before it."""
+        """Add the texts of an attempt; return their hashes: what was sent, the reply and the thoughts before it, or
+        what the server said instead.
+        """
         found: dict[str, str | None] = {}
         request = attempt.request
-        if request.messages:
-            sent: Mapping[str, Any] = {"messages": list(request.messages), **request.parameters}
-            written = _json(sent)
-            if _ESCAPED_NULL not in written:
-                # With marks in place of the response and the nonce, the siblings of a group share this text.
-                sent = {**sent, "messages": [_marked(message, request) for message in request.messages]}
-                written, found["nonce"] = _json(sent), request.nonce
+        written = _body(attempt)
+        if request.nonce and _ESCAPED_NULL not in written:
+            # With marks in place of the response and the nonce, the siblings of a group share this text.
+            written, found["nonce"] = _marked(written, request), request.nonce
+        if written:
             found["request"] = self._add_written(written)
+        if attempt.said:
+            found["said"] = self._add(attempt.said)
         if attempt.reply is not None:
             found["reply"] = self._add(_said(attempt.reply))
             if attempt.reply.thinking:
@@ -206,24 +209,34 @@ _OF_SAMPLE: Final[Mapping[str, Callable[[Sample], Any]]] = {
 }
 
 
-def _marked(message: Message, request: Request) -> Mapping[str, Any]:
-    content: Any = message["content"]
+def _body(attempt: PastAttempt) -> str:
+    """The body that was sent; of a source that does not tell it, the messages and parameters, as JSON, or ""."""
+    request = attempt.request
+    if attempt.written is not None and request.passed is None:
+        try:
+            return attempt.written()
+        except SampleRefused:
+            return ""
+    return _json({"messages": list(request.messages), **request.parameters}) if request.messages else ""
+
+
+def _marked(body: str, request: Request) -> str:
+    """Replace the response and the nonce in JSON, as they are written there. Requests without a nonce may be joined,
+    and all of their samples share the text as it is.
+    """
     response = request.sample.response
-    if not isinstance(content, str):
-        return message
     if isinstance(response, str) and _SHORT < len(response) < MOST_CHARS and _is_utf8(response):
-        content = content.replace(response, _RESPONSE)
-    return {**message, "content": content.replace(request.nonce, _NONCE) if request.nonce else content}
+        body = body.replace(_written(response), _written(_RESPONSE))
+    return body.replace(request.nonce, _written(_NONCE))
 
 
 def restored(request: str, nonce: str, response: str | None) -> str:
     """Return what was sent, as JSON, from a text with marks, the attempt's nonce and the sample's response."""
-    written = orjson.dumps(response or "").decode()[1:-1]
-    return request.replace(_written(_NONCE), nonce).replace(_written(_RESPONSE), written)
+    return request.replace(_written(_NONCE), nonce).replace(_written(_RESPONSE), _written(response or ""))
 
 
-def _written(mark: str) -> str:
-    return orjson.dumps(mark).decode()[1:-1]
+def _written(text: str) -> str:
+    return orjson.dumps(text).decode()[1:-1]
 
 
 def _is_utf8(text: str) -> bool:

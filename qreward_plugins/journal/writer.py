@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -15,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final
 
 from ..errors import JournalError
@@ -45,6 +47,9 @@ LONGEST_RETRY_S: Final = 10.0
 
 CLOSE_WITHIN_S: Final = 15.0
 """Longest time in seconds that closing goes on retrying writes."""
+
+LOOK_EVERY_S: Final = 1.0
+"""Seconds between two looks at what other processes want of this one."""
 
 _ROW_CHARS: Final = 500
 """Assumed size of a row without its texts, in characters."""
@@ -103,6 +108,9 @@ class Writer:
         self._closed: Future[None] = _started()
         self._failure: str | None = None
         self._logged: set[str] = set()
+        self.every_second: Callable[[sqlite3.Connection], None] | None = None
+        """Called in the thread about once a second, with the connection; it may raise `sqlite3.Error`."""
+        self._looked_at = -math.inf
         self._thread = threading.Thread(target=self._write, name="qreward-journal-writer", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)
@@ -229,7 +237,7 @@ class Writer:
                 # The last write failed: wait before the next try, unless `flush` or `aclose` asks for one now.
                 self._changed.wait_for(lambda: self._calls or self._closing, self._retry_s)
             else:
-                self._changed.wait_for(lambda: self._waiting or self._calls or self._closing)
+                self._changed.wait_for(lambda: self._waiting or self._calls or self._closing, LOOK_EVERY_S)
                 self._changed.wait_for(
                     lambda: len(self._waiting) >= COMMIT_ENTRIES or self._calls or self._closing, COMMIT_AFTER_S
                 )
@@ -237,6 +245,10 @@ class Writer:
             calls, self._calls = self._calls, []
             last = self._closing
         self._commit_kept()
+        if self.every_second is not None and time.monotonic() >= self._looked_at + LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            with suppress(sqlite3.Error):
+                self.every_second(self._connection)
         if last:
             self._commit_before_closing()
         for call in calls:

@@ -150,9 +150,9 @@ class Judge(ABC):
         return sum(part.calls for part in self.parts) or 1
 
     @property
-    def compares(self) -> bool:
-        """Whether it, or a judge that it awaits, compares the samples of a group."""
-        return any(part.compares for part in self.parts)
+    def comparing(self) -> frozenset[str]:
+        """The names of the judges that compare the samples of a group, of it and those that it awaits."""
+        return frozenset().union(*(part.comparing for part in self.parts))
 
     @property
     def masks(self) -> bool:
@@ -178,8 +178,8 @@ class GroupJudge(Judge):
     """A judge that compares the samples of a group: the base class of such kinds, which define `judge_group`."""
 
     @property
-    def compares(self) -> bool:
-        return True
+    def comparing(self) -> frozenset[str]:
+        return frozenset({self.name}) | super().comparing
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         return await ask.with_siblings(self)

@@ -151,7 +151,7 @@ class CascadeJudge(Judge):
                 verdicts[judge.name] = await in_time(judge, sample, ask, within_s)
                 if _is_sure(verdicts[judge.name], decides):
                     for later in self.parts[self.parts.index(judge) + 1 :]:
-                        if later.compares:
+                        if later.comparing:
                             ask.skip(later)
                     return self._decided(judge, verdicts)
         verdicts[last.name] = await asked(self.name, last, sample, ask)

@@ -90,8 +90,8 @@ class GateJudge(Judge):
         passed = first.score >= self._at_least
         chosen = self._then if passed else self._otherwise
         own = {PASSED: float(passed)}
-        for part in (self._then, self._otherwise):
-            if part is not chosen and isinstance(part, Judge) and part.compares:
+        for part in self.parts[1:]:
+            if part is not chosen and part.comparing:
                 ask.skip(part)
         if not isinstance(chosen, Judge):
             # The condition has judged it.

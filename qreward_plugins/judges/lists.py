@@ -12,7 +12,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..config.judge_models import Interval
@@ -23,6 +23,7 @@ from .verdicts import excerpt, number_in
 
 _ANCHORS = 4
 """One of so many places in a list is for an anchor."""
+_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +35,9 @@ class ListSample(Sample):
     @classmethod
     def of(cls, sample: Sample, responses: Sequence[str]) -> ListSample:
         """Several responses to the prompt of `sample`."""
-        return cls(
-            messages=sample.messages,
-            response="\n\n".join(responses),
-            ground_truth=sample.ground_truth,
-            data_source=sample.data_source,
-            group_id=sample.group_id,
-            step=sample.step,
-            split=sample.split,
-            extras=sample.extras,
-            prompt=sample.prompt,
-            responses=tuple(responses),
-        )
+        shared = {field.name: getattr(sample, field.name) for field in fields(Sample)}
+        own: dict[str, Any] = {"response": "\n\n".join(responses), "id": None, "response_images": ()}
+        return cls(**shared | own, responses=tuple(responses))
 
 
 class ListTask(Task):
@@ -63,11 +55,8 @@ class ListTask(Task):
     def identity(self) -> Sequence[Any]:
         return ["list", self._range]
 
-    def responses(self, sample: Sample) -> Sequence[str]:
-        return sample.responses if isinstance(sample, ListSample) else ()
-
     def count(self, sample: Sample) -> int:
-        return len(self.responses(sample))
+        return len(sample.responses) if isinstance(sample, ListSample) else 0
 
     def told(self, sample: Sample) -> str:
         low, high = map(plain, self._range)
@@ -131,7 +120,8 @@ def merged(lists: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) ->
     for each, mean in zip(given, means, strict=True):
         for index, score in each.items():
             found.setdefault(index, []).append(score + (whole - mean))
-    return {index: math.fsum(values) / len(values) for index, values in found.items()}
+    # Rounded, so that equal scores stay equal.
+    return {index: round(math.fsum(values) / len(values), _DIGITS) for index, values in found.items()}
 
 
 def shares_of_ranks(scores: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:

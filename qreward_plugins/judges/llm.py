@@ -169,10 +169,14 @@ class LLMJudge(Leaf):
             raise ConfigurationError(
                 [Mistake(f"judges.{self.name}.{key}", problem, "Remove it, or compare by another.")]
             )
-        if self._prompt.writes_response:
-            problem = "they write one response, but several are compared."
-            remedy = "Leave `response` out; responses are written below the instructions."
-            raise ConfigurationError([Mistake(f"judges.{self.name}.instructions", problem, remedy)])
+        for variable in ("response", "extras"):
+            if variable in self._prompt.variables:
+                problem = f"they use `{variable}` of one sample, but several are compared."
+                remedy = "Leave it out; the responses are written below the instructions."
+                raise ConfigurationError([Mistake(f"judges.{self.name}.instructions", problem, remedy)])
+        if config.on_invalid == "floor":
+            problem = "one response could bring the floor upon all that are compared with it."
+            raise ConfigurationError([Mistake(f"judges.{self.name}.on_invalid", problem, "Remove the key.")])
         task = ListTask(config.score_range)
         return LLMJudge(self.name, config, sources=self.sources, key=self._key, vision=self._vision, task=task)
 

@@ -11,6 +11,7 @@ Images stand between the texts and the rules, each below its name. A text in an 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -22,7 +23,7 @@ from ..samples import Sample
 from ..sources.image_parts import ShownImages
 from .fence import NONCE_LENGTH
 from .forms import AnswerForm
-from .lists import ListTask
+from .lists import ListSample, ListTask
 from .sample_texts import SampleTexts, conversation_text
 from .tasks import NONCE, Reference, Rubric, Task, plain
 from .templates import Page, Template
@@ -198,7 +199,7 @@ class Prompt:
         rubric = self._task.rubric(sample)
         if rubric:
             values["rubric"] = page.text("rubric", rubric, max_chars=_MOST_RUBRIC_CHARS)
-        responses = self._task.responses(sample)
+        responses = sample.responses if isinstance(sample, ListSample) else ()
         parts = [self._instructions.render(page, values).strip()]
         for label, heading in _HEADINGS.items():
             text = values.get(label)
@@ -219,9 +220,9 @@ class Prompt:
         return "\n\n".join(filter(None, parts)), "\n\n".join(filter(None, rules))
 
     @property
-    def writes_response(self) -> bool:
-        """Whether the instructions themselves write the response."""
-        return "response" in self._instructions.variables
+    def variables(self) -> Collection[str]:
+        """What the instructions look up."""
+        return self._instructions.variables
 
     def system(self, sample: Sample, shown: SampleTexts, nonce: str) -> str:
         """Return the system message; "" for none."""

@@ -1,8 +1,8 @@
 """Defines `RankJudge`: a language model compares the responses of a group, and their places are the rewards.
 
 A group-based estimator only uses how the samples of a prompt differ, and a judge that sees them side by side tells them
-apart better than one that gives each a number by itself. A group that is decided costs no call: one response alone, or
-several that are equal.
+apart better than one that gives each a number by itself. Equal responses share a place, so a group of these costs no
+call. A sample without siblings is scored by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from ..config.judge_models import JudgeConfig
 from ..config.nodes import JudgeName, no_bool
 from ..errors import ConfigurationError, Mistake
-from ..samples import Failed, Sample, Verdict
+from ..samples import Cause, Failed, Sample, Verdict
 from .base import Ask, GroupJudge, Judge, JudgeFailed, Opening
 from .lists import ListSample, lists_of, merged, shares_of_ranks
 from .llm import LLMJudge
@@ -30,8 +30,8 @@ SIBLINGS = "siblings"
 class RankJudge(GroupJudge):
     """Compares the responses of a group.
 
-    Siblings that fail, or that go to another judge, are not compared. A call that fails costs the samples of its list
-    their rewards; nobody is last because he is missing.
+    Siblings that fail, or that go to another judge, get no place. A call that fails costs the samples of its list
+    their rewards.
     """
 
     class Config(JudgeConfig):
@@ -86,6 +86,7 @@ class RankJudge(GroupJudge):
         responses: dict[str, list[int]] = {}
         for place, sample in enumerate(samples):
             try:
+                _check_same(sample, samples[0])
                 verdict = self._judge.screened(sample)
             except JudgeFailed as error:
                 results[place] = part_failed(self.name, self._judge.name, error.failed).failed
@@ -113,10 +114,13 @@ class RankJudge(GroupJudge):
         """What comes of each response, by its index."""
         assert self._judge.reward_range is not None
         low, high = self._judge.reward_range
+        if len(texts) == 1 and self._config.rewards == "scores":
+            return {0: await self._asked(self._judge, replace(sample, response=texts[0]), ask)}
         if len(texts) == 1:
             return {0: Verdict((low + high) / 2, judge=self._judge.name)}
         lists = lists_of(texts, self._config.list_size, seed=self.name)
-        said = await asyncio.gather(*(self._asked(sample, [texts[index] for index in each], ask) for each in lists))
+        shown_texts = [ListSample.of(sample, [texts[index] for index in each]) for each in lists]
+        said = await asyncio.gather(*(self._asked(self._lists, each, ask) for each in shown_texts))
         found: dict[int, Verdict | Failed] = {}
         scored: list[tuple[list[int], Verdict]] = []
         numbers: list[list[float]] = []
@@ -138,12 +142,27 @@ class RankJudge(GroupJudge):
                 found[index] = replace(verdict, score=reward, correct=absolute.correct, rationale=rationale, raw=None)
         return found
 
-    async def _asked(self, sample: Sample, texts: Sequence[str], ask: Ask) -> Verdict | Failed:
+    async def _asked(self, judge: LLMJudge, sample: Sample, ask: Ask) -> Verdict | Failed:
         try:
-            return await self._lists.judge(ListSample.of(sample, texts), ask)
+            return await judge.judge(sample, ask)
         except JudgeFailed as error:
             return part_failed(self.name, self._judge.name, error.failed).failed
 
     def _whole(self, verdict: Verdict, siblings: int) -> Verdict:
         parts, own = {self._judge.name: verdict}, {SIBLINGS: float(siblings)}
         return combined(self.name, parts, verdict.score, correct=verdict.correct, own=own)
+
+
+def _check_same(sample: Sample, first: Sample) -> None:
+    """Raise `JudgeFailed` if a sample cannot stand in one list with the first of its group."""
+    for name in ("messages", "ground_truth"):
+        if not _equal(getattr(sample, name), getattr(first, name)):
+            detail = f"the sample has other {name} than its group, so they cannot be compared"
+            raise JudgeFailed(Failed(Cause.INFRA, "input", detail))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # arrays, or any object of a data set
+        return repr(one) == repr(other)

@@ -100,6 +100,13 @@ class JudgeRouter:
         route = self.route_of(sample)
         return None if route is None else self.judges[route.judge]
 
+    def compares(self, sample: Sample) -> bool:
+        """Whether a sample goes to a judge that compares it with its siblings. Those of a validation are compared with
+        other validations, so their rewards must not depend on siblings.
+        """
+        judge = None if sample.split == "val" else self.judge_of(sample)
+        return judge is not None and bool(judge.comparing)
+
     def route_of(self, sample: Sample) -> Route | None:
         """Return the first route whose glob matches the sample's data source; None if no route matches."""
         for pattern, route in self._routes:

@@ -88,10 +88,6 @@ class Task(ABC):
         """The criteria of a data set, which are untrusted and stand in a fence; "" for none."""
         return ""
 
-    def responses(self, sample: Sample) -> Sequence[str]:
-        """The responses of a sample that stands for several; empty for one that has its own."""
-        return ()
-
     def identity_of(self, sample: Sample) -> Sequence[Any]:
         """What `identity` lacks, because it differs between samples."""
         return ()

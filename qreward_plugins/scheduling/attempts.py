@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..errors import (
@@ -22,7 +22,7 @@ from ..errors import (
 from ..observers import AttemptEnded, Observers
 from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..quotas.reservation import Reservation
-from ..samples.spent import NO_USAGE, Usage
+from ..samples.spent import NO_USAGE
 from ..sources.base import Reply, Request
 from .budgets import UNITS
 from .jobs import Job
@@ -81,6 +81,8 @@ class Attempt:
     """Whether the scheduler gave it up, so that its end says nothing about its job any more."""
     problem: str = ""
     """Why it gave no answer; "" for an answer."""
+    said: str = ""
+    """What its server said instead of an answer, without secrets; "" if that is not known."""
     cost_usd: float = 0.0
     answered_with_error: bool = False
     """Whether its source answered with an error, for which nobody is charged."""
@@ -89,6 +91,8 @@ class Attempt:
     """Time at which the source reported that the request was sent; infinity if it has not."""
     called_off: bool = False
     """Whether the scheduler cancelled it. A cancellation by anything else (a function, a library) is a failure."""
+    together_with: tuple[Request, ...] = ()
+    """All that was sent in one request with it, its own included; empty if it was sent alone, or is not sent."""
     request_batch: RequestBatch | None = None
     """The request that carries it with others; None if it has a request of its own."""
     own: bool = False
@@ -257,7 +261,7 @@ class Attempt:
             raise asyncio.CancelledError
         self.ended_at = loop.time()
         if failure is not None:
-            self.problem = str(failure)
+            self.problem, self.said = str(failure), failure.said
         self._release()
         try:
             on_end(self, failure)
@@ -395,53 +399,3 @@ def _result(error: AttemptError | Literal["cancelled"] | None) -> AttemptResult:
     if isinstance(error, Throttled):
         return "throttled"
     return "refused" if isinstance(error, PermanentError) else "failed"
-
-
-# Not frozen: it is made for every call, and a frozen one takes three times as long.
-@dataclass(slots=True, eq=False)
-class PastAttempt:
-    """One attempt of a call that has ended. Times are seconds since the call was submitted."""
-
-    source: str
-    started_s: float
-    sent_s: float | None
-    """When its request was written; None if it never was."""
-    ended_s: float
-    result: str
-    """"valid", "invalid", "throttled", "failed", or "cancelled": mostly because another attempt answered."""
-    hedge: bool
-    """Whether another attempt was under way when it started."""
-    problem: str
-    """Why it gave no answer; "" for an answer."""
-    usage: Usage
-    cost_usd: float
-    """US dollars, by the configured price."""
-    request: Request = field(repr=False)
-    reply: Reply | None = field(repr=False)
-    """None if none came."""
-
-
-def history_of(job: Job, now: float) -> tuple[PastAttempt, ...]:
-    """Return the attempts of a job that ends at `now`, in the order in which they started."""
-    attempts = (*job.past, *job.live)
-    if len(attempts) > 1:
-        attempts = tuple(sorted(attempts, key=lambda attempt: attempt.started_at))
-    return tuple(_past(attempt, job.submitted_at, now) for attempt in attempts)
-
-
-def _past(attempt: Attempt, began: float, now: float) -> PastAttempt:
-    reply = attempt.reply
-    return PastAttempt(
-        attempt.upstream.name,
-        attempt.started_at - began,
-        attempt.reservation.sent_at - began if attempt.sent else None,
-        # One without a result is being cancelled.
-        (attempt.ended_at if attempt.result else now) - began,
-        attempt.result or "cancelled",
-        attempt.hedge,
-        attempt.problem,
-        NO_USAGE if reply is None or reply.usage is None else reply.usage,
-        attempt.cost_usd,
-        attempt.request,
-        reply,
-    )

@@ -78,6 +78,8 @@ class Upstream:
         self._estimates = TokenEstimates()
         self.wait_reasons = WaitReasons()
         self._held: Callable[[], str] | None = getattr(source, "held", None)
+        self._on_hold = ""
+        """Why it is held by hand; "" if it is not."""
         self.batch: Batch | None = getattr(source, "batch", None)
         """How many calls one request may carry; None if it carries one."""
         self.budgets: Sequence[DollarBudget] = ()
@@ -97,12 +99,18 @@ class Upstream:
         """
         self.quota, self.retries = other.quota, other.retries
         self.quota.serve(self.name, slots=self.source.slots)
+        self.hold(other._on_hold)
         if self.source.model == other.source.model:
             self.speed = other.speed
         if same_account:
             self.breaker, self.pauses = other.breaker, other.pauses
         self.silence = Silence(self.live, self.speed, other.silence.tail)
         self.health = Health(self.name, self.quota, self.breaker, self.silence, local=self.local)
+
+    def hold(self, why: str) -> None:
+        """Take no further calls, because `why`, until this is called with "". Those under way go on."""
+        self._on_hold = why
+        self._held = (lambda: why) if why else getattr(self.source, "held", None)
 
     def abandon_attempts(self, now: float) -> None:
         """Forget the attempts of an event loop that was closed. What they sent still counts against the limits."""

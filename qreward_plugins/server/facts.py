@@ -13,6 +13,7 @@ from ..client.rows import ServerFacts
 from ..config import Config, SourceConfig, routes_of
 from ..config.several_keys import configured_name
 from ..engine import RewardEngine
+from ..judges import compares_siblings
 from ..sources.kind import own_settings
 
 _ASKING = {"priority"}
@@ -31,7 +32,11 @@ def facts_of(engine: RewardEngine) -> ServerFacts:
     """Return the facts of the configuration that an engine works by."""
     known = engine.facts()
     return ServerFacts(
-        fingerprint_of(engine.config), tuple(known.components), known.defines_correct, engine.stream_window
+        fingerprint_of(engine.config),
+        tuple(known.components),
+        known.defines_correct,
+        engine.stream_window,
+        compares_siblings(engine.config),
     )
 
 

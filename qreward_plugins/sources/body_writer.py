@@ -16,7 +16,7 @@ from ..quotas.demand import Texture
 from ..samples.images import EncodedImage
 from ..samples.json_values import encoded, images_written, with_parameters
 from ..samples.spent import Usage
-from .base import Request, Source
+from .base import Request, Source, identity_of
 from .image_parts import request_has_images
 from .threads import ThreadSlots
 
@@ -232,10 +232,17 @@ class BodyWriter:
                 found[number] = await self._threads.run(partial(self._images_written, body), on_start=_nothing)
         return found
 
-    def join(self, bodies: Sequence[Mapping[str, Any]], lists: Lists) -> bytes:
+    def encode_joined(self, requests: Sequence[Request], lists: Lists) -> bytes:
+        """Return what `join` makes of these requests, with identities in place of images. Raises `SampleRefused`."""
+        bodies = [body for body in map(self._body_or_error, requests) if isinstance(body, dict)]
+        return self.join(bodies, lists, image=identity_of)
+
+    def join(
+        self, bodies: Sequence[Mapping[str, Any]], lists: Lists, *, image: Callable[[EncodedImage], str] = str
+    ) -> bytes:
         """Return one body of several calls as bytes, from what `each` returned."""
         try:
-            return encoded(lists.join(bodies))
+            return encoded(lists.join(bodies), image=image)
         except Exception as error:
             reason = f"the body cannot be written: {type(error).__name__}"
         raise SampleRefused(f"source {self._name!r}: {reason}")

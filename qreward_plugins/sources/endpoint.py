@@ -346,6 +346,20 @@ class Endpoint(EndpointKind):
         """
         return (class_path(self), self.reads, self._bodies.encode(request, image=identity_of).decode())
 
+    def written(self, requests: Sequence[Request], *, in_lists: bool = False) -> str:
+        """Write the body again in which these requests were sent, for readers. `in_lists`: one was sent as several are.
+
+        Images are replaced by their identities, and secrets are redacted. Raises `SampleRefused`.
+        """
+        if self.lists is not None and (in_lists or len(requests) > 1):
+            body = self._bodies.encode_joined(requests, self.lists).decode()
+        else:
+            streaming = self.streaming(requests[0])
+            asks = None if streaming is None else streaming.reader.ASKS
+            body = self._bodies.encode(requests[0], image=identity_of, asks=asks).decode()
+        clean = self.redactor.clean
+        return body if clean is None else clean(body)
+
     async def aclose(self) -> None:
         """Close all connections. Idempotent. After that, `send` raises."""
         if self._cache_use is not None:

@@ -227,6 +227,10 @@ class ReplicaSet(SourceKind):
         sent, weights = self._inner.sent(request), self.weights
         return sent if not weights.identity else (sent, weights.identity)
 
+    def written(self, requests: Sequence[Request]) -> str:
+        """See `Endpoint.written`."""
+        return self._inner.written(requests)
+
     @property
     def weights(self) -> ServedWeights:
         """The weights of the pool: the new ones as soon as one replica has them."""

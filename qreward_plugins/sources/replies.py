@@ -49,6 +49,7 @@ _KEY_REFUSED = ("api_key_invalid", "authentication_error", "unauthenticated")
 _UNSUPPORTED = ("unsupported_parameter", "unsupported_value")
 _MOST_TOKENS = 10**9
 _LONGEST_NAME_CHARS = 200
+_MOST_SAID_BYTES = 2**16
 _MOST_TOKENS_READ = 8
 _MOST_LIKELY = 100
 
@@ -75,7 +76,13 @@ class Answer:
         if isinstance(outcome, Reply):
             return outcome
         # Raised only here, so that no frame of the traceback holds a part of the reply.
-        raise outcome
+        raise self._said(outcome)
+
+    def _said(self, error: QRewardError) -> QRewardError:
+        """Note on an error what the server said, without secrets."""
+        said = self.http.body[:_MOST_SAID_BYTES].decode("utf-8", "replace")
+        error.said = said if self.redactor.clean is None else self.redactor.clean(said)
+        return error
 
     def _understand(self) -> Reply | QRewardError:
         if not 200 <= self.http.status < 300:
@@ -91,8 +98,8 @@ class Answer:
         """
         outcome = self._understand_all(lists, requests, source)
         if isinstance(outcome, QRewardError):
-            raise outcome
-        return outcome
+            raise self._said(outcome)
+        return [self._said(each) if isinstance(each, QRewardError) else each for each in outcome]
 
     def _understand_all(
         self, lists: Lists, requests: Sequence[Request], source: Source

@@ -8,7 +8,7 @@ number or an object.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -185,6 +185,9 @@ class HTTPSource(Endpoint):
         finally:
             # Breaks the reference cycle of error, traceback and frame.
             del result
+
+    def written(self, requests: Sequence[Request], *, in_lists: bool = False) -> str:
+        return super().written(requests, in_lists=self.batch is not None)
 
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body. Raises `InputError` for a value that JSON cannot hold."""

@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -98,8 +99,8 @@ def join_cluster() -> None:
         raise ConnectionError(f"the Ray cluster{where} cannot be joined: {first}") from None
 
 
-def get_or_start(name: str, cls: type, **options: Any) -> Any:
-    """The handle of this job's actor `name`, an instance of `cls` without arguments, started if there is none.
+def get_or_start(name: str, cls: type, *, arguments: Sequence[Any] = (), **options: Any) -> Any:
+    """The handle of this job's actor `name`, an instance of `cls`, started with `arguments` if there is none.
     `options`: further ones of Ray, such as where it is placed.
 
     It reserves no CPU of the cluster, and is restarted if its process or its node is lost. Raises Ray's errors, and
@@ -115,7 +116,7 @@ def get_or_start(name: str, cls: type, **options: Any) -> Any:
         handle = (
             ray.remote(cls)
             .options(name=name, get_if_exists=True, num_cpus=0, max_restarts=-1, max_concurrency=MANY, **options)
-            .remote()
+            .remote(*arguments)
         )
         kept = _handles.get(key)
         if kept is not None and kept._actor_id == handle._actor_id:

@@ -15,11 +15,26 @@ from markupsafe import Markup, escape
 
 from ..secrets import one_line
 from .samples import Bin, SampleWait
+from .totals import StepSummary
 
 WIDTH, HEIGHT = 720, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 22
 _ACROSS, _UP = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 _SECONDS_WIDTH = 640
+
+
+FIGURES = (
+    ("reward", "Reward", (("accent", "mean"), ("c1", "p50"), ("area", "p10 to p90"))),
+    (
+        "failed",
+        "Without a reward, by cause, or with a floor",
+        (("c1", "infra"), ("c2", "verdict"), ("c3", "policy"), ("c4", "floor")),
+    ),
+    ("flat", "Share of groups whose rewards are all equal", (("c1", "share"),)),
+    ("latency", "Seconds from submission to outcome", (("c1", "p50"), ("c2", "p95"))),
+    ("cost", "US dollars a step", (("c1", "US dollars"),)),
+)
+"""The charts of a trend: key, heading, and the style and name of each line."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ def trend(
     band: tuple[Sequence[float | None], Sequence[float | None]] | None = None,
     low: float | None = None,
     high: float | None = None,
+    marks: Mapping[int, str] | None = None,
 ) -> Markup:
     """Draw lines over steps. A step is a link, whose title has its numbers. `band`: the edges of an area.
 
@@ -52,6 +68,10 @@ def trend(
         parts += [_area(scale, band)]
     for line in lines:
         parts += _path(scale, line)
+    for place, text in (marks or {}).items():
+        x = scale.slot(place)[0]
+        parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_TOP + _UP}"/>')
+        parts.append(f'<text class="mark" x="{x + 3:.1f}" y="{_TOP + 9}">{escape(text)}</text>')
     for place, (step, link) in enumerate(zip(steps, links, strict=True)):
         told = ", ".join(f"{line.name} {shown(line.values[place])}" for line in lines)
         left, right = scale.slot(place)
@@ -59,6 +79,37 @@ def trend(
         title = f"<title>step {escape(step)}: {escape(told)}</title>"
         parts.append(f'<a href="{escape(link)}" tabindex="-1">{title}{area}</a>')
     return _svg(WIDTH, HEIGHT, parts)
+
+
+def of_run(
+    steps: Sequence[StepSummary], names: Sequence[str], links: Sequence[str], marks: Mapping[int, str]
+) -> dict[str, Markup]:
+    """The charts of a trend, by the keys of `FIGURES`. `marks`: texts for lines at steps, by their places."""
+
+    def drawn(*lines: Series, **how: Any) -> Markup:
+        return trend(names, lines, links=links, marks=marks, **how)
+
+    failed = [
+        Series(cause, f"c{number}", [step.causes.get(cause, 0) / step.samples for step in steps])
+        for number, cause in enumerate(("infra", "verdict", "policy"), 1)
+    ]
+    made = {
+        "reward": drawn(
+            Series("mean", "accent", [step.mean for step in steps]),
+            Series("p50", "c1", [step.p50 for step in steps]),
+            band=([step.p10 for step in steps], [step.p90 for step in steps]),
+        ),
+        "failed": drawn(*failed, Series("floor", "c4", [step.floors / step.samples for step in steps]), low=0.0),
+        "flat": drawn(Series("share", "c1", [step.flat_rate for step in steps]), low=0.0),
+        "latency": drawn(
+            Series("p50", "c1", [step.latency_p50_s for step in steps]),
+            Series("p95", "c2", [step.latency_p95_s for step in steps]),
+            low=0.0,
+        ),
+    }
+    if any(step.cost_usd for step in steps):
+        made["cost"] = drawn(Series("US dollars", "c1", [step.cost_usd for step in steps]), low=0.0)
+    return made
 
 
 def histogram(bins: Sequence[Bin], links: Sequence[str], chosen: float | None) -> Markup:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,12 +24,12 @@ from markupsafe import Markup
 
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding, audit
-from ..journal.stories import Stories, deciding, last_sent, turns_of
+from ..journal.live_sources import hold_source, live_sources
+from ..journal.stories import Stories, deciding, last_sent, lines_of, turns_of
 from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
 from . import charts
-from .charts import Series
 from .comparison import comparison
 from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, choices, histogram, rows_of, waits
 from .totals import StepSummary, Totals
@@ -40,6 +42,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
+_AUDIT_AGAIN = 1.125
+"""The audit is out of date once there are so many times the entries."""
 LOOK_EVERY_S = 1.0
 """Seconds between two looks for new entries, while a page is open."""
 NO_STEP = "none"
@@ -47,18 +51,6 @@ NO_STEP = "none"
 _LIST = ("source", "cause", "text", "low", "high", "sort", "down", "page")
 """Keys of a query that choose and order the samples of a step, beside those of `RunPage._chosen`."""
 _LINE_CHARS = 400_000
-_FIGURES = (
-    ("reward", "Reward", (("accent", "mean"), ("c1", "p50"), ("area", "p10 to p90"))),
-    (
-        "failed",
-        "Without a reward, by cause, or with a floor",
-        (("c1", "infra"), ("c2", "verdict"), ("c3", "policy"), ("c4", "floor")),
-    ),
-    ("flat", "Share of groups whose rewards are all equal", (("c1", "share"),)),
-    ("latency", "Seconds from submission to outcome", (("c1", "p50"), ("c2", "p95"))),
-    ("cost", "US dollars a step", (("c1", "US dollars"),)),
-)
-"""The charts of a trend: key, heading, and the style and name of each line."""
 _STATIC = Path(__file__).parent / "static"
 
 
@@ -71,10 +63,21 @@ class RunPage:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-ui-reader")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="qreward-ui-slow")
         self._is_busy = False
+        self._audit_done: asyncio.Future[dict[str, Any]] | None = None
+        self._audited_entries = 0
+        self._audited_run = ""
+        self._findings: list[AuditFinding] = []
+        """Alarms of the last audit, which was of this run."""
         self._access = Access(None, "127.0.0.1")
         templates = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
-        templates.filters |= {"text": _text, "number": charts.shown, "seconds": "{:.2f} s".format}
-        templates.globals |= {"with_": _with, "files": self._paths, "figures": _FIGURES}
+        templates.filters |= {
+            "text": _text,
+            "told": lambda body: "\n".join(lines_of(body)),
+            "number": charts.shown,
+            "limit": lambda value: charts.shown(value if math.isfinite(value) else None),
+            "seconds": "{:.2f} s".format,
+        }
+        templates.globals |= {"with_": _with, "files": self._paths, "figures": charts.FIGURES}
         self._templates = templates
 
     def application(self) -> web.Application:
@@ -85,6 +88,8 @@ class RunPage:
         app.router.add_get(r"/sample/{journal:\d{1,4}}/{row:\d{1,18}}", self._sample)
         app.router.add_get("/compare", self._compare)
         app.router.add_get("/audit", self._audit)
+        app.router.add_get("/sources", self._sources)
+        app.router.add_post("/sources/{change:hold|release}", self._hold)
         app.router.add_get("/events", self._events)
         app.router.add_static("/static", _STATIC)
         app.on_cleanup.append(self._close)
@@ -132,6 +137,7 @@ class RunPage:
     # Pages
 
     async def _trend(self, request: web.Request) -> web.Response:
+        self._auditing()
         return await self._in_reader(lambda: self._trend_page(request.query))
 
     def _trend_page(self, query: Mapping[str, str]) -> web.Response:
@@ -142,14 +148,19 @@ class RunPage:
         steps = self._totals.trend(chosen["run"], chosen["split"], chosen["judge"], chosen["data"] or None)
         names = [NO_STEP if step.step is None else str(step.step) for step in steps]
         links = [f"/step/{name}?{urlencode(chosen)}" for name in names]
+        alarms = [each for each in self._findings if each.check == "models" or each.about == chosen["judge"]]
+        if (chosen["run"], chosen["split"]) != (self._audited_run, "train"):
+            alarms = []
         return self._page(
             "trend.html",
+            alarms=alarms,
+            run_files=self._totals.files_of(chosen["run"]),
             title="Trend",
             chosen=chosen,
             options=self._options(chosen["run"]),
             steps=steps,
             rows=list(zip(names, links, steps, strict=True))[-10:][::-1],
-            charts=_charts(steps, names, links),
+            charts=charts.of_run(steps, names, links, _marks(steps, alarms)),
             entries=self._totals.entries,
         )
 
@@ -265,18 +276,42 @@ class RunPage:
         return self._page("compare.html", title="Compare", **comparison(self._paths, judges, query))
 
     async def _audit(self, request: web.Request) -> web.Response:
-        return await self._slowly(self._audit_page)
+        return self._page("audit.html", title="Audit", **await asyncio.shield(self._auditing()))
 
-    def _audit_page(self) -> web.Response:
-        return self._page("audit.html", title="Audit", **self._audited())
+    def _auditing(self) -> asyncio.Future[dict[str, Any]]:
+        """The audit of what is there. It is done again once there is an eighth more."""
+        if self._audit_done is None or (
+            self._audit_done.done() and self._totals.entries > self._audited_entries * _AUDIT_AGAIN
+        ):
+            self._audited_entries = self._totals.entries
+            self._audit_done = asyncio.get_running_loop().run_in_executor(self._slow, self._audited)
+            self._audit_done.add_done_callback(self._note_findings)
+        return self._audit_done
+
+    def _note_findings(self, done: asyncio.Future[dict[str, Any]]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._audited_run = done.result()["audited_run"]
+            self._findings = [finding for finding in done.result()["findings"] if finding.alarm]
+
+    async def _sources(self, request: web.Request) -> web.Response:
+        live = await self._in_reader(lambda: live_sources(self._paths, time.time()))
+        return self._page("sources.html", title="Sources", sources=live)
+
+    async def _hold(self, request: web.Request) -> web.Response:
+        held, name = request.match_info["change"] == "hold", request.query.get("name", "")
+        try:
+            await self._in_reader(lambda: hold_source(self._paths, name, time.time(), held=held))
+        except InputError as error:
+            raise web.HTTPNotFound(text=str(error)) from None
+        return web.Response(status=303, headers={"Location": "/sources"})
 
     def _audited(self) -> dict[str, Any]:
-        findings, problem = list[AuditFinding](), ""
+        findings, problem, run = list[AuditFinding](), "", ""
         try:
-            _, findings = audit(self._paths)
+            run, findings = audit(self._paths)
         except InputError as error:
             problem = str(error)
-        return {"findings": findings, "problem": problem}
+        return {"findings": findings, "problem": problem, "audited_run": run}
 
     def report(self) -> str:
         """Return one page of HTML that needs no server: the trend of every judge of the latest run, and the audit.
@@ -290,7 +325,7 @@ class RunPage:
                 steps = self._totals.trend(chosen["run"], split, judge)
                 names = [NO_STEP if step.step is None else str(step.step) for step in steps]
                 if steps:
-                    made = _charts(steps, names, ["#"] * len(steps))
+                    made = charts.of_run(steps, names, ["#"] * len(steps), {})
                     parts.append({"split": split, "judge": judge, "steps": steps, "charts": made})
         css = Markup((_STATIC / "page.css").read_text())
         template = self._templates.get_template("report.html")
@@ -335,33 +370,6 @@ class RunPage:
     def _page(self, template: str, *, status: int = 200, **values: Any) -> web.Response:
         text = self._templates.get_template(template).render(values)
         return web.Response(text=text, content_type="text/html", status=status)
-
-
-def _charts(steps: Sequence[StepSummary], names: Sequence[str], links: Sequence[str]) -> dict[str, Any]:
-    def drawn(*lines: Series, **how: Any) -> Any:
-        return charts.trend(names, lines, links=links, **how)
-
-    failed = [
-        Series(cause, f"c{number}", [step.causes.get(cause, 0) / step.samples for step in steps])
-        for number, cause in enumerate(("infra", "verdict", "policy"), 1)
-    ]
-    made = {
-        "reward": drawn(
-            Series("mean", "accent", [step.mean for step in steps]),
-            Series("p50", "c1", [step.p50 for step in steps]),
-            band=([step.p10 for step in steps], [step.p90 for step in steps]),
-        ),
-        "failed": drawn(*failed, Series("floor", "c4", [step.floors / step.samples for step in steps]), low=0.0),
-        "flat": drawn(Series("share", "c1", [step.flat_rate for step in steps]), low=0.0),
-        "latency": drawn(
-            Series("p50", "c1", [step.latency_p50_s for step in steps]),
-            Series("p95", "c2", [step.latency_p95_s for step in steps]),
-            low=0.0,
-        ),
-    }
-    if any(step.cost_usd for step in steps):
-        made["cost"] = drawn(Series("US dollars", "c1", [step.cost_usd for step in steps]), low=0.0)
-    return made
 
 
 def _text(value: object) -> str:
@@ -412,3 +420,15 @@ def _number(text: str | None, kind: Callable[[str], Any]) -> Any:
     if kind is int:
         return value if 0 <= value < 10**9 else None
     return value if abs(value) < float("inf") else None
+
+
+def _marks(steps: Sequence[StepSummary], alarms: Sequence[AuditFinding]) -> dict[int, str]:
+    """The alarms at each step, by its place."""
+    marks: dict[int, str] = {}
+    for alarm in alarms:
+        place = next(
+            (place for place, each in enumerate(steps) if each.step is not None and each.step == alarm.step), None
+        )
+        if place is not None:
+            marks[place] = f"{marks[place]}, {alarm.check}" if place in marks else alarm.check
+    return marks

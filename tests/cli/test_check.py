@@ -393,7 +393,7 @@ def test_kinds_are_listed_with_their_package_and_their_problem(run_cli, install)
     ours = f"qreward-plugins {qreward_plugins.__version__}"
     kinds = [line.split()[0] for line in result.stdout.splitlines() if ours in line]
     sources, judges = "openai reward_model http function sandbox replicas", "llm reward_model function code"
-    assert kinds == f"{sources} {judges} sum gate cascade panel screen".split()
+    assert kinds == f"{sources} {judges} sum gate cascade panel screen rank".split()
     assert "A Python function that scores" in result.stdout
     named = {"coin": "coin_kind:Coin", "lacking": "coin_kind:Lacking", "http": "coin_kind:X"}
     install("coin-kind", "coin_kind", LACKING, {"qreward_plugins.sources": named})

@@ -179,3 +179,24 @@ def test_a_narrow_terminal_cuts_no_number(run_cli, journal, monkeypatch):
     monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 60)
     wide = run_cli("journal", journal).stdout.partition("verdicts,")[2].splitlines()[:-1]
     assert max(map(len, wide)) <= 80
+
+
+def test_steps_of_several_files_and_of_steps_that_overlap_are_in_their_order(run_cli, tmp_path):
+    def write(name, *steps):
+        async def main():
+            book = Journal(tmp_path / name, run_id="r")
+            for number, step in enumerate(steps):
+                await book.put(None, sample(number, step=step), Scored(Verdict(1.0, judge="quality")))
+            await book.aclose()
+
+        asyncio.run(main())
+
+    write("a.sqlite", 2, 1, 11)
+    write("b.sqlite", 3, 10, 1)
+    shown = run_cli("journal", tmp_path / "a.sqlite", tmp_path / "b.sqlite", "--last", "4", "--verdicts", "0").stdout
+    assert [line.split()[:3:2] for line in shown.splitlines() if " quality " in line and "-" in line] == [
+        ["2", "1"],
+        ["3", "1"],
+        ["10", "1"],
+        ["11", "1"],
+    ]

@@ -92,7 +92,7 @@ def test_texts_that_are_not_there_any_more(run_cli, journal):
     with closing(sqlite3.connect(journal)) as connection, connection:
         connection.execute("DELETE FROM texts")
     told = "\n".join(lines(run_cli("why", journal, "--sample", "s1")))
-    assert told.count("(this text is not kept any more)") == 5, "prompt, response, ground truth, sent, replied"
+    assert told.count("(this text is not kept any more)") == 6, "prompt, response, ground truth, sent, said, replied"
     assert "quality: reward 0.25" in told
 
 
@@ -134,3 +134,9 @@ def test_what_stands_beside_a_journal(run_cli, journal):
 def test_no_journal(run_cli, tmp_path):
     result = run_cli("why", tmp_path / "none.sqlite")
     assert (result.exit_code, "there is no journal at" in result.stderr) == (2, True)
+
+
+def test_that_there_may_be_more_samples_is_said_if_not_all_entries_were_looked_at(run_cli, journal, monkeypatch):
+    assert "shown: 1 of 4 samples;" in run_cli("why", journal).stdout
+    monkeypatch.setattr("qreward_plugins.journal.stories.LOOKED_AT", 3)
+    assert "shown: 1 of at least 3 samples;" in run_cli("why", journal).stdout

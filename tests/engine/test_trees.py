@@ -94,7 +94,10 @@ class Play:
         rng = self.rng
         response = rng.choice(("", "same", f"{number} is it", f"{number} again"))
         split = rng.choice((None, "train", "train", "val"))
-        return make_sample(number, response=response, group_id=rng.choice((None, "x", "y", "z")), step=4, split=split)
+        group = rng.choice((None, "x", "y", "z"))
+        question = [{"role": "user", "content": f"Question {group}"}]
+        given = {"messages": question, "ground_truth": group, "group_id": group, "step": 4, "split": split}
+        return make_sample(number, response=response, **given)
 
     def behaviour(self, name: str) -> Any:
         rng = random.Random(f"{self.root} {name}")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeRollTrainer, JudgeServer, roll_stand_in
+from slime_adapter.settings import adapter_of
 
 from ..kit import FRAMEWORKS, play
 
 
 def tree_of(server: JudgeServer) -> dict:
+    return tree_of_address(server.base_url)
+
+
+def tree_of_address(url: str) -> dict:
     return {
-        "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
+        "sources": {"a": {"kind": "openai", "base_url": url, "model": "judge"}},
         "judges": {"quality": {"kind": "llm"}, "reward": {"kind": "rank", "judge": "quality"}},
         "routes": {"*": "reward"},
         "engine": {"seed": 1, "deadline_s": 30},
@@ -63,3 +71,28 @@ def test_roll_refuses_to_compare_in_its_own_loop() -> None:
             FakeRollTrainer({"judged": worker}, adv_estimator="grpo", timeout_s=30.0) as trainer,
         ):
             trainer.step()
+
+
+def test_a_group_of_one_is_scored_by_itself_in_roll() -> None:
+    with JudgeServer(lambda call: 9.0) as server:
+        worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree_of(server)]}
+        with (
+            roll_stand_in(over_installed=True),
+            FakeRollTrainer(
+                {"judged": worker},
+                adv_estimator="reinforce",
+                rollout_batch_size=2,
+                num_return_sequences_in_group=1,
+                user_defined_rollout_loop_cls="roll_adapter.QRewardRolloutLoop",
+                timeout_s=30.0,
+            ) as trainer,
+        ):
+            step = trainer.step()
+        assert server.report().requests == 2
+    assert step.raw_rewards == pytest.approx([0.9, 0.9])
+
+
+def test_slime_needs_a_group_at_once() -> None:
+    arguments = SimpleNamespace(qreward=tree_of_address("http://127.0.0.1:1/v1"), group_rm=False)
+    with pytest.raises(ConfigurationError, match=r"siblings cannot be compared: slime asks .* Set --group-rm"):
+        adapter_of(arguments)

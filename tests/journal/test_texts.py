@@ -19,7 +19,7 @@ from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted
 from qreward_plugins.journal.texts import BEST, MOST_CHARS, RANDOM, WORST
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.samples.spent import NO_USAGE
-from qreward_plugins.scheduling.attempts import PastAttempt
+from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.testing import Faults, JudgeServer
 

@@ -9,9 +9,11 @@ import pytest
 
 from qreward_plugins import ConfigurationError, Cutoff, Failed, RewardEngine, Sample, Scored, load_config
 from qreward_plugins.client.rows import ServerFacts
+from qreward_plugins.errors import EngineError
+from qreward_plugins.server.server import RewardServer
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import each_of, make_config, make_limits, make_samples
+from ..kit import each_of, make_config, make_limits, make_sample, make_samples
 from .conftest import Peer, replying, until
 
 pytestmark = pytest.mark.anyio
@@ -24,6 +26,8 @@ async def test_outcomes_are_those_of_the_engine_there(serve, sample):
         one = await engine.score(sample(0.25))
         facts = [engine.facts().of(outcome) for outcome in outcomes]
         counts = engine.statistics()
+        with pytest.raises(EngineError, match="the reward server has the sources"):
+            engine.hold("obedient")
     assert [type(outcome) for outcome in outcomes] == [Scored, Failed, Scored]
     assert outcomes[1].label == "infra/exhausted"
     verdict = outcomes[0].verdict
@@ -42,8 +46,6 @@ async def test_many_engines_keep_one_limit():
     theirs, ours = make_limits(requests=20, tokens=10**6, concurrency=8)
     with JudgeServer(limits=theirs) as judge:
         tree = make_config({"a": judge}, limits={"a": ours}, engine={"shared": "off", "scheduling": {"hedge": False}})
-        from qreward_plugins.server.server import RewardServer
-
         async with RewardEngine(tree) as scoring, RewardServer(scoring, port=0) as server:
             remote = {"engine": {"server": server.url}}
             engines = [await asyncio.to_thread(RewardEngine, remote) for _ in range(3)]
@@ -264,3 +266,20 @@ def test_mistakes(tree, said):
     assert said in str(error.value)
     assert "secret" not in str(error.value)
     assert len(error.value.mistakes) == 1
+
+
+async def test_a_group_is_compared_at_the_server():
+    with JudgeServer(lambda call: float(call.blocks["response"].split()[-1])) as judge:
+        tree = make_config({"a": judge}, engine={"shared": "off"})
+        tree["judges"]["reward"] = {"kind": "rank", "judge": "quality"}
+        async with (
+            RewardEngine({**tree, "routes": {"*": "reward"}}) as scoring,
+            RewardServer(scoring, port=0) as server,
+        ):
+            engine = await asyncio.to_thread(RewardEngine, {"engine": {"server": server.url}})
+            group = [make_sample(1, response=f"worth {worth}", group_id="g") for worth in (1, 9, 5)]
+            assert engine.compares(group[0])
+            outcomes = await engine.score_all(group)
+            await engine.aclose()
+        assert judge.report().requests == 1
+    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 0.5]

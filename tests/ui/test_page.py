@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import html
+import json
 import re
 import sqlite3
+import time
 from contextlib import asynccontextmanager, closing
 from html.parser import HTMLParser
 from urllib.parse import urlencode
@@ -16,7 +18,9 @@ from aiohttp import web
 
 from qreward_plugins.journal import Journal, Trained, TrainingLog
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
-from qreward_plugins.samples.spent import Spent, Usage
+from qreward_plugins.samples.spent import NO_USAGE, Spent, Usage
+from qreward_plugins.scheduling.history import PastAttempt
+from qreward_plugins.sources.base import Request
 from qreward_plugins.ui import pages, samples
 from qreward_plugins.ui.pages import RunPage
 
@@ -403,3 +407,79 @@ def test_a_journal_that_breaks_is_said(path):
 
     status, text = asyncio.run(main())
     assert (status, "is damaged; move it away" in text) == (500, True)
+
+
+def live(path, *, state="up", learned=""):
+    """Write what a process of a run that goes on writes of its sources."""
+    told = dict.fromkeys(("in_flight", "waiting", "requests", "answered", "throttled", "transient"), 3)
+    told |= {"permanent": 0, "invalid": 0, "cost_usd": 0.5, "concurrency": 8, "requests_per_minute": None}
+    told |= {"latency_p50_s": 1.5, "latency_p95_s": None, "state": state, "problem": "", "learned": learned}
+    with closing(sqlite3.connect(path)) as connection, connection:
+        row = ("run", 1, "a & b", time.time(), json.dumps(told))
+        connection.execute("INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?)", row)
+
+
+def test_the_sources_of_a_run_that_goes_on_can_be_held(path):
+    assert "No run is under way" in read(path, urls=["/sources"])[0][1]
+    live(path, learned="<b>at most 5</b>")
+    ((status, text),) = read(path, urls=["/sources"])
+    row = re.findall(r"<td[^>]*>(.*?)</td>", text, re.S)
+    assert status == 200
+    assert [row[place] for place in (0, 1, 3, 5, 6, 10, 11)] == ["a &amp; b", "up", "3", "8", "-", "1.5", "-"]
+    assert "&lt;b&gt;at most 5" in text
+
+    async def press(name, **headers):
+        async with opened(path) as client:
+            action = re.search(r'action="([^"]*)"', await (await client.get("/sources")).text())[1]
+            answer = await client.post(name or html.unescape(action), headers=headers)
+            return answer.status, "Release" in await answer.text()
+
+    def held():
+        with closing(sqlite3.connect(path)) as connection:
+            return connection.execute("SELECT * FROM holds").fetchall()
+
+    assert asyncio.run(press("", Origin="http://evil.example")) == (403, False)
+    assert asyncio.run(press("/sources/hold?name=c")) == (404, False)
+    assert held() == []
+    assert asyncio.run(press("")) == (200, True)
+    assert held() == [("run", "a & b")]
+    assert asyncio.run(press("")) == (200, False)
+    assert held() == []
+
+
+def test_alarms_of_the_audit_are_on_the_trend_at_their_step(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    models = [(step, step, scored(0.5, model="m" if step < 4 else "n"), {}) for step in range(1, 7)]
+    write(path, *models)
+
+    async def main():
+        async with opened(path) as client:
+            await (await client.get("/audit")).text()
+            return [await (await client.get(url)).text() for url in ("/", "/?split=val")]
+
+    text, _ = asyncio.run(main())
+    assert "Alarm from step 4: models of a: m, then n." in text
+    lines = re.findall(r'<line class="mark" x1="([\d.]+)"', text)
+    slots = re.findall(r'<title>step (\d+): [^<]*</title><rect class="slot" x="([\d.]+)"', text)
+    assert set(lines) == {dict(slots)["4"]}
+    assert f"Run run is in {path}." in text
+
+
+def test_what_was_sent_and_an_error_are_shown_line_by_line_and_byte_for_byte(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    body = '{"model":"m","messages":[{"role":"user","content":"one\\ntwo <b>"}],"max_tokens":5}'
+    said = '{"error": "<i>overloaded</i>"}'
+    sample = Sample([{"role": "user", "content": "?"}], "r", step=1, split="train", id="s")
+    attempt = PastAttempt("a", 0.0, 0.1, 1.0, "failed", False, "503", NO_USAGE, 0.0, Request(sample), None, said)
+    attempt.written = lambda: body
+
+    async def main():
+        book = Journal(path, keep="all")
+        await book.put(None, sample, scored(0.5), [attempt])
+        await book.aclose()
+
+    asyncio.run(main())
+    ((status, text),) = read(path, urls=["/sample/0/1"])
+    quoted = [html.unescape(each) for each in re.findall(r"<pre[^>]*>(.*?)</pre>", text, re.S)]
+    told = "model: m\nmessages:\n- role: user\n  content: |\n    one\n    two <b>\nmax_tokens: 5"
+    assert (status, {body, told, said} - set(quoted)) == (200, set()), quoted

@@ -37,3 +37,14 @@ new EventSource("/events").addEventListener("message", (event) => {
     news.hidden = false;
   }
 });
+
+if (document.getElementById("live")) {
+  setInterval(async () => {
+    const table = document.getElementById("live");
+    if (document.hidden || table.contains(document.activeElement)) return;
+    const answer = await fetch(location.href).catch(() => null);
+    if (!answer?.ok) return;
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById("live");
+    if (fresh) table.replaceWith(fresh);
+  }, 2000);
+}

@@ -40,9 +40,12 @@ Mode = Literal["single", "group", "batch"]
 samples of a step together (`generate_opt_level: 0`)."""
 
 Scored = Literal["all", "none", "unspoilt", "some", "any"]
-JudgedBy = Literal["server", "function", "both", "ranked"]
-"""Who judges: a judge server, the user's own function (functions.py), a sum of the two, or a judge server that sees a
-group at once."""
+FLAGGED_AT = 0.8
+"""The reward from which a monitor flags a sample."""
+
+JudgedBy = Literal["server", "function", "both", "ranked", "screened"]
+"""Who judges: a judge server, the user's own function (functions.py), a sum of the two, a judge server that sees a
+group at once, or one with a monitor that flags the best."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ class Scenario:
 
     def loses(self, draft: Draft) -> bool:
         """Whether this draft can have no reward."""
-        return self.judge.spoils(draft) or (self.judged_by in ("function", "both") and hanging(draft))
+        flagged = self.judged_by == "screened" and draft.reward >= FLAGGED_AT
+        return self.judge.spoils(draft) or flagged or (self.judged_by in ("function", "both") and hanging(draft))
 
     def config(self, base_url: str) -> dict[str, Any]:
         """The tree of `reward_manager_config`."""
@@ -117,6 +121,9 @@ class Scenario:
         if self.judged_by == "both":
             judges["both"] = {"kind": "sum", "weights": {"quality": 0.5, "rules": 0.5}}
         judges[list(judges)[-1]]["correct_at"] = CORRECT_AT
+        if self.judged_by == "screened":
+            judges["monitor"] = {"kind": "llm"}
+            judges["screen"] = {"kind": "screen", "judge": "quality", "monitor": "monitor", "at": FLAGGED_AT}
         if self.judged_by == "ranked":
             judges["ranked"] = {"kind": "rank", "judge": "quality", "rewards": "scores"}
         tree: dict[str, Any] = {
@@ -252,6 +259,9 @@ RANKED = (
 )
 """A judge that sees the samples of a group at once, however ROLL asks for them."""
 
+SCREENED = tuple(Scenario(f"screened-{mode}", _UP, "unspoilt", mode, judged_by="screened") for mode in _MODES[:2])
+"""A monitor takes samples out, which have not failed."""
+
 BAD_MINUTES = tuple(Scenario(name, **plan) for name, plan in bad_minutes.BAD_MINUTES.items())
 
 MORE_BAD_MINUTES = (
@@ -304,10 +314,22 @@ ROLLOUTS = (
     *TWO_WORKERS,
     *ON_FAILURE,
     *RANKED,
+    *SCREENED,
     *BAD_MINUTES,
 )
 EVERY = (DIRECT_SLOW, DIRECT_UNEVEN, *ROLLOUTS, *MORE_BAD_MINUTES)
 
-SHARED = (*ALIVE, *DEAD, *WITHOUT_LOOP, *VALIDATED, WHOLE_GROUPS, *TWO_WORKERS, *ON_FAILURE, *RANKED, *BAD_MINUTES)
+SHARED = (
+    *ALIVE,
+    *DEAD,
+    *WITHOUT_LOOP,
+    *VALIDATED,
+    WHOLE_GROUPS,
+    *TWO_WORKERS,
+    *ON_FAILURE,
+    *RANKED,
+    *SCREENED,
+    *BAD_MINUTES,
+)
 """What ROLL and the fake trainer both play. Where a judge dies, or prompts are sampled ahead, who comes first is not
 fixed, so the two may differ there."""

@@ -7,9 +7,10 @@ import statistics
 
 import pytest
 
+from qreward_plugins.journal.stories import Stories
 from qreward_plugins.testing import Faults
 
-from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, dying, uneven
+from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, dying, read_response, uneven
 from .checks import close
 from .real import played_sample, scenario_keys
 from .scenarios import CORRECT_AT, DOMAIN, MINUTE, MINUTE_S, PIPELINE_S, TAG, TRAIN_ITEMS, VAL_ITEMS, Scenario
@@ -44,6 +45,20 @@ def steps_of(told):
     return [[played_sample(sample) for sample in step["samples"]] for step in told["trained"]]
 
 
+def recorded_of(journal):
+    """(draft, whether it is trained on, reward, advantage) that the journal has of each sample."""
+    with Stories([str(journal)]) as stories:
+        return [
+            (read_response(story.sample.response), not made.masked, close_to(made.reward), close_to(made.advantage))
+            for story in stories.every("1")
+            for made in story.trained.values()
+        ]
+
+
+def close_to(number):
+    return number if number is None else pytest.approx(number, abs=1e-5)
+
+
 def check_groups(samples, scenario):
     """Masks, and advantages that the failed samples have not moved."""
     groups = {}
@@ -62,12 +77,14 @@ def check_groups(samples, scenario):
                 assert abs(distance) < 1e-6 or (sample.trained > 0) == (distance > 0), sample
 
 
-def test_asynchronous_grpo_trains_and_validates_two_domains(run):
+def test_asynchronous_grpo_trains_and_validates_two_domains(run, tmp_path):
     """Rewards come in while the model is updated. Ours are of a judge that fails for some and has to be asked again for
     others; beside it there is a rule worker of ROLL's own.
     """
     judge = Judge(spoils=uneven, faults=Faults(rates={"error_500": 0.3}))
-    scenario = Scenario("domains", judge, "unspoilt", engine=PATIENT, steps=3, asynchronous=True)
+    journal = tmp_path / "verdicts.sqlite"
+    engine = {**PATIENT, "journal": {"path": str(journal), "keep": "all"}}
+    scenario = Scenario("domains", judge, "unspoilt", engine=engine, steps=3, asynchronous=True)
     told = run(
         scenario,
         tags={TAG: DOMAIN, "ruled_tag": "ruled"},
@@ -90,6 +107,12 @@ def test_asynchronous_grpo_trains_and_validates_two_domains(run):
         numbers = [value for name, value in metrics.items() if "qreward" in name or "val_correct" in name]
         assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
         assert not any("qreward_failed" in name for step in told["trained"] for name in step["tensors"])
+    recorded = recorded_of(journal)
+    judged = [sample for samples in steps_of(told) for sample in samples if sample.domain == DOMAIN]
+    assert len(recorded) == len(judged)
+    for sample in judged:
+        trained = bool(sample.mask)
+        assert (sample.draft, trained, sample.trained, sample.advantage if trained else None) in recorded
     first = [Draft(TRAIN_ITEMS + item, 0) for item in range(VAL_ITEMS)]
     scored = [draft.reward >= CORRECT_AT for draft in first if not uneven(draft)]
     assert close(told["logged"][0][f"val_correct/{TAG}/mean"], statistics.fmean(scored))

@@ -152,8 +152,11 @@ class approximately(list[float]):
 
 def check_metrics(step: PlayedStep, axis: str) -> None:
     """The metrics count the samples and the failures, and all are finite."""
-    failed = sum(sample.failed for sample in step.samples)
+    # What a monitor took out has not failed.
+    failed = sum(sample.failed and sample.cause != "policy/screened" for sample in step.samples)
+    screened = sum(sample.cause == "policy/screened" for sample in step.samples)
     metrics = {name: value for name, value in step.metrics.items() if name.startswith(f"{axis}/qreward/")}
+    assert math.isclose(metrics[f"{axis}/qreward/screened_rate"], screened / len(step.samples))
     assert metrics[f"{axis}/qreward/samples"] == len(step.samples)
     assert metrics[f"{axis}/qreward/failed"] == failed
     assert math.isclose(metrics[f"{axis}/qreward/failed_rate"], failed / len(step.samples))

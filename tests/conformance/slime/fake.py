@@ -124,7 +124,7 @@ def _played(
         raw,
         trained,
         tuple(mask or ()),
-        bool(record["failed"]),
+        bool(record["failed"] or record.get("excluded", False)),
         record["cause"],
         sample.remove_sample,
         sample.status.value,

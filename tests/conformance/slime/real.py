@@ -286,7 +286,7 @@ def played_sample(
         raw,
         trained,
         tuple(mask or ()),
-        record["failed"],
+        record["failed"] or record.get("excluded", False),
         record["cause"],
         sample["removed"],
         sample["status"],

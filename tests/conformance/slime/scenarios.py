@@ -22,9 +22,12 @@ WATCHDOG_S = 60.0
 
 Mode = Literal["single", "group", "fan_out"]
 Scored = Literal["all", "none", "unspoilt", "some", "any"]
-JudgedBy = Literal["server", "function", "both", "ranked"]
-"""Who judges: a judge server, the user's own function (functions.py), a sum of the two, or a judge server that sees a
-group at once."""
+FLAGGED_AT = 0.8
+"""The reward from which a monitor flags a sample."""
+
+JudgedBy = Literal["server", "function", "both", "ranked", "screened"]
+"""Who judges: a judge server, the user's own function (functions.py), a sum of the two, a judge server that sees a
+group at once, or one with a monitor that flags the best."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Scenario:
 
     def loses(self, draft: Draft) -> bool:
         """Whether this draft can have no reward."""
-        return self.judge.spoils(draft) or (self.judged_by in ("function", "both") and hanging(draft))
+        flagged = self.judged_by == "screened" and draft.reward >= FLAGGED_AT
+        return self.judge.spoils(draft) or flagged or (self.judged_by in ("function", "both") and hanging(draft))
 
     def config(self, base_url: str) -> dict[str, Any]:
         """The tree of `qreward:`."""
@@ -86,6 +90,9 @@ class Scenario:
             judges["rules"] = {"kind": "function"}
         if self.judged_by == "both":
             judges["both"] = {"kind": "sum", "weights": {"quality": 0.5, "rules": 0.5}}
+        if self.judged_by == "screened":
+            judges["monitor"] = {"kind": "llm"}
+            judges["screen"] = {"kind": "screen", "judge": "quality", "monitor": "monitor", "at": FLAGGED_AT}
         if self.judged_by == "ranked":
             judges["ranked"] = {"kind": "rank", "judge": "quality", "rewards": "scores"}
         tree = {"sources": sources, "judges": judges, "engine": {"deadline_s": 30.0, "seed": 7, **self.engine}}
@@ -315,11 +322,13 @@ EVALUATED = (
 )
 
 RANKED = (
-    *(Scenario(f"ranked-{mode}", Judge(), "all", mode, judged_by="ranked", steps=2) for mode in ("single", "group")),
-    Scenario("ranked-refused", Judge(listens=False), "none", engine=_QUICK, judged_by="ranked"),
-    Scenario("ranked-eval", Judge(), "all", judged_by="ranked", evaluate=True),
+    Scenario("ranked", Judge(), "all", "group", judged_by="ranked", steps=2),
+    Scenario("ranked-refused", Judge(listens=False), "none", "group", engine=_QUICK, judged_by="ranked"),
 )
-"""A judge that sees the samples of a group at once, however slime asks for them."""
+"""A judge that sees the samples of a group at once."""
+
+SCREENED = tuple(Scenario(f"screened-{mode}", Judge(), "unspoilt", mode, judged_by="screened") for mode in _MODES[:2])
+"""A monitor takes samples out, which have not failed."""
 
 BAD_MINUTES = tuple(Scenario(name, **plan) for name, plan in bad_minutes.BAD_MINUTES.items())
 
@@ -361,6 +370,7 @@ SHARED = (
     BAD_MINUTES
     + EVERY_JUDGE_IN_EVERY_MODE
     + RANKED
+    + SCREENED
     + ABORTED
     + WITHOUT_HOOK
     + REWARD_KEY

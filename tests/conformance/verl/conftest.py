@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.testing import JudgeServer
-
 from .agreement import seconds
 from .players import Players
 
@@ -14,8 +12,7 @@ from .players import Players
 def players(tmp_path_factory):
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
-    with JudgeServer(lambda call: float(call.blocks["response"].split()[1]) * 10) as judge:
-        yield Players(tmp_path_factory.mktemp("players"), judge)
+    return Players(tmp_path_factory.mktemp("players"))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -53,6 +53,18 @@ engine: {{max_attempts: 1, seed: 0}}
 """
 """Of the right answers, those that a judge prefers. `judge`: the URL of a judge server."""
 
+SCREENED = """
+sources:
+  compute_score: {{kind: function, function: "verl_adapter:compute_score", mode: thread}}
+  hosted: {{kind: openai, base_url: "{judge}", model: judge}}
+judges:
+  right: {{kind: function, sources: compute_score}}
+  monitor: {{kind: llm, sources: hosted}}
+  reward: {{kind: screen, judge: right, monitor: monitor, at: 1}}
+engine: {{max_attempts: 1, seed: 0}}
+"""
+"""A monitor that takes out what scores 1."""
+
 _SHARED = (
     "data.shuffle=False",
     "data.train_batch_size=4",
@@ -111,7 +123,6 @@ class Players:
     """Plays scenarios, each once."""
 
     folder: Path
-    judge: JudgeServer
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
 
     def play(self, player: str, scenario: Scenario) -> Outcome:
@@ -119,10 +130,9 @@ class Players:
         key = (player, scenario.name)
         if key not in self.outcomes:
             before = time.perf_counter()
-            if player == "verl":
-                rows, metrics, error = self._verl(scenario)
-            else:
-                rows, metrics, error = self._fake(scenario)
+            with JudgeServer(lambda call: float(call.blocks["response"].split()[1]) * 10) as judge:
+                play = self._verl if player == "verl" else self._fake
+                rows, metrics, error = play(scenario, judge.base_url)
             took = time.perf_counter() - before
             note(scenario.name, player, took)
             self.outcomes[key] = Outcome(rows, metrics, took, error)
@@ -153,17 +163,17 @@ class Players:
 
         return AutoTokenizer.from_pretrained(self._assets.assets.tokenizer)
 
-    def _configuration(self, scenario: Scenario, folder: Path) -> Path:
+    def _configuration(self, scenario: Scenario, folder: Path, judge: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "qreward.yaml"
         text = scenario.configuration
-        path.write_text(text if text == FUNCTION else text.format(judge=self.judge.base_url))
+        path.write_text(text if text == FUNCTION else text.format(judge=judge))
         return path
 
-    def _verl(self, scenario: Scenario) -> tuple[list[dict], dict[int, dict], str]:
+    def _verl(self, scenario: Scenario, judge: str) -> tuple[list[dict], dict[int, dict], str]:
         out = self.folder / "verl" / scenario.name
         record = out / "rows.jsonl"
-        configuration = self._configuration(scenario, out)
+        configuration = self._configuration(scenario, out, judge)
         record.unlink(missing_ok=True)
         algorithm = scenario.experimental or "grpo"
         error = ""
@@ -202,8 +212,8 @@ class Players:
         rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
         return rows, metrics, error
 
-    def _fake(self, scenario: Scenario) -> tuple[list[dict], dict[int, dict], str]:
-        configuration = self._configuration(scenario, self.folder / "fake" / scenario.name)
+    def _fake(self, scenario: Scenario, judge: str) -> tuple[list[dict], dict[int, dict], str]:
+        configuration = self._configuration(scenario, self.folder / "fake" / scenario.name, judge)
         several = LEGACY not in scenario.overrides and scenario.experimental is None
 
         def respond(draft, rng):

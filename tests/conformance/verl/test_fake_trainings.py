@@ -12,7 +12,7 @@ import os
 import numpy as np
 import pytest
 
-from .players import COLUMNS, LEGACY, RANKED, Scenario
+from .players import COLUMNS, LEGACY, RANKED, SCREENED, Scenario
 
 NEEDS_VERL = [
     pytest.mark.trainer,
@@ -43,9 +43,10 @@ NO_MANAGER = Scenario(
 )
 
 RANKED_V1 = Scenario("ranked-v1", (), configuration=RANKED)
+SCREENED_V1 = Scenario("screened-v1", (), configuration=SCREENED)
 RANKED_LEGACY = Scenario("ranked-legacy", (LEGACY,), configuration=RANKED)
 
-COMPARED = [FUNCTION_V1, FUNCTION_LEGACY, NAIVE_V1, ONE_STEP_OFF, RANKED_V1, RANKED_LEGACY]
+COMPARED = [FUNCTION_V1, FUNCTION_LEGACY, NAIVE_V1, ONE_STEP_OFF]
 
 MEASURED = ("qreward/latency_s", "qreward/blame_s", "qreward/waited", "qreward/val/latency_s")
 """Extra info and metrics that are times."""
@@ -167,6 +168,24 @@ def test_the_places_of_a_group_become_advantages(players, player, scenario):
             assert row["info"]["qreward/missing"] == 0.0 or set(row["advantages"]) == {0.0}
     assert outcome.metrics[1]["qreward/failed_rate"] == 0.25
     assert outcome.metrics[0]["qreward/val/failed_rate"] == 0.5
+
+
+@PLAYERS
+def test_a_screened_sample_moves_nobody(players, player):
+    """Of each group one sample has failed, and a monitor takes the best one out."""
+    outcome = players.play(player, SCREENED_V1)
+    assert outcome.error == ""
+    causes = [row["info"]["qreward/cause"] for row in outcome.rows]
+    assert causes.count("policy/screened") >= len(outcome.rows) / 4 - 2
+    for row in outcome.rows:
+        trained = [value for value, mask in zip(row["advantages"], row["response_mask"], strict=True) if mask]
+        if row["info"]["qreward/missing"]:
+            assert set(trained) == {0.0}
+        else:
+            side = 1 if sum(row["token_level_scores"]) == 0.5 else -1
+            advantage = side * 0.125 / (np.std([0.25, 0.5], ddof=1) + 1e-6)
+            assert trained == pytest.approx([advantage] * len(trained), abs=1e-6)
+    assert outcome.metrics[1]["qreward/screened_rate"] == outcome.metrics[1]["qreward/failed_rate"] == 0.25
 
 
 @PLAYERS

@@ -1,0 +1,79 @@
+"""Records the advantages of ROLL's RLVR pipeline in the journal.
+
+ROLL has no hook there: the pipeline calls `compute_advantage`, a name of its own module, for each domain of a step, in
+the driver. The driver imports our worker when it creates the domain's cluster (executor/cluster.py), so it is then that
+the name is wrapped. Actors import the worker, too, but no pipeline.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from qreward_plugins.adapters import Trained, TrainingLog
+
+from .rollouts import prompt_of
+from .settings import load_settings
+
+_log = logging.getLogger("roll_adapter")
+
+PIPELINES = ("roll.pipeline.rlvr.rlvr_pipeline", "roll.pipeline.rlvr.rlvr_vlm_pipeline")
+_COMPUTE = "compute_advantage"
+
+
+def record_advantages(is_ours: Callable[[Any], bool]) -> None:
+    """Wrap `compute_advantage` of the pipelines that this process has imported, if any. Idempotent.
+
+    `is_ours`: whether a domain's configuration has our workers; the others are left alone.
+    """
+    for name in PIPELINES:
+        pipeline = sys.modules.get(name)
+        compute = getattr(pipeline, _COMPUTE, None)
+        if compute is not None and not isinstance(compute, _Recorded):
+            setattr(pipeline, _COMPUTE, _Recorded(compute, is_ours))
+
+
+class _Recorded:
+    """Calls `compute_advantage`, and records what it returns. What cannot be recorded costs the record only."""
+
+    def __init__(self, compute: Callable[..., Any], is_ours: Callable[[Any], bool]) -> None:
+        functools.update_wrapper(self, compute)
+        self._compute = compute
+        self._is_ours = is_ours
+        self._logs: dict[str, TrainingLog | None] = {}
+        self._warned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        data = self._compute(*args, **kwargs)
+        try:
+            self._record(data, kwargs["pipeline_config"].rewards, kwargs["response_mask"])
+        except Exception as error:  # nothing here may end a training
+            if not self._warned:
+                self._warned = True
+                _log.warning("advantages are not recorded: %s: %s", type(error).__name__, error)
+        return data
+
+    def _record(self, data: Any, rewards: Mapping[str, Any], mask: Any) -> None:
+        domain = str(data.non_tensor_batch["domain"][0])
+        if domain not in self._logs:
+            self._logs[domain] = self._log_of(domain, rewards[domain])
+        log = self._logs[domain]
+        # Without a rollout loop the samples of a prompt have one id together.
+        if log is not None and "rollout_id" in data.non_tensor_batch:
+            log.add(list(_trained(data, mask)))
+
+    def _log_of(self, domain: str, config: Any) -> TrainingLog | None:
+        journal = load_settings(config, domain=domain).engine.journal if self._is_ours(config) else None
+        return None if journal is None else TrainingLog(journal.path)
+
+
+def _trained(data: Any, mask: Any) -> Iterator[Trained]:
+    sums, counts = (data.batch["advantages"] * mask).sum(-1).tolist(), mask.sum(-1).tolist()
+    rewards = data.batch["response_level_rewards"].tolist()
+    for row, (name, reward) in enumerate(zip(data.non_tensor_batch["rollout_id"], rewards, strict=True)):
+        advantage = sums[row] / counts[row] if counts[row] else None
+        # No step: ROLL may train on a sample in a later step than it was judged in.
+        yield Trained(str(name), prompt_of(data, row), None, reward, advantage, not counts[row])

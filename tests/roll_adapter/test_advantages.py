@@ -1,0 +1,80 @@
+"""The advantages of ROLL's pipeline in the journal. A whole run of ROLL's own is in the conformance tests."""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from contextlib import closing
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+NAME = "roll.pipeline.rlvr.rlvr_pipeline"
+MASK = torch.tensor([[1, 1, 0], [0, 0, 0]])
+
+
+@pytest.fixture
+def compute(monkeypatch):
+    """Record the advantages of a pipeline that was imported before the worker, and return what it calls."""
+    from roll_adapter.advantages import record_advantages
+
+    def compute_advantage(data, pipeline_config, response_mask):
+        data.batch["advantages"] = torch.tensor([[0.5, 1.5, 9.0], [7.0, 7.0, 7.0]])
+        return data
+
+    pipeline = ModuleType(NAME)
+    pipeline.compute_advantage = compute_advantage
+    monkeypatch.setitem(sys.modules, NAME, pipeline)
+    for _ in range(2):
+        record_advantages(lambda config: config.worker_cls == "ours")
+
+    def computed(path, **columns):
+        tree = {
+            "sources": {"a": {"kind": "function", "function": "math:fsum"}},
+            "engine": {"journal": {"path": str(path)}},
+        }
+        tree["judges"] = {"j": {"kind": "function", "sources": ["a"]}}
+        domain = {"worker_cls": "ours", "reward_manager_config": [tree]}
+        rewards = {"ours": SimpleNamespace(**domain), "theirs": SimpleNamespace(worker_cls="theirs")}
+        columns = {"domain": ["ours"] * 2, "rollout_id": ["r0", "r1"], "id": [7, 7], **columns}
+        batch = {"response_level_rewards": torch.tensor([0.25, 0.75])}
+        arrays = {name: np.array(values, dtype=object) for name, values in columns.items() if values}
+        data = SimpleNamespace(batch=batch, non_tensor_batch=arrays, meta_info={})
+        assert (
+            pipeline.compute_advantage(data, pipeline_config=SimpleNamespace(rewards=rewards), response_mask=MASK)
+            is data
+        )
+        for log in pipeline.compute_advantage._logs.values():
+            if log is not None:
+                log.flush()
+
+    return computed
+
+
+def rows_of(path):
+    if not path.exists():
+        return []
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute("SELECT sample_id, group_id, step, reward, advantage, masked FROM trained").fetchall()
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows"),
+    [
+        ({}, [("r0", "7", None, 0.25, 1.0, 0), ("r1", "7", None, 0.75, None, 1)]),
+        ({"rollout_id": None}, []),
+        ({"domain": ["theirs"] * 2}, []),
+    ],
+)
+def test_the_mean_over_the_tokens_is_recorded_of_our_samples(compute, tmp_path, columns, rows):
+    path = tmp_path / "verdicts.sqlite"
+    compute(path, **columns)
+    assert rows_of(path) == rows
+
+
+def test_what_cannot_be_recorded_costs_the_record_only(compute, tmp_path, caplog):
+    for _ in range(2):
+        compute(tmp_path / "verdicts.sqlite", domain=["unknown"] * 2)
+    assert [record.getMessage() for record in caplog.records] == ["advantages are not recorded: KeyError: 'unknown'"]

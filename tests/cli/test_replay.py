@@ -299,7 +299,7 @@ def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, replay, server,
     judges = {
         "early": {**llm, "correct_at": 0.5, "instructions": "BAD at once"},
         "late": {**llm, "instructions": "{{ extras.hint }}"},
-        "both": {"kind": "cascade", "stages": [{"judge": "early", "decides": {"above": 2}}, {"judge": "late"}]},
+        "both": {"kind": "cascade", "stages": [{"judge": "early", "decides": {"above": 1}}, {"judge": "late"}]},
     }
     config = tmp_path / "both.yaml"
     config.write_text(json.dumps({"sources": {"a": source}, "judges": judges, "routes": {"*": "both"}}))

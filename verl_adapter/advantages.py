@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from qreward_plugins import BudgetSpent, Config, JudgeUnavailable
-from qreward_plugins.adapters import SCREENED, Trained, TrainingLog
+from qreward_plugins.adapters import ENDS_RUN, SCREENED, Trained, TrainingLog
 
 from .metrics import RewardLog
 from .queue import extra_info, put_rewards
-from .rewards import CAUSE, ENDS_RUN, MISSING, PREFIX, SAMPLE
+from .rewards import CAUSE, MISSING, PREFIX, SAMPLE
 from .siblings import PENDING, Told, collected
 
 NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})

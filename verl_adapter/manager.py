@@ -20,12 +20,12 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from qreward_plugins import BudgetSpent, Cause, Failed, Outcome, RewardEngine, Sample
-from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, without_colocated
+from qreward_plugins.adapters import ENDS_RUN, RunningMeans, compares_siblings, number_of, without_colocated
 
 from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .metrics import warn_once
-from .rewards import ENDS_RUN, ExtraInfo, KeysRead
+from .rewards import ExtraInfo, KeysRead
 from .rollouts import is_padding, is_validation, response_ids, to_sample, unreadable
 from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .siblings import PENDING, HandOver

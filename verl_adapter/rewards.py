@@ -34,7 +34,6 @@ from qreward_plugins import (
     Scored,
     Verdict,
 )
-from qreward_plugins.adapters import ENDS_RUN as ENDS_RUN
 from qreward_plugins.adapters import (
     VALUE,
     Constant,

@@ -130,6 +130,17 @@ def secrets_in(value: Any) -> Iterator[str]:
         yield f"{int(value)}"
 
 
+def masked(value: Any, marked: Any) -> Any:
+    """Copy a tree of JSON, with asterisks where `marked`, a tree from `with_secrets`, has secrets."""
+    if isinstance(marked, (Secret, SecretNumber)):
+        return MASK
+    if isinstance(value, dict) and isinstance(marked, Mapping):
+        return {key: masked(item, marked.get(key)) for key, item in value.items()}
+    if isinstance(value, list) and isinstance(marked, list) and len(value) == len(marked):
+        return [masked(*items) for items in zip(value, marked, strict=True)]
+    return value
+
+
 def one_line(text: str, limit: int) -> str:
     """Escape all unprintable characters of `text` and cut it to `limit` characters.
 
@@ -179,7 +190,7 @@ class Redactor:
         """Return at most `limit` characters of `text`, with secrets redacted and control characters escaped."""
         if isinstance(text, bytes):
             text = text[: 4 * _READ_CHARS].decode("utf-8", "replace")
-        return one_line(self._strike_out(text[:_READ_CHARS]).strip(), limit)
+        return one_line(self.strike_out(text[:_READ_CHARS]).strip(), limit)
 
     @property
     def clean(self) -> Callable[[str], str] | None:
@@ -189,7 +200,8 @@ class Redactor:
         """
         return self._strike_out_long if self._long else None
 
-    def _strike_out(self, text: str) -> str:
+    def strike_out(self, text: str) -> str:
+        """Return a whole text with all secrets redacted, the short ones, too."""
         text = self._strike_out_long(text)
         return self._short.sub(STRUCK_OUT, text) if self._short else text
 

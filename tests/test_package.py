@@ -49,7 +49,7 @@ CODE_LINES = {
     "testing": 8_360,
     "sources": 7_220,
     # Budgets, which say why a call cannot be paid.
-    "scheduling": 4_430,
+    "scheduling": 4_440,
     "simulation": 3_720,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
@@ -72,7 +72,7 @@ CODE_LINES = {
     "samples": 1_130,
     "observers": 860,
     # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
-    "journal": 2_080,
+    "journal": 2_090,
     # It records what slime trains on.
     "slime_adapter": 830,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.

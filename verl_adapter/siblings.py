@@ -34,8 +34,8 @@ Told = dict[str, Any]
 
 _ACTOR = "qreward-siblings"
 _KEPT = 65_536
-"""Most samples whose rewards wait to be collected; the oldest are dropped first, such as those of groups that verl
-dropped."""
+"""Most samples whose rewards wait to be collected, and most groups that wait for samples; the oldest are dropped first,
+such as those of groups that verl dropped."""
 _MARGIN_S = 60.0
 """Seconds beyond the deadline of a batch after which the actor counts as lost."""
 
@@ -55,6 +55,8 @@ class GroupsActor:
         """Add a sample of a group of `size`. Does not wait for its reward."""
         group = self._waiting.setdefault(str(sample.group_id), [])
         group.append(sample)
+        if len(self._waiting) > _KEPT:
+            del self._waiting[next(iter(self._waiting))]
         if len(group) >= size:
             self._score(str(sample.group_id))
 

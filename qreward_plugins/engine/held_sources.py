@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from ..config.several_keys import configured_name
 from ..errors import EngineError
 from ..observers import EngineStatistics
 from .lifetime import Lifetime
@@ -25,6 +26,7 @@ class HeldSources:
     def __init__(self, lifetime: Lifetime, statistics: Callable[[], EngineStatistics]) -> None:
         self._lifetime = lifetime
         self._statistics = statistics
+        self._by_program: frozenset[str] = frozenset()
         self._from_outside: frozenset[str] = frozenset()
         if lifetime.journal is not None:
             lifetime.journal.watch(self._look_soon)
@@ -35,8 +37,19 @@ class HeldSources:
             raise EngineError(
                 "the reward server has the sources; use `qreward sources` where it runs, with its journal"
             )
-        for upstream in self._lifetime.upstreams_of(source):
-            upstream.hold(_BY_HAND if held else "")
+        self._lifetime.upstreams_of(source)  # raises for an unknown one
+        self._by_program = self._by_program | {source} if held else self._by_program - {source}
+        self._apply()
+
+    def _apply(self) -> None:
+        """Hold what is held by name, and nothing else: a reload may have brought or renamed sources."""
+        names = self._by_program | self._from_outside
+        changed = False
+        for name, upstream in self._lifetime.upstreams.items():
+            why = _BY_HAND if {name, configured_name(name)} & names else ""
+            changed |= upstream.hold(why)
+        if not changed:
+            return
         if self._lifetime.dispatcher is not None:
             self._lifetime.dispatcher.look_again()
 
@@ -49,10 +62,8 @@ class HeldSources:
                 loop.call_soon_threadsafe(self._look, held)
 
     def _look(self, held: frozenset[str]) -> None:
-        for source in sorted(held ^ self._from_outside):
-            with suppress(EngineError):  # another engine of this run has it
-                self.hold(source, held=source in held)
         self._from_outside = held
+        self._apply()
         journal, dispatcher = self._lifetime.journal, self._lifetime.dispatcher
         if journal is not None and dispatcher is not None and not self._lifetime.is_closing:
             sources = self._statistics().sources
@@ -63,6 +74,7 @@ class HeldSources:
         assert dispatcher is not None
         return {
             **statistics,
+            "by_program": bool({name, configured_name(name)} & self._by_program),
             "problem": upstream.problem(dispatcher.now()),
             "waiting": dispatcher.waiting_for(upstream)[0],
             "concurrency": upstream.quota.concurrency,

@@ -115,11 +115,11 @@ class Scoring:
             Calling(self, sample, member, future, judge).start(due_at)
         else:
             siblings = None
-            if sample.group_id is not None and self._router.compares(sample):
-                if groups is not None:
-                    siblings = groups.setdefault(sample.group_id, Siblings())
+            if self._router.compares(sample):
+                if groups is None or sample.group_id is None:
+                    _warn_of_singles(judge.name, "came alone" if groups is None else "has no group_id")
                 else:
-                    _warn_of_singles(judge.name)
+                    siblings = groups.setdefault(sample.group_id, Siblings())
             judging = Judging(self, sample, member, future, judge, due_at, siblings)
             self._judging[judging] = None
             judging.task.add_done_callback(lambda _: self._judging.pop(judging, None))
@@ -298,12 +298,13 @@ class _FirstOnce:
 
 
 @functools.lru_cache(maxsize=32)
-def _warn_of_singles(judge: str) -> None:
+def _warn_of_singles(judge: str, why: str) -> None:
     """Warn, once for each judge."""
     _log.warning(
-        "judge %s compares the samples of a group, but a sample came alone, so it is scored by itself; hand in groups "
-        "by `score_all`",
+        "judge %s compares the samples of a group, but a sample %s, so it is scored by itself; hand in groups by "
+        "`score_all`, or in one request to a reward server",
         judge,
+        why,
     )
 
 

@@ -116,7 +116,8 @@ class Journal:
         rng: random.Random | None = None,
     ) -> None:
         self.path = os.fspath(path)
-        self.run_id = current_run() if run_id is None else run_id
+        # A variable of the environment may hold bytes that are no text.
+        self.run_id = (current_run() if run_id is None else run_id).encode("utf-8", "replace").decode()
         self.read_errors = 0
         """Number of failed look-ups, which returned None."""
         self._clock = clock
@@ -229,7 +230,8 @@ class Journal:
 
     def tell(self, sources: Mapping[str, Mapping[str, Any]]) -> None:
         """Record how the sources are, by name, for those who look at the run. It is written within a second."""
-        self._told = sources
+        redact = self._redact or str
+        self._told = {name: {**each, "problem": redact(each["problem"])} for name, each in sources.items()}
 
     def _meet(self, connection: sqlite3.Connection) -> None:
         """Write how the sources are, and find out which are held. Runs in the writing thread."""

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.several_keys import configured_name
 from ..errors import InputError, JournalError
 from .database import explained, open_database, reading
 
@@ -37,6 +38,8 @@ class LiveSource:
     """The worst of the processes, as in `SourceGauges.state`."""
     held: bool
     """Whether it is held from outside: the processes follow within two seconds."""
+    by_program: bool
+    """Whether a process holds it by `RewardEngine.hold`, which only that process ends."""
     problem: str
     learned: str
     """A limit that a process has learned from 429s; "" if there is none."""
@@ -81,9 +84,12 @@ def hold_source(paths: Sequence[str], source: str, now: float, *, held: bool) ->
     names = sorted({each.name for each in live})
     if not names:
         raise InputError(f"no run is under way that writes to {' or '.join(paths)}, so there is nothing to hold")
-    if source not in names:
+    meant = [each for each in live if source in (each.name, configured_name(each.name))]
+    if not meant:
         raise InputError(f"the run has no source {source!r}; sources: {', '.join(names)}")
-    runs = [(each.run_id, source) for each in live if each.name == source]
+    if not held and any(each.by_program for each in meant):
+        raise InputError(f"the program itself holds {source!r} (RewardEngine.hold), so it has to release it")
+    runs = [(each.run_id, each.name) for each in meant]
     change = (
         "INSERT OR IGNORE INTO holds VALUES (?, ?)" if held else "DELETE FROM holds WHERE (run_id, source) = (?, ?)"
     )
@@ -101,9 +107,10 @@ def _together(run_id: str, name: str, rows: Sequence[Mapping[str, Any]], held: b
     for key in ("concurrency", "requests_per_minute"):
         numbers[key] = math.fsum(_numbers(rows, key, math.inf))
     for key in ("latency_p50_s", "latency_p95_s"):
-        numbers[key] = max(_numbers(rows, key, math.nan))
+        numbers[key] = max((row[key] for row in rows if row[key] is not None), default=math.nan)
     learned = next((row["learned"] for row in rows if row["learned"]), "")
-    return LiveSource(run_id, name, len(rows), worst["state"], held, worst["problem"], learned, **numbers)
+    by_program = any(row["by_program"] for row in rows)
+    return LiveSource(run_id, name, len(rows), worst["state"], held, by_program, worst["problem"], learned, **numbers)
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], key: str, missing: float) -> Iterator[float]:

@@ -143,14 +143,14 @@ class Texts:
         """
         found: dict[str, str | None] = {}
         request = attempt.request
-        written = _body(attempt)
+        written = "" if attempt.sent_s is None else _body(attempt)
         if request.nonce and _ESCAPED_NULL not in written:
             # With marks in place of the response and the nonce, the siblings of a group share this text.
             written, found["nonce"] = _marked(written, request), request.nonce
         if written:
             found["request"] = self._add_written(written)
         if attempt.said:
-            found["said"] = self._add(attempt.said)
+            found["said"] = self._add_written(attempt.said)
         if attempt.reply is not None:
             found["reply"] = self._add(_said(attempt.reply))
             if attempt.reply.thinking:

@@ -109,7 +109,7 @@ class Writer:
         self._failure: str | None = None
         self._logged: set[str] = set()
         self.every_second: Callable[[sqlite3.Connection], None] | None = None
-        """Called in the thread about once a second, with the connection; it may raise `sqlite3.Error`."""
+        """Called in the thread about once a second, with the connection; it may raise anything."""
         self._looked_at = -math.inf
         self._thread = threading.Thread(target=self._write, name="qreward-journal-writer", daemon=True)
         self._thread.start()
@@ -247,7 +247,7 @@ class Writer:
         self._commit_kept()
         if self.every_second is not None and time.monotonic() >= self._looked_at + LOOK_EVERY_S:
             self._looked_at = time.monotonic()
-            with suppress(sqlite3.Error):
+            with suppress(Exception):  # what looks at a run must not cost its record
                 self.every_second(self._connection)
         if last:
             self._commit_before_closing()

@@ -36,7 +36,7 @@ class ListSample(Sample):
     def of(cls, sample: Sample, responses: Sequence[str]) -> ListSample:
         """Several responses to the prompt of `sample`."""
         shared = {field.name: getattr(sample, field.name) for field in fields(Sample)}
-        own: dict[str, Any] = {"response": "\n\n".join(responses), "id": None, "response_images": ()}
+        own: dict[str, Any] = {"response": "\n\n".join(responses), "response_images": ()}
         return cls(**shared | own, responses=tuple(responses))
 
 

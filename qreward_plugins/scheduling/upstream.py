@@ -107,10 +107,15 @@ class Upstream:
         self.silence = Silence(self.live, self.speed, other.silence.tail)
         self.health = Health(self.name, self.quota, self.breaker, self.silence, local=self.local)
 
-    def hold(self, why: str) -> None:
-        """Take no further calls, because `why`, until this is called with "". Those under way go on."""
+    def hold(self, why: str) -> bool:
+        """Take no further calls, because `why`, until this is called with "". Those under way go on. Returns whether
+        that changes anything.
+        """
+        if why == self._on_hold:
+            return False
         self._on_hold = why
         self._held = (lambda: why) if why else getattr(self.source, "held", None)
+        return True
 
     def abandon_attempts(self, now: float) -> None:
         """Forget the attempts of an event loop that was closed. What they sent still counts against the limits."""

@@ -7,6 +7,7 @@ reads (`replies`). What differs from kind to kind are the methods of `EndpointKi
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError, SourceHeld
 from ..observers.statistics import ReplicaStatistics
 from ..quotas.demand import Demand, Texture, completion_bound, of_messages
-from ..secrets import Redactor, names_secret, secrets_in
+from ..secrets import Redactor, masked, names_secret, secrets_in
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter, Lists, ParameterDemands
 from .clients import open_client, slots_of
@@ -173,6 +174,7 @@ class Endpoint(EndpointKind):
             plain_headers=plain,
             secrets=tuple(secrets_in(config.parameters)),
         )
+        self._marked = config.parameters if any(secrets_in(config.parameters)) else {}
         self._bodies = BodyWriter(name, self.body, parameters, self.containers, redact=self._http.redactor.of)
         self._slots = slots_of(config)
 
@@ -357,6 +359,9 @@ class Endpoint(EndpointKind):
             streaming = self.streaming(requests[0])
             asks = None if streaming is None else streaming.reader.ASKS
             body = self._bodies.encode(requests[0], image=identity_of, asks=asks).decode()
+        if self._marked:
+            # Also the short ones, which are no words of a text.
+            body = json.dumps(masked(json.loads(body), self._marked), ensure_ascii=False, separators=(",", ":"))
         clean = self.redactor.clean
         return body if clean is None else clean(body)
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import Field
 
+from ..config.findings import did_you_mean
 from ..config.nodes import PositiveInt, takes
 from ..config.source_models import Batch, FreeMapping, SourceConfig
 from ..errors import (
@@ -36,10 +37,15 @@ from ..secrets import Redactor, secrets_in, without_secrets
 from ..system.functions import Function, Loader, PathLoader, describe, is_transient, load, origin_of
 from . import worker_program as program
 from .base import Reply, Request
-from .function_arguments import FunctionArguments, unpicklable
+from .function_arguments import FunctionArguments, may_take, options_of, unpicklable
 from .kind import VALUE, Provider, SourceKind
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from .workers import CallOverdue, CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
+
+
+def _like(function: Function, argument: str) -> str:
+    options = options_of(function)
+    return did_you_mean(argument, options) or f"It takes {', '.join(options)}."
 
 
 class FunctionSource(SourceKind):
@@ -112,6 +118,12 @@ class FunctionSource(SourceKind):
         if config.batch is not None and config.batch.max_tokens is not None:
             problem = "the tokens of a function are not counted."
             raise ConfigurationError([Mistake(f"sources.{name}.batch.max_tokens", problem, "Leave it out.")])
+        lost = [each for each in config.kwargs if not may_take(self._function, each)]
+        if lost:
+            problem = f"{config.function} has no such argument."
+            raise ConfigurationError(
+                [Mistake(f"sources.{name}.kwargs.{each}", problem, _like(self._function, each)) for each in lost]
+            )
         self._arguments = FunctionArguments(
             self._function, config.arguments, without_secrets(config.kwargs), batched=config.batch is not None
         )

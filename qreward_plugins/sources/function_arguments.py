@@ -67,6 +67,22 @@ class FunctionArguments:
         return ""
 
 
+def options_of(function: Callable[..., Any]) -> list[str]:
+    """The arguments of a ready-made check that a configuration may set; empty for another function."""
+    if not str(getattr(function, "__module__", "")).startswith("qreward_plugins.checks"):
+        return []
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def may_take(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a function may take an argument. Ready-made checks ignore what they do not know, because frameworks pass
+    more than they need; a misspelt one would be lost.
+    """
+    options = options_of(function)
+    return not options or argument in options
+
+
 def arguments_taken(function: Callable[..., Any]) -> Convention:
     """Return the value of `arguments` with which a function can be called. Raises ValueError if it can be called with
     neither.

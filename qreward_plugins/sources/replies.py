@@ -81,7 +81,7 @@ class Answer:
     def _said(self, error: QRewardError) -> QRewardError:
         """Note on an error what the server said, without secrets."""
         said = self.http.body[:_MOST_SAID_BYTES].decode("utf-8", "replace")
-        error.said = said if self.redactor.clean is None else self.redactor.clean(said)
+        error.said = self.redactor.strike_out(said)
         return error
 
     def _understand(self) -> Reply | QRewardError:

@@ -201,3 +201,10 @@ def test_without_its_package_the_engine_does_not_start(
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     with pytest.raises(ConfigurationError, match=rf"{package}.*qreward-plugins\[math\]"):
         engine(check)
+
+
+def test_a_misspelt_argument_of_a_check_is_refused() -> None:
+    source = {"kind": "function", "function": "qreward_plugins.checks:number", "kwargs": {"extrat": "marked"}}
+    tree = {"sources": {"check": source}, "judges": {"right": {"kind": "function"}}}
+    with pytest.raises(ConfigurationError, match=r"kwargs.extrat.*no such argument. Did you mean `extract`"):
+        RewardEngine(tree)

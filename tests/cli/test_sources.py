@@ -18,7 +18,14 @@ def journal(tmp_path):
     path = tmp_path / "verdicts.sqlite"
     Journal(path).close()
     told = dict.fromkeys(("in_flight", "requests", "answered", "throttled", "transient", "permanent", "invalid"), 3)
-    told |= {"waiting": 0, "cost_usd": 0.0, "concurrency": 8, "requests_per_minute": None, "learned": ""}
+    told |= {
+        "by_program": False,
+        "waiting": 0,
+        "cost_usd": 0.0,
+        "concurrency": 8,
+        "requests_per_minute": None,
+        "learned": "",
+    }
     told |= {"latency_p50_s": 1.5, "latency_p95_s": None}
     with closing(sqlite3.connect(path)) as connection, connection:
         for process, state, problem in ((1, "up", ""), (2, "down", "fast is down\x1b[2J (refused)")):
@@ -53,3 +60,10 @@ def test_without_a_run_there_is_nothing_to_hold(run_cli, tmp_path):
     assert "no run is under way that writes to" in run_cli("sources", path).stdout
     refused = run_cli("sources", path, "--hold", "fast")
     assert (refused.exit_code, "there is nothing to hold" in refused.stderr) == (2, True)
+
+
+def test_what_the_program_holds_only_the_program_releases(run_cli, journal):
+    with closing(sqlite3.connect(journal)) as connection, connection:
+        connection.execute("UPDATE live SET state = json_set(state, '$.by_program', json('true')) WHERE process_id = 1")
+    refused = run_cli("sources", journal, "--release", "fast")
+    assert (refused.exit_code, "the program itself holds 'fast'" in refused.stderr) == (2, True)

@@ -6,14 +6,16 @@ import asyncio
 import json
 import random
 import sqlite3
+import threading
 import zlib
 from collections import Counter, defaultdict
 from contextlib import closing
 
 import pytest
 
-from qreward_plugins import RewardEngine, Sample
+from qreward_plugins import Cause, Failed, RewardEngine, Sample
 from qreward_plugins.engine.trial import PAIRS
+from qreward_plugins.journal import Journal
 from qreward_plugins.journal.stories import Stories
 from qreward_plugins.samples.images import EncodedImage, Image
 from qreward_plugins.testing import Faults, JudgeServer
@@ -141,7 +143,7 @@ def test_secrets_are_in_no_body_and_images_are_hashes(tmp_path, log):
     path = tmp_path / "journal.sqlite"
     with JudgeServer(lambda call: 1.0, faults=Faults(script={0: "error_500"}.get)) as server:
         source = sources_of(server.base_url.removesuffix("/v1"))["chat"] | {"vision": True}
-        source["parameters"] = {"session_token": "tok-0123456789"}
+        source["parameters"] = {"session_token": "tok-0123456789", "auth": {"password": "qwErty7"}}
         tree = {"sources": {"a": source}, "judges": {"quality": {"kind": "llm"}}}
         tree["engine"] = {"journal": {"path": str(path), "keep": "all"}}
         content = [{"type": "text", "text": "?"}, {"type": "image", "image": PNG}]
@@ -154,9 +156,28 @@ def test_secrets_are_in_no_body_and_images_are_hashes(tmp_path, log):
     assert "tok-0123456789" in log[0][0]
     with closing(sqlite3.connect(path)) as connection:
         texts = [zlib.decompress(body).decode() for (body,) in connection.execute("SELECT body FROM texts")]
-    assert [text for text in texts if "tok-0123" in text] == []
+    assert [text for text in texts if "tok-0123" in text or "qwErty7" in text] == []
     ((failed, valid),) = stories_of(path)[0].attempts
     image = EncodedImage(Image.of(PNG), name="i", max_side=2048, max_bytes=10**7)
     assert (failed["result"], bytes(log[0][2]).decode()) == ("failed", failed["said"])
-    assert '"session_token":"***"' in valid["request"]
+    assert '"session_token":"**********"' in valid["request"]
     assert (image.identity in valid["request"], str(image) in valid["request"]) == (True, False)
+
+
+def test_what_looks_at_a_run_costs_nothing_of_its_record(tmp_path):
+    """A name of a run that is no text, as an environment may have it; and a look that fails."""
+    journal = Journal(tmp_path / "j.sqlite", run_id="exp\udce9rience")
+
+    class Looking(threading.Event):
+        def look(self, held):
+            self.set()
+            raise RuntimeError("no")
+
+    looks = Looking()
+    journal.watch(looks.look)
+    journal.tell({"a": {"problem": ""}})
+    assert looks.wait(30)
+    journal.note(None, Sample([{"role": "user", "content": "?"}], "42", id="s"), Failed(Cause.INFRA, "x"))
+    asyncio.run(journal.aclose())
+    with closing(sqlite3.connect(tmp_path / "j.sqlite")) as connection:
+        assert connection.execute("SELECT run_id, sample_id FROM outcomes").fetchall() == [("exp?rience", "s")]

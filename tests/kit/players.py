@@ -57,7 +57,7 @@ def _slime(responses: list[str], tree: dict[str, Any]) -> Step:
                 qreward=tree,
                 rollout_batch_size=1,
                 n_samples_per_prompt=len(responses),
-                group_rm="rank" in {judge["kind"] for judge in tree["judges"].values()},
+                group_rm="rank" in {judge["kind"] for judge in tree.get("judges", {}).values()},
                 custom_rm_path="slime_adapter.reward",
                 data_source_path="slime_adapter.DataSource",
                 custom_reward_post_process_path="slime_adapter.post_process",

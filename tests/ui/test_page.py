@@ -413,7 +413,14 @@ def live(path, *, state="up", learned=""):
     """Write what a process of a run that goes on writes of its sources."""
     told = dict.fromkeys(("in_flight", "waiting", "requests", "answered", "throttled", "transient"), 3)
     told |= {"permanent": 0, "invalid": 0, "cost_usd": 0.5, "concurrency": 8, "requests_per_minute": None}
-    told |= {"latency_p50_s": 1.5, "latency_p95_s": None, "state": state, "problem": "", "learned": learned}
+    told |= {
+        "by_program": False,
+        "latency_p50_s": 1.5,
+        "latency_p95_s": None,
+        "state": state,
+        "problem": "",
+        "learned": learned,
+    }
     with closing(sqlite3.connect(path)) as connection, connection:
         row = ("run", 1, "a & b", time.time(), json.dumps(told))
         connection.execute("INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?)", row)
@@ -431,6 +438,8 @@ def test_the_sources_of_a_run_that_goes_on_can_be_held(path):
     async def press(name, **headers):
         async with opened(path) as client:
             action = re.search(r'action="([^"]*)"', await (await client.get("/sources")).text())[1]
+            # Without it, browsers send `Origin: null` from the page's own buttons.
+            assert (await client.get("/sources")).headers["Referrer-Policy"] == "same-origin"
             answer = await client.post(name or html.unescape(action), headers=headers)
             return answer.status, "Release" in await answer.text()
 
@@ -439,6 +448,7 @@ def test_the_sources_of_a_run_that_goes_on_can_be_held(path):
             return connection.execute("SELECT * FROM holds").fetchall()
 
     assert asyncio.run(press("", Origin="http://evil.example")) == (403, False)
+    assert asyncio.run(press("", **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"})) == (403, False)
     assert asyncio.run(press("/sources/hold?name=c")) == (404, False)
     assert held() == []
     assert asyncio.run(press("")) == (200, True)

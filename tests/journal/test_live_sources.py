@@ -18,7 +18,12 @@ from ..kit import make_config, make_samples, wait_until
 
 
 def of(path, name):
+    """A source of the run that is first by its id."""
     return next((each for each in live_sources([str(path)], time.time()) if each.name == name), None)
+
+
+def states(path, name):
+    return {each.state for each in live_sources([str(path)], time.time()) if each.name == name}
 
 
 async def until(found):
@@ -51,11 +56,12 @@ def test_a_source_that_is_held_from_outside_gets_no_calls_until_it_is_released(t
         async with RewardEngine(tree) as engine, RewardEngine(tree) as other:
             await engine.score_all(make_samples(8))
             await other.score_all(make_samples(8))
-            await until(
-                lambda: (a := of(path, "a")) and (a.state, a.held, a.in_flight, a.waiting) == ("up", False, 0, 0)
-            )
+            # Each engine is a run, and only runs that are under way are held.
+            await until(lambda: len(live_sources([str(path)], time.time())) == 4)
+            a = of(path, "a")
+            assert (a.state, a.held, a.in_flight, a.waiting) == ("up", False, 0, 0)
             hold_source([str(path)], "a", time.time(), held=True)
-            await until(lambda: of(path, "a").state == "held")
+            await until(lambda: states(path, "a") == {"held"})
             assert engine.statistics().sources["a"].state == "held"
             assert "by hand" in of(path, "a").problem
             changed = json.loads(json.dumps(tree))
@@ -65,9 +71,9 @@ def test_a_source_that_is_held_from_outside_gets_no_calls_until_it_is_released(t
             await engine.score_all(make_samples(8))
             assert arrived() == {"a": before["a"], "b": before["b"] + 8}
             hold_source([str(path)], "a", time.time(), held=False)
-            await until(lambda: of(path, "a").state == "up")
+            await until(lambda: states(path, "a") == {"up"})
             hold_source([str(path)], "b", time.time(), held=True)
-            await until(lambda: of(path, "b").state == "held")
+            await until(lambda: states(path, "b") == {"held"})
             await engine.score_all(make_samples(8))
             assert arrived()["a"] == before["a"] + 8
 

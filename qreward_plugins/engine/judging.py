@@ -150,8 +150,7 @@ class Judging(Pending):
     ) -> None:
         super().__init__(scoring, sample, member, future)
         self.judge = judge
-        self._siblings = siblings or Siblings()
-        self._siblings.add(self)
+        self._siblings = siblings
         self._due_at = due_at
         self._started_at = scoring.now()
         self._asked: dict[_Asked, None] = {}
@@ -182,11 +181,15 @@ class Judging(Pending):
         begin_at = (now + self._due_at) / 2
         if batch.cutoff is not None:
             begin_at = min(begin_at, max(now, batch.started_at + batch.cutoff.after_s))
+        if self._siblings is None:
+            self._siblings = Siblings()
+            self._siblings.add(self)
         return await self._siblings.compare(self, judge, begin_at)
 
     def skip(self, judge: Judge) -> None:
         """See `judges.base.Ask`."""
-        self._siblings.skip(self, judge)
+        if self._siblings is not None:
+            self._siblings.skip(self, judge)
 
     def share(self, asked: Judging) -> None:
         """Take over from a sibling, which has asked for both, whether the answer comes from the journal."""
@@ -357,7 +360,8 @@ class Judging(Pending):
             self._stop()
 
     def _stop(self) -> None:
-        self._siblings.remove(self)
+        if self._siblings is not None:
+            self._siblings.remove(self)
         self._timer.cancel()
         for asked in list(self._asked):
             asked.cancel()

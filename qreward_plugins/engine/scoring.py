@@ -121,6 +121,8 @@ class Scoring:
                 else:
                     siblings = groups.setdefault(sample.group_id, Siblings())
             judging = Judging(self, sample, member, future, judge, due_at, siblings)
+            if siblings is not None:
+                siblings.add(judging)
             self._judging[judging] = None
             judging.task.add_done_callback(lambda _: self._judging.pop(judging, None))
         return future

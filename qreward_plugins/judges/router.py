@@ -80,6 +80,7 @@ class JudgeRouter:
             # A judge that fails to open is reported again by each judge that it is a part of.
             raise ConfigurationError(list(dict.fromkeys(mistakes)))
         self.judges = {name: self.judges[name] for name in config.judges}
+        self._comparing = frozenset(name for name, judge in self.judges.items() if judge.comparing)
         # Once for all samples: without routes, this walks through the whole configuration.
         self._routes = routes_of(config)
 
@@ -104,8 +105,10 @@ class JudgeRouter:
         """Whether a sample goes to a judge that compares it with its siblings. Those of a validation are compared with
         other validations, so their rewards must not depend on siblings.
         """
-        judge = None if sample.split == "val" else self.judge_of(sample)
-        return judge is not None and bool(judge.comparing)
+        if not self._comparing or sample.split == "val":
+            return False
+        route = self.route_of(sample)
+        return route is not None and route.judge in self._comparing
 
     def route_of(self, sample: Sample) -> Route | None:
         """Return the first route whose glob matches the sample's data source; None if no route matches."""

@@ -278,7 +278,7 @@ class ReplicaSet(SourceKind):
         try:
             await self.start()
             result = await change
-            self.look()
+            self._view.look()  # not `self.look`: the listener takes the changes
             return result
         except ChangeFailed as error:
             problem, log, replicas = error.problem, error.log, error.replicas

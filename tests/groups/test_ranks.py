@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,28 +43,57 @@ def test_the_places_in_a_group_become_advantages(framework: str) -> None:
     assert not step.poisoned
 
 
-def test_roll_asks_for_a_group_one_by_one() -> None:
-    responses = ["worth 1", "worth 9", "worth 3", "worth 4"]
+WORTHS = ("worth 1", "worth 9", "worth 3", "worth 4")
+
+
+@contextmanager
+def roll_one_by_one(*, prompts: int) -> Iterator[tuple[FakeRollTrainer, JudgeServer]]:
+    """ROLL, which asks the reward worker about each response of a prompt alone, and a judge of their `WORTHS`."""
     with JudgeServer(lambda call: float(call.blocks["response"].split()[-1])) as server:
         worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree_of(server)]}
-        with (
-            roll_stand_in(over_installed=True),
-            FakeRollTrainer(
-                {"judged": worker},
-                respond=lambda draft, rng: responses[draft.number],
-                adv_estimator="grpo",
-                rollout_batch_size=2,
-                num_return_sequences_in_group=4,
-                is_num_return_sequences_expand=True,
-                user_defined_rollout_loop_cls="roll_adapter.QRewardRolloutLoop",
-                timeout_s=30.0,
-            ) as trainer,
-        ):
-            step = trainer.step()
+        with FakeRollTrainer(
+            {"judged": worker},
+            respond=lambda draft, rng: WORTHS[draft.number],
+            adv_estimator="grpo",
+            rollout_batch_size=prompts,
+            num_return_sequences_in_group=len(WORTHS),
+            is_num_return_sequences_expand=True,
+            user_defined_rollout_loop_cls="roll_adapter.QRewardRolloutLoop",
+            timeout_s=30.0,
+        ) as trainer:
+            yield trainer, server
+
+
+def test_roll_asks_for_a_group_one_by_one() -> None:
+    with roll_stand_in(over_installed=True), roll_one_by_one(prompts=2) as (trainer, server):
+        step = trainer.step()
         assert server.report().requests == 2
     assert sorted(step.raw_rewards) == pytest.approx([0, 0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1, 1])
     assert step.metrics["judged/qreward/samples_sum"] == pytest.approx(8)
     assert step.metrics["judged/qreward/score/siblings_mean"] == pytest.approx(4)
+    assert not step.poisoned
+
+
+@pytest.mark.parametrize("siblings_wait", [False, True])
+def test_a_response_that_roll_abandons_is_not_waited_for(siblings_wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = count(1)
+    with roll_stand_in(over_installed=True):
+        from roll_adapter import QRewardRolloutLoop
+
+        complete = QRewardRolloutLoop._generate_and_reward
+
+        async def abandon_the_last_of_the_first_prompt(loop: Any, context: Any, req: Any, domain: str) -> Any:
+            if next(begun) != len(WORTHS):
+                return await complete(loop, context=context, req=req, domain=domain)
+            while siblings_wait and len(context._waiting) < len(WORTHS) - 1:  # noqa: ASYNC110 - nothing signals it
+                await asyncio.sleep(0)
+            return None  # as ROLL's own for a response that is not finished
+
+        monkeypatch.setattr(QRewardRolloutLoop, "_generate_and_reward", abandon_the_last_of_the_first_prompt)
+        with roll_one_by_one(prompts=1) as (trainer, _):
+            step = trainer.step()
+    assert len(step.dropped) == 1
+    assert sorted(step.raw_rewards) == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert not step.poisoned
 
 

@@ -1,78 +1,29 @@
-"""A real language model as judge, on the CPU: Gemma 3 with 270 million parameters in llama.cpp (`make demo JUDGE=llm`).
+"""Serves a real language model on the CPU for `make demo JUDGE=llm`: Gemma 3 with 270 million parameters in llama.cpp.
 
-A model of this size cannot follow a rubric and cannot add. It can tell whether two numbers are the same: asked to
-continue a Python session, it gives `True` more probability for equal numbers. The judge is that probability, read from
-the log probabilities of one token, relative to the model's own leaning towards `True`.
+A model of this size cannot follow a rubric and cannot add. It can tell whether two numbers are the same: continuing a
+Python session, it gives `True` more probability for equal numbers. The chat template (`gemma.jinja`) makes such a
+session of each prompt, and the judge reads the log probabilities of `True` and `False` (`judges_llm.yaml`).
 
 Run as a program, this module serves the model until its standard input ends, that is until its parent process ends.
 """
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
-
-from scorer import stated_answer
+from typing import IO
 
 MODEL = "gemma-3-270m (Q4_K_M)"
-_SHOWN = (
-    *((12, 12), (7, 4), (9, 9), (15, 13), (-6, -6), (3, -3), (18, 18), (10, 11), (0, 0), (-2, 2)),
-    *((5, 5), (21, 12), (8, 9), (16, 16), (-4, -4), (14, 4), (6, 6), (-8, -7), (1, 1), (20, 21)),
-)
-"""Pairs that the session shows before it asks. On 224 answers of a training, 6, 12 and 20 pairs did equally well (AUC
-0.97 to 0.98)."""
-_SESSION = "".join(f">>> {one} == {other}\n{one == other}\n" for one, other in _SHOWN)
-_LEANING = 1.25
-"""Log odds of `True` between those of equal and of different numbers, measured on 120 made-up pairs."""
-_STEEPNESS = 4.0
-"""Factor on the distance from `_LEANING`; a larger one moves confidences towards 0 and 1."""
-_TOKENS_SEEN = 40
-"""Most likely tokens that a reply states."""
-_TIMEOUT_S = 60.0
-
-
-async def same_number(solution_str: str, ground_truth: str, *, url: str, **_: Any) -> float:
-    """The model's confidence, from 0 to 1, that the response states the reference answer; 0 if it states none."""
-    import aiohttp
-
-    stated = stated_answer(solution_str)
-    if stated is None:
-        return 0.0
-    body = {
-        "prompt": f"{_SESSION}>>> {int(ground_truth)} == {stated}\n",
-        "n_predict": 1,
-        "n_probs": _TOKENS_SEEN,
-        "temperature": 0,
-        "cache_prompt": True,
-    }
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, session.post(f"{url}/completion", json=body) as reply:
-        reply.raise_for_status()
-        return confidence(await reply.json())
-
-
-def confidence(reply: Mapping[str, Any]) -> float:
-    """Read a reply of llama.cpp's `/completion`. Raises ValueError if it has no chance of `True` or of `False`."""
-    first = reply["completion_probabilities"][0]
-    found = {"True": 0.0, "False": 0.0}
-    for token in first["top_logprobs"]:
-        if token["token"].strip() in found:
-            found[token["token"].strip()] += math.exp(token["logprob"])
-    if min(found.values()) <= 0.0:
-        raise ValueError("True or False is not among the likely tokens")
-    odds = math.log(found["True"] / found["False"])
-    return 1.0 / (1.0 + math.exp(-_STEEPNESS * (odds - _LEANING)))
+_TEMPLATE = Path(__file__).resolve().with_name("gemma.jinja")
 
 
 @contextmanager
 def served(log: Path) -> Iterator[str]:
-    """Serve the model in a child process, and yield its URL. The child ends with the context, or with this process.
+    """Serve the model in a child process, and yield the base URL of its OpenAI-compatible API. The child ends with the context, or with this process.
 
     Raises RuntimeError if it does not start.
     """
@@ -85,7 +36,7 @@ def served(log: Path) -> Iterator[str]:
             url = _address(child.stdout)
             if not url:
                 raise RuntimeError(f"llama.cpp did not start; log: {log}")
-            yield url
+            yield f"{url}/v1"
         finally:
             child.stdin.close()
             try:
@@ -114,7 +65,11 @@ def main() -> None:
         parameters.model.path = str(weights.assemble(Path(folder) / weights.MODEL_NAME))
         parameters.hostnames = ["127.0.0.1"]
         parameters.port = 0
-        parameters.n_ctx = 1024
+        parameters.n_ctx = 2048
+        parameters.use_jinja = True
+        parameters.chat_template = _TEMPLATE.read_text()
+        # The whole window stays in the cache. Otherwise each new pair of numbers reads the session again: 0.6 s, not 0.05.
+        parameters.swa_full = True
         # One place, so that every call finds the session in its cache; one thread, because the trainer has the others.
         parameters.n_parallel = 1
         parameters.cpuparams.n_threads = 1

@@ -13,6 +13,11 @@ WHERE llm.score IS NOT NULL AND rule.score IS NOT NULL AND llm.cached = 0 AND ru
 """
 
 
+SAYS_RIGHT = 0.54
+"""Least score with which the language model calls a response right. On 240 made-up pairs of numbers, those that are
+equal got 0.53 to 0.81, and others 0.28 to 0.61."""
+
+
 @dataclass(frozen=True)
 class Agreement:
     """How often the language model and the rule agree.
@@ -51,7 +56,7 @@ def agreement(journal: Path) -> Agreement:
         connection.close()
     right = [llm for llm, rule, _ in pairs if rule >= 1.0]
     wrong = [llm for llm, rule, _ in pairs if rule < 1.0]
-    same = sum((llm >= 0.5) == (rule >= 1.0) for llm, rule, _ in pairs)
+    same = sum((llm >= SAYS_RIGHT) == (rule >= 1.0) for llm, rule, _ in pairs)
     times = sorted(seconds for _, _, seconds in pairs if seconds is not None and seconds > 0)
     return Agreement(
         len(pairs),

@@ -15,6 +15,12 @@ from ..judges.thinking import after_thoughts
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?(?:\s*/\s*\d[\d,]*)?")
 _MOST_CHARS = 400
+_MOST_DIGITS = 400
+
+_POWER = re.compile(r"(?:\^|\*\*)[{(]*")
+# They begin where digits begin, so a long number is looked at once.
+_TOWER = re.compile(r"(?<!\d)\d+(?:\^\d+)+")
+_FACTORIAL = re.compile(r"(?<!\d)(\d+)!(?!=)")
 
 
 def exact(
@@ -102,20 +108,39 @@ def mathematics(solution_str: str, ground_truth: Any, **_: Any) -> float:
     """1 if the last answer of the response equals the ground truth, or one of several, as math-verify sees it;
     else 0.
 
-    Sympy may compute for ever (9^9^9^9), and math-verify's own time limit needs signals of the main thread. So it has
-    none here: the worker process is killed after `timeouts.total_s` of the source.
+    Sympy may compute for ever, and math-verify's own time limit needs signals of the main thread. So it has none here:
+    the worker process is killed after `timeouts.total_s` of the source, and the samples behind it wait. So an answer
+    with a power or a factorial of more than 100,000 digits (9^9^9^9) is only compared as a text.
     """
     from math_verify import parse, verify  # type: ignore[import-untyped]
 
     # It warns at each call that it has no time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    truths, response = _truths(ground_truth), after_thoughts(solution_str)
+    answer = extracted(response, "boxed") or extracted(response, "last_line")
+    if _is_huge(answer):
+        return exact(answer, [extracted(truth, "boxed") or truth.strip("$ ") for truth in truths])
     golds = []
-    for truth in _truths(ground_truth):
+    for truth in truths:
         golds.append(parse(truth if "$" in truth or "\\boxed" in truth else f"${truth}$", parsing_timeout=None))
         if not golds[-1]:
             raise ValueError(f"math-verify cannot read the ground truth {truth[:80]!r}")
-    answer = parse(after_thoughts(solution_str), parsing_timeout=None)
-    return float(any(verify(gold, answer, timeout_seconds=None) for gold in golds))
+    read = parse(response, parsing_timeout=None)
+    return float(any(verify(gold, read, timeout_seconds=None) for gold in golds))
+
+
+def _is_huge(text: str) -> bool:
+    """Whether a text has a power of whole numbers, or a factorial, that takes too long to compute."""
+    text = "".join(text.split())
+    if any(len(digits) > 5 or int(digits) > 25_000 for digits in _FACTORIAL.findall(text)):
+        return True
+    for tower in _TOWER.findall(_POWER.sub("^", text)):
+        *bases, top = (int(level[:_MOST_DIGITS]) for level in tower.split("^"))
+        for base in reversed(bases):
+            if base > 1 and min(top, 10**6) * math.log10(base) > 100_000:
+                return True
+            top = base**top
+    return False
 
 
 def _truths(ground_truth: Any) -> list[str]:

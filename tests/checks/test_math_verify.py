@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from fractions import Fraction
-from typing import Any
 
 import pytest
 
-from qreward_plugins import Failed, RewardEngine, Sample, checks
+from qreward_plugins import checks
 
 math_verify = pytest.importorskip("math_verify")
 
@@ -79,33 +75,20 @@ def test_math_verify_is_imported_before_the_first_call() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
-@pytest.mark.skipif("QREWARD_TIMED_TESTS" not in os.environ, reason="takes real time; set QREWARD_TIMED_TESTS=1")
-def test_a_tower_of_powers_delays_none_of_1000_other_samples() -> None:
-    """It takes one of two workers for 5 s. The others come 50 a second, which one worker can keep up with."""
-    source = {"kind": "function", "function": "qreward_plugins.checks:math", "workers": 2, "timeouts": {"total_s": 5}}
-    tree = {"sources": {"math": source}, "judges": {"math": {"kind": "function", "reward_range": [0, 1]}}}
-    question = [{"role": "user", "content": "?"}]
-
-    async def main() -> tuple[Any, list[float]]:
-        took: list[float] = []
-        async with RewardEngine(tree) as engine:
-
-            async def healthy(number: int) -> None:
-                await asyncio.sleep(number / 50)
-                started = time.monotonic()
-                outcome = await engine.score(
-                    Sample(question, rf"\boxed{{\frac{{{2 * number}}}{{4}}}}", f"{number / 2}")
-                )
-                took.append(time.monotonic() - started)
-                assert outcome.reward == 1.0
-
-            await engine.score_all([Sample(question, "$1$", "1")] * 8)
-            tower = asyncio.create_task(engine.score(Sample(question, r"\boxed{9^{9^{9^{9}}}}", "1")))
-            await asyncio.gather(*map(healthy, range(1_000)))
-            return await tower, took
-
-    hung, took = asyncio.run(main())
-    assert isinstance(hung, Failed)
-    assert hung.reason == "hung"
-    assert len(took) == 1_000
-    assert max(took) < 0.5, sorted(took)[-20:]
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        (r"\boxed{9^9^9^9}", "1", 0),
+        (r"\boxed{9^{9^{9^{9}}}}", "1", 0),
+        (r"\boxed{9 ** (9 ** 9)}", "1", 0),
+        ("It is\n$9^{9^9}$", "1", 0),
+        (r"\boxed{99999999!}", "1", 0),
+        (r"\boxed{7^{7^{7^7}}}", "$7^{7^{7^7}}$", 1),
+        (r"The last digit of $7^{7^{7^7}}$ is \boxed{3}", "3", 1),
+        (r"\boxed{2^{2^3}}", "256", 1),
+        (r"\boxed{10^{100}}", "10^{100}", 1),
+        (r"\boxed{5!}", "120", 1),
+    ],
+)
+def test_a_power_that_sympy_would_compute_for_ever_is_compared_as_a_text(answer: str, truth: str, score: int) -> None:
+    assert checks.math(answer, truth) == score

@@ -108,9 +108,7 @@ def test_pip_s_settings_are_handed_to_uv(tmp_path):
 
 
 @pytest.mark.parametrize("judge", ["rules", "llm"])
-def test_the_demo_says_its_phases_and_ends_with_three_things_to_look_at(
-    cpu_recipe, tmp_path, monkeypatch, capsys, judge
-):
+def test_the_demo_says_its_phases_and_ends_with_what_to_look_at(cpu_recipe, tmp_path, monkeypatch, capsys, judge):
     from contextlib import contextmanager
 
     demo, training = cpu_recipe.demo, cpu_recipe.training
@@ -119,7 +117,9 @@ def test_the_demo_says_its_phases_and_ends_with_three_things_to_look_at(
     def train(assets, out, algorithm, steps, environment, console):
         used.update(environment)
         with sqlite3.connect(environment["QREWARD_JOURNAL"]) as connection:
-            connection.execute("CREATE TABLE outcomes (sample_id, judge, source, outcome, score, service_s, cached)")
+            connection.execute(
+                "CREATE TABLE outcomes (sample_id, judge, source, outcome, cause, score, service_s, cached)"
+            )
         connection.close()
         return training.Training([training.Step(1, 0.2, 1.0), training.Step(2, 0.6, 1.0)], 0.0, 0.5)
 
@@ -135,10 +135,11 @@ def test_the_demo_says_its_phases_and_ends_with_three_things_to_look_at(
     monkeypatch.setattr("sys.argv", ["demo.py", "--judge", judge, "--out", str(tmp_path)])
     assert demo.main() == 0
     told = capsys.readouterr().out
-    for part in ("1/4 making", "2/4 starting", "3/4 starting", "4/4 done", "Five things to look at", "reward.png"):
+    for part in ("1/4 making", "2/4 starting", "3/4 starting", "4/4 done", "What to look at", "reward.png"):
         assert part in told
     assert f"qreward journal {tmp_path}" in told
     assert ("language model" in told) == (judge == "llm")
+    assert ("qreward plan" in told) == (judge == "rules")
     monkeypatch.delenv("FAST_JUDGE_URL", raising=False)
     config = load_config(used["QREWARD_CONFIG"])
     assert config.sources["fast"].urls == (used["FAST_JUDGE_URL"],)

@@ -126,7 +126,9 @@ def main() -> int:
     )
     if options.judge == "llm":
         console.print(agreement(journal).text, highlight=False, soft_wrap=True)
-    console.print(_look_at(plot, journal, config), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        _look_at(plot, journal, config, planned=options.judge == "rules"), markup=False, highlight=False, soft_wrap=True
+    )
     return 0 if violations == 0 else 1
 
 
@@ -140,7 +142,7 @@ def _written(environment: Mapping[str, str], template: Path, out: Path) -> Path:
     return path
 
 
-def _look_at(plot: Path, journal: Path, config: Path) -> str:
+def _look_at(plot: Path, journal: Path, config: Path, *, planned: bool) -> str:
     """What to look at after the run, as commands that work in this folder."""
     here = Path.cwd()
     plot, journal, config = (
@@ -148,14 +150,17 @@ def _look_at(plot: Path, journal: Path, config: Path) -> str:
     )
     qreward = Path(sys.executable).with_name("qreward")
     qreward = qreward.relative_to(here) if qreward.is_relative_to(here) else qreward
-    return (
-        "Five things to look at:\n"
-        f"1. the reward, step by step:         {plot}\n"
-        f"2. what the judges said:             {qreward} journal {journal}\n"
-        f"3. why a sample got so low a reward: {qreward} why {journal} --worst\n"
-        f"4. all of that in the browser:       {qreward} ui {journal} --open\n"
-        f"5. what a larger step would cost:    {qreward} plan {config} --samples 1024 --seeds 2"
-    )
+    look = {
+        "the reward, step by step": f"{plot}",
+        "what the judges said": f"{qreward} journal {journal}",
+        "why a sample got so low a reward": f"{qreward} why {journal} --worst",
+        "all of that in the browser": f"{qreward} ui {journal} --open",
+    }
+    # A plan makes responses up, and in those the language model finds no answer to ask about.
+    if planned:
+        look["what a larger step would cost"] = f"{qreward} plan {config} --samples 1024 --seeds 2"
+    lines = [f"{number}. {what + ':':<34} {where}" for number, (what, where) in enumerate(look.items(), 1)]
+    return "\n".join(["What to look at:", *lines])
 
 
 def _train(
@@ -183,13 +188,13 @@ def _train(
 
 
 def _read_journal(path: Path) -> tuple[dict[str, int], int]:
-    """Verdicts by source, and the number of samples without a reward."""
+    """Verdicts by source, and the number of samples without a reward. Those that the floor got have one."""
     connection = sqlite3.connect(path)
     try:
         scored = connection.execute(
             "SELECT source, count(*) FROM outcomes WHERE outcome = 'scored' AND cached = 0 GROUP BY source"
         )
-        failed = connection.execute("SELECT count(*) FROM outcomes WHERE outcome != 'scored'")
+        failed = connection.execute("SELECT count(*) FROM outcomes WHERE outcome != 'scored' AND cause != 'policy'")
         return dict(scored.fetchall()), int(failed.fetchone()[0])
     finally:
         connection.close()

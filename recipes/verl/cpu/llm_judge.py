@@ -23,7 +23,8 @@ _TEMPLATE = Path(__file__).resolve().with_name("gemma.jinja")
 
 @contextmanager
 def served(log: Path) -> Iterator[str]:
-    """Serve the model in a child process, and yield the base URL of its OpenAI-compatible API. The child ends with the context, or with this process.
+    """Serve the model in a child process, and yield the base URL of its OpenAI-compatible API. The child ends with the
+    context, or with this process.
 
     Raises RuntimeError if it does not start.
     """
@@ -68,7 +69,7 @@ def main() -> None:
         parameters.n_ctx = 2048
         parameters.use_jinja = True
         parameters.chat_template = _TEMPLATE.read_text()
-        # The whole window stays in the cache. Otherwise each new pair of numbers reads the session again: 0.6 s, not 0.05.
+        # Keeps the whole window in the cache. Otherwise each new pair reads the session again: 0.6 s, not 0.05.
         parameters.swa_full = True
         # One place, so that every call finds the session in its cache; one thread, because the trainer has the others.
         parameters.n_parallel = 1

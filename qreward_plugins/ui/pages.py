@@ -424,12 +424,13 @@ def _number(text: str | None, kind: Callable[[str], Any]) -> Any:
 
 
 def _marks(steps: Sequence[StepSummary], alarms: Sequence[AuditFinding]) -> dict[int, str]:
-    """The alarms at each step, by its place."""
-    marks: dict[int, str] = {}
-    for alarm in alarms:
-        place = next(
-            (place for place, each in enumerate(steps) if each.step is not None and each.step == alarm.step), None
-        )
-        if place is not None:
-            marks[place] = f"{marks[place]}, {alarm.check}" if place in marks else alarm.check
-    return marks
+    """The alarms, and new weights of the judges, at each step, by its place."""
+    marks: dict[int, list[str]] = {}
+    seen: set[str] = set()
+    for place, each in enumerate(steps):
+        found = [alarm.check for alarm in alarms if alarm.step is not None and alarm.step == each.step]
+        found += [f"weights {one_line(version, 20)}" for version in sorted(each.weights - seen) if seen]
+        seen |= each.weights
+        if found:
+            marks[place] = found
+    return {place: ", ".join(found) for place, found in marks.items()}

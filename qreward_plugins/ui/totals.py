@@ -21,7 +21,7 @@ _AT_ONCE = 50_000
 
 _SELECT = (
     "SELECT id, run_id, recorded_at, step, coalesce(split, 'train'), judge, data_source, source, outcome, "
-    "coalesce(score, floor), cause, floor IS NOT NULL, group_id, latency_s, cost_usd "
+    "coalesce(score, floor), cause, floor IS NOT NULL, group_id, latency_s, cost_usd, weight_version "
     "FROM outcomes WHERE id > ? ORDER BY id LIMIT ?"
 )
 
@@ -46,6 +46,7 @@ class _Sums:
     latencies: array[float] = field(default_factory=lambda: array("d"))
     groups: dict[str, tuple[float, float, int]] = field(default_factory=dict)
     """Of each group with a reward: the lowest, the highest, and how many."""
+    weights: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class StepSummary:
     latency_p50_s: float
     latency_p95_s: float
     cost_usd: float
+    weights: frozenset[str]
+    """The versions of the judges' weights that answered."""
 
 
 class Totals:
@@ -149,6 +152,7 @@ class Totals:
         group: str | None,
         latency_s: float,
         cost_usd: float,
+        weights: str | None,
     ) -> None:
         self._runs[run] = max(at, self._runs.get(run, at))
         if outcome == "scored" and not source:
@@ -157,6 +161,8 @@ class Totals:
         sums.samples += 1
         sums.floors += floor
         sums.cost_usd += cost_usd
+        if weights:
+            sums.weights.update(weights.split("+"))
         sums.latencies.append(latency_s)
         if reward is None:
             sums.causes[cause or "infra"] += 1
@@ -187,6 +193,7 @@ def _summed(step: int | None, parts: Sequence[_Sums]) -> StepSummary:
         percentile(latencies, 0.5),
         percentile(latencies, 0.95),
         sum(part.cost_usd for part in parts),
+        frozenset().union(*(part.weights for part in parts)),
     )
 
 

@@ -66,6 +66,19 @@ def test_another_source_takes_over_when_the_budget_of_the_first_is_spent():
     assert stage.sent_by_source["a"] == 10
 
 
+def test_another_judge_takes_over_in_a_cascade_when_the_budget_is_spent():
+    tree = budgeted({"usd": 0.1}, names="ab")
+    tree["judges"] = {
+        "dear": {"kind": "llm", "sources": ["a"], "correct_at": 0.5},
+        "cheap": {"kind": "llm", "sources": ["b"], "instructions": "Judge roughly."},
+        "reward": {"kind": "cascade", "stages": [{"judge": "dear", "decides": "both"}, "cheap"]},
+    }
+    tree["routes"] = {"*": "reward"}
+    stage = Stage({"a": 1.0, "b": 1.0}, tree=tree)
+    assert stage.play(make_samples(60)).all_scored
+    assert stage.sent_by_source == {"a": 10, "b": 50}
+
+
 def test_the_budget_of_the_run_is_that_of_all_sources_together():
     tree = budgeted(names="ab", engine={"budget": {"usd": 0.3}})
     stage = Stage({"a": 1.0, "b": 1.0}, tree=tree)

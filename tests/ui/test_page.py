@@ -475,6 +475,17 @@ def test_alarms_of_the_audit_are_on_the_trend_at_their_step(tmp_path):
     assert f"Run run is in {path}." in text
 
 
+def test_new_weights_of_a_judge_are_on_the_trend_at_their_first_step(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    versions = {1: "7", 2: "7", 3: "<8>", 4: "<8>", 5: "7+9"}
+    write(path, *((step, step, scored(0.5, weight_version=version), {}) for step, version in versions.items()))
+    ((_, text),) = read(path, urls=["/"])
+    slots = dict(re.findall(r'<title>step (\d+): [^<]*</title><rect class="slot" x="([\d.]+)"', text))
+    lines = re.findall(r'<line class="mark" x1="([\d.]+)"', text)
+    assert set(lines) == {slots["3"], slots["5"]}
+    assert set(re.findall(r'<text class="mark"[^>]*>([^<]*)<', text)) == {"weights &lt;8&gt;", "weights 9"}
+
+
 def test_what_was_sent_and_an_error_are_shown_line_by_line_and_byte_for_byte(tmp_path):
     path = tmp_path / "journal.sqlite"
     body = '{"model":"m","messages":[{"role":"user","content":"one\\ntwo <b>"}],"max_tokens":5}'

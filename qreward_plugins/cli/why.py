@@ -54,7 +54,8 @@ def command(
     if not found:
         given = {name: value for name, value in asdict(wanted).items() if value is not None and value is not False}
         chosen = "".join(f" --{name}" if value is True else f" --{name} {value}" for name, value in given.items())
-        raise InputError(f"there is no sample{chosen} in {' and '.join(paths)}; `qreward journal` shows what is there")
+        remedy = f" matches{chosen}; `qreward journal` shows what is there" if chosen else ""
+        raise InputError(f"no sample in {' and '.join(paths)}{remedy}")
     for story in found:
         if as_json:
             say(OUT, json.dumps(_as_json(story)))

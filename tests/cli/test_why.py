@@ -106,9 +106,9 @@ def test_as_json(run_cli, journal):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--sample", "nobody"], "there is no sample --sample nobody in"),
-        (["--step", "7", "--failed"], "there is no sample --step 7 --failed in"),
-        (["--row", str(2**70)], "there is no sample --row 118"),
+        (["--sample", "nobody"], "matches --sample nobody; `qreward journal`"),
+        (["--step", "7", "--failed"], "matches --step 7 --failed;"),
+        (["--row", str(2**70)], "matches --row 118"),
     ],
 )
 def test_a_sample_that_is_not_there(run_cli, journal, arguments, said):

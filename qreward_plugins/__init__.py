@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .engine import RewardEngine
     from .engine.portal import EnginePortal
     from .engine.process_portals import process_portal
-    from .engine.text_streams import TextAnswer, TextStream
+    from .engine.texts import TextAnswer, TextStream
     from .errors import (
         BudgetSpent,
         CircuitOpen,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         SampleRefused,
         SourceError,
         SourceUnusable,
-        TextStreamFailed,
+        TextFailed,
         Throttled,
         TransientError,
     )
@@ -75,10 +75,10 @@ _NAMES = {
     "engine": "RewardEngine",
     "engine.portal": "EnginePortal",
     "engine.process_portals": "process_portal",
-    "engine.text_streams": "TextAnswer TextStream",
+    "engine.texts": "TextAnswer TextStream",
     "errors": "BudgetSpent CircuitOpen ConfigurationError EngineError FunctionTimeout InputError InvalidReply "
     "JournalError JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotChanged ReplicasNotStarted "
-    "RewardMissing RewardServerError SampleRefused SourceError SourceUnusable TextStreamFailed Throttled "
+    "RewardMissing RewardServerError SampleRefused SourceError SourceUnusable TextFailed Throttled "
     "TransientError InvalidVerdict",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
     "Observer ReplicaChanged RequestBatchSent SampleDropped SampleEnded SampleSubmitted "
@@ -145,7 +145,7 @@ __all__ = [
     "Split",
     "TextAnswer",
     "TextStream",
-    "TextStreamFailed",
+    "TextFailed",
     "Throttled",
     "TransientError",
     "Usage",

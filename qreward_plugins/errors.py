@@ -14,7 +14,7 @@
     ├── ReplicasNotStarted      the servers of a source cannot be started; ends with the log of the one at fault
     ├── ReplicasNotChanged      weights were not updated everywhere, or servers do not sleep or wake
     ├── RewardServerError       the reward server refused a request, or cannot be reached
-    ├── TextStreamFailed        a text stream ended before its text was whole; carries the text so far
+    ├── TextFailed              a text did not become whole; carries the text so far
     ├── ReplyBroken             a reply that was passed on to a client broke off
     ├── CircuitOpen             an accelerated function was not called, because its circuit is open
     ├── FunctionTimeout         an accelerated function exceeded `timeout_s` or `deadline_s`; a TimeoutError, too
@@ -168,8 +168,8 @@ class RewardServerError(QRewardError):
         self.status, self.reason = status, reason
 
 
-class TextStreamFailed(QRewardError):
-    """A text stream ended before its text was whole (`RewardEngine.stream_text`).
+class TextFailed(QRewardError):
+    """A text did not become whole (`RewardEngine.complete` and `stream_text`).
 
     `reason` is one word, as that of a failed sample: "broken" if its source failed after the first piece, "deadline",
     "exhausted", "closed", "cancelled", ... `text` is all that came; the message does not contain it. `source` was asked
@@ -185,11 +185,11 @@ class TextStreamFailed(QRewardError):
         self.spent = spent
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_text_stream_failed, (self.reason, self.detail, self.text, self.source, self.spent)
+        return _rebuild_text_failed, (self.reason, self.detail, self.text, self.source, self.spent)
 
 
-def _rebuild_text_stream_failed(reason: str, detail: str, text: str, source: str, spent: Any) -> TextStreamFailed:
-    return TextStreamFailed(reason, detail, text=text, source=source, spent=spent)
+def _rebuild_text_failed(reason: str, detail: str, text: str, source: str, spent: Any) -> TextFailed:
+    return TextFailed(reason, detail, text=text, source=source, spent=spent)
 
 
 class ReplyBroken(QRewardError):

@@ -53,8 +53,8 @@ CODE_LINES = {
     "simulation": 3_720,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
-    # cannot work are refused.
-    "judges": 4_130,
+    # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own.
+    "judges": 4_190,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on.
     "cli": 3_820,
@@ -77,8 +77,8 @@ CODE_LINES = {
     "slime_adapter": 830,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
     "roll_adapter": 835,
-    # Compare, audit, what a step waited for, and the sources of a run that goes on.
-    "ui": 935,
+    # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges.
+    "ui": 940,
     # Ready-made reward functions.
     "checks": 260,
     "client": 680,

@@ -76,7 +76,7 @@ FEATURES: dict[tuple[int, str], str] = {
         """,
     (17, "streams"): """
         engine/test_streaming.py::test_verdicts_are_those_without_a_stream
-        engine/test_text_streams.py::test_several_streams_come_interleaved_and_an_error_touches_only_its_own
+        engine/test_texts.py::test_several_streams_come_interleaved_and_an_error_touches_only_its_own
         """,
     (18, "accelerate"): """
         acceleration/test_accelerate.py::test_a_sliding_window_is_never_exceeded_with_retries

@@ -7,7 +7,7 @@ closes them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
 from contextlib import AbstractContextManager, aclosing
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from ..judges import Leaf
 from ..observers import EngineStatistics, Observer, Statistics
 from ..observers.batch_report import BatchReport
 from ..observers.facts import Facts
-from ..samples import Message, Outcome, Sample
+from ..samples import Outcome, Sample
 from ..samples.check import read_sample
 from ..scheduling import Cutoff, Dispatcher, Upstream
 from ..sharing.membership import Channel
@@ -33,7 +33,7 @@ from .lifetime import Lifetime
 from .reloader import Reloader
 from .reward_phases import RewardPhases
 from .scoring import Scoring, check_times
-from .text_streams import Streamed, TextCalls, TextStream
+from .texts import TextMethods
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .portal import EnginePortal
 
 
-class RewardEngine:
+class RewardEngine(TextMethods):
     """Scores samples over the sources of one configuration.
 
     Args:
@@ -170,60 +170,6 @@ class RewardEngine:
         async with aclosing(Stream(samples, self.score, max(1, window or self.stream_window)).outcomes()) as outcomes:
             async for scored in outcomes:
                 yield scored
-
-    def stream_text(
-        self,
-        sources: str | Sequence[str],
-        messages: Sequence[Message],
-        *,
-        parameters: Mapping[str, Any] | None = None,
-        deadline_s: float | None = None,
-        priority: int = 0,
-    ) -> TextStream:
-        """Ask a chat source for a text, and return the pieces of the text as they come. No judge reads it.
-
-        `sources` are the names of one or several sources that may answer. `parameters` are further keys of the body, as
-        those of a judge (default: `max_tokens` of 1,024). The call begins at once, goes by the limits, priorities and
-        retries of all calls, and ends within `deadline_s` seconds (default: `engine.deadline_s`). See `TextStream` for
-        its end. The journal neither answers nor records it.
-
-        Call it from the engine's event loop. Raises `EngineError` if the engine is closed, serves another event loop,
-        or has no such chat source, and `ValueError` for impossible parameters, deadline or priority. Messages that
-        cannot be sent are an error of the stream (`input`).
-        """
-        calls, due_at = self._text_calls(sources, parameters, deadline_s, priority)
-        return calls.open(messages, due_at)
-
-    async def stream_texts(
-        self,
-        sources: str | Sequence[str],
-        conversations: Iterable[Sequence[Message]],
-        *,
-        parameters: Mapping[str, Any] | None = None,
-        deadline_s: float | None = None,
-        priority: int = 0,
-    ) -> AsyncGenerator[tuple[int, Streamed], None]:
-        """Stream the texts for several conversations at once; yields (index of the conversation, piece) as they come.
-
-        The last item of each stream is its `TextAnswer`, or the `TextStreamFailed` that ended it; neither touches the
-        other streams. Closing the generator ends all streams. Otherwise as `stream_text`.
-        """
-        calls, due_at = self._text_calls(sources, parameters, deadline_s, priority)
-        async with aclosing(calls.merged(list(conversations), due_at)) as streams:
-            async for item in streams:
-                yield item
-
-    def _text_calls(
-        self,
-        sources: str | Sequence[str],
-        parameters: Mapping[str, Any] | None,
-        deadline_s: float | None,
-        priority: int,
-    ) -> tuple[TextCalls, float]:
-        check_times(deadline_s, priority)
-        scoring = self._bind()
-        calls = TextCalls(scoring.dispatcher, self._lifetime.upstreams, sources, parameters or {}, priority=priority)
-        return calls, scoring.now() + self._deadline_s(deadline_s)
 
     def dispatcher(self) -> Dispatcher:
         """Return the scheduler of the running event loop, for calls that are no samples.

@@ -18,6 +18,7 @@ from .reward_model import RewardModelJudge
 from .router import JudgeRouter, compares_siblings, kind_of, open_judge, refuse_comparing
 from .screens import ScreenJudge
 from .sums import SumJudge
+from .text_calls import text_call
 
 __all__ = [
     "Answer",
@@ -49,5 +50,6 @@ __all__ = [
     "kind_of",
     "open_judge",
     "refuse_comparing",
+    "text_call",
     "together",
 ]

@@ -1,4 +1,6 @@
-"""Text streams: pieces as they come, failover before the first piece, an error after it, and nothing left behind."""
+"""Texts. Streams: pieces as they come, failover before the first piece, an error after it, and nothing left behind.
+Whole texts: retried as any call.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from dataclasses import replace
 
 import pytest
 
-from qreward_plugins import EngineError, RewardEngine, Sample, TextAnswer, TextStreamFailed, TransientError, Usage
+from qreward_plugins import EngineError, RewardEngine, Sample, TextAnswer, TextFailed, TransientError, Usage, Verdict
 from qreward_plugins.errors import PermanentError, Throttled
+from qreward_plugins.judges import AskingConfig, Judge, text_call
 from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.sources import TEXT as A_TEXT
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import Faults, JudgeServer
 
@@ -97,7 +101,7 @@ async def read_until_failed(stream):
     try:
         async for piece in stream:
             pieces.append(piece)
-    except TextStreamFailed as error:
+    except TextFailed as error:
         return pieces, error
     return pieces, None
 
@@ -173,7 +177,7 @@ def test_after_the_first_piece_an_error_ends_the_stream_and_nothing_is_sent_agai
         stream = engine.stream_text(sources, ASKED)
         pieces, failed = await read_until_failed(stream)
         assert stream.answer is None
-        with pytest.raises(TextStreamFailed):
+        with pytest.raises(TextFailed):
             await anext(stream)
         await asyncio.sleep(600)
         return pieces, failed
@@ -265,7 +269,7 @@ def test_leaving_early_frees_everything_at_once(way, after):
                     with pytest.raises(asyncio.CancelledError):
                         await task
                 # Not a whole text, and it does not look like one.
-                with pytest.raises(TextStreamFailed, match="cancelled"):
+                with pytest.raises(TextFailed, match="cancelled"):
                     await anext(stream)
         left_at = loop.time()
         for _ in range(5):
@@ -434,6 +438,76 @@ def test_no_conversation_is_no_item():
         return [item async for item in engine.stream_texts("a", [])]
 
     assert in_engine(main, StreamingSource("a")) == []
+
+
+# Whole texts
+
+
+def quiet(name, **settings):
+    """A source that does not stream."""
+    return StreamingSource(name, streams=False, **settings)
+
+
+def test_a_whole_text_is_asked_for_again_whenever_it_breaks_off():
+    a = quiet("a", fails={0: (3, TransientError("reset")), 1: (4, Throttled("wait", retry_after_s=3.0))})
+    answer = in_engine(lambda engine: engine.complete("a", ASKED, parameters={"max_tokens": 7}), a)
+    assert (answer.text, answer.source, answer.finish_reason) == (TEXT, "a", "stop")
+    assert answer.spent.attempts == len(a.requests) == 3
+    assert [request.parameters for request in a.requests] == [{"max_tokens": 7}] * 3
+
+
+def test_whole_texts_are_in_order_and_an_error_touches_only_its_own():
+    async def main(engine):
+        texts = await engine.complete_all("a", [ASKED, [], ASKED, "Why?"])
+        assert await engine.complete_all("a", []) == []
+        with pytest.raises(TextFailed, match="at least one message"):
+            await engine.complete("a", [])
+        return texts
+
+    a = quiet("a")
+    texts = in_engine(main, a, concurrency=1)
+    assert [getattr(text, "reason", text.text) for text in texts] == [TEXT, "input", TEXT, "input"]
+    assert len(a.requests) == 2
+
+
+def test_a_whole_text_ends_at_its_deadline_or_with_its_caller():
+    async def main(engine):
+        with pytest.raises(TextFailed) as failed:
+            await engine.complete("a", ASKED, deadline_s=5)
+        asked = asyncio.ensure_future(engine.complete_all("a", [ASKED] * 3))
+        await asyncio.sleep(1)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        return failed.value
+
+    failed = in_engine(main, quiet("a", fails=dict.fromkeys(range(50), (0, "hang"))))
+    assert (failed.reason, failed.text) == ("deadline", "")
+
+
+class Second(Judge):
+    """The length of a second text, whose question is the first one."""
+
+    Config = AskingConfig
+    asks = A_TEXT
+
+    def __init__(self, name, config, opening):
+        super().__init__(name)
+        self._sources = opening.sources
+
+    async def judge(self, sample, ask):
+        first = await ask(text_call(self._sources, ASKED, name=self.name, sample=sample))
+        second = [{"role": "user", "content": first.value.text}]
+        answer = await ask(text_call(self._sources, second, {"max_tokens": 3}, name=self.name, sample=sample))
+        return Verdict(len(answer.value.text) / 100, judge=self.name, source=answer.source)
+
+
+def test_a_judge_of_ones_own_asks_for_texts():
+    a = quiet("a", fails={0: (3, TransientError("reset"))})
+    outcome = in_engine(lambda engine: engine.score(Sample(ASKED, "r")), a, judge={"kind": f"{__name__}:Second"})
+    assert (outcome.reward, outcome.verdict.attempts) == (len(TEXT) / 100, 3)
+    assert [request.messages[0]["content"] for request in a.requests] == ["Why?", "Why?", TEXT]
+    assert [request.parameters["max_tokens"] for request in a.requests] == [1024, 1024, 3]
 
 
 # Wrong input
@@ -612,7 +686,7 @@ def test_over_http_a_slow_reader_is_no_silence_and_an_endless_text_is_bounded(cl
                 await asyncio.sleep(0.5)
                 assert first + "".join(await read(stream)) == "word " * 40
                 endless = engine.stream_text("a", ASKED)
-                with pytest.raises(TextStreamFailed, match="text larger than") as caught:
+                with pytest.raises(TextFailed, match="text larger than") as caught:
                     await read(endless)
                 assert len(caught.value.text) <= 20_000
 

@@ -1,7 +1,8 @@
-"""Streams of text: the answer of a chat source in pieces, as they come, for callers that want the text itself.
+"""Texts of chat sources, for callers that want the text itself: whole, or in pieces as they come.
 
-A stream is one call of the scheduler. Until the first piece, the call is retried and goes to other sources as any call.
-After it, an error ends the stream, because a text that was handed out cannot be taken back.
+A text is one call of the scheduler. A whole one is retried, goes to other sources and is hedged as any call. A stream
+is retried until its first piece. After it, an error ends the stream, because a text that was handed out cannot be taken
+back.
 
 The source is read as fast as it sends, however slowly the caller reads. So a slow caller holds neither a connection nor
 a permit, and is no silence. What it has not read yet is kept, at most `max_reply_bytes` of the source.
@@ -12,25 +13,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 from ..config import configured_name
-from ..errors import EngineError, InputError, InvalidReply, TextStreamFailed, input_problem
-from ..samples import Message, Sample
-from ..samples.json_values import as_json
+from ..errors import EngineError, TextFailed
+from ..judges.text_calls import checked_parameters, text_call
+from ..samples import Message
 from ..samples.spent import NOTHING, Spent
-from ..scheduling import Answer, Batch, Call, Dispatcher, Unanswered, Upstream
-from ..sources import TEXT, Reply, Request
+from ..scheduling import Answer, Batch, Dispatcher, Unanswered, Upstream
+from ..sources import TEXT, Reply
 from .followed_calls import FollowedCall
-
-DEFAULT_MAX_TOKENS = 1024
-NAME = "stream_text"
-"""The name of the calls in events, where others have the name of their judge."""
-
-_SET_BY_SOURCE = ("model", "messages", "stream", "stream_options", "n")
+from .scoring import Scoring, check_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class TextAnswer:
     spent: Spent
 
 
-Streamed: TypeAlias = "str | TextAnswer | TextStreamFailed"
+Streamed: TypeAlias = "str | TextAnswer | TextFailed"
 """A piece of a text, or how its stream ended."""
 
 
@@ -58,7 +55,7 @@ class TextStream:
     """The pieces of one text, as they come: an asynchronous iterator of texts that are not empty.
 
     Thoughts that the server states apart are left out. Pieces that come while nobody reads are joined. A source that
-    does not stream gives the whole text as one piece. Iterating raises `TextStreamFailed` if the text does not become
+    does not stream gives the whole text as one piece. Iterating raises `TextFailed` if the text does not become
     whole, after all pieces that came.
 
     Leaving early ends the call: `aclose` or the end of an `async with` block, cancelling the task that waits for a
@@ -147,10 +144,10 @@ class Receiver(FollowedCall):
         self._taken += len(piece)
         return piece
 
-    def failure(self) -> TextStreamFailed:
+    def failure(self) -> TextFailed:
         """The error of a stream that is `unanswered`."""
         why = self.unanswered or Unanswered("closed")
-        return TextStreamFailed(why.reason, why.detail, text=self._text.getvalue(), source=why.source, spent=why.spent)
+        return TextFailed(why.reason, why.detail, text=self._text.getvalue(), source=why.source, spent=why.spent)
 
     def _take_answer(self, answer: Answer[Any]) -> None:
         reply: Reply = answer.value
@@ -185,7 +182,8 @@ class Receiver(FollowedCall):
 
 
 class TextCalls:
-    """Opens the streams of one batch, over the chat sources that the caller named.
+    """Asks for the texts of one batch, over the chat sources that the caller named. `name` is that of the calls in
+    events, where others have the name of their judge.
 
     Raises `EngineError` for a source that does not exist or gives no text, and `ValueError` for `parameters` that a
     source sets itself.
@@ -199,17 +197,33 @@ class TextCalls:
         parameters: Mapping[str, Any],
         *,
         priority: int,
+        name: str,
     ) -> None:
         self._dispatcher = dispatcher
+        self._name = name
         self._sources = _chat_sources(sources, upstreams)
-        self._parameters = _checked(parameters)
+        self._parameters = checked_parameters(parameters)
         # Never sealed: it is no batch of samples, and has no report.
         self._batch = dispatcher.batches.new((), priority=priority)
 
     def open(self, messages: Sequence[Message], due_at: float) -> TextStream:
         """Ask for the text that follows `messages`."""
         arrived = asyncio.Event()
-        return TextStream(self._ask(messages, due_at, arrived.set), arrived)
+        return TextStream(self._ask(messages, due_at, arrived.set, in_pieces=True), arrived)
+
+    async def whole(self, conversations: Sequence[Sequence[Message]], due_at: float) -> list[TextAnswer | TextFailed]:
+        """Ask for all texts at once; item i is that of conversation i. Cancelling the call ends all of them."""
+        loop = asyncio.get_running_loop()
+        receivers: list[Receiver] = []
+        try:
+            ends = [loop.create_future() for _ in conversations]
+            for messages, end in zip(conversations, ends, strict=True):
+                receivers.append(self._ask(messages, due_at, partial(_end, end), in_pieces=False))
+            for end in ends:
+                await end
+            return [receiver.answer or receiver.failure() for receiver in receivers]
+        finally:
+            await asyncio.gather(*(receiver.aclose() for receiver in receivers))
 
     async def merged(
         self, conversations: Sequence[Sequence[Message]], due_at: float
@@ -225,7 +239,7 @@ class TextCalls:
 
         try:
             for number, messages in enumerate(conversations):
-                receivers.append(self._ask(messages, due_at, partial(note, number)))
+                receivers.append(self._ask(messages, due_at, partial(note, number), in_pieces=True))
             left = len(receivers)
             while left:
                 if not changed:
@@ -244,45 +258,140 @@ class TextCalls:
         finally:
             await asyncio.gather(*(receiver.aclose() for receiver in receivers))
 
-    def _ask(self, messages: Sequence[Message], due_at: float, on_change: Callable[[], None]) -> Receiver:
+    def _ask(
+        self, messages: Sequence[Message], due_at: float, on_change: Callable[[], None], *, in_pieces: bool
+    ) -> Receiver:
         receiver = Receiver(self._dispatcher, self._batch, on_change)
-        try:
-            request: Request | InputError = self._request(messages)
-        except Exception as error:  # foreign objects may raise anything when they are read
-            request = InputError(input_problem(error))
-        receiver.start(Call(self._sources, lambda attempt: _made(request), _read, NAME, on_text=receiver.add), due_at)
+        call = text_call(self._sources, messages, self._parameters, name=self._name)
+        if in_pieces:
+            call.on_text = receiver.add
+        receiver.start(call, due_at)
         return receiver
 
-    def _request(self, messages: Sequence[Message]) -> Request:
-        if isinstance(messages, (str, bytes, Mapping)) or not messages:
-            raise InputError("the messages must be a list with at least one message")
-        copies: list[Message] = []
-        for number, message in enumerate(messages):
-            if not isinstance(message, Mapping):
-                raise InputError(f"message {number} must be a mapping with role and content")
-            role, content = message.get("role"), message.get("content")
-            if not (isinstance(role, str) and isinstance(content, str)):
-                raise InputError(f"message {number} needs a role and a content, both texts")
-            copies.append({"role": role, "content": content})
-        return Request(
-            Sample([], ""),
-            tuple(copies),
-            self._parameters,
-            max_completion_tokens=self._parameters["max_tokens"],
-            judge=NAME,
+
+class TextMethods(ABC):
+    """The methods of `RewardEngine` that ask chat sources for texts. No judge reads these."""
+
+    async def complete(
+        self,
+        sources: str | Sequence[str],
+        messages: Sequence[Message],
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> TextAnswer:
+        """Ask a chat source for a text, and return it when it is whole.
+
+        `sources` are the names of one or several sources that may answer. `parameters` are further keys of the body, as
+        those of a judge (default: `max_tokens` of 1,024). The call goes by the limits, priorities, retries and hedges
+        of all calls, and ends within `deadline_s` seconds (default: `engine.deadline_s`). The journal neither answers
+        nor records it. Cancelling ends its attempts and frees their permits.
+
+        Raises `TextFailed` if there is no text, also for messages that cannot be sent (`input`). Raises `EngineError`
+        if the engine is closed, serves another event loop, or has no such chat source, and `ValueError` for impossible
+        parameters, deadline or priority.
+        """
+        (text,) = await self.complete_all(
+            sources, [messages], parameters=parameters, deadline_s=deadline_s, priority=priority
         )
+        if isinstance(text, TextFailed):
+            raise text
+        return text
+
+    async def complete_all(
+        self,
+        sources: str | Sequence[str],
+        conversations: Iterable[Sequence[Message]],
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> list[TextAnswer | TextFailed]:
+        """Ask for the texts of several conversations at once; item i is that of conversation i, or the error that it
+        came to, which touches no other. Otherwise as `complete`.
+        """
+        check_times(deadline_s, priority)
+        scoring, due_at = await self._ready(deadline_s)
+        calls = TextCalls(
+            scoring.dispatcher, self.upstreams, sources, parameters or {}, priority=priority, name="complete"
+        )
+        return await calls.whole(list(conversations), due_at)
+
+    def stream_text(
+        self,
+        sources: str | Sequence[str],
+        messages: Sequence[Message],
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> TextStream:
+        """Ask a chat source for a text, and return the pieces of the text as they come. No judge reads it.
+
+        `sources` are the names of one or several sources that may answer. `parameters` are further keys of the body, as
+        those of a judge (default: `max_tokens` of 1,024). The call begins at once, goes by the limits, priorities and
+        retries of all calls, and ends within `deadline_s` seconds (default: `engine.deadline_s`). See `TextStream` for
+        its end. The journal neither answers nor records it.
+
+        Call it from the engine's event loop. Raises `EngineError` if the engine is closed, serves another event loop,
+        or has no such chat source, and `ValueError` for impossible parameters, deadline or priority. Messages that
+        cannot be sent are an error of the stream (`input`).
+        """
+        calls, due_at = self._streams(sources, parameters, deadline_s, priority)
+        return calls.open(messages, due_at)
+
+    async def stream_texts(
+        self,
+        sources: str | Sequence[str],
+        conversations: Iterable[Sequence[Message]],
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[tuple[int, Streamed], None]:
+        """Stream the texts for several conversations at once; yields (index of the conversation, piece) as they come.
+
+        The last item of each stream is its `TextAnswer`, or the `TextFailed` that ended it; neither touches the
+        other streams. Closing the generator ends all streams. Otherwise as `stream_text`.
+        """
+        calls, due_at = self._streams(sources, parameters, deadline_s, priority)
+        async with contextlib.aclosing(calls.merged(list(conversations), due_at)) as streams:
+            async for item in streams:
+                yield item
+
+    def _streams(
+        self,
+        sources: str | Sequence[str],
+        parameters: Mapping[str, Any] | None,
+        deadline_s: float | None,
+        priority: int,
+    ) -> tuple[TextCalls, float]:
+        check_times(deadline_s, priority)
+        scoring = self._bind()
+        calls = TextCalls(
+            scoring.dispatcher, self.upstreams, sources, parameters or {}, priority=priority, name="stream_text"
+        )
+        return calls, scoring.now() + self._deadline_s(deadline_s)
+
+    @property
+    @abstractmethod
+    def upstreams(self) -> Mapping[str, Upstream]:
+        """The sources by name."""
+
+    @abstractmethod
+    def _bind(self) -> Scoring: ...
+
+    @abstractmethod
+    async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]: ...
+
+    @abstractmethod
+    def _deadline_s(self, deadline_s: float | None) -> float: ...
 
 
-def _made(request: Request | InputError) -> Request:
-    if isinstance(request, InputError):
-        raise InputError(str(request))
-    return request
-
-
-def _read(request: Request, reply: Reply) -> Reply:
-    if not isinstance(reply.text, str):
-        raise InvalidReply("the reply has no text")
-    return reply
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _chat_sources(sources: str | Sequence[str], upstreams: Mapping[str, Upstream]) -> tuple[str, ...]:
@@ -293,22 +402,8 @@ def _chat_sources(sources: str | Sequence[str], upstreams: Mapping[str, Upstream
         if not meant:
             raise EngineError(f"unknown source {name!r}; sources: {', '.join(upstreams)}")
         if TEXT not in getattr(upstreams[meant[0]].source, "answers", (TEXT,)):
-            raise EngineError(f"source {name!r} gives no text; a text stream needs a chat source")
+            raise EngineError(f"source {name!r} gives no text; a text needs a chat source")
         found.update(dict.fromkeys(meant))
     if not found:
-        raise ValueError("a text stream needs at least one source")
+        raise ValueError("a text needs at least one source")
     return tuple(found)
-
-
-def _checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    taken = [key for key in _SET_BY_SOURCE if key in parameters]
-    if taken:
-        raise ValueError(f"parameters.{taken[0]} is set by the source; leave it out")
-    bound = parameters.get("max_tokens", DEFAULT_MAX_TOKENS)
-    if not isinstance(bound, int) or isinstance(bound, bool) or bound < 1:
-        raise ValueError(f"parameters.max_tokens must be a whole number from 1 on, not {bound!r}")
-    try:
-        plain = {key: as_json(value, f"parameters.{key}") for key, value in parameters.items()}
-    except InputError as error:
-        raise ValueError(str(error)) from None
-    return {"max_tokens": bound, **plain}

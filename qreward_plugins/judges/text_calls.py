@@ -1,0 +1,87 @@
+"""Makes the call that asks a chat source for a text, for judges of one's own, and for callers of the engine who want
+the text itself.
+
+The messages are copied and checked at once, and what is wrong with them is raised where the request is made: it is an
+error of this text, and of no other one that is asked for beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError, InvalidReply, input_problem
+from ..samples import Message, Sample
+from ..samples.json_values import as_json
+from ..scheduling.calls import Call
+from ..sources.base import Reply, Request
+
+DEFAULT_MAX_TOKENS = 1024
+
+_SET_BY_SOURCE = ("model", "messages", "stream", "stream_options", "n")
+_NOBODY = Sample([], "")
+
+
+def text_call(
+    sources: Sequence[str],
+    messages: Sequence[Message],
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    name: str,
+    sample: Sample = _NOBODY,
+) -> Call[Reply]:
+    """Return a call for the text that follows `messages`: `text` of the `Reply` that is its answer.
+
+    `sources` are the names of the sources that may answer, `parameters` further keys of the body (default: `max_tokens`
+    of 1,024), and `name` says who asks, in logs and events. `sample` is the one that a judge asks about. The journal
+    does not keep the answer. Raises `ValueError` for `parameters` that a source sets itself. Messages that cannot be
+    sent make the call fail (`input`).
+    """
+    sent = checked_parameters(parameters or {})
+    found: Request | InputError
+    try:
+        found = Request(sample, _copied(messages), sent, max_completion_tokens=sent["max_tokens"], judge=name)
+    except Exception as error:  # foreign objects may raise anything when they are read
+        found = InputError(input_problem(error))
+
+    def request(attempt: int) -> Request:
+        if isinstance(found, InputError):
+            raise InputError(str(found))
+        return found
+
+    return Call(tuple(sources), request, _read, name)
+
+
+def checked_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plain copy, with `max_tokens`. Raises `ValueError`."""
+    taken = [key for key in _SET_BY_SOURCE if key in parameters]
+    if taken:
+        raise ValueError(f"parameters.{taken[0]} is set by the source; leave it out")
+    bound = parameters.get("max_tokens", DEFAULT_MAX_TOKENS)
+    if not isinstance(bound, int) or isinstance(bound, bool) or bound < 1:
+        raise ValueError(f"parameters.max_tokens must be a whole number from 1 on, not {bound!r}")
+    try:
+        plain = {key: as_json(value, f"parameters.{key}") for key, value in parameters.items()}
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    return {"max_tokens": bound, **plain}
+
+
+def _copied(messages: Sequence[Message]) -> tuple[Message, ...]:
+    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+        raise InputError("the messages must be a list with at least one message")
+    copies: list[Message] = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InputError(f"message {number} must be a mapping with role and content")
+        role, content = message.get("role"), message.get("content")
+        if not (isinstance(role, str) and isinstance(content, str)):
+            raise InputError(f"message {number} needs a role and a content, both texts")
+        copies.append({"role": role, "content": content})
+    return tuple(copies)
+
+
+def _read(request: Request, reply: Reply) -> Reply:
+    if not isinstance(reply.text, str):
+        raise InvalidReply("the reply has no text")
+    return reply

@@ -249,7 +249,9 @@ def _read_get_reward(body: Mapping[str, Any]) -> ScoreRequest:
 def _write_get_reward(outcomes: Sequence[Scored], single: bool) -> Any:
     metas, rewards = [to_result(outcome) for outcome in outcomes], [outcome.reward for outcome in outcomes]
     found = {"reward": rewards[0], "meta": metas[0]} if single else {"rewards": rewards, "metas": metas}
-    return {**found, "error": None, "next_turn_feedback": None}
+    # It is one text, so a batch has none.
+    feedback = outcomes[0].verdict.rationale or None if single else None
+    return {**found, "error": None, "next_turn_feedback": feedback}
 
 
 def _molecule(metadata: Any, query: Any, prompt: Any, number: int) -> Sample:

@@ -10,6 +10,7 @@ import pytest
 
 from qreward_plugins import InputError, RewardEngine
 from qreward_plugins.server.server import RewardServer
+from qreward_plugins.testing import JudgeServer
 
 from ..kit import each_of
 from .conftest import until
@@ -105,15 +106,32 @@ async def test_get_reward(serve):
     async with serve() as served:
         metadata = {"ground_truth": "1", "target": [3.0]}
         status, reply, _ = await served.post("/get_reward", {"metadata": metadata, "query": "1", "prompts": "How?"})
-        assert (status, reply["reward"], reply["error"], reply["next_turn_feedback"]) == (200, 1.0, None, None)
+        assert (status, reply["reward"], reply["error"]) == (200, 1.0, None)
+        assert reply["next_turn_feedback"] is None
         assert reply["meta"]["components"] == {"clarity": 0.5}
         sample = served.source.samples[0]
         assert (sample.ground_truth, dict(sample.extras)) == ("1", {"target": [3.0]})
         status, reply, _ = await served.post("/get_reward", {"metadata": [{}, {}], "query": ["1", "0"]})
         assert (status, reply["rewards"], len(reply["metas"])) == (200, [1.0, 0.0], 2)
+        assert reply["next_turn_feedback"] is None
         status, reply, _ = await served.post("/get_reward", {"metadata": [{}], "query": ["1", "0"]})
         assert status == 422
         assert "must have one length; they have 1, 2 and 2" in reply["error"]["detail"]
+
+
+async def test_the_words_of_the_judge_are_the_feedback_of_get_reward():
+    with JudgeServer(lambda call: {"score": 10, "rationale": "Mind the units."}) as judge:
+        tree = {
+            "sources": {"a": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
+            "judges": {"quality": {"kind": "llm"}},
+        }
+        async with RewardEngine(tree) as engine, RewardServer(engine, port=0) as server, aiohttp.ClientSession() as client:
+            replies = []
+            for query in ("1", ["1", "2"]):
+                body = {"metadata": {} if query == "1" else [{}, {}], "query": query, "prompts": None}
+                async with client.post(f"{server.url}/get_reward", json=body) as reply:
+                    replies.append(await reply.json())
+    assert [reply["next_turn_feedback"] for reply in replies] == ["Mind the units.", None]
 
 
 @each_of(

@@ -324,8 +324,9 @@ class Routing(Node):
         takes("a strategy, or a list of strategies"),
     ] = ("prefix_aware", "least_pending_tokens")
     """The strategies, in order: the first that can decide does. `prefix_aware`: prompts with the same beginning go to
-    the same replica, whose prefix cache then holds it. `least_requests`: fewest requests under way. `kv_cache`: least
-    use of the server's KV cache, read from the `/metrics` of vLLM, SGLang or llama.cpp once a second at most.
+    the same replica, whose prefix cache then holds it. `least_requests`: fewest requests under way. `kv_cache`:
+    fewest requests that wait at the server, those of other clients included, then least use of its KV cache, both read
+    from the `/metrics` of vLLM, SGLang or llama.cpp once a second at most.
     `least_pending_tokens`: fewest tokens under way (estimated). `round_robin`: the one that was used least recently.
     Default: `[prefix_aware, least_pending_tokens]`."""
 

@@ -74,6 +74,7 @@ class Replica:
         "refuses_alone",
         "requests",
         "seed",
+        "waiting",
         "weights",
     )
 
@@ -99,6 +100,8 @@ class Replica:
         self._prefix_hits = self._prefix_tokens = 0
         self._prompt = self._cached = 0
         self._cache_use: float | None = None
+        self.waiting = 0.0
+        """Requests of all clients that wait at its server, as far as `cache_use` is known."""
         self._read_at = 0.0
         self.refuses_alone = False
         """Whether a warning has said that it refuses what another one answers."""
@@ -216,9 +219,11 @@ class Replica:
 
     # Its KV cache
 
-    def cache_read(self, use: float | None, now: float) -> None:
-        """Record the share of its KV cache that is in use; None if it could not be read."""
-        self._cache_use, self._read_at = use, now
+    def cache_read(self, use: float | None, waiting: float, now: float) -> None:
+        """Record the share of its KV cache that is in use (None if it could not be read), and how many requests of all
+        clients wait at it.
+        """
+        self._cache_use, self.waiting, self._read_at = use, waiting, now
 
     def cache_use(self, now: float, most_s: float) -> float | None:
         """Return the share of its KV cache that is in use; None if it was not read within `most_s` seconds."""

@@ -100,13 +100,14 @@ WITHIN_S = 3.0
 MOST_BYTES = 1_048_576
 """Most bytes of metrics that are read. vLLM has 80 kB."""
 
-_NAMES = (
+_CACHE_USE = (
     b"vllm:kv_cache_usage_perc",
     b"vllm:gpu_cache_usage_perc",
     b"sglang:token_usage",
     b"llamacpp:kv_cache_usage_ratio",
 )
 """Shares from 0 to 1 in all of them, vLLM's too. The second is that of older versions of vLLM."""
+_WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs", b"llamacpp:requests_deferred")
 
 
 class CacheUse:
@@ -146,14 +147,15 @@ class CacheUse:
             await asyncio.gather(*(self._read(session, replica) for replica in replicas))
 
     async def _read(self, session: aiohttp.ClientSession, replica: Replica) -> None:
-        use = None
+        use, waiting = None, 0.0
         try:
             async with session.get(metrics_url(replica.base_url), allow_redirects=False) as reply:
                 if reply.status == 200:
-                    use = cache_use_in(await _body(reply))
+                    metrics = await _body(reply)
+                    use, waiting = cache_use_in(metrics), waiting_in(metrics)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             pass  # a server without metrics has no reading, and what is wrong with it shows in its calls
-        replica.cache_read(use, asyncio.get_running_loop().time())
+        replica.cache_read(use, waiting, asyncio.get_running_loop().time())
 
 
 async def _body(reply: aiohttp.ClientResponse) -> bytes:
@@ -176,9 +178,17 @@ def cache_use_in(metrics: bytes) -> float | None:
     """Return the share of the KV cache that is in use, from 0 to 1; None if the metrics do not say it. Of several
     engines in a server, the fullest counts.
     """
-    found: list[float] = []
+    return max((share for share in _values(metrics, _CACHE_USE) if 0.0 <= share <= 1.0), default=None)
+
+
+def waiting_in(metrics: bytes) -> float:
+    """Return how many requests wait in the server's own queue, of all its engines together; 0 if it does not say."""
+    return sum(count for count in _values(metrics, _WAITING) if 0.0 <= count < 1e9)
+
+
+def _values(metrics: bytes, names: Iterable[bytes]) -> Iterator[float]:
     text = b"\n" + metrics
-    for name in _NAMES:
+    for name in names:
         at = text.find(b"\n" + name)
         while at >= 0:
             end = text.find(b"\n", at + 1)
@@ -187,9 +197,8 @@ def cache_use_in(metrics: bytes) -> float | None:
             words = line[len(name) :].rpartition(b"}")[2].split()
             if line[len(name) : len(name) + 1] in (b"{", b" ", b"\t") and words:
                 with suppress(ValueError):
-                    found.append(float(words[0]))
+                    yield float(words[0])
             at = text.find(b"\n" + name, at + 1)
-    return max((share for share in found if 0.0 <= share <= 1.0), default=None)
 
 
 STALE_S = 5.0
@@ -281,13 +290,17 @@ def _least_pending_tokens(replicas: Sequence[Replica], now: float) -> Sequence[R
 
 
 def _kv_cache(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
-    """Those whose KV cache is used least; all of them if one is not known, which would be a guess."""
-    read = [replica.cache_use(now, STALE_S) for replica in replicas]
-    known = [use for use in read if use is not None]
-    if len(known) < len(replicas):
-        return replicas
-    least = min(known)
-    return [replica for replica, use in zip(replicas, known, strict=True) if use == least]
+    """Those whose servers have the fewest requests waiting, and of these the ones whose KV cache is used least; all of
+    them if one is not known, which would be a guess.
+    """
+    loads: list[tuple[float, float]] = []
+    for replica in replicas:
+        use = replica.cache_use(now, STALE_S)
+        if use is None:
+            return replicas
+        loads.append((replica.waiting, use))
+    least = min(loads)
+    return [replica for replica, load in zip(replicas, loads, strict=True) if load == least]
 
 
 def _round_robin(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:

@@ -125,7 +125,11 @@ async def test_the_words_of_the_judge_are_the_feedback_of_get_reward():
             "sources": {"a": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
             "judges": {"quality": {"kind": "llm"}},
         }
-        async with RewardEngine(tree) as engine, RewardServer(engine, port=0) as server, aiohttp.ClientSession() as client:
+        async with (
+            RewardEngine(tree) as engine,
+            RewardServer(engine, port=0) as server,
+            aiohttp.ClientSession() as client,
+        ):
             replies = []
             for query in ("1", ["1", "2"]):
                 body = {"metadata": {} if query == "1" else [{}, {}], "query": query, "prompts": None}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.sources.replica import Replica
-from qreward_plugins.sources.routing import MOST_BYTES, CacheUse, cache_use_in, metrics_url
+from qreward_plugins.sources.routing import MOST_BYTES, CacheUse, cache_use_in, metrics_url, waiting_in
 
 VLLM = b"""\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
@@ -42,6 +42,21 @@ vllm:kv_cache_usage_perc_total{engine="0"} 0.9
 )
 def test_metrics_are_read(metrics: bytes, use: float | None) -> None:
     assert cache_use_in(metrics) == use
+
+
+@pytest.mark.parametrize(
+    ("metrics", "waiting"),
+    [
+        (b'vllm:num_requests_waiting{engine="0"} 3.0\nvllm:num_requests_waiting{engine="1"} 2.0\n', 5.0),
+        (b'vllm:num_requests_waiting_by_reason{engine="0"} 3.0\n', 0.0),
+        (b"sglang:num_queue_reqs 7\n", 7.0),
+        (b"llamacpp:requests_deferred 1\n", 1.0),
+        (b"llamacpp:requests_deferred NaN\nvllm:num_requests_waiting -1\nsglang:num_queue_reqs Inf\n", 0.0),
+        (VLLM, 0.0),
+    ],
+)
+def test_what_waits_is_read(metrics: bytes, waiting: float) -> None:
+    assert waiting_in(metrics) == waiting
 
 
 @given(st.binary(max_size=200), st.binary(max_size=40))

@@ -217,12 +217,20 @@ def test_the_fullest_cache_is_avoided_while_all_are_known() -> None:
     replicas = of(3, "kv_cache", "round_robin")
     a, b, c = replicas.all
     for replica, use in ((a, 0.9), (b, 0.2), (c, 0.5)):
-        replica.cache_read(use, 10.0)
+        replica.cache_read(use, 0.0, 10.0)
     assert {replicas.acquire(10.0).base_url for _ in range(3)} == {b.base_url}
     assert {replicas.acquire(10.1 + STALE_S).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
     for replica, known in ((a, 0.9), (b, None), (c, 0.5)):
-        replica.cache_read(known, 20.0)
+        replica.cache_read(known, 0.0, 20.0)
     assert {replicas.acquire(20.0).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
+
+
+def test_a_server_with_a_queue_is_avoided_before_the_fullest_cache() -> None:
+    replicas = of(3, "kv_cache", "round_robin")
+    a, b, c = replicas.all
+    for replica, use, waiting in ((a, 0.9, 0.0), (b, 0.2, 4.0), (c, 0.5, 1.0)):
+        replica.cache_read(use, waiting, 10.0)
+    assert {replicas.acquire(10.0).base_url for _ in range(3)} == {a.base_url}
 
 
 def test_round_robin_looks_at_nothing_else() -> None:

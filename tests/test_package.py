@@ -56,8 +56,8 @@ CODE_LINES = {
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own.
     "judges": 4_190,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
-    # to hold one of a run that goes on.
-    "cli": 3_820,
+    # to hold one of a run that goes on; `serve-judge MODEL`.
+    "cli": 3_850,
     # Where the samples of a group are compared; sources held by hand.
     "engine": 2_560,
     "acceleration": 2_280,

@@ -1,4 +1,4 @@
-"""`qreward serve-judge`: starts the servers of the sources of kind `replicas`, and keeps them running."""
+"""`qreward serve-judge`: starts the servers of sources of kind `replicas`, or of a model, and keeps them running."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..config import load_config
+from ..config import Config, load_config
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..replicas import PoolSpec, ReplicaState
@@ -23,28 +23,57 @@ from .engines import ended_by_a_signal, join_ray
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG|MODEL", help="The configuration (.yaml), or a model to serve without one.")
+    ],
     source: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Source to start; repeatable. Default: every one of kind replicas."),
     ] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="PROGRAM", help="For a MODEL: vllm, sglang or llama_cpp. Default: vllm.")
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="For a MODEL: its devices, e.g. 0,1,2,3. Default: the first ones."),
+    ] = None,
+    dp: Annotated[
+        int | None, typer.Option("--dp", min=1, metavar="N", help="For a MODEL: replicas (data parallel). Default: 1.")
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", min=1, metavar="N", help="For a MODEL: devices a replica (tensor parallel). Default: 1."),
+    ] = None,
 ) -> int:
-    """Start the servers of the sources of kind replicas, print their addresses, and supervise them.
+    """Start the servers of the sources of kind replicas, or of a model, print their addresses, and supervise them.
 
     Trainings on this machine with the same source use these servers, and leave them running when they end. Ctrl-C or
-    SIGTERM stops the servers.
+    SIGTERM stops the servers. A name that ends with .yaml, .yml or .json is a configuration, any other one a model.
 
     Exit codes: 0 stopped; 2 the configuration has mistakes, or a server did not start.
     """
-    return run(_serve(config, tuple(source or ())))
+    topology = {
+        "server": server,
+        "devices": devices and [device.strip() for device in devices.split(",")],
+        "data_parallel": dp,
+        "tensor_parallel": tp,
+    }
+    given = {key: value for key, value in topology.items() if value is not None}
+    if not config.endswith((".yaml", ".yml", ".json")):
+        node = {"kind": "replicas", "server": "vllm", "model": config, **given}
+        tree = {"sources": {"judge": node}, "judges": {"judge": {"kind": "llm"}}}
+        return run(_serve(load_config(tree), config, tuple(source or ())))
+    if given:
+        raise InputError(f"{config} is a configuration, so write {next(iter(given))} into its source of kind replicas")
+    return run(_serve(load_config(config), config, tuple(source or ())))
 
 
-async def _serve(path: Path, names: Sequence[str]) -> int:
+async def _serve(config: Config, path: str, names: Sequence[str]) -> int:
     """Start the servers of the sources `names` (default: all of kind `replicas`), and serve until cancelled.
 
     Raises `ConfigurationError`, `InputError` for a name that is not such a source, and `ReplicasNotStarted`.
     """
-    sources = _opened(path, names)
+    sources = _opened(config, path, names)
     try:
         with ERRORS.status("starting the servers ..."):
             await asyncio.gather(*(source.start() for source in sources))
@@ -60,20 +89,19 @@ async def _serve(path: Path, names: Sequence[str]) -> int:
     return OK
 
 
-def _opened(path: Path, names: Sequence[str]) -> list[Any]:
+def _opened(config: Config, path: str, names: Sequence[str]) -> list[Any]:
     """Open the sources `names` of a configuration, or all that start servers of their own. Nothing is started.
 
     Raises `ConfigurationError`, and `InputError` for a name that is not such a source, and if one is to be placed on
     Ray and no cluster runs.
     """
-    config = load_config(path)
     known = [name for name, source in config.sources.items() if kind_of(source).has_servers]
     unknown = [name for name in names if name not in known]
     if unknown or not known:
         missing = f"--source {unknown[0]}: it is no source" if unknown else f"{path}: there is no source"
         raise InputError(f"{missing} of kind replicas" + (f"; such sources: {', '.join(known)}" if known else ""))
     with ended_by_a_signal():
-        join_ray(config, path, names or known)
+        join_ray(config, Path(path), names or known)
     return [open_source(name, config.sources[name]) for name in dict.fromkeys(names or known)]
 
 

@@ -64,6 +64,43 @@ def test_serve_judge_prints_the_addresses_and_stops_at_a_signal(start_cli, confi
     assert (code, "stopping the servers" in rest) == (0, True)
 
 
+def test_serve_judge_starts_a_model_without_a_configuration(start_cli, tmp_path, monkeypatch):
+    module = tmp_path / "packages" / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "import runpy, sys\n"
+        "print(*sys.argv[1:], flush=True)\n"
+        "sys.argv[1:1] = ['vllm']\n"
+        f"runpy.run_path({str(STAND_IN)!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=":")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights.bin").write_text("1")
+    server = start_cli("serve-judge", model, "--dp", 2)
+    lines = []
+    while "stop them with Ctrl-C" not in (line := server.stdout.readline()):
+        assert line, server.end()
+        lines.append(line.rstrip())
+    assert lines[0].startswith(f"judge: 2 replicas of {model} on vllm")
+    assert sum("http://127.0.0.1:" in line for line in lines) == 2
+    assert server.end(signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["m", "--dp", "0"], "Invalid value for '--dp'"),
+        (["m", "--server", "other"], "sources.judge.server: must be 'vllm', 'sglang' or 'llama_cpp'"),
+        (["m", "--source", "other"], "--source other: it is no source"),
+        (["judges.yaml", "--tp", "2"], "judges.yaml is a configuration, so write tensor_parallel into its source"),
+    ],
+)
+def test_a_topology_is_of_a_model(run_cli, words, says):
+    result = run_cli("serve-judge", *words)
+    assert (result.exit_code, says in " ".join(result.output.split())) == (2, True), result.output
+
+
 @pytest.fixture
 def on_ray(config):
     """A configuration whose servers are to be placed on Ray."""

@@ -22,8 +22,12 @@ from .progress import STYLES
 
 def command(
     paths: Journals,
-    hold: Annotated[str | None, typer.Option(metavar="NAME", help="Give this source no further calls.")] = None,
-    release: Annotated[str | None, typer.Option(metavar="NAME", help="Let it take calls again.")] = None,
+    hold: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Give this source no further calls; repeatable.")
+    ] = None,
+    release: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Let it take calls again; repeatable.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each source.")] = False,
 ) -> int:
     """Show the sources of a run that goes on: state, limits, what waits and what is in flight; hold one, or release it.
@@ -36,8 +40,8 @@ def command(
     Exit codes: 0 shown or changed; 2 there is no such journal, no run is under way, or it has no such source.
     """
     files = journals_in(paths)
-    for name, held in ((hold, True), (release, False)):
-        if name is not None:
+    for names, held in ((hold, True), (release, False)):
+        for name in names or ():
             hold_source(files, name, time.time(), held=held)
     found = live_sources(files, time.time())
     if as_json:

@@ -252,7 +252,9 @@ class _Checking:
         if isinstance(kind, str) and kinds.registrations(kind):
             near = kind
         elif near is None:
-            self._add(place, "unknown kind", f"Allowed here: {allowed}.")
+            elsewhere = [room for room, others in rooms.items() if kind in others.names]
+            known = f"{kind} is a kind of {elsewhere[0]}" if elsewhere else "unknown kind"
+            self._add(place, known, f"Allowed here: {allowed}.")
             return False
         else:
             self._add(place, f"unknown kind `{cut(str(kind))}`", f"Did you mean `{near}`? Allowed here: {allowed}.")

@@ -54,6 +54,14 @@ def test_a_source_is_held_and_released(run_cli, journal):
     assert (refused.exit_code, "no source 'slow'; sources: fast" in refused.stderr) == (2, True)
 
 
+def test_several_sources_are_held_at_once(run_cli, journal):
+    with closing(sqlite3.connect(journal)) as connection, connection:
+        connection.execute("INSERT INTO live SELECT run_id, process_id, 'other', recorded_at, state FROM live")
+    assert run_cli("sources", journal, "--hold", "fast", "--hold", "other").exit_code == 0
+    with closing(sqlite3.connect(journal)) as connection:
+        assert connection.execute("SELECT source FROM holds").fetchall() == [("fast",), ("other",)]
+
+
 def test_without_a_run_there_is_nothing_to_hold(run_cli, tmp_path):
     path = tmp_path / "verdicts.sqlite"
     Journal(path).close()

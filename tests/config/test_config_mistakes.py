@@ -154,6 +154,8 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.quality.criteria", {"A b": "x"}, 'judges.quality.criteria["A b"]', "the name must be lower-case"),
         # Kinds
         ("sources.fast.kind", "opnai", "", "unknown kind `opnai`. Did you mean `openai`? Allowed here: openai, reward_model, http, function, sandbox, replicas."),
+        ("judges.quality.kind", "openai", "", "openai is a kind of sources. Allowed here: llm, reward_model, function, code, sum,"),
+        ("sources.fast.kind", "panel", "", "panel is a kind of judges. Allowed here: openai, reward_model, http, function, sandbox, replicas."),
         ("sources.fast.kind", 3, "", "unknown kind. Allowed here: openai, reward_model, http, function, sandbox, replicas."),
         ("sources.fast.kind", ..., "", "the key is missing. Add one of: openai, reward_model, http, function, sandbox, replicas."),
         ("judges.none", {}, "judges.none.kind", "the key is missing. Add one of: llm, reward_model, function, code, sum, gate, cascade, panel, screen, rank."),

@@ -53,13 +53,14 @@ CODE_LINES = {
     "simulation": 3_720,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
-    # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own.
-    "judges": 4_190,
+    # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;
+    # similarity.
+    "judges": 4_280,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`.
     "cli": 3_850,
-    # Where the samples of a group are compared; sources held by hand.
-    "engine": 2_560,
+    # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
+    "engine": 2_630,
     "acceleration": 2_280,
     "replicas": 2_170,
     "config": 1_820,

@@ -14,7 +14,7 @@ from typing import Any
 from .findings import Finding, Path, cut, did_you_mean, listed, nearest
 from .nodes import JudgeName
 from .registry import rooms
-from .routes import TEXT, answers, asked_by, is_glob, matching
+from .routes import FOR_CLIENTS, answers, asked_by, is_glob, matching
 
 
 class Names:
@@ -25,18 +25,20 @@ class Names:
         self._sources = {name: _settings(node) for name, node in _entries(tree, "sources").items()}
         self._judges = _entries(tree, "judges")
         self._whole = ""
-        self._judge_kind, self._asks = "", TEXT
-        self._fitting: dict[str, dict[str, str | None]] = {}
+        self._judge_kind = ""
+        self._asks: tuple[str, ...] = FOR_CLIENTS
+        self._fitting: dict[Sequence[str], dict[str, str | None]] = {}
         self._parts: dict[str, list[str]] = {}
 
     def enter(self, node: Any, kind: Any) -> None:
         """Note that the names that follow stand in `node`, a source or judge of this kind."""
         self._whole = next((name for name, judge in self._judges.items() if judge is node), "")
-        self._judge_kind, self._asks = str(node["kind"]), getattr(kind, "asks", "")
+        asks: str = getattr(kind, "asks", "")
+        self._judge_kind, self._asks = str(node["kind"]), (asks,) if asks else ()
 
     def leave(self) -> None:
         """Note that the names that follow stand elsewhere: in routes and groups of models."""
-        self._whole, self._judge_kind, self._asks = "", "", TEXT
+        self._whole, self._judge_kind, self._asks = "", "", FOR_CLIENTS
 
     def problem_of(self, what: type[str], name: str) -> tuple[str, str] | None:
         """Return problem and remedy of a name; None if there is such a source or judge, and it fits."""
@@ -65,11 +67,12 @@ class Names:
             )
         return _unknown("source", name, self._sources)
 
-    def _that_answer(self, asked: str) -> dict[str, str | None]:
+    def _that_answer(self, asked: tuple[str, ...]) -> dict[str, str | None]:
         """Return the sources that may answer, each with its model. Those of an unknown kind may."""
         if asked not in self._fitting:
             able = {
-                name: answers(str(node.get("kind")), asked, node) is not False for name, node in self._sources.items()
+                name: any(answers(str(node.get("kind")), each, node) is not False for each in asked)
+                for name, node in self._sources.items()
             }
             self._fitting[asked] = {name: _text(self._sources[name].get("model")) for name in able if able[name]}
         return self._fitting[asked]
@@ -80,8 +83,8 @@ class Names:
         """
         for name, judge in self._judges.items():
             kind = str(_settings(judge).get("kind"))
-            asked = asked_by(kind)
-            if asked and self._sources and not _settings(judge).get("sources") and not self._that_answer(asked):
+            asked = (asked_by(kind),)
+            if asked[0] and self._sources and not _settings(judge).get("sources") and not self._that_answer(asked):
                 problem = f"there is no source of kind {_kinds_that_answer(asked)} to answer this judge of kind {kind}"
                 yield Finding(("judges", name), problem, "Add one below `sources`.")
         cycles = list(self._cycles())
@@ -115,7 +118,7 @@ class Names:
 
     def _weights(self) -> Iterator[Finding]:
         """Find weights of sources that are not in their group of models."""
-        fitting = self._that_answer(TEXT)
+        fitting = self._that_answer(FOR_CLIENTS)
         for pattern, group in _entries(self._tree, "models").items():
             named, weights = _settings(group).get("sources"), _entries(_settings(group), "weights")
             patterns = [named] if isinstance(named, str) else named if isinstance(named, list) else []
@@ -151,5 +154,5 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _kinds_that_answer(asked: str) -> str:
-    return " or ".join(name for name, kind in rooms["sources"].loadable() if asked in kind.answers)
+def _kinds_that_answer(asked: Sequence[str]) -> str:
+    return " or ".join(name for name, kind in rooms["sources"].loadable() if set(asked) & set(kind.answers))

@@ -211,6 +211,7 @@ sources: Kinds[Any] = Kinds(
         "http": "qreward_plugins.sources.service:HTTPSource",
         "function": "qreward_plugins.sources.function:FunctionSource",
         "sandbox": "qreward_plugins.sources.sandbox:SandboxSource",
+        "embeddings": "qreward_plugins.sources.embeddings:EmbeddingsSource",
         "replicas": "qreward_plugins.sources.replica_set:ReplicaSet",
     },
 )
@@ -224,6 +225,7 @@ judges: Kinds[Any] = Kinds(
         "reward_model": "qreward_plugins.judges.reward_model:RewardModelJudge",
         "function": "qreward_plugins.judges.function:FunctionJudge",
         "code": "qreward_plugins.judges.code:CodeJudge",
+        "similarity": "qreward_plugins.judges.similarity:SimilarityJudge",
         "sum": "qreward_plugins.judges.sums:SumJudge",
         "gate": "qreward_plugins.judges.gates:GateJudge",
         "cascade": "qreward_plugins.judges.cascades:CascadeJudge",

@@ -15,7 +15,7 @@ from .nodes import judges_named
 from .registry import KindError, rooms
 from .several_keys import configured_name
 
-TEXT: Final = "text"
+FOR_CLIENTS: Final = ("text", "vectors")
 """What the sources of `models` answer with."""
 BY_MODEL: Final = "model:"
 """The prefix of a pattern that is matched against models instead of names."""
@@ -97,7 +97,7 @@ def sources_for_model(config: Config, model: str) -> tuple[tuple[str, ...], Mode
     """Return the names of the sources that answer clients that ask for `model`, and the group that says so: the first
     of `models` whose glob matches, case-sensitive. Without `models`, those whose model it is. Empty if there is none.
     """
-    fitting = _giving_text(config)
+    fitting = _for_clients(config)
     if not config.models:
         return tuple(name for name, its_model in fitting.items() if its_model == model), None
     for pattern, group in config.models.items():
@@ -109,17 +109,17 @@ def sources_for_model(config: Config, model: str) -> tuple[tuple[str, ...], Mode
 
 def sources_of_models(config: Config) -> tuple[str, ...]:
     """Return the names of the sources in the groups of `models`, in the order of the configuration."""
-    fitting = _giving_text(config)
+    fitting = _for_clients(config)
     found = {name for group in config.models.values() for named in group.sources for name in matching(named, fitting)}
     return tuple(name for name in fitting if name in found)
 
 
-def _giving_text(config: Config) -> dict[str, str | None]:
-    """Return the models of the sources that give text, by name of the source."""
+def _for_clients(config: Config) -> dict[str, str | None]:
+    """Return the models of the sources that give text or embeddings, by name of the source."""
     return {
         name: getattr(source, "model", None)
         for name, source in config.sources.items()
-        if answers(source.kind, TEXT, dict(source))
+        if any(answers(source.kind, asked, dict(source)) for asked in FOR_CLIENTS)
     }
 
 

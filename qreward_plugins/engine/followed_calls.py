@@ -1,12 +1,14 @@
-"""Defines `FollowedCall`: a call of the scheduler whose reply is read while it comes."""
+"""Defines `FollowedCall`: a call of the scheduler that no sample makes, and whose reply may be read while it comes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered
+from ..config import configured_name
+from ..errors import EngineError
+from ..scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered, Upstream
 
 END_WITHIN_S = 2.0
 """Most seconds for which closing waits until the connection to the source is closed."""
@@ -74,3 +76,31 @@ class FollowedCall:
         self._dispatcher.batches.leave(self._member, scored=self.answer is not None)
         self._member.batch.forget()
         self._on_change()
+
+
+async def until_over(calls: Sequence[FollowedCall], changed: asyncio.Event) -> None:
+    """Wait until all calls are over; `changed` is set whenever one is."""
+    for call in calls:
+        while not call.over:
+            changed.clear()
+            await changed.wait()
+
+
+def able_sources(
+    sources: str | Sequence[str], upstreams: Mapping[str, Upstream], answers: str, lack: str
+) -> tuple[str, ...]:
+    """Return the upstreams of the named sources. Raises `EngineError` for an unknown source, and for one that does not
+    give `answers`, which `lack` says; `ValueError` without any.
+    """
+    found: dict[str, None] = {}
+    for name in (sources,) if isinstance(sources, str) else sources:
+        # A source with several keys is as many upstreams.
+        meant = [each for each in upstreams if name in (each, configured_name(each))]
+        if not meant:
+            raise EngineError(f"unknown source {name!r}; sources: {', '.join(upstreams)}")
+        if answers not in getattr(upstreams[meant[0]].source, "answers", (answers,)):
+            raise EngineError(f"source {name!r} {lack}")
+        found.update(dict.fromkeys(meant))
+    if not found:
+        raise ValueError("it needs at least one source")
+    return tuple(found)

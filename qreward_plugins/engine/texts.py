@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from ..config import configured_name
 from ..errors import EngineError, TextFailed
 from ..judges.text_calls import checked_parameters, text_call
 from ..samples import Message
 from ..samples.spent import NOTHING, Spent
 from ..scheduling import Answer, Batch, Dispatcher, Unanswered, Upstream
 from ..sources import TEXT, Reply
-from .followed_calls import FollowedCall
+from .followed_calls import FollowedCall, able_sources, until_over
 from .scoring import Scoring, check_times
 
 
@@ -201,7 +200,7 @@ class TextCalls:
     ) -> None:
         self._dispatcher = dispatcher
         self._name = name
-        self._sources = _chat_sources(sources, upstreams)
+        self._sources = able_sources(sources, upstreams, TEXT, "gives no text; a text needs a chat source")
         self._parameters = checked_parameters(parameters)
         # Never sealed: it is no batch of samples, and has no report.
         self._batch = dispatcher.batches.new((), priority=priority)
@@ -213,14 +212,12 @@ class TextCalls:
 
     async def whole(self, conversations: Sequence[Sequence[Message]], due_at: float) -> list[TextAnswer | TextFailed]:
         """Ask for all texts at once; item i is that of conversation i. Cancelling the call ends all of them."""
-        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
         receivers: list[Receiver] = []
         try:
-            ends = [loop.create_future() for _ in conversations]
-            for messages, end in zip(conversations, ends, strict=True):
-                receivers.append(self._ask(messages, due_at, partial(_end, end), in_pieces=False))
-            for end in ends:
-                await end
+            for messages in conversations:
+                receivers.append(self._ask(messages, due_at, arrived.set, in_pieces=False))
+            await until_over(receivers, arrived)
             return [receiver.answer or receiver.failure() for receiver in receivers]
         finally:
             await asyncio.gather(*(receiver.aclose() for receiver in receivers))
@@ -387,23 +384,3 @@ class TextMethods(ABC):
 
     @abstractmethod
     def _deadline_s(self, deadline_s: float | None) -> float: ...
-
-
-def _end(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _chat_sources(sources: str | Sequence[str], upstreams: Mapping[str, Upstream]) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    for name in (sources,) if isinstance(sources, str) else sources:
-        # A source with several keys is as many upstreams.
-        meant = [each for each in upstreams if name in (each, configured_name(each))]
-        if not meant:
-            raise EngineError(f"unknown source {name!r}; sources: {', '.join(upstreams)}")
-        if TEXT not in getattr(upstreams[meant[0]].source, "answers", (TEXT,)):
-            raise EngineError(f"source {name!r} gives no text; a text needs a chat source")
-        found.update(dict.fromkeys(meant))
-    if not found:
-        raise ValueError("a text needs at least one source")
-    return tuple(found)

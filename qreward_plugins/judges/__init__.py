@@ -17,6 +17,7 @@ from .ranks import RankJudge
 from .reward_model import RewardModelJudge
 from .router import JudgeRouter, compares_siblings, kind_of, open_judge, refuse_comparing
 from .screens import ScreenJudge
+from .similarity import SimilarityJudge
 from .sums import SumJudge
 from .text_calls import text_call
 
@@ -44,6 +45,7 @@ __all__ = [
     "RankJudge",
     "RewardModelJudge",
     "ScreenJudge",
+    "SimilarityJudge",
     "SourceName",
     "SumJudge",
     "compares_siblings",

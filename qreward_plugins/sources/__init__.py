@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .endpoint import Endpoint, EndpointKind
     from .function import FunctionSource
     from .http_reading import HTTPReply
-    from .kind import LOGITS, RUN, TEXT, VALUE, Provider, SourceKind
+    from .kind import LOGITS, RUN, TEXT, VALUE, VECTORS, Provider, SourceKind
     from .openai import OpenAISource
     from .opening import kind_of, open_source
     from .rate_limit_headers import announced_limits, retry_after_s
@@ -29,6 +29,7 @@ __all__ = [
     "RUN",
     "TEXT",
     "VALUE",
+    "VECTORS",
     "Answer",
     "BaseURLs",
     "Endpoint",
@@ -62,7 +63,7 @@ _NAMES = {
     ".endpoint": "Endpoint EndpointKind",
     ".function": "FunctionSource",
     ".http_reading": "HTTPReply",
-    ".kind": "LOGITS RUN TEXT VALUE Provider SourceKind",
+    ".kind": "LOGITS RUN TEXT VALUE VECTORS Provider SourceKind",
     ".openai": "OpenAISource",
     ".opening": "kind_of open_source",
     ".rate_limit_headers": "announced_limits retry_after_s",

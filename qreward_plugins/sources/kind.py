@@ -91,6 +91,8 @@ TEXT = "text"
 LOGITS = "logits"
 """The source reads a conversation and answers with numbers: `Request.messages` in, whose last turn is the response;
 in `Reply.value` a mapping of labels to logits out."""
+VECTORS = "vectors"
+"""The source turns texts into vectors: the contents of `Request.messages` in, as many vectors in `Reply.value` out."""
 VALUE = "value"
 """The source scores a sample: `Request.sample` in, `Reply.value` out."""
 RUN = "run"

@@ -80,7 +80,7 @@ class OpenAISource(Endpoint):
     ANSWER = CompletionAnswer
 
     def __init__(self, name: str, config: Config) -> None:
-        self._dialect = dialect = _dialect_of(config)
+        self._dialect = dialect = self.dialect_of(config)
         settings: dict[str, Any] = without_secrets(config.parameters)
         self._settings = settings
         self._thinks = dialect.thinks(settings)
@@ -96,6 +96,11 @@ class OpenAISource(Endpoint):
         self._own_headers = frozenset(name.lower() for name in config.headers)
         self._reader = dialect.stream if config.stream else None
         self._idle_s = config.timeouts.idle_s
+
+    @classmethod
+    def dialect_of(cls, config: Any) -> Dialect:
+        """Return the dialect of a configuration of this kind."""
+        return DIALECTS[config.dialect]
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -188,11 +193,11 @@ class OpenAISource(Endpoint):
 
     @classmethod
     def key_header(cls, config: Config) -> tuple[str, str]:
-        return _dialect_of(config).key_header
+        return cls.dialect_of(config).key_header
 
     @classmethod
     def plain_headers(cls, config: Config) -> Mapping[str, str]:
-        return _dialect_of(config).headers
+        return cls.dialect_of(config).headers
 
     @property
     def bound_key(self) -> tuple[str, ...]:
@@ -240,10 +245,6 @@ class OpenAISource(Endpoint):
 
 def _revealed(secret: SecretStr) -> str:
     return secret.get_secret_value().strip()
-
-
-def _dialect_of(config: OpenAISource.Config) -> Dialect:
-    return DIALECTS[config.dialect]
 
 
 def _path(config: OpenAISource.Config, path: str) -> str:

@@ -392,7 +392,10 @@ def test_kinds_are_listed_with_their_package_and_their_problem(run_cli, install)
     assert result.exit_code == 0
     ours = f"qreward-plugins {qreward_plugins.__version__}"
     kinds = [line.split()[0] for line in result.stdout.splitlines() if ours in line]
-    sources, judges = "openai reward_model http function sandbox replicas", "llm reward_model function code"
+    sources, judges = (
+        "openai reward_model http function sandbox embeddings replicas",
+        "llm reward_model function code similarity",
+    )
     assert kinds == f"{sources} {judges} sum gate cascade panel screen rank".split()
     assert "A Python function that scores" in result.stdout
     named = {"coin": "coin_kind:Coin", "lacking": "coin_kind:Lacking", "http": "coin_kind:X"}

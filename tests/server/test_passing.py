@@ -330,7 +330,7 @@ async def test_references_to_what_a_provider_does_not_know_are_the_mistake_of_th
     ("method", "path", "status"),
     [
         ("GET", "/v1/files", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/audio/speech", 404),
         ("POST", "/v1/messages/count_tokens", 404),
         ("GET", "/v1/responses/resp_1", 404),
         ("DELETE", "/v1/chat/completions", 405),

@@ -100,6 +100,13 @@ class ResponsesFormat(OpenAIFormat):
         return super().refusal(body)
 
 
+class EmbeddingsFormat(OpenAIFormat):
+    """OpenAI's embeddings."""
+
+    dialects: ClassVar[tuple[str, ...]] = ("embeddings",)
+    path = "/embeddings"
+
+
 class MessagesFormat(Format):
     """Anthropic's messages."""
 
@@ -202,7 +209,7 @@ _GOOGLE_STATUSES = {
 CHAT = OpenAIFormat()
 MESSAGES = MessagesFormat()
 GEMINI = GeminiFormat()
-FORMATS: tuple[Format, ...] = (CHAT, ResponsesFormat(), MESSAGES, GEMINI)
+FORMATS: tuple[Format, ...] = (CHAT, ResponsesFormat(), EmbeddingsFormat(), MESSAGES, GEMINI)
 
 
 def format_of(path: str) -> Format | None:

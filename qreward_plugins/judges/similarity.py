@@ -1,0 +1,109 @@
+"""Defines `SimilarityJudge`: how near a response is to the ground truth, by the cosine of their embeddings.
+
+A model of embeddings gets no instructions, so there is no fence. Control tokens are neutralised, as for a reward model.
+It measures what texts are about rather than whether they are right: "the answer is 4" is near "the answer is 5".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import mul
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ..config.judge_models import AskingConfig, Interval
+from ..errors import InputError, InvalidReply
+from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict
+from ..sources.base import Reply, Request
+from ..sources.kind import VECTORS
+from .base import Opening
+from .control_tokens import is_blank, neutralise
+from .leaf import Leaf, checked, fingerprint
+from .sample_texts import reference_text
+from .verdicts import Scale
+from .views import Show, View
+
+
+class SimilarityJudge(Leaf):
+    """The cosine of the embeddings of the response and of the ground truth."""
+
+    class Config(AskingConfig):
+        """The cosine of the embeddings of the response and of the ground truth (a source of kind `embeddings`)."""
+
+        reward_range: Interval = (0.0, 1.0)
+        """The range that the cosine is mapped to, linearly. Default: 0 to 1."""
+
+        score_range: Interval = (0.0, 1.0)
+        """The cosines that become the ends of the reward range; one beyond them becomes the nearer end. Models
+        differ in what they give unrelated texts: look at the component `cosine`. Default: 0 to 1."""
+
+        prefix: Annotated[str, Field(max_length=1000)] = ""
+        """Put before both texts, for models that were trained with it (`query: `). Default: nothing."""
+
+        show: Show = Show()
+        """What of the response counts. The prompt is not sent. Default: all but the thoughts with which it begins."""
+
+    asks = VECTORS
+
+    @classmethod
+    def open(cls, name: str, config: Any, opening: Opening) -> SimilarityJudge:
+        return cls(name, config, sources=opening.sources)
+
+    @classmethod
+    def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
+        low, high = config.score_range
+        cosine = min(max(low + share * (high - low), -1.0), 1.0)
+        return Reply(value=[[1.0, 0.0], [cosine, math.sqrt(1.0 - cosine * cosine)]])
+
+    def __init__(self, name: str, config: Config, *, sources: Sequence[str]) -> None:
+        checked(name, config)
+        super().__init__(name, config, sources=sources, fingerprint=fingerprint("similarity"))
+        self._config = config
+        self._view = View(name, config.show)
+        self._scale = Scale(config.score_range, config.reward_range)
+
+    def screen(self, sample: Sample) -> Verdict | None:
+        """Return the floor for a response of which nothing is shown, if there is a floor."""
+        response: object = sample.response
+        if isinstance(response, str) and is_blank(self._view.of(sample).response):
+            return self.instead(Failed(Cause.POLICY, "empty", self._view.emptiness(response), judge=self.name))
+        return None
+
+    def request(self, sample: Sample, *, attempt: int) -> Request:
+        reference = reference_text(sample.ground_truth) or ""
+        if is_blank(reference):
+            raise InputError("the sample has no ground truth, with which its response is compared")
+        texts = (self._config.prefix + neutralise(text) for text in (self._view.of(sample).response, reference))
+        messages = tuple(Message(role="user", content=text) for text in texts)
+        return Request(sample=sample, messages=messages, judge=self.name)
+
+    def verdict(self, request: Request, reply: Reply) -> Verdict:
+        """Read the two vectors. Raises `InvalidReply`."""
+        vectors = reply.value
+        if not isinstance(vectors, list) or len(vectors) != 2:
+            raise InvalidReply("the reply does not hold two embeddings")
+        one, other = vectors
+        length = math.hypot(*one) * math.hypot(*other)
+        if not 0 < length < math.inf:
+            raise InvalidReply("an embedding has no direction: its length is 0 or too large")
+        return self.mapped(RawScore(min(max(math.fsum(map(mul, one, other)) / length, -1.0), 1.0), {}))
+
+    def mapped(self, raw: RawScore) -> Verdict:
+        config = self._config
+        low, high = config.score_range
+        reward = self._scale.reward(min(max(raw.score, low), high))
+        return Verdict(
+            reward,
+            {"cosine": raw.score},
+            correct=None if config.correct_at is None else reward >= config.correct_at,
+            judge=self.name,
+            raw=raw,
+        )
+
+    def stating(self, answer: str) -> str:
+        return self._view.stated(answer)
+
+    def component_names(self) -> tuple[str, ...]:
+        return ("cosine",)

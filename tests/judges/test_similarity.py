@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, TextFailed
+from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.planning import Lengths, plan
 from qreward_plugins.server.server import RewardServer
 
@@ -130,13 +131,16 @@ async def test_what_is_no_vector_is_no_reward(item):
 async def test_a_fault_costs_another_try_and_a_journal_answers_another_mapping(tmp_path):
     embedder = Embedder(statuses=[500])
     async with embedder.tree() as tree:
-        tree["engine"]["journal"] = {"path": str(tmp_path / "journal.sqlite")}
+        tree["engine"]["journal"] = {"path": str(tmp_path / "journal.sqlite"), "keep": "all"}
         async with RewardEngine(tree) as engine:
             (first,) = await engine.score_all([sample("abd", id="s")])
         tree["judges"]["near"]["score_range"] = [0.0, 0.8]
         async with RewardEngine(tree) as engine:
             (second,) = await engine.score_all([sample("abd", id="s")])
     assert (first.reward, second.reward) == pytest.approx((2 / 3, 2 / 3 / 0.8))
+    with Stories([str(tmp_path / "journal.sqlite")]) as stories:
+        story = next(iter(stories.find(Wanted("s"), 1)[0]))
+    assert ("2 embeddings of 8 numbers" in str(story), "[[" in str(story)) == (True, False)
     assert (first.verdict.attempts, second.verdict.cached, len(embedder.bodies)) == (2, True, 2)
 
 

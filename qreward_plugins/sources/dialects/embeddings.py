@@ -50,7 +50,10 @@ class EmbeddingsAnswer(Answer):
             return InvalidReply(f"source {self.name!r} gave an embedding that is no list of finite numbers")
         if len({len(vector) for vector in vectors if vector}) > 1:
             return InvalidReply(f"source {self.name!r} gave embeddings of different lengths")
+        count, length = len(vectors), len(vectors[0] or ())
         return Reply(
+            # For the journal: the numbers say nothing to people, and are as long as many responses.
+            text=f"{count} embedding{'s' if count > 1 else ''} of {length:,} numbers",
             value=[[float(number) for number in vector] for vector in vectors if vector],
             usage=self.usage_in(body),
             model=name_of(body.get("model")),

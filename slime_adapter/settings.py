@@ -86,8 +86,8 @@ def adapter_of(args: Any) -> Adapter:
     or the file that `QREWARD_CONFIG` names; without either, the reward server of `--rm-url`. Raises
     `ConfigurationError` with all mistakes.
 
-    `framework://NAME` is the router of the model NAME that slime serves (`--sglang-config`), and `framework://reward`
-    is also the server of `--rm-url`.
+    `framework://NAME` is the router of the model NAME that slime serves (`--sglang-config`), `framework://rollout` that
+    of the model that is trained, and `framework://reward` also the server of `--rm-url`.
     """
     key = inline, url, _, servers = _key_of(args)
     with _lock:
@@ -189,6 +189,8 @@ def _servers(args: Any) -> dict[str, str]:
     """The URLs of slime's servers by name (slime/rollout/sglang_rollout.py: `get_model_url`)."""
     routers = getattr(args, "sglang_model_routers", None) or {}
     servers = {str(name): f"http://{host}:{port}" for name, (host, port) in routers.items()}
+    if (host := getattr(args, "sglang_router_ip", None)) and (port := getattr(args, "sglang_router_port", None)):
+        servers.setdefault("rollout", f"http://{host}:{port}")
     if getattr(args, "rm_url", None):
         servers.setdefault("reward", args.rm_url)
     return servers

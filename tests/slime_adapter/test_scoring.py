@@ -306,6 +306,16 @@ def test_the_models_that_slime_serves_are_found_by_name(make_args, make_group, j
         asyncio.run(slime_adapter.reward(args, sample))
 
 
+def test_the_model_that_is_trained_judges_itself(make_args, make_group, judge):
+    host, port = judge.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    args = make_args()
+    for node in args.qreward["sources"].values():
+        node["base_url"] = "framework://rollout/v1"
+    args.sglang_router_ip, args.sglang_router_port = host, int(port)
+    (sample,) = make_group("7")
+    assert asyncio.run(slime_adapter.reward(args, sample)) == pytest.approx(0.7)
+
+
 def test_a_judge_sees_the_images_of_a_training(make_args):
     pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     seen = []

@@ -57,8 +57,8 @@ CODE_LINES = {
     # similarity.
     "judges": 4_280,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
-    # to hold one of a run that goes on; `serve-judge MODEL`.
-    "cli": 3_850,
+    # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
+    "cli": 3_880,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_630,
     "acceleration": 2_280,

@@ -12,7 +12,8 @@ import heapq
 import random
 import shlex
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -25,11 +26,13 @@ from ..config import Config, JournalConfig, load_config
 from ..engine import RewardEngine
 from ..errors import JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
+from ..judges import compares_siblings
 from ..observers import EngineStatistics
 from ..observers.batch_report import percentile
 from ..samples import SCREENED, Outcome, Sample, Scored
 from ..secrets import one_line
 from ..sources import kind_of
+from ..system.streams import Stream
 from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
 from .engines import open_engine
@@ -40,6 +43,8 @@ _DRAWN = 2_000
 _MOST_SOURCES = 100
 _SAID_CHARS = 160
 _WORST = 5
+_USUAL_GROUP = 8
+"""Samples of a group, for the number of groups that are under way at once."""
 
 
 def _comes_first(given: str | None) -> None:
@@ -155,10 +160,35 @@ async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
     with open_writer(plan.out, source=plan.rollouts) as writer:
         tally.begun = True
         say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
-        async with ProgressDisplay(ERRORS, plan.total, engine):
-            async for sample, outcome in engine.score_stream(rows):
+        async with ProgressDisplay(ERRORS, plan.total, engine), aclosing(_outcomes(engine, rows)) as outcomes:
+            async for sample, outcome in outcomes:
                 writer.write(rows.take(sample).row, outcome)
                 tally.count(sample, outcome)
+
+
+async def _outcomes(engine: RewardEngine, rows: _Rows) -> AsyncGenerator[tuple[Sample, Outcome], None]:
+    """Score the rows, in order; for a judge that compares, rows of one group that follow each other as a batch."""
+    if not compares_siblings(engine.config):
+        async with aclosing(engine.score_stream(rows)) as scored:
+            async for pair in scored:
+                yield pair
+        return
+    window = max(1, engine.stream_window // _USUAL_GROUP)
+    async with aclosing(Stream(_groups(rows), engine.score_all, window).outcomes()) as groups:
+        async for samples, outcomes in groups:
+            for pair in zip(samples, outcomes, strict=True):
+                yield pair
+
+
+async def _groups(rows: _Rows) -> AsyncGenerator[list[Sample], None]:
+    group: list[Sample] = []
+    async for sample in rows:
+        if group and (sample.group_id is None or sample.group_id != group[0].group_id):
+            yield group
+            group = []
+        group.append(sample)
+    if group:
+        yield group
 
 
 async def _close(engine: RewardEngine) -> JournalError | None:

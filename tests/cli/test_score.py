@@ -81,6 +81,22 @@ def test_rows_come_out_in_order_with_their_outcome(server, score, read_rows, row
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
+def test_rows_of_a_group_that_follow_each_other_are_compared(run_cli, scored, write_config, write_rows, row, tmp_path):
+    groups = {"a": ("0.2", "0.9", "0.5"), "b": ("0.7", "0.1")}
+    rows = [
+        {**row(n), "response": worth, "group_id": name}
+        for n, (name, worths) in enumerate(groups.items())
+        for worth in worths
+    ]
+    with JudgeServer(lambda call: float(call.blocks["response"])) as server:
+        config = write_config({"a": server})
+        rank = {"kind": "rank", "judge": "quality"}
+        config.write_text(config.read_text().replace("judges:\n", f"judges:\n  ranks: {json.dumps(rank)}\n"))
+        result = run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl")
+        assert (result.exit_code, server.report().requests) == (0, 2), result.output
+    assert [each["reward"] for each in scored()] == [0.0, 1.0, 0.5, 1.0, 0.0]
+
+
 def test_a_list_in_a_json_file_is_scored_to_lines(score, read_rows, row, write_rows, tmp_path):
     write_rows([json.dumps([row(1), row(2, response="It is 7.")])], name="in.json")
     assert score(source="in.json").exit_code == 0

@@ -171,6 +171,23 @@ def test_a_judge_that_asks_nothing_of_made_up_texts_asks_for_real_rollouts(tree,
     assert exact_plan(config, 8, lengths=Lengths(rollouts=(rollout,))).sources[0].requests == 8
 
 
+def test_a_gate_behind_a_check_lets_about_half_of_the_samples_through(exact_plan):
+    config = {
+        "sources": {
+            "rules": {"kind": "function", "function": "math:sqrt"},
+            "chat": {"kind": "openai", "base_url": "http://host.invalid/v1", "model": "m"},
+        },
+        "judges": {
+            "right": {"kind": "function", "reward_range": [0, 1]},
+            "quality": {"kind": "llm"},
+            "reward": {"kind": "gate", "when": "right", "at_least": 1, "then": "quality"},
+        },
+        "routes": {"*": "reward"},
+    }
+    asked = {source.name: source.requests for source in exact_plan(config, 64).sources}
+    assert (asked["rules"], 20 <= asked["chat"] <= 44) == (64, True)
+
+
 def test_what_is_not_declared_is_said(tree, exact_plan):
     notes = exact_plan(tree(a={"requests_per_minute": 600}, b={}), 8).notes
     assert "a: no limit of tokens or concurrency declared, so none is assumed" in notes

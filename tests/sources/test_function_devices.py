@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 PATIENCE_S = 30.0
 
 FUNCTION = """
-import os
+import os, time
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,11 +25,14 @@ with (Path(__file__).parent / "imports").open("a") as file:
     file.write(f"{os.getpid()} {SEEN}\\n")
 
 def score(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "crash once":
-        with suppress(FileExistsError), (Path(__file__).parent / "crashed").open("x") as file:
-            file.write(str(os.getpid()))
-            file.flush()
-            os._exit(3)
+    if solution_str == "crash once on 5":
+        crashed = Path(__file__).parent / "crashed"
+        if SEEN == "5":
+            with suppress(FileExistsError):
+                crashed.touch(exist_ok=False)
+                os._exit(3)
+        while not crashed.exists():
+            time.sleep(0.01)
     return {"score": 1.0, "device": int(SEEN), "pid": os.getpid()}
 
 def plurals(data_sources, solution_strs, ground_truths, extra_infos):
@@ -75,15 +78,14 @@ async def test_each_worker_sees_its_own_device_when_it_imports_the_file(tree, tm
 
 async def test_a_worker_that_dies_is_replaced_on_its_device(tree, tmp_path):
     async with RewardEngine(tree(workers=4)) as engine:
-        (outcome,) = await engine.score_all(samples("crash once"))
-        assert outcome.reward == 1.0
+        outcomes = await engine.score_all(samples(*["crash once on 5"] * 4))
+        assert [outcome.reward for outcome in outcomes] == [1.0] * 4
         deadline = time.monotonic() + PATIENCE_S
         while len(imports(tmp_path)) < 5:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-    *first, last = imports(tmp_path).items()
-    assert sorted(device for _, device in first) == [3, 3, 5, 5]
-    assert last[1] == dict(first)[int((tmp_path / "crashed").read_text())]
+    *first, last = imports(tmp_path).values()
+    assert (sorted(first), last) == ([3, 3, 5, 5], 5)
 
 
 async def test_a_call_may_carry_several_samples(tree):

@@ -297,7 +297,9 @@ def test_the_core_knows_no_framework():
             for name in names:
                 framework, where = name.split(".")[0], path.as_posix()
                 allowed = {
-                    "ray": ("/sharing/" in where or "/ray_actors" in where or "/replicas/ray_" in where)
+                    "ray": any(
+                        each in where for each in ("/sharing/", "/ray_actors", "/replicas/ray_", "/sources/ray_")
+                    )
                     and id(node) in in_functions,
                 }.get(framework, False)
                 if framework in FRAMEWORKS and not allowed:

@@ -60,12 +60,12 @@ def _opened(
     kwargs: Mapping[str, Any],
     processes: int,
 ) -> FunctionSource:
-    if node.workers is None:
+    if node.workers is None and not node.devices:
         node = node.model_copy(update={"workers": max(1, (os.cpu_count() or 1) // processes)})
     secrets = reward_secrets(trainer, compute_score)
     custom = _custom_reward_function(trainer)
     bound_to_this_process = bool(kwargs) or (custom is None and isinstance(compute_score, partial))
-    if compute_score is not None and (_is_async(compute_score) or bound_to_this_process):
+    if compute_score is not None and not node.devices and (_is_async(compute_score) or bound_to_this_process):
         node = node if _is_async(compute_score) else node.model_copy(update={"mode": "thread"})
         here = partial(compute_score, **kwargs)
         return FunctionSource(name, node, loader=lambda: here, secrets=secrets)

@@ -43,14 +43,15 @@ def open_engine(config: Config, path: Path) -> RewardEngine:
 
 
 def join_ray(config: Config, path: Path, names: Collection[str] = ()) -> None:
-    """Join the Ray cluster that runs if the servers of one of the sources `names` (default: all) are placed there.
+    """Join the Ray cluster that runs if one of the sources `names` (default: all) has its servers or an actor there.
 
     A user of a shell cannot call `ray.init()`. Raises `InputError` if no cluster can be joined.
     """
     placed = (
         name
         for name, source in config.sources.items()
-        if getattr(source, "placement", "") == "ray" and (not names or name in names)
+        if (getattr(source, "placement", "") == "ray" or str(getattr(source, "function", "")).startswith("ray:"))
+        and (not names or name in names)
     )
     name = next(placed, None)
     if name is None:
@@ -61,7 +62,7 @@ def join_ray(config: Config, path: Path, names: Collection[str] = ()) -> None:
         with ThreadPoolExecutor(1, "qreward-ray") as thread:
             thread.submit(join_cluster).result()
     except ConnectionError as error:
-        raise InputError(f"{path}: source {name!r} has `placement: ray`, and {error}") from None
+        raise InputError(f"{path}: source {name!r} runs on Ray, and {error}") from None
 
 
 @contextmanager

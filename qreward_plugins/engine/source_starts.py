@@ -1,4 +1,4 @@
-"""Starts the servers of sources that have servers of their own, before the first samples.
+"""Starts the servers of sources that have servers of their own, and workers on devices, before the first samples.
 
 A model takes minutes to load. Were it loaded by the first request, that attempt would be over its time limit, and the
 samples beyond their deadline, before any server could answer.
@@ -11,16 +11,16 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import ReplicasNotStarted
+from ..errors import ConfigurationError, ReplicasNotStarted
 
 _log = logging.getLogger("qreward_plugins.engine")
 
 
 class SourceStarts:
-    """The starts of one engine's sources, of those that have servers (`SourceKind.has_servers`)."""
+    """The starts of one engine's sources, of those that have `start` (see `Source`)."""
 
     def __init__(self, sources: Iterable[Any]) -> None:
-        self._sources = _with_servers(sources)
+        self._sources = _with_start(sources)
         self._added: list[Any] = []
 
     @property
@@ -32,7 +32,7 @@ class SourceStarts:
         """Go on with the sources of another configuration. Those that are not started yet are started by `done`, too.
         If one of these does not start, a line in the log says so, because the others go on working.
         """
-        found = _with_servers(sources)
+        found = _with_start(sources)
         self._sources = [source for source in self._sources if source in found]
         self._added = [source for source in found if source not in self._sources and not source.started]
 
@@ -43,7 +43,8 @@ class SourceStarts:
     async def done(self) -> None:
         """Start all sources at the same time, and wait until they are ready.
 
-        Raises what `start` of a source raises, `ReplicasNotStarted` for one. Cancelling ends only the wait.
+        Raises what `start` of a source raises, `ReplicasNotStarted` or `ConfigurationError`. Cancelling ends only the
+        wait.
         """
         while not self.over:
             starts = {asyncio.ensure_future(source.start()): source for source in (*self._sources, *self._added)}
@@ -60,7 +61,7 @@ class SourceStarts:
         """Take note of a start. A source that was removed or closed meanwhile is in neither list."""
         try:
             start.result()
-        except ReplicasNotStarted as error:
+        except (ReplicasNotStarted, ConfigurationError) as error:
             if source in self._sources:
                 raise
             if source in self._added:
@@ -74,5 +75,5 @@ def has_servers(source: object) -> bool:
     return getattr(type(source), "has_servers", False)
 
 
-def _with_servers(sources: Iterable[Any]) -> list[Any]:
-    return [source for source in sources if has_servers(source)]
+def _with_start(sources: Iterable[Any]) -> list[Any]:
+    return [source for source in sources if has_servers(source) or getattr(source, "started", None) is False]

@@ -125,6 +125,15 @@ def found_platform(environment: Mapping[str, str] = os.environ, root: Path = Pat
     return "xpu" if environment.get("ZE_AFFINITY_MASK", "").strip() else "cpu"
 
 
+def variables_of_each(devices: tuple[Device, ...]) -> list[dict[str, str]]:
+    """Return the variables for one process on each of `devices`, which are those of CUDA where no other platform is
+    found. Raises `TopologyError`.
+    """
+    platform = found_platform()
+    topology = Topology(len(devices), 1, devices, "cuda" if platform == "cpu" else platform)
+    return [topology.environment(number) for number in range(len(devices))]
+
+
 def found_devices(
     platform: Platform, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> tuple[Device, ...]:

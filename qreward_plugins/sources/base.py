@@ -213,6 +213,8 @@ class Source(Protocol):
       meanwhile. With it, the source has `listen(notify)`: it calls `notify`, from any thread, whenever that may have
       changed, and the scheduler then calls `look()` in the event loop, which returns what changed (`ReplicaChange`).
     - `question_of(request, weights) -> object | None`: `question`, for the `Reply.weights` that answered it.
+    - `started: bool` and `async start()`: an engine calls it before its first samples, if `started` is False. It raises
+      `ConfigurationError` or `ReplicasNotStarted`, and may be called again.
     - `replica_statistics(now) -> Sequence[ReplicaStatistics]`: the statistics of each replica, for a source with
       several servers; `now` is the event loop's time in seconds.
     """

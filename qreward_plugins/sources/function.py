@@ -6,18 +6,22 @@ regular expression, in sympy, in the policy's own code) and only a process can b
 An exception of the function fails its sample without another try. There are two exceptions to this: time-outs and lost
 connections are tried again, and errors of this package keep their meaning. A call that hangs or kills its process is
 the sample's fault. It is the source's fault only if no worker process starts, or if none can load the function.
+
+With `devices`, only the workers load the function, each with its device in its environment. This process often sees no
+device: there, a file that loads its model when it is imported would fail, or load the model on the CPU.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from ..config.findings import did_you_mean
 from ..config.nodes import PositiveInt, takes
@@ -33,14 +37,28 @@ from ..errors import (
     SourceUnusable,
     TransientError,
 )
+from ..replicas.topology import Device, TopologyError, variables_of_each
 from ..secrets import Redactor, secrets_in, without_secrets
-from ..system.functions import Function, Loader, PathLoader, describe, is_transient, load, origin_of
+from ..system.functions import (
+    Function,
+    FunctionNotFound,
+    Loader,
+    PathLoader,
+    describe,
+    is_async,
+    is_transient,
+    load,
+    origin_of,
+)
 from . import worker_program as program
 from .base import Reply, Request
-from .function_arguments import FunctionArguments, may_take, options_of, unpicklable
+from .function_arguments import FunctionArguments, may_take, options_of, takes_plurals, unpicklable, with_plurals
 from .kind import VALUE, Provider, SourceKind
+from .ray_methods import RayMethod, is_ray_method
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from .workers import CallOverdue, CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
+
+_log = logging.getLogger(__name__)
 
 
 def _like(function: Function, argument: str) -> str:
@@ -58,8 +76,8 @@ class FunctionSource(SourceKind):
     way, e.g. `functools.partial(load_function, settings)`. `secrets` are secret texts that the loader passes to the
     function in addition to `kwargs`; they are redacted from every message, like the secrets of `kwargs`.
 
-    At most `slots` calls run at once; further ones wait in `send` before they start. A source serves one
-    event loop at a time.
+    At most `slots` calls run at once; further ones wait in `send` before they start, except for a Ray actor. A source
+    serves one event loop at a time.
 
     Raises ConfigurationError if the function cannot be loaded.
     """
@@ -69,10 +87,11 @@ class FunctionSource(SourceKind):
 
         function: Annotated[
             str,
-            Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
-            takes("`package.module:name` or `path/to/file.py:name`"),
+            Field(pattern=r"^([^:]+:[A-Za-z_][A-Za-z0-9_.]*|ray:.+\.[A-Za-z_][A-Za-z0-9_]*)$"),
+            takes("`package.module:name`, `path/to/file.py:name` or `ray:ACTOR.method`"),
         ]
-        """`package.module:name` or `path/to/file.py:name`."""
+        """`package.module:name` or `path/to/file.py:name`. `ray:ACTOR.method` or `ray:NAMESPACE/ACTOR.method`: a method
+        of a named Ray actor, which must run when the engine is made. It is awaited, like an async function."""
 
         arguments: Literal["fields", "sample"] = "fields"
         """What the function is called with. `fields` (default): the keywords `data_source`, `solution_str`,
@@ -92,9 +111,24 @@ class FunctionSource(SourceKind):
         tried again."""
 
         workers: PositiveInt | None = None
-        """Worker processes or threads. Default: the number of processors that this process may use. Up to 8 further
-        processes run the last tries of samples that hung, so that these do not wait for each other. There are none if
-        `limits` has a `concurrency` or a number of requests."""
+        """Worker processes or threads. Default: one for each of `devices`, or else the number of processors that this
+        process may use. For a Ray actor: calls that this process sends to it at once, at most its `max_concurrency`,
+        because a call that waits in the actor uses up its time limit. Default for an actor: 1, as Ray's."""
+
+        devices: (
+            Annotated[
+                tuple[Annotated[Device, Field(union_mode="left_to_right")], ...],
+                Field(min_length=1),
+                takes("a list of devices, by index or name"),
+            ]
+            | None
+        ) = None
+        """The devices of a function that computes on GPUs, by index or name. Each worker process sees one, in
+        `CUDA_VISIBLE_DEVICES` (or the variable of ROCm or XPU), from before it imports the function's file; the workers
+        are spread evenly, and one that is started again gets the same device. No other process loads the file. All
+        workers start before the first sample, whose deadline runs from when they have loaded the function. Every
+        process that scores has workers of its own. Default: what this process sees, which in a reward worker of verl
+        or ROLL is none."""
 
         batch: Batch | None = None
         """Call the function with several samples at once, for a model on this machine. Each keyword then holds a list:
@@ -102,6 +136,24 @@ class FunctionSource(SourceKind):
         parameter `solution_strs`; with `arguments: sample` it gets a list of `Sample`s. It returns a list, an array or
         a tensor with one value for each sample. `timeouts.total_s` is for the whole call. `max_tokens` is not possible,
         because tokens of functions are not counted. Default: one sample a call."""
+
+        @field_validator("devices")
+        @classmethod
+        def _has_workers(cls, value: tuple[Device, ...] | None, info: ValidationInfo) -> tuple[Device, ...] | None:
+            if value is None:
+                return None
+            if is_ray_method(info.data.get("function", "")):
+                raise ValueError("Ray gives an actor its devices: start it with num_gpus, and remove devices")
+            if info.data.get("mode") == "thread":
+                raise ValueError("threads see the devices of their process; remove mode: thread, or devices")
+            workers = info.data.get("workers")
+            if workers is not None and workers < len(value):
+                raise ValueError(f"workers: {workers} leaves devices unused; set {len(value)} or more, or remove it")
+            try:
+                variables_of_each(value)
+            except TopologyError as error:
+                raise ValueError(f"{error.problem} {error.remedy}".strip()) from None
+            return value
 
     answers = (VALUE,)
     local = True
@@ -113,8 +165,10 @@ class FunctionSource(SourceKind):
         self._redactor = Redactor([*secrets_in(config.kwargs), *secrets])
         self._excerpt = self._redactor.of
         key = f"sources.{name}.function"
-        loader = self._loader = loader or PathLoader(config.function)
-        self._function = load(loader, key=key, excerpt=self._excerpt)
+        if loader is None:
+            loader = RayMethod(config.function) if is_ray_method(config.function) else PathLoader(config.function)
+        self._loader = loader
+        self._function = _unloaded if config.devices else load(loader, key=key, excerpt=self._excerpt)
         if config.batch is not None and config.batch.max_tokens is not None:
             problem = "the tokens of a function are not counted."
             raise ConfigurationError([Mistake(f"sources.{name}.batch.max_tokens", problem, "Leave it out.")])
@@ -131,15 +185,20 @@ class FunctionSource(SourceKind):
         self._slots: int | None = None
         self._threads: ThreadSlots | None = None
         self._pool: WorkerPool | None = None
-        if _is_async(self._function):
+        self.started = not config.devices
+        """Whether there is nothing for `start` to do."""
+        if is_async(self._function):
+            if isinstance(loader, RayMethod):
+                self._slots = config.workers or 1
             return
-        self._slots = config.workers or processors()
+        devices = config.devices or ()
+        self._slots = config.workers or len(devices) or processors()
         if config.mode == "thread":
             self._threads = ThreadSlots(name, self._slots)
             return
         try:
-            own = loader if config.batch is None else _ReturnsList(loader)
-            self._pool = WorkerPool(own, self._slots)
+            own = _WorkerLoader(loader, unseen=bool(devices)) if devices or config.batch is not None else loader
+            self._pool = WorkerPool(own, self._slots, variables_of_each(devices) if devices else ({},))
         except Exception as error:
             problem = (
                 f"the function's loader cannot be pickled for the worker processes: {self._excerpt(describe(error))}."
@@ -184,7 +243,31 @@ class FunctionSource(SourceKind):
 
     @functools.cached_property
     def _origin(self) -> object:
+        if isinstance(self._loader, RayMethod) or self._function is _unloaded:
+            return (origin_of(self._loader),)
         return origin_of(self._loader), origin_of(self._function)
+
+    async def start(self) -> None:
+        """Start the workers that have devices, wait until they have loaded the function, and log what each sees.
+
+        Raises ConfigurationError if the function cannot be loaded. Cancelling ends only the wait.
+        """
+        if self.started or self._pool is None:
+            return
+        try:
+            workers = await self._pool.start()
+        except CannotLoad as error:
+            problem = f"the function cannot be loaded: {self._excerpt(str(error))}"
+            mistake = Mistake(f"sources.{self._name}.function", problem)
+        except PoolClosed:
+            return
+        else:
+            self.started = True
+            for pid, variables in workers.items():
+                seen = ", ".join(f"{name}={value}" for name, value in variables.items())
+                _log.info("source %r: worker process %d sees %s", self._name, pid, seen)
+            return
+        raise ConfigurationError([mistake])
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Call the function, and return its value as `Reply.value`.
@@ -326,29 +409,28 @@ class FunctionSource(SourceKind):
         return f"FunctionSource({self._name!r}, {self._config.function!r})"
 
 
-def _is_async(function: Function) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    # The second test is for objects whose class defines `async def __call__`.
-    return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
-        inspect.getattr_static(type(function), "__call__")
-    )
+def _unloaded(*_: Any, **__: Any) -> Any:
+    """Stands for a function that only the workers load."""
 
 
-class _ReturnsList:
-    """Loads a function that is called with lists; picklable. What it returns becomes a list in the worker process, so
-    that this process need not import torch to read a tensor.
+class _WorkerLoader:
+    """Loads a function in a worker process; picklable. What it returns becomes a list there, so that this process need
+    not import torch to read a tensor. `unseen`: this process has not loaded the function, so it is checked there.
     """
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, *, unseen: bool) -> None:
         self._loader = loader
+        self._unseen = unseen
 
     def __call__(self) -> Function:
         function = self._loader()
+        if self._unseen and is_async(function):
+            raise FunctionNotFound("it is async, and would run in a process without devices; define it with `def`.")
+        plural = self._unseen and takes_plurals(function)
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            return _as_list(function(*args, **kwargs))
+            return _as_list(function(*args, **(with_plurals(kwargs) if plural else kwargs)))
 
         return called
 

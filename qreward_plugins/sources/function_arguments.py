@@ -27,7 +27,7 @@ class FunctionArguments:
         self._convention = convention
         self._kwargs = dict(kwargs)
         self._batched = batched
-        self._plural = batched and _has_parameter(function, "solution_strs")
+        self._plural = batched and takes_plurals(function)
 
     def of(self, sample: Sample) -> Arguments:
         """Return the arguments of a call for one sample."""
@@ -45,10 +45,9 @@ class FunctionArguments:
         """Return the arguments of a call for several samples: each is a list."""
         if self._convention == "sample":
             return (list(samples),), dict(self._kwargs)
-        suffix = "s" if self._plural else ""
         each = [self.of(sample)[1] for sample in samples]
-        lists = {f"{name}{suffix}": [fields[name] for fields in each] for name in _FIELDS}
-        return (), {**self._kwargs, **lists}
+        named = {**self._kwargs, **{name: [fields[name] for fields in each] for name in _FIELDS}}
+        return (), with_plurals(named) if self._plural else named
 
     @functools.cached_property
     def hint(self) -> str:
@@ -120,8 +119,14 @@ def unpicklable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return "the sample"
 
 
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+def with_plurals(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments under verl's names for lists."""
+    return {f"{name}s" if name in _FIELDS else name: value for name, value in arguments.items()}
+
+
+def takes_plurals(function: Callable[..., Any]) -> bool:
+    """Whether a function has the parameter `solution_strs`."""
     try:
-        return name in inspect.signature(function).parameters
+        return "solution_strs" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # its signature cannot be read
         return False

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidReply, SourceError
-from ..system.functions import describe, is_transient
+from ..system.functions import describe, is_transient, why_not_loaded
 
 END_WITHIN_S = 2.0
 """Seconds that a worker has to end by itself after the parent has closed the channel. If the parent is dead: none."""
@@ -69,7 +69,7 @@ def _load(channel: socket.socket) -> Callable[..., Any] | None:
         loader = pickle.loads(message)
         function: Callable[..., Any] = loader()
     except BaseException as error:
-        payload = pickle.dumps(describe(error))
+        payload = pickle.dumps(why_not_loaded(error))
         channel.sendall(HEADER.pack(len(payload), RAISED) + payload)
         return None
     channel.sendall(HEADER.pack(0, VALUE))

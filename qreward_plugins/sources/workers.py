@@ -16,7 +16,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from ..system.functions import Loader, absolute
@@ -48,9 +48,12 @@ class CannotLoad(Exception):
 
 
 class Worker:
-    """One process. `boot` is the pickled loader of the function, `places` those where it imports modules."""
+    """One process. `boot` is the pickled loader of the function, `places` those where it imports modules. `variables`
+    are added to its environment before it imports anything.
+    """
 
-    def __init__(self, boot: bytes, places: Sequence[str]) -> None:
+    def __init__(self, boot: bytes, places: Sequence[str], variables: Mapping[str, str]) -> None:
+        self.variables = variables
         self._boot = boot
         self._killed = False
         self._overdue = False
@@ -63,7 +66,7 @@ class Worker:
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 # There is one worker per processor, so more threads in each would only compete.
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env={"OMP_NUM_THREADS": "1", **os.environ, **variables},
                 # A process group of its own: a kill also ends what the function started, and Ctrl-C reaches only us.
                 start_new_session=True,
             )
@@ -179,20 +182,22 @@ class PoolClosed(Exception):
 
 
 class WorkerPool:
-    """Runs one function in `size` processes.
+    """Runs one function in `size` processes. Each gets one of the mappings of environment `variables`, evenly; the
+    successor of a process that has died gets the mapping of that one.
 
     It serves one event loop at a time. The constructor raises the error of pickle if `loader` cannot be pickled.
     """
 
-    def __init__(self, loader: Loader, size: int) -> None:
+    def __init__(self, loader: Loader, size: int, variables: Sequence[Mapping[str, str]] = ({},)) -> None:
         self._boot = pickle.dumps(loader)
+        self._variables = variables
         self._places = [absolute(place) for place in sys.path]
         self._size = size
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._ending: set[Worker] = set()
         self._waiters: deque[asyncio.Future[Worker]] = deque()
-        self._starts: dict[Worker, asyncio.Task[None]] = {}
+        self._starts: dict[Worker, asyncio.Task[Exception | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -203,6 +208,24 @@ class WorkerPool:
     def pids(self) -> frozenset[int]:
         """Process ids of the workers."""
         return frozenset(worker.pid for worker in self._workers)
+
+    async def start(self) -> dict[int, Mapping[str, str]]:
+        """Start all workers ahead of the first call, and wait until each has loaded the function or failed. Return the
+        variables of those that run, by process id. Cancelling ends only the wait.
+
+        Raises CannotLoad or PoolClosed. Another failure is left to the calls, which start workers again.
+        """
+        if self._closed:
+            raise PoolClosed
+        self._move_to(asyncio.get_running_loop())
+        self._start_workers(self._size)
+        if starts := list(self._starts.values()):
+            await asyncio.wait(starts)
+        for start in starts:
+            failure = PoolClosed() if start.cancelled() else start.result()
+            if isinstance(failure, (CannotLoad, PoolClosed)):
+                raise failure
+        return {worker.pid: worker.variables for worker in self._workers}
 
     async def call(self, message: bytes, limit_s: float, *, on_start: Callable[[], None]) -> tuple[bytes, bytes]:
         """Run one call, with the pickled arguments `message`, in an idle worker; return the kind and the payload.
@@ -295,14 +318,17 @@ class WorkerPool:
             return
         for _ in range(min(wanted - len(self._starts), self._size - len(self._workers))):
             try:
-                worker = Worker(self._boot, self._places)
+                worker = Worker(self._boot, self._places, min(self._variables, key=self._users))
             except OSError as error:
                 self._fail_waiters(error)
                 return
             self._workers.add(worker)
             self._starts[worker] = self._loop.create_task(self._start(worker))
 
-    async def _start(self, worker: Worker) -> None:
+    def _users(self, variables: Mapping[str, str]) -> int:
+        return sum(worker.variables is variables for worker in self._workers)
+
+    async def _start(self, worker: Worker) -> Exception | None:
         failure: Exception | None = None
         try:
             await worker.start()
@@ -321,6 +347,7 @@ class WorkerPool:
             if self._waiters:
                 _fail(self._waiters.popleft(), CannotStart(_described(failure)))
             self._start_workers(len(self._waiters))
+        return failure
 
     def _fail_waiters(self, error: Exception) -> None:
         while self._waiters:

@@ -51,7 +51,7 @@ class PathLoader:
         found: Any = _import_file(where) if where.endswith(".py") else _import_module(where)
         for name in dotted.split("."):
             if not hasattr(found, name):
-                raise FunctionNotFound(_no_such_name(found, where, name))
+                raise FunctionNotFound(no_such_name(found, where, name))
             found = getattr(found, name)
         if not callable(found):
             raise FunctionNotFound(f"{dotted} of {where} is of type {type(found).__name__}, not a function.")
@@ -82,10 +82,14 @@ def load(loader: Loader, *, key: str, excerpt: Callable[[str], str] = str) -> Fu
             raise FunctionNotFound(f"the loader returned an object of type {type(function).__name__}, not a function.")
         return function
     except (Exception, SystemExit) as error:
-        reason = str(error) if isinstance(error, FunctionNotFound) else excerpt(describe(error))
-        mistake = Mistake(key, f"the function cannot be loaded: {reason}")
+        mistake = Mistake(key, f"the function cannot be loaded: {why_not_loaded(error, excerpt)}")
     # Raised outside the `except`, so that it has no `__context__`: the text of the foreign error may hold secrets.
     raise ConfigurationError([mistake])
+
+
+def why_not_loaded(error: BaseException, excerpt: Callable[[str], str] = str) -> str:
+    """Describe the error of a loader. What another module raised goes through `excerpt`."""
+    return str(error) if isinstance(error, FunctionNotFound) else excerpt(describe(error))
 
 
 def origin_of(function: Callable[..., Any]) -> tuple[object, ...]:
@@ -161,7 +165,8 @@ class _UncachedLoader(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _no_such_name(owner: Any, where: str, name: str) -> str:
+def no_such_name(owner: Any, where: str, name: str) -> str:
+    """Say that `owner`, which messages call `where`, has no attribute `name`, and which is near."""
     near = difflib.get_close_matches(name, [known for known in dir(owner) if not known.startswith("__")], n=1)
     return f"{where} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
 
@@ -180,6 +185,16 @@ def describe(error: BaseException) -> str:
     ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {message}{where}"
+
+
+def is_async(function: Function) -> bool:
+    """Whether a call of the function is awaited, inside `functools.partial`, too."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    # The second test is for objects whose class defines `async def __call__`.
+    return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
+        inspect.getattr_static(type(function), "__call__")
+    )
 
 
 def is_transient(error: BaseException) -> bool:

@@ -63,7 +63,7 @@ def missing_ray() -> str:
     """Say why Ray cannot be used in this process, where `ray_is_up` is false."""
     if find_spec("ray") is None:
         return 'needs Ray, which is not installed: pip install "qreward-plugins[ray]".'
-    return "needs Ray, which is not initialised in this process."
+    return "needs Ray, which is not initialised in this process: call ray.init() first."
 
 
 def join_cluster() -> None:

@@ -120,7 +120,7 @@ def test_without_a_ray_cluster_a_command_says_what_to_start(run_cli, on_ray, wri
         result = run_cli(command, on_ray, *scored)
     assert result.exit_code == 2
     remedy = "start one with `ray start --head`, or set RAY_ADDRESS to the address of one"
-    said = f"source 'own' has `placement: ray`, and no Ray cluster answers at RAY_ADDRESS={address}: {remedy}"
+    said = f"source 'own' runs on Ray, and no Ray cluster answers at RAY_ADDRESS={address}: {remedy}"
     assert result.stderr.splitlines()[-1] == f"error: {on_ray}: {said}"
 
 
@@ -148,7 +148,7 @@ def test_the_cluster_of_this_machine_is_joined_or_the_reason_told(run_cli, on_ra
     assert result.exit_code == 2
     joining, line = result.stderr.splitlines()
     assert joining.startswith("joining the Ray cluster of source 'own' (RAY_ADDRESS, or that of this machine)")
-    assert line.startswith(f"error: {on_ray}: source 'own' has `placement: ray`, and {said}")
+    assert line.startswith(f"error: {on_ray}: source 'own' runs on Ray, and {said}")
     assert "either" not in line
     assert threads != [threading.main_thread()], "there Ray takes the handling of SIGTERM"
 

@@ -239,6 +239,32 @@ def test_a_worker_process_loads_a_reward_function_without_verl(
     assert not {"verl", "torch", "ray"} & set(info["loaded"].split())
 
 
+def test_a_reward_function_gets_the_devices_that_a_reward_worker_does_not_see(
+    compose, tokenizer, make_data, tmp_path, monkeypatch
+):
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "device.py").write_text(
+        "import os\n\ndef rule(**_):\n    return float(os.environ['CUDA_VISIBLE_DEVICES']) / 10\n"
+    )
+    config = compose(
+        *("reward.reward_manager.name=qreward", "reward.num_workers=1", HOOKED),
+        *(f"reward.custom_reward_function.path={tmp_path}/device.py", "reward.custom_reward_function.name=rule"),
+        "+qreward.sources.compute_score.devices=[5]",
+    )
+
+    async def main():
+        manager = load_reward_manager(config, tokenizer)
+        try:
+            return manager.engine.upstreams["compute_score"].source.slots, await manager.run_single(make_data(["a"]))
+        finally:
+            await manager.aclose()
+
+    slots, told = asyncio.run(main())
+    assert (slots, told["reward_score"]) == (1, 0.5)
+
+
 def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(run, functions):
     texts = ["hang", "die", "raise", "nan", *["fine"] * 6]
     results = run(

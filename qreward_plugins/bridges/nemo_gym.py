@@ -62,18 +62,18 @@ class QRewardResourcesServer(SimpleResourcesServer):  # type: ignore[misc]
         messages, truth = read_or_unreadable(lambda: _messages_of(given)), row.pop(self.config.ground_truth, None)
         sample = Sample(
             messages=messages,
-            response=_text_of(body.response.model_dump()),
+            response=read_or_unreadable(lambda: _text_of(body.response.model_dump())),
             ground_truth=truth,
             data_source=name_or_unreadable(row.get("data_source")),
             group_id=read_or_unreadable(lambda: group_of(messages, truth)),
             extras=row,
         )
         try:
-            number, facts = await self._scorer.score(sample)
+            number, components = await self._scorer.score(sample)
         except RewardMissing as error:
             raise JudgeError(str(error)) from None
-        components = {key: value for key, value in facts.items() if key.startswith("score/")}
-        return QRewardVerifyResponse(**body.model_dump(), **components, reward=number)
+        named = {f"score/{name}": value for name, value in components.items()}
+        return QRewardVerifyResponse(**{**body.model_dump(), **named, "reward": number})
 
 
 def _messages_of(given: dict[str, Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from ..config import Config, load_config
 from ..engine.portal import EnginePortal
 from ..engine.process_portals import process_portal
 from ..errors import InputError, RewardMissing
-from ..samples import Sample
+from ..samples import Failed, Sample
 
 ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Config
 """The path of a file, the tree of a configuration, or a `Config`."""
@@ -46,8 +46,8 @@ class Scorer:
         """The engine of this process; it is opened once."""
         return process_portal(self.config, processes=_processes())
 
-    async def score(self, sample: Sample) -> tuple[float, dict[str, Any]]:
-        """Return the reward of a sample, and its facts (`Facts.of`).
+    async def score(self, sample: Sample) -> tuple[float, dict[str, float]]:
+        """Return the reward of a sample, and its components by name.
 
         Raises `RewardMissing` for a sample without a reward, unless `on_failure` gives it a constant. Returns within
         `engine.deadline_s`; cancelling the call cancels its attempts.
@@ -56,11 +56,11 @@ class Scorer:
         number = number_of(outcome, self.config.on_failure)
         if number is None:
             raise RewardMissing(outcome)
-        return number, self.portal.facts().of(outcome, sample.data_source)
+        return number, {} if isinstance(outcome, Failed) else dict(outcome.verdict.components)
 
     async def score_all(self, samples: Sequence[Sample]) -> tuple[list[float | None], list[dict[str, Any]]]:
-        """Return the rewards of samples, None for one without, and their facts. Otherwise as `score`; raises
-        `RewardMissing` with `on_failure: raise` only.
+        """Return the rewards of samples, None for one without, and their facts (`Facts.of`). Otherwise as `score`;
+        raises `RewardMissing` with `on_failure: raise` only.
         """
         outcomes = await asyncio.wrap_future(self.portal.submit_all(samples))
         of = self.portal.facts().of

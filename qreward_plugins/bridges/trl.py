@@ -101,7 +101,7 @@ def reward(config: ConfigLike, *, ground_truth: str | None = None, name: str = "
     with suppress(PackageNotFoundError):
         numbers = [int(digits) for digits in re.findall(r"\d+", version("trl"))[:2]]
         if tuple(numbers) < OLDEST:
-            problem = f"version {version('trl')} trains a sample without a reward as a 0, or does not await this."
+            problem = f"version {version('trl')} does not await this, or trains a sample without a reward as a 0."
             raise ConfigurationError([Mistake("trl", problem, "Install trl>={}.{}.".format(*OLDEST))], origin="TRL")
     return TrlReward(config, ground_truth, name)
 

@@ -3,6 +3,13 @@
 A reward that raises ends its rollout with an error (verifiers/v1/task.py: `Task.score`): the trace keeps None for the
 reward and is not `ok`, so a trainer drops it or tries again. verifiers' own judges do the same, because a reward has no
 other value that is not a number.
+
+    # my_quality.py
+    quality = reward("judges.yaml")
+
+    # in the configuration of the run
+    [env.taskset.task.rewards.quality]
+    fn = "my_quality.py:quality"
 """
 
 from __future__ import annotations
@@ -29,8 +36,8 @@ def reward(
     selects the judge; all fields are extras. `view` is what the judge sees as the response: the last reply, or the
     transcript. Components become metrics of the trace, `NAME/COMPONENT`.
 
-    Raises `ConfigurationError` with all mistakes. The function raises `RewardMissing` for a rollout without a reward;
-    cancelling it cancels its attempts.
+    Raises `ConfigurationError` with all mistakes. The function raises `RewardMissing` for a rollout without a reward.
+    It returns within `engine.deadline_s`; cancelling it cancels its attempts.
     """
     scorer = Scorer(config, "verifiers")
 
@@ -47,10 +54,9 @@ def reward(
             extras=row,
             id=trace.id,
         )
-        number, facts = await scorer.score(sample)
-        for key, value in facts.items():
-            if key.startswith("score/") and value is not None:
-                trace.record_metric(f"{name}/{key.removeprefix('score/')}", value)
+        number, components = await scorer.score(sample)
+        for component, value in components.items():
+            trace.record_metric(f"{name}/{component}", value)
         return number
 
     score.__name__ = score.__qualname__ = name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -51,6 +53,18 @@ def seen(tmp_path, monkeypatch):
         lambda: sys.modules["rules_of_bridges"].seen,
     )
     close_process_portals()
+
+
+@pytest.fixture
+def block():
+    """The one code block of a language in a part of the page for these libraries."""
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+
+    def found(part, language):
+        (text,) = re.findall(rf"```{language}\n(.*?)```", page.split(f"\n## {part}\n")[1].split("\n## ")[0], re.DOTALL)
+        return text
+
+    return found
 
 
 @pytest.fixture

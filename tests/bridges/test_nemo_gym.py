@@ -51,7 +51,7 @@ class Anything(BaseModel, extra="allow"):
 
 def output(text):
     return [
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "I think."}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "I think."}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]},
     ]
 
@@ -84,13 +84,22 @@ def written(tmp_path):
 
 def test_a_rollout_is_scored(bridge, seen, written):
     tree, samples = seen
-    answer = verified(bridge, written(tree), "It is 42", expected_answer="42", level=3)
+    answer = verified(bridge, written(tree), "It is 42", expected_answer="42", level=3, reward="of the row")
     assert (answer.reward, answer.model_extra["score/words"]) == (1.0, 3.0)
     assert (answer.expected_answer, answer.level) == ("42", 3)
     (sample,) = samples()
     assert [turn["content"] for turn in sample.messages] == ["Be short.", "How much?"]
-    assert (sample.response, sample.ground_truth, dict(sample.extras)) == ("It is 42", "42", {"level": 3})
+    assert (sample.response, sample.ground_truth, dict(sample.extras)) == (
+        "It is 42",
+        "42",
+        {"level": 3, "reward": "of the row"},
+    )
     assert sample.group_id
+
+
+def test_a_response_that_cannot_be_read_is_a_judge_that_failed(bridge, tree, written):
+    with pytest.raises(JudgeError, match="response cannot be read"):
+        verified(bridge, written(tree), 7)
 
 
 def test_a_rollout_without_a_reward_is_a_judge_that_failed(bridge, tree, written):
@@ -105,16 +114,20 @@ def test_a_mistake_is_an_error_at_the_start(bridge, tree, written):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_in_nemo_gym(tree, written):
+def test_in_nemo_gym(tree, written, block):
     pytest.importorskip("nemo_gym.judge")
     from fastapi.testclient import TestClient
     from nemo_gym.server_utils import ServerClient
 
-    from qreward_plugins.bridges.nemo_gym import QRewardResourcesServer, QRewardServerConfig
+    from qreward_plugins.bridges.nemo_gym import QRewardServerConfig
 
-    place = {"host": "127.0.0.1", "port": 1, "entrypoint": "app.py", "name": "quality"}
-    config = QRewardServerConfig(**place, judges=str(written(tree)))
-    server = QRewardResourcesServer(config=config, server_client=ServerClient.model_construct())
+    app = {"__name__": "app"}
+    exec(block("NeMo-Gym", "py"), app)
+    settings = yaml.safe_load(block("NeMo-Gym", "yml"))["quality"]["resources_servers"]["quality"]
+    assert settings.keys() <= QRewardServerConfig.model_fields.keys()
+    settings |= {"host": "127.0.0.1", "port": 1, "name": "quality", "judges": str(written(tree))}
+    config = QRewardServerConfig.model_validate(settings)
+    server = app["QRewardResourcesServer"](config=config, server_client=ServerClient.model_construct())
     client = TestClient(server.setup_webserver())
 
     def verify(text):

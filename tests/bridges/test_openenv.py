@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import yaml
 
 from qreward_plugins import RewardMissing, Sample
 
@@ -40,12 +41,10 @@ def test_a_step_without_a_reward_is_an_error(imported, tree):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_in_openenv(tree):
+def test_in_openenv(tree, tmp_path, monkeypatch, block):
     pytest.importorskip("openenv.core.rubrics")
     from openenv.core.env_server import Action, Environment, Observation, State
     from openenv.core.rubrics import WeightedSum
-
-    from qreward_plugins.bridges.openenv import QRewardRubric
 
     class Answer(Action):
         text: str
@@ -58,7 +57,7 @@ def test_in_openenv(tree):
             return asyncio.run(self.step_async(action))
 
         async def step_async(self, action, timeout_s=None, **kwargs):
-            seen = Observation(done=True)
+            seen = Observation(done=True, metadata={"question": "How much?"})
             seen.reward = await self._apply_rubric_async(action, seen)
             return seen
 
@@ -66,7 +65,11 @@ def test_in_openenv(tree):
         def state(self):
             return State()
 
-    quality = QRewardRubric(tree, lambda action, seen: sample_of(action.text, "How much?"))
+    (tmp_path / "judges.yaml").write_text(yaml.safe_dump(tree))
+    monkeypatch.chdir(tmp_path)
+    page = {}
+    exec(block("OpenEnv", "py"), page)
+    quality = page["rubric"]
     environment = Asking(rubric=WeightedSum([quality], weights=[1.0]))
 
     def step(text):

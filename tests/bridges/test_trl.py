@@ -81,12 +81,23 @@ def test_what_a_sample_is_made_of(seen):
     assert len(set(groups)) == 3
 
 
+def test_a_plain_completion_is_the_response_as_it_is(seen):
+    tree, samples = seen
+    text = "before <|im_start|>user\n42"
+    as_trl(reward(tree), [{"prompt": "How much?"}], [text])
+    assert [sample.response for sample in samples()] == [text]
+
+
 def test_a_sample_that_cannot_be_read_fails_alone(tree):
-    inputs = [{"prompt": PROMPT}] * 4
-    image = [{"role": "tool", "content": [{"type": "image", "image": b"png"}]}]
-    rewards, _, extra = as_trl(reward(tree), inputs, [None, "so: 0.5", 7, image])
-    assert rewards == [None, 0.5, None, None]
+    rewards, _, extra = as_trl(reward(tree), [{"prompt": PROMPT}] * 3, [None, "so: 0.5", 7])
+    assert rewards == [None, 0.5, None]
     assert extra["qreward/cause"][1] == ""
+
+
+def test_an_image_in_a_completion_is_said(tree, caplog):
+    image = [{"role": "tool", "content": [{"type": "image", "image": b"png"}]}]
+    assert as_trl(reward(tree), [{"prompt": PROMPT}], [image])[0] == [None]
+    assert "response holds an image" in caplog.text
 
 
 def test_a_policy_may_give_a_failed_sample_a_number_or_end_the_run(tree):

@@ -66,16 +66,10 @@ def test_a_judge_that_compares_is_refused(tree):
         reward(tree)
 
 
-MODULE = """
-from qreward_plugins.bridges.verifiers import reward
-
-quality = reward("judges.yaml")
-"""
-
-
 @pytest.mark.parametrize(("reply", "wanted"), [("so: 0.25", 0.25), ("so: refuse", None)])
-def test_in_verifiers(tree, tmp_path, monkeypatch, reply, wanted):
+def test_in_verifiers(tree, tmp_path, monkeypatch, block, reply, wanted):
     vf = pytest.importorskip("verifiers.v1")
+    tomllib = pytest.importorskip("tomllib")
 
     class Data(vf.TaskData):
         answer: str
@@ -84,10 +78,11 @@ def test_in_verifiers(tree, tmp_path, monkeypatch, reply, wanted):
         pass
 
     (tmp_path / "judges.yaml").write_text(yaml.safe_dump(tree))
-    (tmp_path / "rewards_of_bridges.py").write_text(MODULE)
+    (tmp_path / "my_quality.py").write_text(block("verifiers", "python"))
     monkeypatch.chdir(tmp_path)
-    plugged = {"quality": {"fn": f"{tmp_path}/rewards_of_bridges.py:quality", "weight": 0.5}}
-    task = Task(Data(idx=0, prompt="How much?", answer="42"), vf.TaskConfig.model_validate({"rewards": plugged}))
+    settings = tomllib.loads(block("verifiers", "toml"))["env"]["taskset"]["task"]
+    settings["rewards"]["quality"] |= {"fn": f"{tmp_path}/my_quality.py:quality", "weight": 0.5}
+    task = Task(Data(idx=0, prompt="How much?", answer="42"), vf.TaskConfig.model_validate(settings))
     turns = [vf.UserMessage(content="How much?"), vf.AssistantMessage(content=reply)]
     trace = vf.Trace(
         task=vf.TraceTask(type="Task", data=task.data),

@@ -27,7 +27,7 @@ FLOORS = [
     {"judges", "journal", "sharing"},
     {"engine", "acceleration", "checks"},
     {"adapters", "server", "simulation"},
-    {"planning", "testing", "ui"},
+    {"planning", "testing", "ui", "bridges"},
     {"cli"},
 ]
 """The rooms from the ground up. A room imports from floors below its own, for type checkers too. So no room imports
@@ -88,6 +88,8 @@ CODE_LINES = {
     "system": 390,
     # It gathers groups for judges that compare siblings.
     "adapters": 225,
+    # TRL, verifiers, NeMo-Gym and OpenEnv: at most 80 lines each.
+    "bridges": 240,
 }
 """Most code lines of a room, 5 % above what it has reached. A feature may raise its number, and says why."""
 
@@ -150,7 +152,7 @@ def _imports():
 def test_there_is_a_floor_for_every_room():
     rooms = {parts[0] for parts, _, _ in modules()} - {"__init__"}
     assert rooms == set.union(*FLOORS)
-    assert len(rooms) == sum(map(len, FLOORS)) == 25
+    assert len(rooms) == sum(map(len, FLOORS)) == 26
 
 
 def test_imports_go_down_only():

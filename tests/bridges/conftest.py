@@ -1,0 +1,84 @@
+"""A judge that does what the last word of a response says, and its configuration."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from qreward_plugins.engine.process_portals import close_process_portals
+from qreward_plugins.testing import JudgeServer
+
+from ..kit import by_word
+
+
+@pytest.fixture
+def server():
+    with JudgeServer(by_word) as server:
+        yield server
+
+
+@pytest.fixture
+def tree(server):
+    """A configuration whose judge gives each number as it is. A refused call costs no second try."""
+    source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
+    judge = {"kind": "llm", "score_range": [0, 1], "reward_range": [0, 1]}
+    yield {"sources": {"a": source}, "judges": {"quality": judge}}
+    close_process_portals()
+
+
+RULES = """
+seen = []
+
+
+def score(sample):
+    seen.append(sample)
+    return {"score": 1.0, "words": float(len(sample.response.split()))}
+"""
+
+
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    """A configuration with a function that keeps the samples it scores, and the list of these."""
+    (tmp_path / "rules_of_bridges.py").write_text(RULES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rules_of_bridges", raising=False)
+    source = {"kind": "function", "function": "rules_of_bridges:score", "mode": "thread", "arguments": "sample"}
+    yield (
+        {"sources": {"rules": source}, "judges": {"exact": {"kind": "function"}}},
+        lambda: sys.modules["rules_of_bridges"].seen,
+    )
+    close_process_portals()
+
+
+@pytest.fixture
+def block():
+    """The one code block of a language in a part of the page for these libraries."""
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+
+    def found(part, language):
+        (text,) = re.findall(rf"```{language}\n(.*?)```", page.split(f"\n## {part}\n")[1].split("\n## ")[0], re.DOTALL)
+        return text
+
+    return found
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """Imports a bridge over the names of its library that it takes, by module, where the library need not be there."""
+
+    def imports(bridge, stand_ins):
+        for name, held in stand_ins.items():
+            module = ModuleType(name)
+            vars(module).update(held)
+            monkeypatch.setitem(sys.modules, name, module)
+        name = f"qreward_plugins.bridges.{bridge}"
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.import_module(name)
+        return sys.modules.pop(name)
+
+    return imports

@@ -1,0 +1,182 @@
+"""The reward function for TRL, called as `GRPOTrainer._calculate_rewards` of TRL 1.16 calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from qreward_plugins import ConfigurationError, InputError, RewardMissing
+from qreward_plugins.bridges import trl
+from qreward_plugins.bridges.trl import reward
+from qreward_plugins.testing import JudgeServer, Latency
+
+from ..kit import make_limits
+
+PROMPT = [{"role": "user", "content": "How much?"}]
+
+
+def as_trl(function, inputs, completions):
+    """Columns as lists, and what TRL adds to them. Returns the rewards, and what was logged."""
+    assert inspect.iscoroutinefunction(function.__call__)
+    metrics, extra = {}, {}
+    keys = [key for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")]
+    given = {key: [row[key] for row in inputs] for key in keys}
+    given |= {
+        "trainer_state": SimpleNamespace(global_step=4),
+        "log_extra": extra.__setitem__,
+        "log_metric": metrics.__setitem__,
+        "environments": [object() for _ in inputs],
+    }
+    prompts = [row["prompt"] for row in inputs]
+    ids = [[1]] * len(inputs)
+    rewards = asyncio.run(function(prompts=prompts, completions=completions, completion_ids=ids, **given))
+    return rewards, metrics, extra
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_a_sample_without_a_reward_gets_none(tree, conversational):
+    texts = ["so: 0.25", "so: refuse", "so: 1"]
+    completions = [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts
+    prompt = PROMPT if conversational else "How much?"
+    function = reward(tree, name="judged")
+    rewards, metrics, extra = as_trl(function, [{"prompt": prompt}] * 3, completions)
+    assert rewards == [0.25, None, 1.0]
+    assert function.__name__ == "judged"
+    assert metrics["judged/failed_rate"] == 1 / 3
+    assert metrics["judged/reward/mean"] == 0.625
+    assert extra["judged/cause"][0::2] == ["", ""]
+    assert extra["judged/cause"][1].startswith("infra/")
+
+
+def test_what_a_sample_is_made_of(seen):
+    tree, samples = seen
+    turns = [
+        {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "1"}]},
+        {"role": "tool", "content": "18"},
+        {"role": "assistant", "content": "It is 18"},
+    ]
+    inputs = [
+        {"prompt": PROMPT, "solution": "18", "data_source": "maths", "level": 3, "images": [b"of the prompt"]},
+        {"prompt": PROMPT, "solution": "18", "data_source": "maths", "level": 4, "images": [b"of the prompt"]},
+        {"prompt": PROMPT, "solution": "19", "data_source": "maths", "level": 5, "images": [b"of the prompt"]},
+        {"prompt": "Else?", "solution": "18", "data_source": "maths", "level": 6, "images": [b"of the prompt"]},
+    ]
+    rewards, metrics, _ = as_trl(reward(tree, ground_truth="solution"), inputs, [turns] * 4)
+    assert rewards == [1.0] * 4
+    assert metrics["qreward/score/words"] == 6.0
+    found = sorted(samples(), key=lambda sample: sample.extras["level"])
+    first = found[0]
+    assert (first.response, first.ground_truth, first.step) == ("I look.\n\n18\n\nIt is 18", "18", 4)
+    assert (first.data_source, dict(first.extras)) == ("maths", {"data_source": "maths", "level": 3})
+    assert [dict(message) for message in first.messages] == PROMPT
+    groups = [sample.group_id for sample in found]
+    assert groups[0] == groups[1]
+    assert len(set(groups)) == 3
+
+
+def test_a_plain_completion_is_the_response_as_it_is(seen):
+    tree, samples = seen
+    text = "before <|im_start|>user\n42"
+    as_trl(reward(tree), [{"prompt": "How much?"}], [text])
+    assert [sample.response for sample in samples()] == [text]
+
+
+def test_a_sample_that_cannot_be_read_fails_alone(tree):
+    rewards, _, extra = as_trl(reward(tree), [{"prompt": PROMPT}] * 3, [None, "so: 0.5", 7])
+    assert rewards == [None, 0.5, None]
+    assert extra["qreward/cause"][1] == ""
+
+
+def test_an_image_in_a_completion_is_said(tree, caplog):
+    image = [{"role": "tool", "content": [{"type": "image", "image": b"png"}]}]
+    assert as_trl(reward(tree), [{"prompt": PROMPT}], [image])[0] == [None]
+    assert "response holds an image" in caplog.text
+
+
+def test_a_policy_may_give_a_failed_sample_a_number_or_end_the_run(tree):
+    assert as_trl(reward({**tree, "on_failure": {"constant": -1.0}}), [{"prompt": "?"}], ["refuse"])[0] == [-1.0]
+    with pytest.raises(RewardMissing):
+        as_trl(reward({**tree, "on_failure": "raise"}), [{"prompt": "?"}], ["refuse"])
+
+
+def test_components_of_the_judge_are_columns_of_the_completions(tree):
+    with JudgeServer(lambda call: {"score": 0.5, "components": {"clarity": 1.0}}) as server:
+        tree["sources"]["a"]["base_url"] = server.base_url
+        tree["judges"]["quality"]["criteria"] = {"clarity": "Is it clear?"}
+        _, _, extra = as_trl(reward(tree), [{"prompt": "?"}], ["It is."])
+    assert extra == {"qreward/cause": [""], "qreward/score/clarity": [1.0]}
+
+
+def test_it_is_pickled_for_the_process_of_a_rollout_worker(tree):
+    again = pickle.loads(pickle.dumps(reward(tree, name="judged")))
+    assert as_trl(again, [{"prompt": "?"}], ["0.5"])[0] == [0.5]
+    assert again.__name__ == "judged"
+
+
+def test_a_column_that_is_not_there(tree):
+    function = reward(tree, ground_truth="solution")
+    with pytest.raises(InputError, match="the data set has no column 'solution'; it has answer"):
+        as_trl(function, [{"prompt": "?", "answer": "4"}], ["4"])
+
+
+def test_an_older_trl_is_refused(tree, monkeypatch):
+    for found, refused in (("1.13.0", True), ("0.29.1", True), ("1.14.0", False), ("2.0.0.dev0", False)):
+        monkeypatch.setattr(trl, "version", lambda _, found=found: found)
+        if refused:
+            with pytest.raises(ConfigurationError, match=r"Install trl>=1\.14\."):
+                reward(tree)
+        else:
+            reward(tree)
+
+
+def test_a_judge_on_the_trainers_devices_is_refused():
+    source = {"kind": "replicas", "server": "vllm", "model": "m", "devices": [0], "colocated": True}
+    tree = {"sources": {"a": source}, "judges": {"quality": {"kind": "llm"}}}
+    with pytest.raises(ConfigurationError, match="TRL does not tell when it trains"):
+        reward(tree)
+
+
+def test_it_does_not_import_its_library():
+    program = (
+        "import sys, qreward_plugins.bridges.trl; print([n for n in ('trl', 'torch', 'datasets') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+PART = """
+import asyncio, json, sys
+from qreward_plugins.bridges.trl import reward
+function = reward(json.loads(sys.argv[1]))
+print(sum(value is not None for value in asyncio.run(function(prompts=["?"] * 60, completions=["so: 1"] * 60))))
+"""
+
+
+def test_two_processes_of_torchrun_share_the_limits(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    theirs, ours = make_limits(requests=60, tokens=1_000_000, concurrency=50)
+    with JudgeServer(lambda call: 0.5, limits=theirs, latency=Latency(median_s=0.01)) as server:
+        source = {"kind": "openai", "base_url": server.base_url, "model": "judge", "limits": ours}
+        tree = json.dumps({"sources": {"a": source}, "judges": {"quality": {"kind": "llm"}}})
+        command = [sys.executable, "-c", PART, tree]
+        both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        assert [process.communicate()[0].strip() for process in both] == ["60", "60"]
+        report = server.report()
+    assert report.violations_total == 0, report.violations[:5]
+    assert report.requests == 120
+
+
+def test_processes_on_several_machines_divide_the_limits(tree, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    tree["sources"]["a"]["limits"] = {"concurrency": 2, "requests_per_minute": 600}
+    with pytest.raises(ConfigurationError, match="4"):
+        reward(tree)

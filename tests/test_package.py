@@ -47,7 +47,8 @@ CEILINGS = {
 
 CODE_LINES = {
     "testing": 8_360,
-    "sources": 7_220,
+    # Functions with devices, methods of Ray actors, and embeddings ("Reach").
+    "sources": 7_240,
     # Budgets, which say why a call cannot be paid.
     "scheduling": 4_440,
     "simulation": 3_720,

@@ -1,18 +1,95 @@
 """Defines `EmbeddingsSource`: a model that turns texts into vectors, behind a server with OpenAI's `/embeddings`.
 
-It is asked as a chat server is, in a dialect of its own, so keys, limits, replicas and clients' own requests work in
-the same way.
+It is asked as a chat server is, so keys, limits, replicas and clients' own requests work in the same way. Its dialect
+stands here and is no choice of a chat server, because what it answers is no text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
-from .dialects.base import Dialect
-from .dialects.embeddings import Embeddings
+from ..errors import InvalidReply, QRewardError
+from ..samples import fits_float32
+from ..samples.spent import Usage
+from .base import Reply, Request
+from .dialects.base import Dialect, text_of
 from .kind import VECTORS
 from .openai import OpenAISource
+from .rate_limit_headers import announced_limits
+from .replies import Answer, Problem, name_of, usage_of
+from .values import read_json
+
+
+class EmbeddingsAnswer(Answer):
+    """One HTTP reply with vectors: `Reply.value` is a list of lists of floats, in the order of the texts."""
+
+    __slots__ = ()
+
+    def parsed(self) -> Any:
+        # A reply with NaN is an answer to these texts, which many tries would not change.
+        content = read_json(self)
+        if isinstance(content, QRewardError):
+            return content
+        if not isinstance(content, dict):
+            return self.unreadable("JSON that is not an object", self.http.body)
+        return self.error_of(Problem.of(content)) if content.get("error") else content
+
+    def usage_in(self, content: Any) -> Usage | None:
+        stated = content.get("usage") if isinstance(content, Mapping) else None
+        # Nothing is generated, and not every server says so.
+        return usage_of({"completion_tokens": 0, **stated}) if isinstance(stated, Mapping) else None
+
+    def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
+        items = body.get("data")
+        if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+            return self.unreadable("no list of embeddings in `data`", self.http.body)
+        by_index = {
+            index if type(index := item.get("index")) is int else place: item.get("embedding")
+            for place, item in enumerate(items)
+        }
+        vectors = [by_index.get(place) for place in range(len(items))]
+        if not all(isinstance(vector, list) and vector and all(map(_is_number, vector)) for vector in vectors):
+            return InvalidReply(f"source {self.name!r} gave an embedding that is no list of finite numbers")
+        if len({len(vector) for vector in vectors if vector}) > 1:
+            return InvalidReply(f"source {self.name!r} gave embeddings of different lengths")
+        count, length = len(vectors), len(vectors[0] or ())
+        return Reply(
+            # For the journal: the numbers say nothing to people, and are as long as many responses.
+            text=f"{count} embedding{'s' if count > 1 else ''} of {length:,} numbers",
+            value=[[float(number) for number in vector] for vector in vectors if vector],
+            usage=self.usage_in(body),
+            model=name_of(body.get("model")),
+            announced=announced_limits(self.http.headers),
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and fits_float32(value)
+
+
+class Embeddings(Dialect):
+    """OpenAI's embeddings. The texts are the contents of the messages."""
+
+    name = "embeddings"
+    title = "embeddings"
+    path = "/embeddings"
+    answer = EmbeddingsAnswer
+    bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """Nothing is generated, so the key is never sent."""
+    prompt_keys: ClassVar[tuple[str, ...]] = ("input",)
+    answers_in = "data"
+
+    def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
+        return {"model": model, "input": [text_of(message["content"]) for message in request.messages]}
+
+    def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
+        return body.pop("input"), 0, 0
+
+    def thinks(self, parameters: Mapping[str, Any]) -> bool:
+        return False
+
 
 _DIALECT = Embeddings()
 

@@ -169,7 +169,7 @@ class RewardServerError(QRewardError):
 
 
 class TextFailed(QRewardError):
-    """A text did not become whole (`RewardEngine.complete` and `stream_text`).
+    """A text did not become whole (`RewardEngine.complete`, `stream_text` and `embed`).
 
     `reason` is one word, as that of a failed sample: "broken" if its source failed after the first piece, "deadline",
     "exhausted", "closed", "cancelled", ... `text` is all that came; the message does not contain it. `source` was asked

@@ -153,8 +153,8 @@ FEATURES: dict[tuple[int, str], str] = {
         server/test_server.py::test_one_sample_and_many
         server/test_server.py::test_slime
         server/test_server.py::test_openrlhf
-        server/test_reward_functions.py::test_trl
-        server/test_reward_functions.py::test_ms_swift
+        bridges/test_trl.py::test_a_sample_without_a_reward_gets_none
+        bridges/test_ms_swift.py::test_a_sample_without_a_reward_gets_none
         """,
     (34, "plots, tables, check"): """
         cli/test_check.py::test_a_good_source_shows_latency_limits_and_verdict

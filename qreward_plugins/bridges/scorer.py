@@ -67,6 +67,10 @@ class Scorer:
         facts = [of(outcome, sample.data_source) for outcome, sample in zip(outcomes, samples, strict=True)]
         return [number_of(outcome, self.config.on_failure) for outcome in outcomes], facts
 
+    def score_now(self, samples: Sequence[Sample]) -> list[float | None]:
+        """Return the rewards of samples, None for one without. Blocks the calling thread. Otherwise as `score_all`."""
+        return [number_of(outcome, self.config.on_failure) for outcome in self.portal.score_all(samples)]
+
 
 def group_of(messages: Any, ground_truth: Any) -> str:
     """Name the samples of one prompt, the same in every process, for libraries that pass no identifier: a hash of the

@@ -109,8 +109,9 @@ def mathematics(solution_str: str, ground_truth: Any, **_: Any) -> float:
     else 0.
 
     Sympy may compute for ever, and math-verify's own time limit needs signals of the main thread. So it has none here:
-    the worker process is killed after `timeouts.total_s` of the source, and the samples behind it wait. So an answer
-    with a power or a factorial of more than 100,000 digits (9^9^9^9) is only compared as a text.
+    the worker process is killed after `timeouts.total_s` of the source, the samples behind it wait, and the sample
+    fails instead of getting a 0. Therefore an answer with a power or a factorial of more than 100,000 digits (9^9^9^9)
+    is compared as a text.
     """
     from math_verify import parse, verify  # type: ignore[import-untyped]
 

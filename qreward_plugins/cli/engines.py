@@ -12,6 +12,7 @@ from pathlib import Path
 from ..config import Config, load_config
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError, Mistake
+from ..sources.ray_methods import is_ray_method
 from ..system.ray_actors import join_cluster
 from .console import ERRORS, say
 
@@ -50,7 +51,7 @@ def join_ray(config: Config, path: Path, names: Collection[str] = ()) -> None:
     placed = (
         name
         for name, source in config.sources.items()
-        if (getattr(source, "placement", "") == "ray" or str(getattr(source, "function", "")).startswith("ray:"))
+        if (getattr(source, "placement", "") == "ray" or is_ray_method(str(getattr(source, "function", ""))))
         and (not names or name in names)
     )
     name = next(placed, None)

@@ -27,7 +27,7 @@ class FollowedCall:
         self._on_change = on_change
         self._job: Job | None = None
         self.over = False
-        """Whether nothing follows any more."""
+        """Whether the call has ended."""
         self.answer: Any = None
         """The answer, once there is one."""
         self.unanswered: Unanswered | None = None

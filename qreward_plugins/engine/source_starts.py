@@ -76,4 +76,4 @@ def has_servers(source: object) -> bool:
 
 
 def _with_start(sources: Iterable[Any]) -> list[Any]:
-    return [source for source in sources if has_servers(source) or getattr(source, "started", None) is False]
+    return [source for source in sources if getattr(source, "started", True) is False]

@@ -76,7 +76,7 @@ class Topology:
             raise TopologyError("devices", f"{wrong} is no index of a device.", "Indices begin with 0.")
         twice = next((device for device in self.devices if self.devices.count(device) > 1), None)
         if twice is not None:
-            raise TopologyError("devices", f"the device {twice} is named twice.", "A device belongs to one replica.")
+            raise TopologyError("devices", f"the device {twice} is named twice.", "Name each once.")
         if self.platform == "cpu" or self.assigned:
             if self.devices:
                 why = "Ray chooses them" if self.assigned else "there are none on the platform cpu"

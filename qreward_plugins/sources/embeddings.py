@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
+from ..config.source_models import BaseURLs, EndpointConfig, ModelName
 from ..errors import InvalidReply, QRewardError
 from ..samples import fits_float32
 from ..samples.spent import Usage
@@ -28,7 +28,7 @@ class EmbeddingsAnswer(Answer):
     __slots__ = ()
 
     def parsed(self) -> Any:
-        # A reply with NaN is an answer to these texts, which many tries would not change.
+        # A reply with NaN is an answer to these texts, which another try would not change.
         content = read_json(self)
         if isinstance(content, QRewardError):
             return content
@@ -78,7 +78,7 @@ class Embeddings(Dialect):
     answer = EmbeddingsAnswer
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     """Nothing is generated, so the key is never sent."""
-    prompt_keys: ClassVar[tuple[str, ...]] = ("input",)
+    prompt_keys: ClassVar[tuple[str, ...]] = ("input", "stream")
     answers_in = "data"
 
     def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
@@ -111,8 +111,6 @@ class EmbeddingsSource(OpenAISource):
 
         model: ModelName
         """Name of the model on the server."""
-
-        timeouts: StreamTimeouts = StreamTimeouts()
 
     answers = (VECTORS,)
     usual_latency_s = 0.2

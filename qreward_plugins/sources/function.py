@@ -197,7 +197,8 @@ class FunctionSource(SourceKind):
             self._threads = ThreadSlots(name, self._slots)
             return
         try:
-            own = _WorkerLoader(loader, unseen=bool(devices)) if devices or config.batch is not None else loader
+            batched = config.batch is not None
+            own = _WorkerLoader(loader, batched, unseen=bool(devices)) if devices or batched else loader
             self._pool = WorkerPool(own, self._slots, variables_of_each(devices) if devices else ({},))
         except Exception as error:
             problem = (
@@ -415,18 +416,20 @@ def _unloaded(*_: Any, **__: Any) -> Any:
 
 class _WorkerLoader:
     """Loads a function in a worker process; picklable. What it returns becomes a list there, so that this process need
-    not import torch to read a tensor. `unseen`: this process has not loaded the function, so it is checked there.
+    not import torch to read a tensor. `batched`: a call gets lists. `unseen`: this process has not loaded the function,
+    so it is checked there.
     """
 
-    def __init__(self, loader: Loader, *, unseen: bool) -> None:
+    def __init__(self, loader: Loader, batched: bool, *, unseen: bool) -> None:
         self._loader = loader
+        self._batched = batched
         self._unseen = unseen
 
     def __call__(self) -> Function:
         function = self._loader()
         if self._unseen and is_async(function):
             raise FunctionNotFound("it is async, and would run in a process without devices; define it with `def`.")
-        plural = self._unseen and takes_plurals(function)
+        plural = self._unseen and self._batched and takes_plurals(function)
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:

@@ -95,7 +95,7 @@ class OpenAISource(Endpoint):
         self._model = config.model
         self._own_headers = frozenset(name.lower() for name in config.headers)
         self._reader = dialect.stream if config.stream else None
-        self._idle_s = config.timeouts.idle_s
+        self._idle_s = getattr(config.timeouts, "idle_s", None)
 
     @classmethod
     def dialect_of(cls, config: Any) -> Dialect:
@@ -254,7 +254,8 @@ def _path(config: OpenAISource.Config, path: str) -> str:
 
 def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[Mistake]:
     mistakes: list[Mistake] = []
-    mistakes += _stream_mistakes(path, config, dialect)
+    if "stream" in type(config).model_fields:
+        mistakes += _stream_mistakes(path, config, dialect)
     for url in config.urls:
         end = next((other.path for other in DIALECTS.values() if url.rstrip("/").endswith(other.path)), "")
         end = end or (url[url.rfind("/models/") :] if url.endswith(_GENERATES) else "")

@@ -155,6 +155,11 @@ async def test_it_is_asked_by_its_own_kind_of_judge_only():
             (tree["sources"], {"kind": "llm"}, "no source of kind openai"),
             (tree["sources"], {"kind": "similarity", "score_range": [1, 0]}, "judges.near.score_range"),
             ({"e": {**tree["sources"]["e"], "parameters": {"input": "x"}}}, {"kind": "similarity"}, "parameters.input"),
+            (
+                {"e": {**tree["sources"]["e"], "parameters": {"stream": True}}},
+                {"kind": "similarity"},
+                r"Leave it out\.$",
+            ),
         ):
             with pytest.raises(ConfigurationError, match=says):
                 RewardEngine({"sources": sources, "judges": {"near": judge}})

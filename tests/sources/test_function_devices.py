@@ -94,6 +94,12 @@ async def test_a_call_may_carry_several_samples(tree):
     assert [outcome.reward for outcome in outcomes] == [1.0, 2.0, 3.0]
 
 
+async def test_names_of_lists_are_for_batches_only(tree):
+    async with RewardEngine(tree("plurals")) as engine:
+        (outcome,) = await engine.score_all(samples("abcde"))
+    assert (outcome.reward, "solution_str" in outcome.detail) == (None, True)
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

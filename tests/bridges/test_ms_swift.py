@@ -1,0 +1,76 @@
+"""The ORM, called as ms-swift calls it: completions first, columns as lists, and None becomes NaN."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from qreward_plugins import ConfigurationError
+from qreward_plugins.bridges.ms_swift import SwiftReward
+from qreward_plugins.engine import RewardEngine
+from qreward_plugins.server.server import RewardServer
+
+PROMPT = [{"role": "user", "content": "How much?"}]
+
+
+def as_swift(reward, rows, completions):
+    """`compute_rewards_per_func` of ms-swift for one reward."""
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    return reward(completions, **columns, trainer_state=SimpleNamespace(global_step=4))
+
+
+def rows_of(texts):
+    return [
+        {"messages": [*PROMPT, {"role": "assistant", "content": text}], "solution": str(n), "level": n}
+        for n, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def configured(tmp_path, monkeypatch):
+    def write(tree):
+        path = tmp_path / "judges.yaml"
+        path.write_text(json.dumps(tree))
+        monkeypatch.setenv("QREWARD_CONFIG", str(path))
+
+    return write
+
+
+def test_a_sample_without_a_reward_gets_none(tree, configured):
+    configured(tree)
+    texts = ["so: 0.25", "so: refuse", "so: 1"]
+    assert as_swift(SwiftReward(args=SimpleNamespace()), rows_of(texts), texts) == [0.25, None, 1.0]
+
+
+def test_what_a_sample_is_made_of(seen, configured):
+    tree, samples = seen
+    configured(tree)
+    assert as_swift(SwiftReward(), rows_of(["one", "two"]), ["one", "two"]) == [1.0, 1.0]
+    first, second = sorted(samples(), key=lambda sample: sample.ground_truth)
+    assert (list(first.messages), first.response, first.ground_truth, first.step) == (PROMPT, "one", "0", 4)
+    assert (dict(second.extras), first.group_id != second.group_id) == ({"level": 1}, True)
+
+
+def test_without_a_configuration_it_says_what_to_set(monkeypatch):
+    monkeypatch.delenv("QREWARD_CONFIG", raising=False)
+    with pytest.raises(ConfigurationError, match="QREWARD_CONFIG: the environment variable is not set"):
+        SwiftReward()
+
+
+def test_a_reward_server_scores_for_it(tree, configured, monkeypatch):
+    from anyio.from_thread import start_blocking_portal
+
+    with start_blocking_portal() as portal:
+
+        async def start():
+            server = RewardServer(RewardEngine(tree), port=0, token="right")
+            await server.start()
+            return server
+
+        server = portal.call(start)
+        monkeypatch.setenv("TOKEN_OF_TEST", "right")
+        configured({"engine": {"server": {"url": server.url, "token_env": "TOKEN_OF_TEST"}}})
+        assert as_swift(SwiftReward(), rows_of(["so: 1", "so: 0.5"]), ["so: 1", "so: 0.5"]) == [1.0, 0.5]
+        portal.call(server.aclose)

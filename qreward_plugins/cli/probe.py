@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config import Config, Route, judge_for, parts_of, routes_of, sources_of, sources_of_models
 from ..engine import RewardEngine
-from ..engine.followed_calls import FollowedCall
+from ..engine.followed_calls import answers_of
 from ..engine.trial import Trial, cause_of_equal, try_out
 from ..errors import ConfigurationError, InvalidReply, SourceError
 from ..judges import JudgeFailed, Leaf
@@ -244,15 +244,10 @@ async def _asked(
     name: str,
 ) -> Answer[Any] | Unanswered:
     """Ask one source within its limits."""
-    dispatcher, over = engine.dispatcher(), asyncio.Event()
-    asking = FollowedCall(dispatcher, dispatcher.batches.new(()), over.set)
+    dispatcher = engine.dispatcher()
     call = Call((upstream.name,), request, read, name=name, max_attempts=1 + RETRIES)
-    try:
-        asking.start(call, dispatcher.now() + PATIENCE * upstream.timeout_s)
-        await over.wait()
-    finally:
-        await asking.aclose()
-    found: Answer[Any] | Unanswered = asking.unanswered or asking.answer
+    due_at = dispatcher.now() + PATIENCE * upstream.timeout_s
+    (found,) = await answers_of(dispatcher, dispatcher.batches.new(()), [call], due_at)
     return found
 
 

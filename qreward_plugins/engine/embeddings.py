@@ -5,17 +5,14 @@ A server takes many texts in one request, so the texts are sent in lists, and eq
 
 from __future__ import annotations
 
-import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from ..errors import InvalidReply, TextFailed
 from ..samples import Message, Sample
-from ..scheduling import Call, Unanswered, Upstream
+from ..scheduling import Call, Unanswered
 from ..sources import VECTORS, Reply, Request
-from .followed_calls import FollowedCall, able_sources, until_over
-from .scoring import Scoring, check_times
+from .followed_calls import CallingMethods, able_sources, answers_of, text_failed
+from .scoring import check_times
 
 TEXTS_A_REQUEST = 64
 NAME = "embed"
@@ -24,7 +21,7 @@ NAME = "embed"
 Vector = list[float]
 
 
-class EmbeddingMethods(ABC):
+class EmbeddingMethods(CallingMethods):
     """The methods of `RewardEngine` that ask sources of kind `embeddings`."""
 
     async def embed(
@@ -54,36 +51,20 @@ class EmbeddingMethods(ABC):
         check_times(deadline_s, priority)
         able = able_sources(sources, self.upstreams, VECTORS, "gives no embeddings; it needs `kind: embeddings`")
         given = list(texts)
-        found: dict[Any, Vector | TextFailed] = {}
         sent = list(dict.fromkeys(text for text in given if isinstance(text, str) and text))
+        parts = [sent[start : start + TEXTS_A_REQUEST] for start in range(0, len(sent), TEXTS_A_REQUEST)]
         scoring, due_at = await self._ready(deadline_s)
         # Never sealed: it is no batch of samples, and has no report.
-        batch, changed = scoring.dispatcher.batches.new((), priority=priority), asyncio.Event()
-        calls: list[tuple[list[str], FollowedCall]] = []
-        try:
-            for start in range(0, len(sent), TEXTS_A_REQUEST):
-                part = sent[start : start + TEXTS_A_REQUEST]
-                call = FollowedCall(scoring.dispatcher, batch, changed.set)
-                call.start(_asking(able, part), due_at)
-                calls.append((part, call))
-            await until_over([call for _, call in calls], changed)
-        finally:
-            await asyncio.gather(*(call.aclose() for _, call in calls))
-        for part, call in calls:
-            if call.answer is not None:
-                found.update(zip(part, call.answer.value, strict=True))
+        batch = scoring.dispatcher.batches.new((), priority=priority)
+        results = await answers_of(scoring.dispatcher, batch, [_asking(able, part) for part in parts], due_at)
+        found: dict[str, Vector | TextFailed] = {}
+        for part, result in zip(parts, results, strict=True):
+            if isinstance(result, Unanswered):
+                found |= dict.fromkeys(part, text_failed(result))
             else:
-                found.update(dict.fromkeys(part, _failure(call.unanswered or Unanswered("closed"))))
-        no_text = _failure(Unanswered("input", "it is no text, or an empty one"))
+                found |= zip(part, result.value, strict=True)
+        no_text = text_failed(Unanswered("input", "it is no text, or an empty one"))
         return [found[text] if isinstance(text, str) and text else no_text for text in given]
-
-    @property
-    @abstractmethod
-    def upstreams(self) -> Mapping[str, Upstream]:
-        """The sources by name."""
-
-    @abstractmethod
-    async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]: ...
 
 
 def _asking(sources: tuple[str, ...], texts: Sequence[str]) -> Call[list[Vector]]:
@@ -96,7 +77,3 @@ def _asking(sources: tuple[str, ...], texts: Sequence[str]) -> Call[list[Vector]
         return vectors
 
     return Call(sources, lambda attempt: Request(Sample([], ""), messages, judge=NAME), read, NAME)
-
-
-def _failure(why: Unanswered) -> TextFailed:
-    return TextFailed(why.reason, why.detail, text="", source=why.source, spent=why.spent)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import configured_name
-from ..errors import EngineError
+from ..errors import EngineError, TextFailed
 from ..scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered, Upstream
+from .scoring import Scoring
 
 END_WITHIN_S = 2.0
 """Most seconds for which closing waits until the connection to the source is closed."""
@@ -78,12 +80,27 @@ class FollowedCall:
         self._on_change()
 
 
-async def until_over(calls: Sequence[FollowedCall], changed: asyncio.Event) -> None:
-    """Wait until all calls are over; `changed` is set whenever one is."""
-    for call in calls:
-        while not call.over:
-            changed.clear()
-            await changed.wait()
+async def answers_of(
+    dispatcher: Dispatcher, batch: Batch, calls: Sequence[Call[Any]], due_at: float
+) -> list[Answer[Any] | Unanswered]:
+    """Make all calls at once; item i is what came of call i. Cancelling ends all of them."""
+    changed, followed = asyncio.Event(), list[FollowedCall]()
+    try:
+        for call in calls:
+            followed.append(FollowedCall(dispatcher, batch, changed.set))
+            followed[-1].start(call, due_at)
+        for each in followed:
+            while not each.over:
+                changed.clear()
+                await changed.wait()
+    finally:
+        await asyncio.gather(*(each.aclose() for each in followed))
+    return [each.answer or each.unanswered or Unanswered("closed") for each in followed]
+
+
+def text_failed(why: Unanswered, text: str = "") -> TextFailed:
+    """Return the error of a call without an answer. `text` is what came of it."""
+    return TextFailed(why.reason, why.detail, text=text, source=why.source, spent=why.spent)
 
 
 def able_sources(
@@ -104,3 +121,21 @@ def able_sources(
     if not found:
         raise ValueError("it needs at least one source")
     return tuple(found)
+
+
+class CallingMethods(ABC):
+    """What the methods of `RewardEngine` need that make calls which belong to no sample."""
+
+    @property
+    @abstractmethod
+    def upstreams(self) -> Mapping[str, Upstream]:
+        """The sources by name, with their quotas and learned estimates."""
+
+    @abstractmethod
+    def _bind(self) -> Scoring: ...
+
+    @abstractmethod
+    async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]: ...
+
+    @abstractmethod
+    def _deadline_s(self, deadline_s: float | None) -> float: ...

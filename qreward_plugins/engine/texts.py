@@ -13,20 +13,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 from ..errors import EngineError, TextFailed
-from ..judges.text_calls import checked_parameters, text_call
+from ..judges.text_calls import text_call
 from ..samples import Message
 from ..samples.spent import NOTHING, Spent
 from ..scheduling import Answer, Batch, Dispatcher, Unanswered, Upstream
 from ..sources import TEXT, Reply
-from .followed_calls import FollowedCall, able_sources, until_over
-from .scoring import Scoring, check_times
+from .followed_calls import CallingMethods, FollowedCall, able_sources, answers_of, text_failed
+from .scoring import check_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,13 @@ class TextAnswer:
     finish_reason: str
     first_token_s: float | None
     spent: Spent
+
+    @classmethod
+    def of(cls, answer: Answer[Reply]) -> TextAnswer:
+        """Return the text of an answer."""
+        reply = answer.value
+        ended, first_s = reply.finish_reason, reply.first_token_s
+        return cls(reply.text, reply.thinking, answer.source, answer.model, ended, first_s, answer.spent)
 
 
 Streamed: TypeAlias = "str | TextAnswer | TextFailed"
@@ -145,8 +151,7 @@ class Receiver(FollowedCall):
 
     def failure(self) -> TextFailed:
         """The error of a stream that is `unanswered`."""
-        why = self.unanswered or Unanswered("closed")
-        return TextFailed(why.reason, why.detail, text=self._text.getvalue(), source=why.source, spent=why.spent)
+        return text_failed(self.unanswered or Unanswered("closed"), self._text.getvalue())
 
     def _take_answer(self, answer: Answer[Any]) -> None:
         reply: Reply = answer.value
@@ -157,15 +162,7 @@ class Receiver(FollowedCall):
             return
         self._text.seek(0, io.SEEK_END)
         self._text.write(reply.text[len(so_far) :])
-        self.answer = TextAnswer(
-            reply.text,
-            reply.thinking,
-            answer.source,
-            answer.model,
-            reply.finish_reason,
-            reply.first_token_s,
-            answer.spent,
-        )
+        self.answer = TextAnswer.of(answer)
 
     def drop(self, reason: str = "", detail: str = "") -> None:
         """End the call, because nobody wants the text any more. With a `reason`, later reads raise it."""
@@ -201,26 +198,20 @@ class TextCalls:
         self._dispatcher = dispatcher
         self._name = name
         self._sources = able_sources(sources, upstreams, TEXT, "gives no text; a text needs a chat source")
-        self._parameters = checked_parameters(parameters)
+        self._parameters = parameters
         # Never sealed: it is no batch of samples, and has no report.
         self._batch = dispatcher.batches.new((), priority=priority)
 
     def open(self, messages: Sequence[Message], due_at: float) -> TextStream:
         """Ask for the text that follows `messages`."""
         arrived = asyncio.Event()
-        return TextStream(self._ask(messages, due_at, arrived.set, in_pieces=True), arrived)
+        return TextStream(self._ask(messages, due_at, arrived.set), arrived)
 
     async def whole(self, conversations: Sequence[Sequence[Message]], due_at: float) -> list[TextAnswer | TextFailed]:
         """Ask for all texts at once; item i is that of conversation i. Cancelling the call ends all of them."""
-        arrived = asyncio.Event()
-        receivers: list[Receiver] = []
-        try:
-            for messages in conversations:
-                receivers.append(self._ask(messages, due_at, arrived.set, in_pieces=False))
-            await until_over(receivers, arrived)
-            return [receiver.answer or receiver.failure() for receiver in receivers]
-        finally:
-            await asyncio.gather(*(receiver.aclose() for receiver in receivers))
+        calls = [text_call(self._sources, each, self._parameters, name=self._name) for each in conversations]
+        results = await answers_of(self._dispatcher, self._batch, calls, due_at)
+        return [TextAnswer.of(each) if isinstance(each, Answer) else text_failed(each) for each in results]
 
     async def merged(
         self, conversations: Sequence[Sequence[Message]], due_at: float
@@ -236,7 +227,7 @@ class TextCalls:
 
         try:
             for number, messages in enumerate(conversations):
-                receivers.append(self._ask(messages, due_at, partial(note, number), in_pieces=True))
+                receivers.append(self._ask(messages, due_at, partial(note, number)))
             left = len(receivers)
             while left:
                 if not changed:
@@ -255,18 +246,15 @@ class TextCalls:
         finally:
             await asyncio.gather(*(receiver.aclose() for receiver in receivers))
 
-    def _ask(
-        self, messages: Sequence[Message], due_at: float, on_change: Callable[[], None], *, in_pieces: bool
-    ) -> Receiver:
-        receiver = Receiver(self._dispatcher, self._batch, on_change)
+    def _ask(self, messages: Sequence[Message], due_at: float, on_change: Callable[[], None]) -> Receiver:
         call = text_call(self._sources, messages, self._parameters, name=self._name)
-        if in_pieces:
-            call.on_text = receiver.add
+        receiver = Receiver(self._dispatcher, self._batch, on_change)
+        call.on_text = receiver.add
         receiver.start(call, due_at)
         return receiver
 
 
-class TextMethods(ABC):
+class TextMethods(CallingMethods):
     """The methods of `RewardEngine` that ask chat sources for texts. No judge reads these."""
 
     async def complete(
@@ -370,17 +358,3 @@ class TextMethods(ABC):
             scoring.dispatcher, self.upstreams, sources, parameters or {}, priority=priority, name="stream_text"
         )
         return calls, scoring.now() + self._deadline_s(deadline_s)
-
-    @property
-    @abstractmethod
-    def upstreams(self) -> Mapping[str, Upstream]:
-        """The sources by name."""
-
-    @abstractmethod
-    def _bind(self) -> Scoring: ...
-
-    @abstractmethod
-    async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]: ...
-
-    @abstractmethod
-    def _deadline_s(self, deadline_s: float | None) -> float: ...

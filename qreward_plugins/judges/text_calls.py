@@ -37,7 +37,7 @@ def text_call(
     does not keep the answer. Raises `ValueError` for `parameters` that a source sets itself. Messages that cannot be
     sent make the call fail (`input`).
     """
-    sent = checked_parameters(parameters or {})
+    sent = _checked(parameters or {})
     found: Request | InputError
     try:
         found = Request(sample, _copied(messages), sent, max_completion_tokens=sent["max_tokens"], judge=name)
@@ -52,7 +52,7 @@ def text_call(
     return Call(tuple(sources), request, _read, name)
 
 
-def checked_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plain copy, with `max_tokens`. Raises `ValueError`."""
     taken = [key for key in _SET_BY_SOURCE if key in parameters]
     if taken:

@@ -11,7 +11,7 @@ import pytest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CPU = RECIPES / "verl" / "cpu"
-_NAMES = ("scorer", "tasks", "training", "llm_judge", "verdicts", "demo")
+_NAMES = ("scorer", "tasks", "training", "llama_server", "demo")
 
 
 @pytest.fixture(scope="session")

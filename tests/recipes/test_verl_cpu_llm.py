@@ -38,7 +38,7 @@ class LlamaCpp:
 
 @pytest.mark.anyio
 async def test_the_judge_of_the_demo_compares_the_number_that_a_response_states(cpu_recipe, tmp_path, monkeypatch):
-    recipe = Path(cpu_recipe.llm_judge.__file__).parent
+    recipe = Path(cpu_recipe.llama_server.__file__).parent
     llama = LlamaCpp(recipe / "gemma.jinja")
     app = web.Application()
     app.router.add_post("/v1/chat/completions", llama.complete)
@@ -63,23 +63,6 @@ async def test_the_judge_of_the_demo_compares_the_number_that_a_response_states(
     assert [one.correct for one in (right, wrong, injected, none)] == [True, False, False, False]
     assert sorted(session.rsplit(">>> ", 1)[1] for session in llama.sessions) == ["5 == 4\n", "5 == 5\n", "5 == 6\n"]
     assert all(session.startswith(">>> 21 == 12\nFalse\n>>> 5 == 5\nTrue\n") for session in llama.sessions)
-
-
-def test_the_agreement_of_two_judges(cpu_recipe, tmp_path):
-    journal = tmp_path / "journal"
-    connection = sqlite3.connect(journal)
-    connection.execute("CREATE TABLE outcomes (sample_id, judge, score, service_s, cached)")
-    scores = {"a": (0.9, 1.0), "b": (0.2, 0.3), "c": (0.8, 0.0), "d": (None, 1.0)}
-    for sample, (llm, rule) in scores.items():
-        connection.execute("INSERT INTO outcomes VALUES (?, 'language_model', ?, 0.5, 0)", (sample, llm))
-        connection.execute("INSERT INTO outcomes VALUES (?, 'rule', ?, 0.1, 0)", (sample, rule))
-    connection.execute("INSERT INTO outcomes VALUES ('a', 'rule', 1.0, 0.1, 1)")
-    connection.commit()
-    connection.close()
-    found = cpu_recipe.verdicts.agreement(journal)
-    assert (found.samples, found.right, found.wrong, found.call_s) == (3, 0.9, 0.5, 0.5)
-    assert found.same == pytest.approx(2 / 3)
-    assert "agreed with the rule on 67% of 3 samples" in found.text
 
 
 @pytest.mark.parametrize("judge", ["rules", "llm"])
@@ -138,8 +121,8 @@ def test_the_demo_says_its_phases_and_ends_with_what_to_look_at(cpu_recipe, tmp_
     for part in ("1/4 making", "2/4 starting", "3/4 starting", "4/4 done", "What to look at", "reward.png"):
         assert part in told
     assert f"qreward journal {tmp_path}" in told
-    assert ("language model" in told) == (judge == "llm")
-    assert ("qreward plan" in told) == (judge == "rules")
+    assert ("llama.cpp" in told) == (judge == "llm")
+    assert ("qreward plan" in told, "qreward diff" in told) == (judge == "rules", judge == "llm")
     monkeypatch.delenv("FAST_JUDGE_URL", raising=False)
     config = load_config(used["QREWARD_CONFIG"])
     assert config.sources["fast"].urls == (used["FAST_JUDGE_URL"],)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from llm_judge import MODEL, served
+from llama_server import MODEL, served
 from omegaconf import OmegaConf
 from rich import box
 from rich.console import Console
@@ -25,7 +25,6 @@ from rich.table import Table
 from scorer import score
 from tasks import Assets, Sizes, prepare
 from training import Step, Training, TrainingFailed, train
-from verdicts import agreement
 
 from qreward_plugins.testing import Faults, JudgeServerProcess, Latency, Report, ServerLimits
 
@@ -124,11 +123,7 @@ def main() -> int:
         highlight=False,
         soft_wrap=True,
     )
-    if options.judge == "llm":
-        console.print(agreement(journal).text, highlight=False, soft_wrap=True)
-    console.print(
-        _look_at(plot, journal, config, planned=options.judge == "rules"), markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(_look_at(plot, journal, config, options.judge), markup=False, highlight=False, soft_wrap=True)
     return 0 if violations == 0 else 1
 
 
@@ -142,7 +137,7 @@ def _written(environment: Mapping[str, str], template: Path, out: Path) -> Path:
     return path
 
 
-def _look_at(plot: Path, journal: Path, config: Path, *, planned: bool) -> str:
+def _look_at(plot: Path, journal: Path, config: Path, judge: str) -> str:
     """What to look at after the run, as commands that work in this folder."""
     here = Path.cwd()
     plot, journal, config = (
@@ -156,10 +151,13 @@ def _look_at(plot: Path, journal: Path, config: Path, *, planned: bool) -> str:
         "why a sample got so low a reward": f"{qreward} why {journal} --worst",
         "all of that in the browser": f"{qreward} ui {journal} --open",
     }
-    # A plan makes responses up, and in those the language model finds no answer to ask about.
-    if planned:
+    if judge == "llm":
+        both = "--judge language_model --other-judge rule --at 0.54"
+        look["where the model and the rule differ"] = f"{qreward} diff {journal} {journal} {both}"
+    else:
+        # A plan makes responses up, and in those the language model finds no answer to ask about.
         look["what a larger step would cost"] = f"{qreward} plan {config} --samples 1024 --seeds 2"
-    lines = [f"{number}. {what + ':':<34} {where}" for number, (what, where) in enumerate(look.items(), 1)]
+    lines = [f"{number}. {what + ':':<36} {where}" for number, (what, where) in enumerate(look.items(), 1)]
     return "\n".join(["What to look at:", *lines])
 
 

@@ -59,7 +59,7 @@ CODE_LINES = {
     "judges": 4_280,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
-    "cli": 3_880,
+    "cli": 3_890,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_630,
     "acceleration": 2_280,

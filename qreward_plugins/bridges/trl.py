@@ -8,6 +8,7 @@ older version is refused.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +19,8 @@ from ..adapters import messages_of, name_or_unreadable, read_or_unreadable, summ
 from ..errors import ConfigurationError, InputError, Mistake
 from ..samples import Sample
 from .scorer import ConfigLike, Scorer, group_of
+
+_log = logging.getLogger("qreward_plugins.bridges")
 
 OLDEST = (1, 14)
 """The oldest version of TRL that awaits an object and leaves a missing reward out."""
@@ -32,6 +35,7 @@ class TrlReward:
     def __init__(self, config: ConfigLike, ground_truth: str | None, name: str) -> None:
         self.__name__ = name
         self._ground_truth = ground_truth
+        self._warned = False
         self._scorer = Scorer(config, "TRL", compares=True)
         # TRL cannot show a column of completions that only some batches have.
         self._shown = ["cause", *(f"score/{component}" for component in self._scorer.portal.facts().components)]
@@ -51,9 +55,16 @@ class TrlReward:
         call cancels its attempts. Raises `InputError` if the column that `ground_truth` names is missing, and
         `RewardMissing` with `on_failure: raise`.
         """
-        if self._ground_truth is not None and self._ground_truth not in columns:
-            has = ", ".join(sorted(columns.keys() - NO_EXTRAS)) or "none"
-            raise InputError(f"the data set has no column {self._ground_truth!r}; it has {has}")
+        wanted, has = self._ground_truth or "ground_truth", ", ".join(sorted(columns.keys() - NO_EXTRAS)) or "none"
+        if wanted not in columns and self._ground_truth is not None:
+            raise InputError(f"the data set has no column {wanted!r}; it has {has}")
+        if wanted not in columns and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the data set has no column 'ground_truth' (it has %s), so judges see no ground truth; if another "
+                "column has it, write reward(..., ground_truth=NAME)",
+                has,
+            )
         rows = {
             name: values
             for name, values in columns.items()

@@ -34,7 +34,7 @@ def reward(
 
     `ground_truth` is the field of the task that holds it; a task without the field has none. `data_source` of the task
     selects the judge; all fields are extras. `view` is what the judge sees as the response: the last reply, or the
-    transcript. Components become metrics of the trace, `NAME/COMPONENT`.
+    transcript. Components become metrics of the trace, `NAME/score/COMPONENT`.
 
     Raises `ConfigurationError` with all mistakes. The function raises `RewardMissing` for a rollout without a reward.
     It returns within `engine.deadline_s`; cancelling it cancels its attempts.
@@ -56,7 +56,7 @@ def reward(
         )
         number, components = await scorer.score(sample)
         for component, value in components.items():
-            trace.record_metric(f"{name}/{component}", value)
+            trace.record_metric(f"{name}/score/{component}", value)
         return number
 
     score.__name__ = score.__qualname__ = name

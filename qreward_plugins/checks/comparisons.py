@@ -15,12 +15,8 @@ from ..judges.thinking import after_thoughts
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?(?:\s*/\s*\d[\d,]*)?")
 _MOST_CHARS = 400
-_MOST_DIGITS = 400
-
-_POWER = re.compile(r"(?:\^|\*\*)[{(]*")
-# They begin where digits begin, so a long number is looked at once.
-_TOWER = re.compile(r"(?<!\d)\d+(?:\^\d+)+")
-_FACTORIAL = re.compile(r"(?<!\d)(\d+)!(?!=)")
+_POWER = re.compile(r"(?:\^|\*\*)\{*")
+_TOWER = re.compile(r"\d+(?:\^\d+){2,}")
 
 
 def exact(
@@ -110,17 +106,16 @@ def mathematics(solution_str: str, ground_truth: Any, **_: Any) -> float:
 
     Sympy may compute for ever, and math-verify's own time limit needs signals of the main thread. So it has none here:
     the worker process is killed after `timeouts.total_s` of the source, the samples behind it wait, and the sample
-    fails instead of getting a 0. Therefore an answer with a power or a factorial of more than 100,000 digits (9^9^9^9)
-    is compared as a text.
+    fails instead of getting a 0. Therefore a box with nothing but a tower of powers that no computer writes out
+    (9^9^9^9) gets a 0 at once, unless a ground truth is a power, too.
     """
     from math_verify import parse, verify  # type: ignore[import-untyped]
 
     # It warns at each call that it has no time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     truths, response = _truths(ground_truth), after_thoughts(solution_str)
-    answer = extracted(response, "boxed") or extracted(response, "last_line")
-    if _is_huge(answer):
-        return exact(answer, [extracted(truth, "boxed") or truth.strip("$ ") for truth in truths])
+    if _is_huge_tower(extracted(response, "boxed")) and not any("^" in truth for truth in truths):
+        return 0.0
     golds = []
     for truth in truths:
         golds.append(parse(truth if "$" in truth or "\\boxed" in truth else f"${truth}$", parsing_timeout=None))
@@ -130,17 +125,16 @@ def mathematics(solution_str: str, ground_truth: Any, **_: Any) -> float:
     return float(any(verify(gold, read, timeout_seconds=None) for gold in golds))
 
 
-def _is_huge(text: str) -> bool:
-    """Whether a text has a power of whole numbers, or a factorial, that takes too long to compute."""
-    text = "".join(text.split())
-    if any(len(digits) > 5 or int(digits) > 25_000 for digits in _FACTORIAL.findall(text)):
-        return True
-    for tower in _TOWER.findall(_POWER.sub("^", text)):
-        *bases, top = (int(level[:_MOST_DIGITS]) for level in tower.split("^"))
-        for base in reversed(bases):
-            if base > 1 and min(top, 10**6) * math.log10(base) > 100_000:
-                return True
-            top = base**top
+def _is_huge_tower(text: str) -> bool:
+    """Whether a text is a tower of powers of whole numbers, and nothing else, with more than 100,000 digits."""
+    tower = _POWER.sub("^", "".join(text.split())).replace("}", "")
+    if len(tower) > _MOST_CHARS or not _TOWER.fullmatch(tower):
+        return False
+    *bases, top = map(int, tower.split("^"))
+    for base in reversed(bases):
+        if base > 1 and min(top, 10**6) * math.log10(base) > 100_000:
+            return True
+        top = base**top
     return False
 
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from ..config import Config, JournalConfig, load_config
 from ..engine import RewardEngine
-from ..errors import JournalError
+from ..errors import InputError, JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
 from ..judges import compares_siblings
 from ..observers import EngineStatistics
@@ -43,6 +43,7 @@ _DRAWN = 2_000
 _MOST_SOURCES = 100
 _SAID_CHARS = 160
 _WORST = 5
+_LARGEST_GROUP = 1_024
 _USUAL_GROUP = 8
 """Samples of a group, for the number of groups that are under way at once."""
 
@@ -181,12 +182,24 @@ async def _outcomes(engine: RewardEngine, rows: _Rows) -> AsyncGenerator[tuple[S
 
 
 async def _groups(rows: _Rows) -> AsyncGenerator[list[Sample], None]:
+    """Yield the rows of each group. Raises `InputError` for a group that other rows interrupt, and for a huge one."""
     group: list[Sample] = []
+    done: set[tuple[str | None, int | None]] = set()
     async for sample in rows:
-        if group and (sample.group_id is None or sample.group_id != group[0].group_id):
+        key = sample.group_id, sample.step
+        if group and (sample.group_id is None or key != (group[0].group_id, group[0].step)):
+            done.add((group[0].group_id, group[0].step))
             yield group
             group = []
+        if sample.group_id is not None and key in done:
+            problem = "goes on behind rows of other groups, and a judge compares the rows of a group"
+            raise InputError(f"the group {sample.group_id!r} {problem}; sort the rows by group_id (and step)")
         group.append(sample)
+        if len(group) > _LARGEST_GROUP:
+            raise InputError(
+                f"the group {sample.group_id!r} has more than {_LARGEST_GROUP:,} rows, which no judge compares; does "
+                "group_id name the prompt?"
+            )
     if group:
         yield group
 

@@ -21,10 +21,13 @@ from ..sources import kind_of, open_source
 from .console import ERRORS, OK, OUT, run, say
 from .engines import ended_by_a_signal, join_ray
 
+_ENDINGS = (".yaml", ".yml", ".json")
+
 
 def command(
     config: Annotated[
-        str, typer.Argument(metavar="CONFIG|MODEL", help="The configuration (.yaml), or a model to serve without one.")
+        str,
+        typer.Argument(metavar="CONFIG_OR_MODEL", help="The configuration (.yaml), or a model to serve."),
     ],
     source: Annotated[
         list[str] | None,
@@ -48,7 +51,8 @@ def command(
     """Start the servers of the sources of kind replicas, or of a model, print their addresses, and supervise them.
 
     Trainings on this machine with the same source use these servers, and leave them running when they end. Ctrl-C or
-    SIGTERM stops the servers. A name that ends with .yaml, .yml or .json is a configuration, any other one a model.
+    SIGTERM stops the servers. A file (but a .gguf), and a name that ends with .yaml, .yml or .json, is a configuration;
+    any other name is a model.
 
     Exit codes: 0 stopped; 2 the configuration has mistakes, or a server did not start.
     """
@@ -59,7 +63,8 @@ def command(
         "tensor_parallel": tp,
     }
     given = {key: value for key, value in topology.items() if value is not None}
-    if not config.endswith((".yaml", ".yml", ".json")):
+    is_model = not config.lower().endswith(_ENDINGS) and (config.endswith(".gguf") or not Path(config).is_file())
+    if is_model:
         node = {"kind": "replicas", "server": "vllm", "model": config, **given}
         tree = {"sources": {"judge": node}, "judges": {"judge": {"kind": "llm"}}}
         return run(_serve(load_config(tree), config, tuple(source or ())))

@@ -71,8 +71,7 @@ class Names:
         """Return the sources that may answer, each with its model. Those of an unknown kind may."""
         if asked not in self._fitting:
             able = {
-                name: any(answers(str(node.get("kind")), each, node) is not False for each in asked)
-                for name, node in self._sources.items()
+                name: answers(str(node.get("kind")), asked, node) is not False for name, node in self._sources.items()
             }
             self._fitting[asked] = {name: _text(self._sources[name].get("model")) for name in able if able[name]}
         return self._fitting[asked]
@@ -83,8 +82,8 @@ class Names:
         """
         for name, judge in self._judges.items():
             kind = str(_settings(judge).get("kind"))
-            asked = (asked_by(kind),)
-            if asked[0] and self._sources and not _settings(judge).get("sources") and not self._that_answer(asked):
+            asked = asked_by(kind)
+            if asked and self._sources and not _settings(judge).get("sources") and not self._that_answer(asked):
                 problem = f"there is no source of kind {_kinds_that_answer(asked)} to answer this judge of kind {kind}"
                 yield Finding(("judges", name), problem, "Add one below `sources`.")
         cycles = list(self._cycles())

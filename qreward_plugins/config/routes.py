@@ -6,7 +6,7 @@ sources that no judge names, judges that are only parts of others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -85,7 +85,7 @@ def own_sources(config: Config, judge_name: str) -> tuple[str, ...]:
     fitting = {
         name: getattr(source, "model", None)
         for name, source in config.sources.items()
-        if asked and answers(source.kind, asked, dict(source))
+        if answers(source.kind, asked, dict(source))
     }
     named: tuple[str, ...] = getattr(judge, "sources", ())
     if not named:
@@ -119,24 +119,25 @@ def _for_clients(config: Config) -> dict[str, str | None]:
     return {
         name: getattr(source, "model", None)
         for name, source in config.sources.items()
-        if any(answers(source.kind, asked, dict(source)) for asked in FOR_CLIENTS)
+        if answers(source.kind, FOR_CLIENTS, dict(source))
     }
 
 
-def asked_by(judge_kind: str | None) -> str:
-    """Return what a kind of judge asks sources for; "" if it asks no sources or the kind is unknown."""
+def asked_by(judge_kind: str | None) -> tuple[str, ...]:
+    """Return what a kind of judge asks sources for; nothing if it asks no sources or the kind is unknown."""
     try:
-        return str(rooms["judges"].load(judge_kind or "").asks)
+        asks = str(rooms["judges"].load(judge_kind or "").asks)
     except KindError:
-        return ""
+        return ()
+    return (asks,) if asks else ()
 
 
-def answers(source_kind: str, asked: str, settings: Mapping[str, Any]) -> bool | None:
-    """Whether a source with these settings answers what is `asked` for (`text`, `value`); None if its kind is
-    unknown.
+def answers(source_kind: str, asked: Sequence[str], settings: Mapping[str, Any]) -> bool | None:
+    """Whether a source with these settings answers one of the things that are `asked` for (`text`, `value` ...); None
+    if its kind is unknown.
     """
     try:
-        return asked in rooms["sources"].load(source_kind).answered(settings)
+        return not set(asked).isdisjoint(rooms["sources"].load(source_kind).answered(settings))
     except KindError:
         return None
 

@@ -14,7 +14,10 @@ from ..sources import VECTORS, Reply, Request
 from .followed_calls import CallingMethods, able_sources, answers_of, text_failed
 from .scoring import check_times
 
-TEXTS_A_REQUEST = 64
+TEXTS_A_REQUEST = 32
+"""What text-embeddings-inference takes by default."""
+_OF_ALL = ("deadline", "closed", "cancelled", "budget")
+"""Reasons that are no fault of a text."""
 NAME = "embed"
 """The name of the calls in events, where others have the name of their judge."""
 
@@ -46,25 +49,34 @@ class EmbeddingMethods(CallingMethods):
         self, sources: str | Sequence[str], texts: Iterable[str], *, deadline_s: float | None = None, priority: int = 0
     ) -> list[Vector | TextFailed]:
         """Return the embeddings of several texts; item i is that of text i, or why there is none. They are sent
-        `TEXTS_A_REQUEST` at a time, equal ones once. Otherwise as `embed`.
+        `TEXTS_A_REQUEST` at a time, equal ones once; a list that is refused is asked for in halves. Otherwise as
+        `embed`; raises `TypeError` for a single text.
         """
+        if isinstance(texts, str):
+            raise TypeError("texts must be several texts; embed takes one")
         check_times(deadline_s, priority)
-        able = able_sources(sources, self.upstreams, VECTORS, "gives no embeddings; it needs `kind: embeddings`")
         given = list(texts)
-        sent = list(dict.fromkeys(text for text in given if isinstance(text, str) and text))
-        parts = [sent[start : start + TEXTS_A_REQUEST] for start in range(0, len(sent), TEXTS_A_REQUEST)]
         scoring, due_at = await self._ready(deadline_s)
+        able = able_sources(sources, self.upstreams, VECTORS, "gives no embeddings; it needs `kind: embeddings`")
         # Never sealed: it is no batch of samples, and has no report.
         batch = scoring.dispatcher.batches.new((), priority=priority)
-        results = await answers_of(scoring.dispatcher, batch, [_asking(able, part) for part in parts], due_at)
+        sent = list(dict.fromkeys(text for text in given if isinstance(text, str) and text))
+        parts = [sent[start : start + TEXTS_A_REQUEST] for start in range(0, len(sent), TEXTS_A_REQUEST)]
         found: dict[str, Vector | TextFailed] = {}
-        for part, result in zip(parts, results, strict=True):
-            if isinstance(result, Unanswered):
-                found |= dict.fromkeys(part, text_failed(result))
-            else:
-                found |= zip(part, result.value, strict=True)
+        while parts:
+            results = await answers_of(scoring.dispatcher, batch, [_asking(able, part) for part in parts], due_at)
+            asked, parts = parts, []
+            for part, result in zip(asked, results, strict=True):
+                if not isinstance(result, Unanswered):
+                    found |= zip(part, result.value, strict=True)
+                elif len(part) > 1 and result.reason not in _OF_ALL:
+                    # One text may be too long, or the server take fewer of them.
+                    parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+                else:
+                    found |= dict.fromkeys(part, text_failed(result))
         no_text = text_failed(Unanswered("input", "it is no text, or an empty one"))
-        return [found[text] if isinstance(text, str) and text else no_text for text in given]
+        texts_found = (found[text] if isinstance(text, str) and text else no_text for text in given)
+        return [each if isinstance(each, TextFailed) else list(each) for each in texts_found]
 
 
 def _asking(sources: tuple[str, ...], texts: Sequence[str]) -> Call[list[Vector]]:

@@ -382,7 +382,10 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         if starts.over and probe.over:
             return scoring, scoring.now() + self._deadline_s(deadline_s)
         with scoring.arriving():
-            await starts.done()
+            try:
+                await starts.done()
+            except ConfigurationError as error:
+                raise located(error, self.config) from None
             due_at = scoring.now() + self._deadline_s(deadline_s)
             if not probe.over:
                 await probe.passed(scoring, due_at)

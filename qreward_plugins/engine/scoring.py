@@ -303,8 +303,9 @@ class _FirstOnce:
 def _warn_of_singles(judge: str, why: str) -> None:
     """Warn, once for each judge."""
     _log.warning(
-        "judge %s compares the samples of a group, but a sample %s, so it is scored by itself; hand in groups by "
-        "`score_all`, or in one request to a reward server",
+        "judge %s compares the samples of a group, but a sample %s, so it is scored by itself; give the samples of a "
+        "group one group_id, and hand them in together: by `score_all`, in one request to a reward server, or in rows "
+        "of a file that follow each other",
         judge,
         why,
     )

@@ -1,4 +1,5 @@
-"""Defines `SimilarityJudge`: how near a response is to the ground truth, by the cosine of their embeddings.
+"""Defines `SimilarityJudge`: how near a response is to the ground truth, by the cosine of their embeddings. Of several
+ground truths, the nearest counts.
 
 A model of embeddings gets no instructions, so there is no fence. Control tokens are neutralised, as for a reward model.
 It measures what texts are about rather than whether they are right: "the answer is 4" is near "the answer is 5".
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ..config.judge_models import AskingConfig, Interval
 from ..errors import InputError, InvalidReply
@@ -26,6 +27,12 @@ from .verdicts import Scale
 from .views import Show, View
 
 
+def _of_cosines(value: tuple[float, float]) -> tuple[float, float]:
+    if not -1 <= value[0] < value[1] <= 1:
+        raise ValueError(f"a cosine is from -1 to 1, so no reward would come near that of {value[1]:g}")
+    return value
+
+
 class SimilarityJudge(Leaf):
     """The cosine of the embeddings of the response and of the ground truth."""
 
@@ -35,7 +42,7 @@ class SimilarityJudge(Leaf):
         reward_range: Interval = (0.0, 1.0)
         """The range that the cosine is mapped to, linearly. Default: 0 to 1."""
 
-        score_range: Interval = (0.0, 1.0)
+        score_range: Annotated[Interval, AfterValidator(_of_cosines)] = (0.0, 1.0)
         """The cosines that become the ends of the reward range; one beyond them becomes the nearer end. Models
         differ in what they give unrelated texts: look at the component `cosine`. Default: 0 to 1."""
 
@@ -55,7 +62,8 @@ class SimilarityJudge(Leaf):
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
         low, high = config.score_range
         cosine = min(max(low + share * (high - low), -1.0), 1.0)
-        return Reply(value=[[1.0, 0.0], [cosine, math.sqrt(1.0 - cosine * cosine)]])
+        reference = [cosine, math.sqrt(1.0 - cosine * cosine)]
+        return Reply(value=[[1.0, 0.0], *[reference] * (len(request.messages) - 1)])
 
     def __init__(self, name: str, config: Config, *, sources: Sequence[str]) -> None:
         checked(name, config)
@@ -72,23 +80,21 @@ class SimilarityJudge(Leaf):
         return None
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
-        reference = reference_text(sample.ground_truth) or ""
-        if is_blank(reference):
+        truth = sample.ground_truth
+        references = [reference_text(each) or "" for each in (truth if isinstance(truth, (list, tuple)) else [truth])]
+        if not references or any(map(is_blank, references)):
             raise InputError("the sample has no ground truth, with which its response is compared")
-        texts = (self._config.prefix + neutralise(text) for text in (self._view.of(sample).response, reference))
+        texts = (self._config.prefix + neutralise(text) for text in (self._view.of(sample).response, *references))
         messages = tuple(Message(role="user", content=text) for text in texts)
         return Request(sample=sample, messages=messages, judge=self.name)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
-        """Read the two vectors. Raises `InvalidReply`."""
+        """Read the vectors. Raises `InvalidReply`."""
         vectors = reply.value
-        if not isinstance(vectors, list) or len(vectors) != 2:
-            raise InvalidReply("the reply does not hold two embeddings")
-        one, other = vectors
-        length = math.hypot(*one) * math.hypot(*other)
-        if not 0 < length < math.inf:
-            raise InvalidReply("an embedding has no direction: its length is 0 or too large")
-        return self.mapped(RawScore(min(max(math.fsum(map(mul, one, other)) / length, -1.0), 1.0), {}))
+        if not isinstance(vectors, list) or len(vectors) != len(request.messages):
+            raise InvalidReply(f"the reply does not hold one embedding for each of {len(request.messages)} texts")
+        shown, *references = vectors
+        return self.mapped(RawScore(max(_cosine(shown, reference) for reference in references), {}))
 
     def mapped(self, raw: RawScore) -> Verdict:
         config = self._config
@@ -107,3 +113,10 @@ class SimilarityJudge(Leaf):
 
     def component_names(self) -> tuple[str, ...]:
         return ("cosine",)
+
+
+def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    length = math.hypot(*one) * math.hypot(*other)
+    if not 0 < length < math.inf:
+        raise InvalidReply("an embedding has no direction: its length is 0 or too large")
+    return min(max(math.fsum(map(mul, one, other)) / length, -1.0), 1.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ..config.nodes import PositiveInt
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName
 from ..errors import InvalidReply, QRewardError
 from ..samples import fits_float32
@@ -20,6 +21,9 @@ from .openai import OpenAISource
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, name_of, usage_of
 from .values import read_json
+
+_MARKS = 4
+"""Tokens that a model adds to a text, at most."""
 
 
 class EmbeddingsAnswer(Answer):
@@ -85,7 +89,9 @@ class Embeddings(Dialect):
         return {"model": model, "input": [text_of(message["content"]) for message in request.messages]}
 
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
-        return body.pop("input"), 0, 0
+        texts = body.pop("input")
+        # Models put marks at the begin and the end of each text.
+        return texts, 0, _MARKS * len(texts)
 
     def thinks(self, parameters: Mapping[str, Any]) -> bool:
         return False
@@ -111,6 +117,10 @@ class EmbeddingsSource(OpenAISource):
 
         model: ModelName
         """Name of the model on the server."""
+
+        max_reply_bytes: PositiveInt = 33_554_432
+        """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. 32 embeddings of 4,096
+        numbers take 3 MB. Default: 32 MiB."""
 
     answers = (VECTORS,)
     usual_latency_s = 0.2

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import NotStarted
+from ..errors import NotStarted, SampleFault
 from ..secrets import EXCERPT_CHARS, one_line
 from ..system.functions import FunctionNotFound, PathLoader, no_such_name
 from ..system.ray_actors import missing_ray, ray_is_up
@@ -38,8 +38,9 @@ class RayMethod(PathLoader):
         """Find the actor, and return an async function that calls its method.
 
         Cancelling a call cancels it in the actor if it waits there, or if the method is async. A sync method that has
-        begun goes on, and later calls wait for its end. A call raises what the method raises, and NotStarted if the
-        actor does not answer or is gone; the next call looks for an actor of this name again.
+        begun goes on, and later calls wait for its end. A call raises what the method raises, SampleFault if the actor
+        dies meanwhile, and NotStarted if it does not answer or is gone; the next call looks for an actor of this name
+        again.
 
         Raises FunctionNotFound.
         """
@@ -65,8 +66,10 @@ class RayMethod(PathLoader):
             except RayTaskError as error:
                 raise error.cause from None
             except RayActorError as error:
+                # This call may have killed it. Those that waited in it have their further try, too.
                 method = None
-                raise NotStarted(f"{self.path}: {one_line(str(error), EXCERPT_CHARS)}") from None
+                problem = f"{self.path}: its actor died ({one_line(str(error), EXCERPT_CHARS)})"
+                raise SampleFault(problem, reason="crashed") from None
 
         return call
 
@@ -82,9 +85,15 @@ class RayMethod(PathLoader):
         if actor is None:
             namespace = self._namespace or ray.get_runtime_context().namespace
             named = [f"{each['namespace']}/{each['name']}" for each in ray.util.list_named_actors(all_namespaces=True)]
+            elsewhere = next((name for name in sorted(named) if name.endswith(f"/{self._actor}")), None)
+            remedy = (
+                f"Did you mean {_SCHEME}{elsewhere}.{self._method}?"
+                if elsewhere
+                else "Start it first, by options(name=...)."
+            )
             raise FunctionNotFound(
                 f"no actor {self._actor!r} runs in the namespace {namespace!r} (named actors: "
-                f"{', '.join(sorted(named)[:_MOST_NAMES]) or 'none'}). Start it first, by options(name=...)."
+                f"{', '.join(sorted(named)[:_MOST_NAMES]) or 'none'}). {remedy}"
             )
         if not hasattr(actor, self._method):
             raise FunctionNotFound(no_such_name(actor, f"the actor {self._actor!r}", self._method))

@@ -68,10 +68,12 @@ class Stream(Generic[S, R]):
                 else:
                     await self._changed.wait()
         finally:
-            for task in await cancel_all([feeder, *(task for _, task in held)], within_s=END_WITHIN_S):
+            tasks = [feeder, *(task for _, task in held)]
+            for task in await cancel_all(tasks, within_s=END_WITHIN_S):
                 abandon(task)
-            if not feeder.cancelled() and feeder.done():
-                feeder.exception()  # marks it as retrieved, so that asyncio does not log it after another exception
+            for task in tasks:
+                if task.done() and not task.cancelled():
+                    task.exception()  # marks it as retrieved, so that asyncio does not log it after another exception
 
     async def _feed(self) -> None:
         samples = _aiter(self._samples)

@@ -42,7 +42,7 @@ def test_a_rollout_is_scored(seen):
     tree, samples = seen
     trace = rollout("It is 42")
     assert score(reward(tree), trace) == 1.0
-    assert trace.metrics == {"qreward/words": 3.0}
+    assert trace.metrics == {"qreward/score/words": 3.0}
     (sample,) = samples()
     assert [turn["content"] for turn in sample.messages] == ["Be short.", "How much?"]
     assert (sample.response, sample.ground_truth, dict(sample.extras)) == ("It is 42", "42", {"level": 3})

@@ -80,15 +80,15 @@ def test_math_verify_is_imported_before_the_first_call() -> None:
     [
         (r"\boxed{9^9^9^9}", "1", 0),
         (r"\boxed{9^{9^{9^{9}}}}", "1", 0),
-        (r"\boxed{9 ** (9 ** 9)}", "1", 0),
-        ("It is\n$9^{9^9}$", "1", 0),
-        (r"\boxed{99999999!}", "1", 0),
-        (r"\boxed{7^{7^{7^7}}}", "$7^{7^{7^7}}$", 1),
+        (r"\boxed{ 9 ** 9 ** 9 }", "1", 0),
         (r"The last digit of $7^{7^{7^7}}$ is \boxed{3}", "3", 1),
+        (r"The last digit of $7^{7^{7^7}}$ is $3$.", "3", 1),
+        (r"Therefore $2^{1000000} \bmod 7 = 2$.", "2", 1),
+        (r"\boxed{2 \cdot 3^{250000}}", r"2\cdot3^{250000}", 1),
         (r"\boxed{2^{2^3}}", "256", 1),
         (r"\boxed{10^{100}}", "10^{100}", 1),
         (r"\boxed{5!}", "120", 1),
     ],
 )
-def test_a_power_that_sympy_would_compute_for_ever_is_compared_as_a_text(answer: str, truth: str, score: int) -> None:
+def test_a_tower_that_sympy_would_compute_for_ever_gets_a_0_at_once(answer: str, truth: str, score: int) -> None:
     assert checks.math(answer, truth) == score

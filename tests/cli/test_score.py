@@ -54,6 +54,15 @@ def function_config(tmp_path, write_config, body, **source):
     write_config(sources={"f": source}, judges={"f": {"kind": "function"}})
 
 
+def test_a_function_that_workers_cannot_load_is_one_error(run_cli, tmp_path, write_config, write_rows, row):
+    function_config(tmp_path, write_config, "", mode="process", devices=[0])
+    rows = write_rows([row(n) for n in range(40)])
+    result = run_cli("score", tmp_path / "config.yaml", rows, "--out", tmp_path / "out.jsonl")
+    assert result.exit_code == 2
+    (error,) = (line for line in result.stderr.splitlines() if "functions.py" in line)
+    assert error.startswith(f"error: {tmp_path / 'config.yaml'}: sources.f.function (line ")
+
+
 def test_what_several_judges_said_is_one_line(server, run_cli, write_rows, row, tmp_path):
     source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
     leaves = {name: {"kind": "llm", "score_range": [0, 1], "instructions": name} for name in ("first", "second")}
@@ -95,6 +104,8 @@ def test_rows_of_a_group_that_follow_each_other_are_compared(run_cli, scored, wr
         result = run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl")
         assert (result.exit_code, server.report().requests) == (0, 2), result.output
     assert [each["reward"] for each in scored()] == [0.0, 1.0, 0.5, 1.0, 0.0]
+    result = run_cli("score", config, write_rows([*rows, rows[0]]), "--out", tmp_path / "mixed.jsonl")
+    assert (result.exit_code, "the group 'a' goes on behind rows of other groups" in result.stderr) == (2, True)
 
 
 def test_a_list_in_a_json_file_is_scored_to_lines(score, read_rows, row, write_rows, tmp_path):

@@ -154,6 +154,7 @@ async def test_it_is_asked_by_its_own_kind_of_judge_only():
             ({"c": chat}, {"kind": "similarity"}, "embeddings"),
             (tree["sources"], {"kind": "llm"}, "no source of kind openai"),
             (tree["sources"], {"kind": "similarity", "score_range": [1, 0]}, "judges.near.score_range"),
+            (tree["sources"], {"kind": "similarity", "score_range": [0, 10]}, "a cosine is from -1 to 1"),
             ({"e": {**tree["sources"]["e"], "parameters": {"input": "x"}}}, {"kind": "similarity"}, "parameters.input"),
             (
                 {"e": {**tree["sources"]["e"], "parameters": {"stream": True}}},
@@ -179,17 +180,22 @@ async def test_vectors_for_callers_are_in_order_and_equal_texts_are_sent_once():
     assert found[:101] == [vector(text) for text in [*texts, "ab"]]
     assert found[102] == found[100]
     assert [found[place].reason for place in (101, 103)] == ["input", "input"]
-    assert sorted(len(body["input"]) for body in embedder.bodies) == [1, 37, 64]
+    assert sorted(len(body["input"]) for body in embedder.bodies) == [1, 5, 32, 32, 32]
 
 
-async def test_a_failed_list_is_the_failure_of_its_texts():
-    embedder = Embedder(lambda texts: [{"embedding": [1.0]}] * (2 if "bad" in texts else len(texts)))
+async def test_a_text_that_is_refused_is_the_failure_of_no_other():
+    embedder = Embedder(lambda texts: [{"embedding": [1.0]}] * (len(texts) + ("bad" in texts)))
     async with embedder.tree() as tree, RewardEngine(tree) as engine:
-        found = await engine.embed_all("e", [*map(str, range(64)), "bad"])
-        with pytest.raises(TextFailed):
-            await engine.embed("e", "bad")
-    assert found[:64] == [[1.0]] * 64
-    assert isinstance(found[64], TextFailed)
+        found = await engine.embed_all("e", [*map(str, range(20)), "bad", *map(str, range(20, 40))])
+        with pytest.raises(TypeError, match="several texts"):
+            await engine.embed_all("e", "bad")
+    assert isinstance(found.pop(20), TextFailed)
+    assert found == [[1.0]] * 40
+
+
+async def test_of_several_ground_truths_the_nearest_counts():
+    several, none = await scored(Embedder(), sample("abc", truth=["gh", "cab"]), sample("abc", truth=[]))
+    assert (several.reward, none.label) == (pytest.approx(1.0), "infra/input")
 
 
 async def test_a_client_s_own_request_goes_through_the_proxy():

@@ -27,6 +27,8 @@ class Judge:
     def score(self, data_source, solution_str, ground_truth, extra_info):
         if solution_str == "raise":
             raise ValueError("no such answer")
+        if solution_str == "die":
+            os._exit(1)
         return {"score": float(len(solution_str)), "gpus": len(ray.get_gpu_ids())}
 
     def each(self, samples):
@@ -141,3 +143,13 @@ def test_a_method_that_is_not_there_is_refused(cluster, function, problem):
 def test_devices_are_those_that_ray_gives():
     with pytest.raises(ConfigurationError, match=r"sources\.rm\.devices: Ray gives an actor its devices"):
         RewardEngine(tree("ray:judge.score", devices=[0]))
+
+
+async def test_a_sample_that_kills_its_actor_costs_no_other_one(cluster):
+    actor = started(Judge, "mortal", max_restarts=-1)
+    async with RewardEngine(tree("ray:mortal.score")) as engine:
+        outcomes = await engine.score_all(samples(*"abcdef", "die"))
+    *healthy, dead = outcomes
+    assert [outcome.reward for outcome in healthy] == [1.0] * 6
+    assert (dead.label, dead.spent.attempts) == ("infra/crashed", 2)
+    del actor

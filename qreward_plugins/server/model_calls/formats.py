@@ -106,6 +106,9 @@ class EmbeddingsFormat(OpenAIFormat):
     dialects: ClassVar[tuple[str, ...]] = ("embeddings",)
     path = "/embeddings"
 
+    def refusal(self, body: Mapping[str, Any]) -> str:
+        return "embeddings are no stream; leave out `stream`" if body.get("stream") else super().refusal(body)
+
 
 class MessagesFormat(Format):
     """Anthropic's messages."""

@@ -24,7 +24,7 @@ from .control_tokens import is_blank, neutralise
 from .leaf import Leaf, checked, fingerprint
 from .sample_texts import reference_text
 from .verdicts import Scale
-from .views import Show, View
+from .views import ShowResponse, View
 
 
 def _of_cosines(value: tuple[float, float]) -> tuple[float, float]:
@@ -49,7 +49,7 @@ class SimilarityJudge(Leaf):
         prefix: Annotated[str, Field(max_length=1000)] = ""
         """Put before both texts, for models that were trained with it (`query: `). Default: nothing."""
 
-        show: Show = Show()
+        show: ShowResponse = ShowResponse()
         """What of the response counts. The prompt is not sent. Default: all but the thoughts with which it begins."""
 
     asks = VECTORS

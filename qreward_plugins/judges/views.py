@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import model_validator
+from typing_extensions import Self
 
 from ..config.nodes import Node
 from ..errors import InputError
@@ -29,8 +30,8 @@ _PATTERN_S = 0.05
 _NOTHING: Message = {"role": "user", "content": ""}
 
 
-class Show(Node):
-    """What the judge sees of a sample."""
+class ShowResponse(Node):
+    """What the judge sees of a response."""
 
     response: Literal["without_thinking", "all", "answer"] = "without_thinking"
     """What it sees of the response. `without_thinking` (default): all but the thoughts with which it begins, such as
@@ -41,17 +42,21 @@ class Show(Node):
     """Where the answer stands, for `response: answer`: `all`, `boxed`, `last_line`, `tag`, `marked` or a mapping with
     `regex`, as for the ready-made checks. Default: none."""
 
-    prompt: Literal["all", "last_user", "none"] = "all"
-    """What it sees of the prompt: all turns (default), the last turn of the user, or nothing. Images of other turns are
-    not sent."""
-
     @model_validator(mode="after")
-    def _answers_are_found(self) -> Show:
+    def _answers_are_found(self) -> Self:
         if self.response == "answer" and self.extract is None:
             raise ValueError("`response: answer` needs `extract`, which says where the answer stands")
         if self.response != "answer" and self.extract is not None:
             raise ValueError("`extract` needs `response: answer`")
         return self
+
+
+class Show(ShowResponse):
+    """What the judge sees of a sample."""
+
+    prompt: Literal["all", "last_user", "none"] = "all"
+    """What it sees of the prompt: all turns (default), the last turn of the user, or nothing. Images of other turns are
+    not sent."""
 
 
 class View:
@@ -61,9 +66,10 @@ class View:
     It says once in the log what the judge does not see.
     """
 
-    def __init__(self, name: str, show: Show, answer: AnswerPattern | str | None = None) -> None:
+    def __init__(self, name: str, show: ShowResponse, answer: AnswerPattern | str | None = None) -> None:
         self._name = name
         self._show = show
+        self._prompt = show.prompt if isinstance(show, Show) else "all"
         place = show.extract if answer is None else answer
         self._extract: Extract | None = {"regex": place.regex} if isinstance(place, AnswerPattern) else place
         self._said: set[str] = set()
@@ -86,9 +92,9 @@ class View:
         """Return the sample with the turns that the judge sees, and without images of what it does not see."""
         if self._extract is not None and sample.response_images:
             sample = replace(sample, response_images=())
-        if self._show.prompt == "none":
+        if self._prompt == "none":
             return replace(sample, messages=(_NOTHING,))
-        if self._show.prompt == "all":
+        if self._prompt == "all":
             return sample
         turns: list[Any] = [turn for turn in checked_turns(sample.messages) if turn.get("role") == "user"]
         if not turns:

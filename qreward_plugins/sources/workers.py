@@ -213,7 +213,7 @@ class WorkerPool:
         """Start all workers ahead of the first call, and wait until each has loaded the function or failed. Return the
         variables of those that run, by process id. Cancelling ends only the wait.
 
-        Raises CannotLoad or PoolClosed. Another failure is left to the calls, which start workers again.
+        Raises CannotLoad or PoolClosed. A failure of some of them is left to the calls, which start workers again.
         """
         if self._closed:
             raise PoolClosed
@@ -225,6 +225,8 @@ class WorkerPool:
             failure = PoolClosed() if start.cancelled() else start.result()
             if isinstance(failure, (CannotLoad, PoolClosed)):
                 raise failure
+            if failure is not None and not self._workers:
+                raise CannotLoad(f"no worker process could be started ({_described(failure)})")
         return {worker.pid: worker.variables for worker in self._workers}
 
     async def call(self, message: bytes, limit_s: float, *, on_start: Callable[[], None]) -> tuple[bytes, bytes]:

@@ -40,6 +40,9 @@ def plurals(data_sources, solution_strs, ground_truths, extra_infos):
 
 async def awaited(**_):
     return 1.0
+
+if (Path(__file__).parent / "out of memory").exists():
+    os._exit(9)
 """
 
 
@@ -92,6 +95,13 @@ async def test_a_call_may_carry_several_samples(tree):
     async with RewardEngine(tree("plurals", batch={"max_size": 4})) as engine:
         outcomes = await engine.score_all(samples("a", "bb", "ccc"))
     assert [outcome.reward for outcome in outcomes] == [1.0, 2.0, 3.0]
+
+
+async def test_workers_that_all_die_while_they_load_stop_the_start(tree, tmp_path):
+    (tmp_path / "out of memory").touch()
+    async with RewardEngine(tree()) as engine:
+        with pytest.raises(ConfigurationError, match=r"sources\.rm\.function.*no worker process could be started"):
+            await engine.score_all(samples("a"))
 
 
 async def test_names_of_lists_are_for_batches_only(tree):

@@ -40,7 +40,7 @@ class QRewardVerifyRequest(BaseVerifyRequest):  # type: ignore[misc]
 
 
 class QRewardVerifyResponse(BaseVerifyResponse):  # type: ignore[misc]
-    """A rollout with its reward. Components are numbers beside it, `score/NAME`, of which NeMo-Gym makes metrics."""
+    """A rollout with its reward. NeMo-Gym makes metrics of its components, the numbers `score/NAME`."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -114,7 +114,7 @@ def mathematics(solution_str: str, ground_truth: Any, **_: Any) -> float:
     # It warns at each call that it has no time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     truths, response = _truths(ground_truth), after_thoughts(solution_str)
-    if _is_huge_tower(extracted(response, "boxed")) and not any("^" in truth for truth in truths):
+    if _is_huge_tower(extracted(response, "boxed")) and not any(map(_POWER.search, truths)):
         return 0.0
     golds = []
     for truth in truths:

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -112,6 +112,8 @@ def prepare(rollouts: Path, config_path: Path, out: Path, *, overwrite: bool = F
     config = load_config(config_path)
     with ERRORS.status(Text(f"reading {rollouts} ...")):
         total = check_rollouts(rollouts, out=out, overwrite=overwrite)
+        if compares_siblings(config):
+            _check_groups(rollouts, read_rollouts(rollouts))
     read = functools.partial(read_rollouts, rollouts)
     if config.engine.server is not None:
         return Plan(rollouts, out, total, config, config_path, read)
@@ -182,26 +184,36 @@ async def _outcomes(engine: RewardEngine, rows: _Rows) -> AsyncGenerator[tuple[S
 
 
 async def _groups(rows: _Rows) -> AsyncGenerator[list[Sample], None]:
-    """Yield the rows of each group. Raises `InputError` for a group that other rows interrupt, and for a huge one."""
     group: list[Sample] = []
-    done: set[tuple[str | None, int | None]] = set()
     async for sample in rows:
-        key = sample.group_id, sample.step
-        if group and (sample.group_id is None or key != (group[0].group_id, group[0].step)):
-            done.add((group[0].group_id, group[0].step))
+        if group and (sample.group_id is None or _group_of(sample) != _group_of(group[0])):
             yield group
             group = []
-        if sample.group_id is not None and key in done:
-            problem = "goes on behind rows of other groups, and a judge compares the rows of a group"
-            raise InputError(f"the group {sample.group_id!r} {problem}; sort the rows by group_id (and step)")
         group.append(sample)
-        if len(group) > _LARGEST_GROUP:
-            raise InputError(
-                f"the group {sample.group_id!r} has more than {_LARGEST_GROUP:,} rows, which no judge compares; does "
-                "group_id name the prompt?"
-            )
     if group:
         yield group
+
+
+def _group_of(sample: Sample) -> tuple[str | None, int | None]:
+    return sample.group_id, sample.step
+
+
+def _check_groups(path: Path, rollouts: Iterator[Rollout]) -> None:
+    """Raise `InputError` for a group that other rows interrupt, and for a huge one: no judge could compare it."""
+    last, size, ended = None, 0, set[Any]()
+    for number, rollout in enumerate(rollouts, start=1):
+        group = _group_of(rollout.sample)
+        if group != last:
+            ended.add(last)
+            last, size = group, 0
+        size += 1
+        if group[0] is None:
+            continue
+        where = f"{path}, row {number}: the group {group[0]!r}"
+        if group in ended:
+            raise InputError(f"{where} goes on behind rows of other groups; sort the rows by group_id (and step)")
+        if size > _LARGEST_GROUP:
+            raise InputError(f"{where} has more than {_LARGEST_GROUP:,} rows; does group_id name the prompt?")
 
 
 async def _close(engine: RewardEngine) -> JournalError | None:

@@ -73,7 +73,7 @@ class SimilarityJudge(Leaf):
         self._scale = Scale(config.score_range, config.reward_range)
 
     def screen(self, sample: Sample) -> Verdict | None:
-        """Return the floor for a response of which nothing is shown, if there is a floor."""
+        """Return the floor if nothing is shown of the response."""
         response: object = sample.response
         if isinstance(response, str) and is_blank(self._view.of(sample).response):
             return self.instead(Failed(Cause.POLICY, "empty", self._view.emptiness(response), judge=self.name))

@@ -19,7 +19,7 @@ from ..sources.base import Reply, Request
 DEFAULT_MAX_TOKENS = 1024
 
 _SET_BY_SOURCE = ("model", "messages", "stream", "stream_options", "n")
-_NOBODY = Sample([], "")
+_NO_SAMPLE = Sample([], "")
 
 
 def text_call(
@@ -28,7 +28,7 @@ def text_call(
     parameters: Mapping[str, Any] | None = None,
     *,
     name: str,
-    sample: Sample = _NOBODY,
+    sample: Sample = _NO_SAMPLE,
 ) -> Call[Reply]:
     """Return a call for the text that follows `messages`: `text` of the `Reply` that is its answer.
 

@@ -23,7 +23,7 @@ from .replies import Answer, Problem, name_of, usage_of
 from .values import read_json
 
 _MARKS = 4
-"""Tokens that a model adds to a text, at most."""
+"""Tokens that the limits allow for the marks which a model adds to each text."""
 
 
 class EmbeddingsAnswer(Answer):
@@ -90,7 +90,6 @@ class Embeddings(Dialect):
 
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
         texts = body.pop("input")
-        # Models put marks at the begin and the end of each text.
         return texts, 0, _MARKS * len(texts)
 
     def thinks(self, parameters: Mapping[str, Any]) -> bool:

@@ -186,7 +186,7 @@ class FunctionSource(SourceKind):
         self._threads: ThreadSlots | None = None
         self._pool: WorkerPool | None = None
         self.started = not config.devices
-        """Whether there is nothing for `start` to do."""
+        """Whether `start` has done its work, or has none."""
         if is_async(self._function):
             if isinstance(loader, RayMethod):
                 self._slots = config.workers or 1

@@ -180,3 +180,11 @@ def test_processes_on_several_machines_divide_the_limits(tree, monkeypatch):
     tree["sources"]["a"]["limits"] = {"concurrency": 2, "requests_per_minute": 600}
     with pytest.raises(ConfigurationError, match="4"):
         reward(tree)
+
+
+def test_a_data_set_without_ground_truths_is_said_once(tree, caplog):
+    function = reward(tree)
+    for _ in range(2):
+        as_trl(function, [{"prompt": PROMPT, "solution": "18"}], ["so: 1"])
+    (said,) = [record.getMessage() for record in caplog.records if "ground_truth" in record.getMessage()]
+    assert "solution" in said

@@ -86,6 +86,7 @@ def test_math_verify_is_imported_before_the_first_call() -> None:
         (r"Therefore $2^{1000000} \bmod 7 = 2$.", "2", 1),
         (r"\boxed{2 \cdot 3^{250000}}", r"2\cdot3^{250000}", 1),
         (r"\boxed{2^{2^3}}", "256", 1),
+        (r"\boxed{2 ** 3 ** 2}", "2 ** 3 ** 2", 1),
         (r"\boxed{10^{100}}", "10^{100}", 1),
         (r"\boxed{5!}", "120", 1),
     ],

@@ -105,7 +105,7 @@ def test_rows_of_a_group_that_follow_each_other_are_compared(run_cli, scored, wr
         assert (result.exit_code, server.report().requests) == (0, 2), result.output
     assert [each["reward"] for each in scored()] == [0.0, 1.0, 0.5, 1.0, 0.0]
     result = run_cli("score", config, write_rows([*rows, rows[0]]), "--out", tmp_path / "mixed.jsonl")
-    assert (result.exit_code, "the group 'a' goes on behind rows of other groups" in result.stderr) == (2, True)
+    assert (result.exit_code, "row 6: the group 'a' goes on behind rows of other" in result.stderr) == (2, True)
 
 
 def test_a_list_in_a_json_file_is_scored_to_lines(score, read_rows, row, write_rows, tmp_path):

@@ -101,6 +101,12 @@ def test_a_topology_is_of_a_model(run_cli, words, says):
     assert (result.exit_code, says in " ".join(result.output.split())) == (2, True), result.output
 
 
+def test_a_file_is_a_configuration_whatever_its_name(run_cli, config, tmp_path):
+    config().rename(tmp_path / "judges")
+    result = run_cli("serve-judge", tmp_path / "judges", "--tp", 2)
+    assert (result.exit_code, "judges is a configuration, so write tensor_parallel" in result.output) == (2, True)
+
+
 @pytest.fixture
 def on_ray(config):
     """A configuration whose servers are to be placed on Ray."""

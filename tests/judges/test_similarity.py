@@ -210,6 +210,8 @@ async def test_a_client_s_own_request_goes_through_the_proxy():
         async with client.post(f"{server.url}/v1/embeddings", json=body) as reply:
             got = await reply.json()
             assert (reply.status, got["data"][0]["embedding"][:2]) == (200, [1.0, 1.0]), got
+        async with client.post(f"{server.url}/v1/embeddings", json={**body, "stream": True}) as reply:
+            assert (reply.status, "leave out `stream`" in await reply.text()) == (400, True)
         async with client.post(f"{server.url}/v1/chat/completions", json={**body, "messages": QUESTION}) as reply:
             assert reply.status == 404
     assert [each["input"] for each in embedder.bodies] == [["abc"]]

@@ -28,6 +28,7 @@ class ConcurrencyWindow:
 
     def __init__(self, largest: int = _LARGEST) -> None:
         self._largest = largest
+        self._workers = 1
         self.size = float(min(UNDECLARED_CONCURRENCY, largest))
         self._threshold = math.inf
         self._ceiling = math.inf
@@ -36,6 +37,12 @@ class ConcurrencyWindow:
         self._answers_that_count = 0
         self._gained = 0.0
         self._step = 1.0
+
+    def divide(self, workers: int) -> None:
+        """Share a size that was never cut with the workers that came: together they start as one does."""
+        if workers > self._workers and not self.cut:
+            self.size = max(1.0, self.size * self._workers / workers)
+        self._workers = workers
 
     def limit_to(self, largest: int) -> None:
         """Change the largest size."""

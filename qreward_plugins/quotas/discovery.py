@@ -26,9 +26,7 @@ other lengths without knowing which of them the server uses.
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
-
-from .ledger import Ledger
+from typing import Literal, Protocol, TypeAlias
 
 WINDOW_S = 60.0
 """Window in seconds of a limit whose window is unknown."""
@@ -54,10 +52,21 @@ Probe: TypeAlias = Literal["", "run-up", "probe"]
 """How a request relates to a learned limit: allowed (empty), slightly early ("run-up"), or clearly exceeding it."""
 
 
+class Spending(Protocol):
+    """What was spent of a limit, as a `Ledger` keeps it."""
+
+    limit: float
+
+    def wait_s(self, amount: float, now: float) -> float: ...
+    def since(self, moment: float) -> float: ...
+    def remove_oldest(self, down_to: float, now: float) -> bool: ...
+    def change_window(self, window_s: float, now: float) -> None: ...
+
+
 class Discovery:
     """The learned limit of one ledger. `unit` is what it limits, for log messages ("requests", "tokens")."""
 
-    def __init__(self, ledger: Ledger, unit: str, window_s: float = WINDOW_S) -> None:
+    def __init__(self, ledger: Spending, unit: str, window_s: float = WINDOW_S) -> None:
         self.ledger = ledger
         self.origin: Origin = ""
         """Origin of the limit: "announced", "throttled", or empty if there is none."""
@@ -91,13 +100,27 @@ class Discovery:
         """The learned limit per minute; None if none is learned."""
         return self.ledger.limit * 60.0 / self.window_s if self.origin else None
 
-    def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` may be sent.
+    def adopt(self, now: float) -> None:
+        """Go on with the limit of the ledger, which another one has learned, and test it after a window."""
+        self.origin, self.learned_at, self._test_at = "throttled", now, now + self.window_s
 
-        An amount above the limit may be sent when the window is empty: a learned limit may be wrong, and must not make
-        a request impossible.
+    def room_seen(self, now: float) -> None:
+        """Test the limit at once: the server counts less than the ledger, which cannot be corrected."""
+        self._corrected, self._room_at = True, min(self._room_at, now)
+
+    def test_due(self, now: float) -> bool:
+        """Return whether a probe may be due now; `wait_s` decides."""
+        return not self._probing and now >= min(self._room_at, self._test_at)
+
+    def largest(self, amount: float) -> float:
+        """Return what a request of `amount` takes of the limit: a learned limit may be wrong, and must not make a
+        request impossible.
         """
-        wait = self.ledger.wait_s(min(amount, self.ledger.limit), now)
+        return min(amount, self.ledger.limit)
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Return the seconds until `amount` may be sent; if it is above the limit, until the window is empty."""
+        wait = self.ledger.wait_s(self.largest(amount), now)
         if wait <= 0 or self._probing:
             return wait
         if self.window_s > LONGEST_STOP_S:

@@ -30,12 +30,17 @@ _KEPT_S = 60.0
 """Shortest time, in seconds, for which entries are kept."""
 _MANY = 4096
 """Number of entries from which neighbours are merged."""
-_OUTLOOK = 64
+OUTLOOK = 64
 """Most parts of an outlook."""
 _TIDY_AT = 1024
 """Entries outside of the window from which they are dropped."""
 _ROUNDING = 1e-9
 _SHORTEST_WAIT_S = 1e-4
+
+
+def window_with_margin(window_s: float) -> float:
+    """Return for how long a ledger of this window counts what was spent, in seconds."""
+    return window_s + MARGIN_S
 
 
 class Ledger:
@@ -156,7 +161,7 @@ class Ledger:
         return math.fsum(self._amounts[bisect_right(self._at, moment) :]) + self.held
 
     def outlook(self, now: float) -> tuple[tuple[float, float], ...]:
-        """Return what is spent as (seconds until it has left the window, amount), in about `_OUTLOOK` parts at most.
+        """Return what is spent as (seconds until it has left the window, amount), in about `OUTLOOK` parts at most.
         The seconds of a held amount are infinity.
 
         Entries are grouped by time, not by number. A group of a fixed number could hold the end of one burst and the
@@ -165,7 +170,7 @@ class Ledger:
         self._forget(now)
         at, parts, start = self._at, [], self._first
         while start < len(at):
-            end = bisect_right(at, at[start] + self.window_s / _OUTLOOK, start)
+            end = bisect_right(at, at[start] + self.window_s / OUTLOOK, start)
             amount = math.fsum(self._amounts[start:end])
             if amount > 0:
                 parts.append((at[end - 1] + self.window_s - now, amount))
@@ -210,7 +215,7 @@ class Ledger:
         self._in_window = math.fsum(self._amounts[self._first :])
 
     def _set_window(self, window_s: float) -> None:
-        self.window_s = window_s + MARGIN_S
+        self.window_s = window_with_margin(window_s)
         self._grain_s = max(self.window_s, _KEPT_S) / _MANY
 
     def _forget(self, now: float) -> None:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from ..config import Limits
-from .ledger import MARGIN_S
+from .learned_limit import Heard, Learned, LearnedLimit
+from .ledger import MARGIN_S, window_with_margin
 from .pace import JITTER_S
 from .quota import Quota
 
@@ -26,11 +27,13 @@ _ROUNDING = 1e-6
 class SharedQuota(Quota):
     """The quota of one source of which this process has a share. The share is zero until `resize` sets it."""
 
+    _learns = LearnedLimit
+
     def __init__(self, limits: Limits, *, source: str, slots: int | None = None, jitter_s: float = JITTER_S) -> None:
         super().__init__(limits, source=source, slots=slots, jitter_s=jitter_s)
         self._whole = self._shares
         self.share: dict[Resource, float] = {}
-        """This process's share of each declared limit."""
+        """This process's share of each limit that is declared, or was learned."""
         self.valid_until = math.inf
         """When the share expires, in seconds of the clock of `now`."""
         self.left_tokens = math.inf
@@ -38,12 +41,47 @@ class SharedQuota(Quota):
         self.resize({}, workers=1, now=-math.inf)
 
     @property
+    def source(self) -> str:
+        """Name of the source."""
+        return self._source
+
+    @property
     def workers(self) -> int:
         """Number of workers that share the source."""
         return self._processes
 
+    @property
+    def learning(self) -> dict[Resource, LearnedLimit]:
+        """The limits that are not declared, and of which the keeper or this process has heard."""
+        limits = {window.unit: window.discovery for window in self._windows}
+        return {unit: one for unit, one in limits.items() if isinstance(one, LearnedLimit) and one.known}
+
     def limits(self) -> dict[Resource, tuple[float, float]]:
-        """Return the declared limits that are shared: (limit, window in seconds; 0: held until given back)."""
+        """Return the limits that are shared: (limit, window in seconds; 0: held until given back). The limit is
+        infinity while the keeper learns it.
+        """
+        learning = {unit: (one.whole, window_with_margin(one.window_s)) for unit, one in self.learning.items()}
+        return {**learning, **self.declared()}
+
+    def learn(self, learned: Mapping[Resource, Learned], now: float) -> str:
+        """Take over what the keeper has learned; return a log message if it is news, else ""."""
+        words = []
+        for window in self._windows:
+            what, limit = learned.get(window.unit), window.discovery
+            if what is None or not isinstance(limit, LearnedLimit) or not limit.learn(what, now):
+                continue
+            if what.origin:
+                words.append(f"all workers learned a limit of {what.limit:g} {window.unit} in {what.window_s:g} s")
+            elif limit.refuted_at == now:
+                words.append(f"the learned limit of {window.unit} was wrong: no limit until the next 429")
+        return "; ".join(words)
+
+    def heard(self, now: float) -> dict[Resource, Heard]:
+        """Return what this process heard of each limit that is learned, since the last call."""
+        return {unit: one.take(now) for unit, one in self.learning.items()}
+
+    def declared(self) -> dict[Resource, tuple[float, float]]:
+        """Return the declared limits that are shared."""
         whole = self._whole
         limits: dict[Resource, tuple[float, float]] = {}
         if self._limits.window == "bucket" and whole.requests < math.inf:
@@ -81,23 +119,29 @@ class SharedQuota(Quota):
         return self._pace.drained(now) + self.requests.held if self._pace is not None else 0.0
 
     def resize(self, share: Mapping[Resource, float], *, workers: int, now: float) -> None:
-        """Set the shares of all declared limits, zero for those that `share` omits. What was spent stays spent.
+        """Set the shares of all limits, zero for those that `share` omits. What was spent stays spent.
 
         `workers` is the number of workers that share the source.
         """
         whole = self._whole
-        self.share = {resource: share.get(resource, 0.0) for resource in self.limits()}
+        self.share = {name: share.get(name, 0.0) for name, (limit, _) in self.limits().items() if limit < math.inf}
         self._processes = max(1, workers)
+        if self._window is not None:
+            self._window.divide(self._processes)
+            self.concurrency = int(self._window.size)
+        for unit, learned in self.learning.items():
+            part = self.share.get(unit, math.inf)
+            learned.ledger.limit = math.floor(part + _ROUNDING) if unit == "requests" and part < math.inf else part
         new = whole
         if "burst" in self.share:
             burst = math.floor(self.share["burst"] + _ROUNDING)
             pace_per_s = whole.pace_per_s * burst / whole.burst
             new = replace(new, requests=whole.requests if burst else 0.0, burst=burst, pace_per_s=pace_per_s)
-        elif "requests" in self.share:
+        elif "requests" in self.share and whole.requests < math.inf:
             requests = float(math.floor(self.share["requests"] + _ROUNDING))
             burst = max(1, math.floor(whole.burst * requests / whole.requests))
             new = replace(new, requests=requests, burst=burst, pace_per_s=whole.pace_per_s * requests / whole.requests)
-        if "tokens" in self.share:
+        if "tokens" in self.share and whole.tokens < math.inf:
             new = replace(new, tokens=self.share["tokens"])
         if "concurrency" in self.share:
             concurrency = math.floor(self.share["concurrency"] + _ROUNDING)
@@ -117,11 +161,14 @@ class SharedQuota(Quota):
 
     def per_window(self) -> tuple[float, float]:
         requests, window_s = super().per_window()
-        return (max(requests, self._whole.requests / self._processes) if requests < math.inf else requests), window_s
+        return self._likely("requests", requests, self._whole.requests), window_s
 
     def tokens_per_window(self) -> float:
-        tokens = super().tokens_per_window()
-        return max(tokens, self._whole.tokens / self._processes) if tokens < math.inf else tokens
+        return self._likely("tokens", super().tokens_per_window(), self._whole.tokens)
+
+    def _likely(self, unit: Resource, share: float, declared: float) -> float:
+        whole = self.learning[unit].whole if unit in self.learning else declared
+        return max(share, whole / self._processes) if share < math.inf else share
 
     @property
     def burst(self) -> float:

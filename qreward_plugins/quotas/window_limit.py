@@ -124,8 +124,9 @@ class Ceiling:
 class WindowLimit:
     """What a source allows per window, and what was spent of it. Times are seconds of one monotonic clock."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, learns: type[Discovery] = Discovery) -> None:
         self.unit = unit
+        self._learns = learns
         self.ledger = Ledger()
         self.discovery: Discovery | None = None
         """What was learned of the limit; None if it is declared."""
@@ -163,7 +164,7 @@ class WindowLimit:
         if part < math.inf:
             self.discovery = None
         elif self.discovery is None:
-            self.discovery = Discovery(self.ledger, self.unit, window_s)
+            self.discovery = self._learns(self.ledger, self.unit, window_s)
 
     def keep_to_ceiling(self) -> None:
         """Scale this process's part of the declared limit down to the lower limit that the server announces."""
@@ -191,8 +192,7 @@ class WindowLimit:
 
     def capacity(self, until: float, amount: float, now: float) -> float:
         """Return how many requests of `amount` each may be sent in [now, until]; infinity without a limit."""
-        # A learned limit may be wrong, so a larger request takes a whole window of it.
-        largest = amount if self.discovery is None else min(amount, self.ledger.limit)
+        largest = amount if self.discovery is None else self.discovery.largest(amount)
         return self.ledger.capacity(until, largest, now)
 
     def reserve(self, amount: float, now: float) -> Probe:

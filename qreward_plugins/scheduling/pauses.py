@@ -30,6 +30,8 @@ LONGEST_S = 60.0
 """Pause in seconds if the source states none: it doubles from 429 to 429, from the first to the longest."""
 PROBE_AFTER_S = 60.0
 """Seconds of a pause after which one request probes the source."""
+TESTED_FIRST_S, TESTED_S = 0.5, 10.0
+"""Seconds for which other processes wait for this one's first request after a first pause, and after later ones."""
 _SHORTEST_S = 0.1
 """Shortest first pause, in seconds, even if the source asks for less."""
 _MOST_BURSTS = 4
@@ -49,7 +51,7 @@ this to one sample in 100."""
 class Pauses:
     """When a source may be asked again. Times are seconds of the event loop's clock."""
 
-    __slots__ = ("_at", "_in_row", "_probe_after_s", "_probe_at", "_since", "_until")
+    __slots__ = ("_at", "_in_row", "_probe_after_s", "_probe_at", "_since", "_tested_elsewhere", "_until")
 
     def __init__(self) -> None:
         self._until = -math.inf
@@ -57,6 +59,16 @@ class Pauses:
         self._probe_at = math.inf
         self._probe_after_s = PROBE_AFTER_S
         self._in_row = 0
+        self._tested_elsewhere = False
+
+    def tested_s(self, now: float) -> float:
+        """Seconds for which other processes should leave it to this one to find out whether the source accepts requests
+        again; 0: they need not. That is after a 429 that states no time, and from the second in a row on until one is
+        accepted.
+        """
+        if not self._in_row or self._probe_after_s != FIRST_S:
+            return 0.0
+        return TESTED_S if self._in_row > 1 else max(0.0, self._until + TESTED_FIRST_S - now)
 
     def left_s(self, now: float) -> float:
         """Seconds until the next request may go, which is a probe if the pause lasts longer; 0: now."""
@@ -106,6 +118,16 @@ class Pauses:
                 self._at = now
                 self._probe_at = math.inf
             self._pause(now + pause_s, now)
+
+    def tested_elsewhere(self, tested_s: float, now: float) -> None:
+        """Note that another process finds out for up to `tested_s` seconds whether the source accepts requests again.
+        If that is 0, none does, and a wait for it ends.
+        """
+        if tested_s > 0:
+            self._until, self._probe_at = max(self._until, now + tested_s), math.inf
+        elif self._tested_elsewhere:
+            self._until, self._in_row = min(self._until, now), 0
+        self._tested_elsewhere = tested_s > 0
 
     def answered(self, sent_at: float = math.inf) -> None:
         """Note an answer to a request sent at `sent_at`. It ends a pause that it was sent in. The growth starts anew if

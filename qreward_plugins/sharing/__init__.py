@@ -7,6 +7,7 @@
 `keeper`          the keeper: which reports it answers, when, and with what
 `division`        divides one limit between the workers by max-min fairness
 `share_table`     what each worker holds of one limit; the sum never exceeds it
+`learning`        learns a limit that nobody declared, from what all workers hear
 `ray_keeper`      the keeper as an actor of the Ray job
 `machine_keeper`  the keeper as a process of this machine, and `machine_channel`, the connection to it
 `private_directory`  where the processes of a machine find it

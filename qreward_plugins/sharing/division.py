@@ -15,7 +15,7 @@ that changes anyway, and one small change is sent every `SMALL_CHANGE_EVERY_S`.
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from .messages import Grant, Part
@@ -61,7 +61,7 @@ class Division(ShareTable):
 
     def report(self, worker: str, part: Part, now: float, *, limit: float, window_s: float) -> None:
         super().report(worker, part, now, limit=limit, window_s=window_s)
-        if part.more > self._states[worker].room(now) + ROUNDING:
+        if part.more > self._states[worker].room(now) + ROUNDING and self.limit < math.inf:
             self._waiting[worker] = None
         else:
             self._waiting.pop(worker, None)
@@ -71,6 +71,22 @@ class Division(ShareTable):
         super().drop(worker, now, silent=silent)
         self._waiting.pop(worker, None)
         self._fair = False
+
+    def change(self, limit: float, window_s: float, workers: Iterable[str]) -> bool:
+        changed = super().change(limit, window_s, workers)
+        if changed:
+            self._fair = False
+            if self.limit == math.inf:
+                self._waiting.clear()
+        return changed
+
+    def unit(self, worker: str) -> float:
+        """Return what the next request of a worker takes; 1 if it is not known."""
+        return self._states[worker].unit if worker in self._states else 1.0
+
+    def waiting(self) -> Iterable[str]:
+        """Return the workers that wait for more."""
+        return self._waiting
 
     def contended(self, now: float) -> bool:
         """Return whether a worker waits for more, or the shares exceed a limit that was lowered."""
@@ -97,7 +113,7 @@ class Division(ShareTable):
         """Raise the share of a worker that just reported to its fair share, as far as the limit is free, even if the
         worker does not need it now. Does nothing while other workers wait.
         """
-        if len(self._waiting) > (worker in self._waiting):
+        if self.limit == math.inf or len(self._waiting) > (worker in self._waiting):
             return
         state = self._states[worker]
         base = state.base(now)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..quotas.ledger import FOR_GOOD_S
 from .division import Division, WaitingLine
+from .learning import Learner
 from .messages import Answer, Grant, Report, SourceAnswer, SourceNews, SourceReport
 from .share_table import ROUNDING
 
@@ -57,18 +58,22 @@ class _Shared:
 
     def __init__(self) -> None:
         self.divisions: dict[Resource, Division] = {}
+        self.learners: dict[Resource, Learner] = {}
+        """Learns the limits that workers do not declare, once one of them has heard of any."""
         self.workers: dict[str, None] = {}
         self.pause_until = -math.inf
         self.open_until = -math.inf
         self.recovered_at = -math.inf
         self.typical: tuple[float, float] | None = None
+        self.tester, self.tested_until = "", -math.inf
+        """The worker that probes the source while it throttles and states no time, and until when the others wait."""
         self.recalled_at = -math.inf
         self.line: dict[str, None] = {}
         """Workers that cannot send because a share is too small, in order of arrival."""
 
     def has_news(self, now: float) -> bool:
         """Whether there is news that every worker should have."""
-        return max(self.pause_until, self.open_until) > now or now - self.recovered_at < HOLD_S
+        return max(self.pause_until, self.open_until, self.tested_until) > now or now - self.recovered_at < HOLD_S
 
     def is_empty(self, now: float) -> bool:
         """Whether a new state would say the same: nothing is spent, and no pause is left."""
@@ -176,6 +181,7 @@ class Keeper:
                 for worker in division.raise_shares(now, line):
                     self._to_answer[worker] = None
                     shared.raised(worker, now)
+            self._learn(shared, now)
             if now - shared.recalled_at >= RECALL_EVERY_S * max(1.0, len(shared.workers) / RECALL_WORKERS):
                 shared.recalled_at = now
                 self._recall(key, shared, line, now)
@@ -200,6 +206,7 @@ class Keeper:
         if self._held_reports:
             times.append(next(iter(self._held_reports.values()))[1] + HOLD_S)
         for shared in self._sources.values():
+            times += [learner.settles_at for learner in shared.learners.values()]
             for division in shared.divisions.values():
                 if division.contended(now):
                     times += [division.next_change(now), now + RECALL_EVERY_S]
@@ -220,15 +227,28 @@ class Keeper:
             division = shared.divisions.get(resource)
             if division is None:
                 division = shared.divisions[resource] = Division(limit, window_s)
-                if self.expired_at > -math.inf:
+                if self.expired_at > -math.inf and limit < math.inf:
                     division.hold(self.expired_at + counts_s)
+            heard = source_report.heard.get(resource)
+            if heard is not None:
+                limit, window_s = self._learner(shared, resource, limit, window_s, now).allows
             division.report(worker, source_report.parts[resource], now, limit=limit, window_s=window_s)
+            if heard is not None:
+                shared.learners[resource].hear(worker, heard, now)
+                if heard.throttled or heard.probed:
+                    self._to_answer[worker] = None  # more may follow, and a report that is held delays the next one
+            elif resource in shared.learners:
+                shared.learners[resource].leave(worker)
             division.raise_to_fair(worker, now)
             if division.share(worker) > source_report.parts[resource].share:
                 self._to_answer[worker] = None
         for resource, division in shared.divisions.items():
             if resource not in source_report.limits:
                 division.drop(worker, now, silent=True)  # this limit is declared no more
+        for resource, learner in shared.learners.items():
+            told = source_report.limits.get(resource)
+            if told != learner.allows if worker in learner.workers else not (told or "burst" in source_report.limits):
+                self._to_answer[worker] = None
         shared.report(worker, now)
         self._record_news(worker, shared, source_report.news, now)
         if new:
@@ -246,9 +266,34 @@ class Keeper:
         elif news.open_s > 0 and open_until > shared.open_until + RECALL_EVERY_S:
             shared.open_until, changed = open_until, True
         shared.typical = news.typical or shared.typical
+        if news.tested_s > 0 and (shared.tester == worker or now >= shared.tested_until):
+            changed = changed or now + news.tested_s > shared.tested_until + RECALL_EVERY_S
+            shared.tester, shared.tested_until = worker, now + news.tested_s
+        elif shared.tester == worker and news.tested_s <= 0:
+            shared.tester, shared.pause_until, shared.tested_until, changed = "", -math.inf, -math.inf, True
         if changed:
             self._news += 1
             self._to_answer.update(dict.fromkeys(other for other in shared.workers if other != worker))
+        if news.tested_s > 0:
+            self._to_answer[worker] = None  # the end of the test must not wait until this report is answered
+
+    def _learner(self, shared: _Shared, resource: Resource, told: float, window_s: float, now: float) -> Learner:
+        """Return the learner of a limit. A new one goes on with what the worker was told by an earlier keeper."""
+        learner = shared.learners.get(resource)
+        if learner is None:
+            division = shared.divisions[resource]
+            learner = shared.learners[resource] = Learner(division, resource, told, window_s, now)
+            self._to_answer.update(shared.workers)
+        return learner
+
+    def _learn(self, shared: _Shared, now: float) -> None:
+        """Tell the workers what was learned, and one of them that it is to probe."""
+        for learner in shared.learners.values():
+            if learner.settle(shared.workers, now):
+                self._to_answer.update(shared.workers)
+            self._to_answer.update(dict.fromkeys(learner.outdated(now)))
+            if shared.pause_until <= now and (worker := learner.probe(self._held_reports, now)):
+                self._to_answer[worker] = None
 
     def _recall(self, key: str, shared: _Shared, line: WaitingLine, now: float) -> None:
         for resource, division in shared.divisions.items():
@@ -267,15 +312,17 @@ class Keeper:
             grants: dict[Resource, Grant] = {
                 resource: recalled.get(key, {}).get(resource) or division.grant(worker, now)
                 for resource, division in shared.divisions.items()
-                if worker in division
+                if worker in division and division.limit < math.inf
             }
             news = SourceNews(
                 max(0.0, shared.pause_until - now),
                 max(0.0, shared.open_until - now),
                 now - shared.recovered_at < HOLD_S,
                 shared.typical,
+                max(0.0, shared.tested_until - now) if shared.tester != worker else 0.0,
             )
-            sources[key] = SourceAnswer(len(shared.workers), grants, news)
+            learned = {resource: learner.tell(worker) for resource, learner in shared.learners.items()}
+            sources[key] = SourceAnswer(len(shared.workers), grants, news, learned)
         return Answer(self.boot, number, sources)
 
     # Removal of workers
@@ -311,6 +358,11 @@ class Keeper:
         shared = self._sources[key]
         shared.workers.pop(worker, None)
         shared.line.pop(worker, None)
+        if shared.tester == worker:
+            shared.tester, shared.tested_until = "", -math.inf
+            self._to_answer.update(shared.workers)
+        for learner in shared.learners.values():
+            learner.leave(worker)
         for division in shared.divisions.values():
             division.drop(worker, now, silent=silent)
 

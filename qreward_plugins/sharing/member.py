@@ -12,6 +12,7 @@ last knew of a live keeper, because the next keeper started later than that.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from ..quotas.shared import Resource, SharedQuota
 from .division import MIN_CHANGE
 from .keeper import HOLD_S, MARGIN_S, TTL_S
 from .messages import Answer, Grant, Part, Report, SourceNews, SourceReport
+
+_log = logging.getLogger("qreward_plugins.sharing")
 
 NETWORK_JITTER_S = 0.15
 """How much the network delays of two requests to a server may differ, in seconds."""
@@ -85,10 +88,15 @@ class Member:
             self._wanted[key] = demand.requests > 0
             self._give_up(key, quota, demand, now)
             parts = {resource: self._part(key, quota, resource, demand, now) for resource in quota.limits()}
-            self._waits[key] = frozenset(resource for resource, part in parts.items() if part.more > _left(part))
+            self._waits[key] = frozenset(
+                resource for resource in quota.share if parts[resource].more > _left(parts[resource])
+            )
             if "concurrency" in parts:
                 self._counted[key] = max(quota.share["concurrency"], quota.in_flight)
-            sources[key] = SourceReport(quota.limits(), parts, news.get(key, SourceNews()))
+            for learned in quota.learning.values():
+                if not demand.requests:
+                    learned.give_back()
+            sources[key] = SourceReport(quota.limits(), parts, news.get(key, SourceNews()), quota.heard(now))
         return Report(self.name, self._number, sources, accepted=self._accepted)
 
     def change(self, quotas: Mapping[str, SharedQuota]) -> None:
@@ -123,6 +131,8 @@ class Member:
         for key, source_answer in answer.sources.items():
             quota = self._quotas.get(key)
             if quota is not None:
+                if words := quota.learn(source_answer.learned, now):
+                    _log.info("source %s: %s", quota.source, words)
                 limits = quota.limits()
                 self._grants[key] = dict(source_answer.grants)
                 # The limit may have been lowered since the report.
@@ -158,8 +168,9 @@ class Member:
         return ended
 
     def report_due(self, key: str, demand: Demand, now: float) -> bool:
-        """Return whether a report on a source is due at once. It is in three cases:
+        """Return whether a report on a source is due at once. It is in four cases:
 
+        - The keeper should know what was heard of a limit that it learns.
         - A call waits that the share does not allow, and the keeper does not know of it.
         - No call waits any more, and an unspent share is left for other workers.
         - Concurrency that was given up while in use is now free.
@@ -167,6 +178,8 @@ class Member:
         if self.must_await_answer(now):
             return False
         quota = self._quotas[key]
+        if any(learned.urgent or (learned.extra and not demand.requests) for learned in quota.learning.values()):
+            return True
         if key in self._counted and max(quota.share["concurrency"], quota.in_flight) < self._counted[key]:
             return True
         if not demand.requests:
@@ -175,7 +188,7 @@ class Member:
                 for resource, share in quota.share.items()
             )
         known = self._waits.get(key, frozenset())
-        for resource in quota.limits():
+        for resource in quota.share:
             if resource not in known:
                 part = self._part(key, quota, resource, demand, now)
                 left = part.share - quota.drained(now) if resource == "burst" else _left(part)
@@ -191,7 +204,7 @@ class Member:
         return self._unaccepted > 1 and now > self.valid_until - HOLD_S - MARGIN_S
 
     def _part(self, key: str, quota: SharedQuota, resource: Resource, demand: Demand, now: float) -> Part:
-        share = quota.share[resource]
+        share = quota.share.get(resource, 0.0)
         if resource == "burst":
             more = min(quota.limits()["burst"][0], quota.drained(now) + demand.requests) if demand.requests else 0.0
             return Part(share, self._owed(key, quota, now), more)

@@ -116,6 +116,8 @@ class _Known:
     """Whether calls waited for the source at the last report."""
     was_open: bool = False
     """Whether the circuit was open at the last report."""
+    tested_s: float = 0.0
+    """Seconds for which others waited for this process to test the source, at the last report."""
     recovered: bool = False
     """Whether the circuit closed again and the keeper has not confirmed a report of it."""
 
@@ -251,7 +253,7 @@ class Membership:
         demands = {key: self._demand(upstream) for key, upstream in self._upstreams.items()}
         for key, demand in demands.items():
             self._known[key].waited = demand.requests > 0
-        news = {key: self._news(key, upstream, now) for key, upstream in self._upstreams.items()}
+        news = {key: self._news(key, upstream, demands[key], now) for key, upstream in self._upstreams.items()}
         report = self.member.report(now, demands, news)
         call = asyncio.ensure_future(self._channel.exchange(report))
         urgent = asyncio.ensure_future(self._urgent.wait())
@@ -353,7 +355,7 @@ class Membership:
             )
             for upstream in self._upstreams.values():
                 assert isinstance(upstream.quota, SharedQuota)
-                if limits := upstream.quota.limits():
+                if limits := upstream.quota.declared():
                     # Completion tokens count when the reply comes, possibly a window later in another worker's share.
                     self._dispatcher.call_back(upstream, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
 
@@ -378,17 +380,21 @@ class Membership:
         known = self._known[key]
         if (known.was_open and upstream.breaker.closed) or (known.waited and not demand.requests):
             return True
+        tested_s = _tested_s(upstream, demand, now)
+        if tested_s > known.tested_s + _ROUNDING_S or tested_s <= 0 < known.tested_s:
+            return True
         return any(
             end > reported + _ROUNDING_S for end, reported in zip(known.own(upstream, now), known.reported, strict=True)
         )
 
-    def _news(self, key: str, upstream: Limited, now: float) -> SourceNews:
+    def _news(self, key: str, upstream: Limited, demand: Demand, now: float) -> SourceNews:
         known = self._known[key]
         known.reported = known.own(upstream, now)
         pause_s, open_s = (max(0.0, end - now) for end in known.reported)
         known.recovered = known.recovered or (known.was_open and upstream.breaker.closed)
         known.was_open = not upstream.breaker.closed
-        return SourceNews(pause_s, open_s, known.recovered, upstream.speed.typical)
+        known.tested_s = _tested_s(upstream, demand, now)
+        return SourceNews(pause_s, open_s, known.recovered, upstream.speed.typical, known.tested_s)
 
 
 def _ends(upstream: Limited, now: float) -> tuple[float, float]:
@@ -396,10 +402,16 @@ def _ends(upstream: Limited, now: float) -> tuple[float, float]:
     return now + upstream.pauses.left_s(now), now + upstream.breaker.open_s(now)
 
 
+def _tested_s(upstream: Limited, demand: Demand, now: float) -> float:
+    """Return for how many seconds this process tests a source; 0 if it has nothing to ask."""
+    return upstream.pauses.tested_s(now) if demand.requests > 0 or upstream.live else 0.0
+
+
 def _learn(limited: Limited, news: SourceNews, now: float) -> None:
     """Take in what other processes have learned."""
     if news.pause_s > 0:
         limited.pauses.paused_elsewhere(news.pause_s, now)
+    limited.pauses.tested_elsewhere(news.tested_s, now)
     if news.recovered:
         limited.breaker.answered_elsewhere(now)
     elif news.open_s > 0:

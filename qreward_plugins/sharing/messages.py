@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     # The process of a machine's keeper imports this module, and must stay small.
+    from ..quotas.learned_limit import Heard, Learned
     from ..quotas.shared import Resource
 
 
@@ -39,15 +40,20 @@ class SourceNews(NamedTuple):
     """Whether the circuit closed here, and may still be open in other processes."""
     typical: tuple[float, float] | None = None
     """Size in bytes and latency in seconds of a typical answer."""
+    tested_s: float = 0.0
+    """Seconds for which one worker finds out whether the source accepts requests again, while the others wait."""
 
 
 class SourceReport(NamedTuple):
     """A worker's report on one source."""
 
     limits: Mapping[Resource, tuple[float, float]]
-    """The declared limits: (amount, window in seconds; 0: held until given back)."""
+    """The declared limits: (amount, window in seconds; 0: held until given back), and those that the keeper learns as
+    it told them; infinity if it has not learned any yet."""
     parts: Mapping[Resource, Part]
     news: SourceNews = SourceNews()
+    heard: Mapping[Resource, Heard] = {}
+    """What the worker heard of each limit that the keeper learns."""
 
 
 class Report(NamedTuple):
@@ -84,6 +90,8 @@ class SourceAnswer(NamedTuple):
     """Number of workers that share the source."""
     grants: Mapping[Resource, Grant]
     news: SourceNews = SourceNews()
+    learned: Mapping[Resource, Learned] = {}
+    """What the keeper has learned of limits that are not declared, and which of them the worker is to probe."""
 
 
 class Answer(NamedTuple):

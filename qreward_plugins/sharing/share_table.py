@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 
 from .messages import Part
 
@@ -165,8 +166,20 @@ class ShareTable:
 
     def left(self, now: float) -> float:
         """Return what nobody has spent of the limit. What an earlier keeper may have given out is not spent."""
-        spent = math.fsum([state.spent(now) - state.held for state in self._states.values()])
-        return self.limit - spent - self._lost.total(now) + self._lost.amount(_UNKNOWN)
+        return self.unspent(now) - self._lost.total(now) + self._lost.amount(_UNKNOWN)
+
+    def unspent(self, now: float) -> float:
+        """Return what no worker says that it has spent of the limit: a lost one may have spent less than its charge."""
+        return self.limit - math.fsum([state.spent(now) - state.held for state in self._states.values()])
+
+    def spent_since(self, moment: float) -> float:
+        """Return what was spent after `moment`; a silent worker may have spent all that it is charged with."""
+        amounts = [amount for until, amount in self.entries() if until - self.window_s > moment]
+        return math.fsum(amounts) + self._lost.total(moment + self.window_s)
+
+    def entries(self) -> list[tuple[float, float]]:
+        """Return what was spent in the window: (when it leaves the window, amount)."""
+        return [entry for state in self._states.values() for entry in state.remains()]
 
     def next_change(self, now: float) -> float:
         """Return when more becomes free as time passes; infinity if only a report can free more."""
@@ -207,6 +220,16 @@ class ShareTable:
                 self._lost.hold(f"{worker} {number}", end if end < math.inf else now + self.window_s, amount)
         if self._states and state.declared == (self.limit, self.window_s):
             self._find_lowest()
+
+    def change(self, limit: float, window_s: float, workers: Iterable[str]) -> bool:
+        """Change the limit of workers that do not declare one; return whether it was another one."""
+        changed = False
+        for state in [self._states[worker] for worker in workers if worker in self._states]:
+            changed = changed or state.declared != (limit, window_s)
+            state.declared = limit, window_s
+        if changed:
+            self._find_lowest()
+        return changed
 
     def _raise(self, worker: str, share: float, now: float) -> None:
         """Set a share to `share`. The caller raises it by no more than what is free."""

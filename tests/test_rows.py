@@ -56,7 +56,11 @@ FEATURES: dict[tuple[int, str], str] = {
         engine/test_engine.py::test_real_limits_are_spent_and_kept
         reliability/test_token_limits.py::test_a_completion_is_counted_when_it_comes
         """,
-    (10, "learned limits"): "reliability/test_throttled.py::test_an_undeclared_window_is_found_without_a_storm",
+    (10, "learned limits"): """
+        reliability/test_throttled.py::test_an_undeclared_window_is_found_without_a_storm
+        sharing/test_learned_limits.py::test_all_workers_know_what_one_of_them_has_learned
+        bench/test_learned_limits.py::test_workers_learn_an_undeclared_limit_with_hardly_more_429s_than_one
+        """,
     (11, "retries by class of error"): """
         engine/test_resilience.py::test_the_class_of_an_error_decides_whether_it_is_asked_again
         engine/test_resilience.py::test_a_source_is_left_alone_for_as_long_as_it_asks

@@ -12,25 +12,34 @@ group on the job's barrier. This blocks only its own environment; its siblings h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from qreward_plugins import Config, Outcome, Sample, process_portal
+from qreward_plugins import Config, Outcome, Sample, Scored, process_portal
 from qreward_plugins.adapters import (
     Image,
     attach,
+    dialogue,
     fits_float32,
     is_image_part,
     load_layers,
     number_of,
     refuse_comparing,
+    refuse_dense,
     without_colocated,
 )
 
 from .barrier import means, settle
 
 _NO_PHASES = "ROLL does not tell its environments when it trains, so the judge would not sleep."
+
+_ONE_ROW = (
+    "this environment manager makes one row of a trajectory, with one reward. Those with a row for each step "
+    "(StepEnvManager, AgentNativeStepEnvManager) take them."
+)
 
 _NO_GROUPS = "ROLL spreads the trajectories of a group over processes."
 
@@ -44,7 +53,8 @@ class QRewardTrajectoryMixin:
 
     The configuration is `custom_envs.<tag>.qreward` (the tree, or the path of a file), or the file that
     `QREWARD_CONFIG` names; it is read once. The judge's reward is multiplied with `custom_envs.<tag>.qreward_weight`
-    (default 1.0) and added to the reward of the last step.
+    (default 1.0) and added to the reward of the last step; with `dense`, each turn's part of it to the reward of its
+    step.
 
     With `on_failure: auto`, `neutral` and `exclude`, a failed trajectory adds the mean of its group's scored
     trajectories, and is masked out of the loss. In training it waits for them, at most `groups.wait_s`. Then the group
@@ -65,15 +75,22 @@ class QRewardTrajectoryMixin:
             return super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
         settings = self._qreward_settings
         portal = process_portal(settings, processes=self._qreward_processes())
-        outcome = portal.score(self.trajectory_sample(rollout_cache))
+        sample = self.trajectory_sample(rollout_cache)
+        outcome = portal.score(sample)
         number, excluded = self._number(settings, outcome, rollout_cache)
         failed = excluded and outcome.reward is None
-        own = float(turns[-1].get("reward") or 0.0)
-        reward = own + self._weight() * number
-        if fits_float32(own) and not fits_float32(reward):
+        added = [0.0] * len(turns)
+        if settings.dense and not excluded and isinstance(outcome, Scored):
+            added = _by_turn(sample, outcome.verdict.dense, len(turns))
+        added[-1] += number - math.fsum(added)
+        own = [float(turn.get("reward") or 0.0) for turn in turns]
+        rewards = [before + self._weight() * each for before, each in zip(own, added, strict=True)]
+        if all(map(fits_float32, own)) and not all(map(fits_float32, rewards)):
             # It would be infinite in ROLL, which spoils the advantages of the whole group.
-            reward, excluded, failed = own, True, True
-        turns[-1]["reward"] = reward
+            rewards, excluded, failed = own, True, True
+        for turn, before, reward in zip(turns, own, rewards, strict=True):
+            if reward != before or turn is turns[-1]:
+                turn["reward"] = reward
         turns[-1]["metrics"] = {
             **turns[-1].get("metrics", {}),
             "qreward_failed": float(failed),
@@ -81,6 +98,8 @@ class QRewardTrajectoryMixin:
             "qreward_latency_s": portal.facts().of(outcome)["latency_s"],
         }
         rollout = super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
+        if settings.dense and len(rollout) < len(turns):
+            refuse_dense(settings, _ONE_ROW)
         if excluded:
             rollout.batch["response_mask"] = rollout.batch["response_mask"].zero_()
         return rollout
@@ -93,9 +112,11 @@ class QRewardTrajectoryMixin:
         messages = [message for turn in turns for message in _messages_of(turn)]
         first = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         group = f"{rollout_cache.tag}/{rollout_cache.group_id}/{getattr(self, 'episode_id', None)}"
+        response, said = dialogue(messages[first:])
         return Sample(
             messages=messages[:first],
-            response=_written(messages[first:]),
+            response=response,
+            turns=said,
             response_images=[Image.of(part) for message in messages[first:] for part in _images(message)],
             data_source=str(rollout_cache.tag),
             group_id=group,
@@ -161,6 +182,15 @@ def _settings_of(tree: Any, tag: Any) -> Config:
     return without_colocated(settings, _NO_PHASES, remedy="Give the judge devices of its own, and remove the key.")
 
 
+def _by_turn(sample: Sample, dense: Iterable[tuple[int, float]], count: int) -> list[float]:
+    """What each of the `count` turns of the policy adds to the reward. A step that ends before a turn does is of it."""
+    added = [0.0] * count
+    ends = [turn["end"] for turn in sample.turns if turn["role"] == "assistant"]
+    for end, reward in dense:
+        added[min(bisect_left(ends, end), count - 1)] += reward
+    return added
+
+
 def _acted(history: Sequence[Any]) -> list[Any]:
     """The turns in which the policy has responded; the last entry may be a turn without a response yet."""
     return [turn for turn in history if turn.get("llm_response") is not None]
@@ -188,16 +218,3 @@ def _messages_of(turn: Mapping[str, Any]) -> list[Any]:
 def _images(message: Mapping[str, Any]) -> list[Any]:
     content = message["content"]
     return [part for part in content if is_image_part(part)] if isinstance(content, list) else []
-
-
-def _written(messages: Sequence[Any]) -> str:
-    """A dialogue as text. A single message needs no role."""
-    if len(messages) == 1:
-        return _text(messages[0]["content"])
-    return "\n\n".join(f"{message['role']}: {_text(message['content'])}" for message in messages)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text", f"[{part.get('type', 'attachment')}]")) for part in content)

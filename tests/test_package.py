@@ -55,8 +55,8 @@ CODE_LINES = {
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;
-    # similarity.
-    "judges": 4_280,
+    # similarity. `turns`, and what each step adds to a score.
+    "judges": 4_430,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
     "cli": 3_890,
@@ -69,8 +69,8 @@ CODE_LINES = {
     "quotas": 1_630,
     "planning": 1_570,
     "server": 1_460,
-    # `siblings`: verl's workers get samples one by one.
-    "verl_adapter": 1_720,
+    # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
+    "verl_adapter": 1_880,
     "samples": 1_130,
     "observers": 860,
     # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
@@ -78,7 +78,7 @@ CODE_LINES = {
     # It records what slime trains on.
     "slime_adapter": 830,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
-    "roll_adapter": 835,
+    "roll_adapter": 845,
     # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges.
     "ui": 940,
     # Ready-made reward functions.

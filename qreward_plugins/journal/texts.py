@@ -188,6 +188,8 @@ def _rest(sample: Sample) -> Mapping[str, Any] | None:
         rest["prompt"] = sample.prompt
     if not isinstance(sample.ground_truth, (str, NoneType)):
         rest["ground_truth"] = sample.ground_truth
+    if sample.turns:
+        rest["turns"] = list(sample.turns)
     if sample.response_images or not _is_json(rest):
         rest["differs"] = True
     return rest or None

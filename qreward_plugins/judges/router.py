@@ -34,6 +34,12 @@ def refuse_comparing(config: Config, why: str, *, remedy: str) -> None:
         raise ConfigurationError([Mistake(f"judges.{names[0]}", f"siblings cannot be compared: {why}", remedy)])
 
 
+def refuse_dense(config: Config, why: str) -> None:
+    """Raise `ConfigurationError` if the trainer is to get rewards in parts. `why` says why it cannot, as a sentence."""
+    if config.dense:
+        raise ConfigurationError([Mistake("dense", f"rewards cannot come in parts: {why}", "Remove the key.")])
+
+
 def _comparing(config: Config) -> list[str]:
     asked = {part for judge in judges_in_charge(config) for part in (judge, *parts_of(config, judge))}
     return [name for name in config.judges if name in asked and issubclass(kind_of(config.judges[name]), GroupJudge)]
@@ -76,6 +82,10 @@ class JudgeRouter:
                 self._open(name)
             except ConfigurationError as error:
                 mistakes += error.mistakes
+        if config.dense and not any(kind_of(judge).splits(judge) for judge in config.judges.values()):
+            problem = "no judge says what each step adds to its score."
+            remedy = "Set `reduce` at a process reward model, or add a judge of kind `turns`; or remove the key."
+            mistakes.append(Mistake("dense", problem, remedy))
         if mistakes:
             # A judge that fails to open is reported again by each judge that it is a part of.
             raise ConfigurationError(list(dict.fromkeys(mistakes)))

@@ -20,7 +20,7 @@ from qreward_plugins.testing import JudgeServer
 from ..kit import each_of
 
 KEYS = {
-    "steps",
+    "steps", "dense",
     "reward", "outcome", "cause", "reason", "detail", "components", "correct", "rationale", "judge", "source", "model",
     "weight_version",
     "attempts", "prompt_tokens", "completion_tokens", "latency_s", "cost_usd", "cached", "cut",

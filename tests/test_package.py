@@ -56,10 +56,10 @@ CODE_LINES = {
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;
     # similarity. `turns`, and what each step adds to a score.
-    "judges": 4_430,
+    "judges": 4_480,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
-    "cli": 3_890,
+    "cli": 3_895,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_630,
     "acceleration": 2_280,
@@ -78,7 +78,7 @@ CODE_LINES = {
     # It records what slime trains on.
     "slime_adapter": 830,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
-    "roll_adapter": 845,
+    "roll_adapter": 855,
     # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges.
     "ui": 940,
     # Ready-made reward functions.

@@ -151,6 +151,10 @@ class Judge(ABC):
         """The judges that it awaits, if any."""
         return ()
 
+    def seen(self, sample: Sample) -> Sequence[Sample]:
+        """Return what the judges that it awaits see of a sample. Default: all see the sample."""
+        return (sample,)
+
     @property
     def calls(self) -> int:
         """The most calls that a sample takes, without retries."""

@@ -106,6 +106,12 @@ class JudgeRouter:
         """The judges that ask sources themselves, by name."""
         return {name: judge for name, judge in self.judges.items() if isinstance(judge, Leaf)}
 
+    def seen_by(self, leaf: str, sample: Sample) -> list[Sample]:
+        """Return what a judge that asks sources itself sees of a sample, through the judges that await it."""
+        awaiting = [judge for judge in self.judges.values() if leaf in (part.name for part in judge.parts)]
+        found = [each for judge in awaiting for each in judge.seen(sample)] or [sample]
+        return [each for place, each in enumerate(found) if each not in found[:place]]
+
     def judge_of(self, sample: Sample) -> Judge | None:
         """Return the judge for a sample; None if no route matches."""
         route = self.route_of(sample)

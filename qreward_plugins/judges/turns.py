@@ -92,6 +92,9 @@ class TurnsJudge(Judge):
     def component_names(self) -> tuple[str, ...]:
         return component_names(self.parts, (TURNS,))
 
+    def seen(self, sample: Sample) -> Sequence[Sample]:
+        return [turn for _, turn in _turns_of(sample)]
+
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         turns = dict(_turns_of(sample))
         if len(turns) == 1:

@@ -6,7 +6,7 @@ turns, and so that the journal keeps the answer on each turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, Literal
@@ -96,37 +96,37 @@ class TurnsJudge(Judge):
         return [turn for _, turn in _turns_of(sample)]
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        turns = dict(_turns_of(sample))
+        turns = list(_turns_of(sample))
         if len(turns) == 1:
-            ((end, only),) = turns.items()
-            return self._whole({end: await asked(self.name, self._judge, only, ask)})
-        said = await all_of({end: self._judge.judge(turn, ask) for end, turn in turns.items()})
-        verdicts: dict[int, Verdict] = {}
-        for number, (end, each) in enumerate(said.items(), start=1):
+            ((end, only),) = turns
+            return self._whole([end], [await asked(self.name, self._judge, only, ask)])
+        said = await all_of({number: self._judge.judge(turn, ask) for number, (_, turn) in enumerate(turns, start=1)})
+        verdicts: list[Verdict] = []
+        for number, each in said.items():
             if isinstance(each, Failed):
                 raise part_failed(self.name, f"{self._judge.name}, turn {number}", each)
-            verdicts[end] = each
-        return self._whole(verdicts)
+            verdicts.append(each)
+        return self._whole([end for end, _ in turns], verdicts)
 
-    def _whole(self, verdicts: Mapping[int, Verdict]) -> Verdict:
-        config, scores = self._config, [verdict.score for verdict in verdicts.values()]
+    def _whole(self, ends: Sequence[int], verdicts: Sequence[Verdict]) -> Verdict:
+        config, scores = self._config, [verdict.score for verdict in verdicts]
         reward = reduced(scores, config.reduce, config.discount)
         if not fits_float32(reward):
             detail = "the sum of the turns is not finite in float32"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
-        numbered = {f"turn {number}": verdict for number, verdict in enumerate(verdicts.values(), start=1)}
+        numbered = {f"turn {number}": verdict for number, verdict in enumerate(verdicts, start=1)}
         correct = None if config.correct_at is None else reward >= config.correct_at
-        name, below = self._judge.name, {key for verdict in verdicts.values() for key in verdict.components}
+        name, below = self._judge.name, {key for verdict in verdicts for key in verdict.components}
         means = {
-            f"{name}/{key}": fmean(each.components[key] for each in verdicts.values() if key in each.components)
+            f"{name}/{key}": fmean(each.components[key] for each in verdicts if key in each.components)
             for key in sorted(below)
         }
         parts = parts_of_score(scores, config.reduce, config.discount)
         return replace(
             combined(self.name, numbered, reward, correct=correct),
             components={TURNS: float(len(verdicts)), name: fmean(scores)} | means,
-            steps=tuple(zip(verdicts, scores, strict=True)),
-            dense=tuple(zip(verdicts, parts, strict=True)),
+            steps=tuple(zip(ends, scores, strict=True)),
+            dense=tuple(zip(ends, parts, strict=True)),
         )
 
 

@@ -8,6 +8,7 @@ after this check can rely on the types.
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +54,9 @@ def messages_of(prompt: Any) -> list[Message]:
 
 def dialogue(messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ResponseTurn, ...]]:
     """The messages of a response as its text and its turns. Each begins with its role; a single one is the text, and no
-    turn.
+    turn. Calls of tools are written as JSON.
     """
-    texts = [_plain_text(message["content"]) for message in messages]
+    texts = [_plain_text(message) for message in messages]
     if len(texts) == 1:
         return texts[0], ()
     response = ""
@@ -66,13 +67,17 @@ def dialogue(messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[Response
     return response, tuple(turns)
 
 
-def _plain_text(content: Any) -> str:
-    if not isinstance(content, (list, tuple)):
-        return content or ""
-    return "\n".join(
-        str(part.get("text", f"[{part.get('type', 'attachment')}]")) if isinstance(part, Mapping) else str(part)
-        for part in content
-    )
+def _plain_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    pieces = [content or ""]
+    if isinstance(content, (list, tuple)):
+        pieces = [
+            str(part.get("text", f"[{part.get('type', 'attachment')}]")) if isinstance(part, Mapping) else str(part)
+            for part in content
+        ]
+    if calls := message.get("tool_calls"):
+        pieces.append(f"[tool calls] {json.dumps(calls, ensure_ascii=False, default=str)}")
+    return "\n".join(filter(None, pieces))
 
 
 def _joined(content: Any) -> Any:
@@ -346,6 +351,8 @@ def _turns(value: Any) -> Sequence[Any]:
         end = turn.get("end")
         if type(end) is not int or end < before:
             raise InputError(f"[{number}] needs an `end`: the character of the response after its last one")
+        if type(turn["content"]) is not str:
+            raise InputError(f"[{number}] needs a content that is a text")
         before = end
     return turns
 

@@ -441,6 +441,17 @@ def test_each_turn_is_judged_on_what_was_said_before(keys: Any, score: float, de
     assert verdict.components == {"turns": 2.0, "a": 0.5, "a/x": 1.0}
 
 
+def test_a_turn_without_words_counts_as_one() -> None:
+    """It ends where the one before it does."""
+    silent = {"role": "assistant", "content": "", "end": 35}
+    judge = opened(whole={"kind": "turns", "judge": "a"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.IN_TURNS", dataclasses.replace(IN_TURNS, turns=[*IN_TURNS.turns, silent]))
+        verdict, seen = of_turns(judge, 0.25, 0.75, 0.5)
+    assert (len(seen), verdict.score) == (3, 0.5)
+    assert verdict.steps == ((12, 0.25), (35, 0.75), (35, 0.5))
+
+
 def test_a_response_of_one_turn_is_judged_as_it_is() -> None:
     verdict, names, _ = asked(opened(whole={"kind": "turns", "judge": "a"}), a=0.75)
     assert (names, verdict.score, verdict.dense) == (["a"], 0.75, ((3, 0.75),))

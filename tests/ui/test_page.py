@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import html
 import json
+import multiprocessing
+import os
 import re
 import sqlite3
 import time
@@ -16,12 +18,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, Trained, TrainingLog
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import NO_USAGE, Spent, Usage
 from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Request
-from qreward_plugins.ui import pages, samples
+from qreward_plugins.ui import figures, pages, samples
+from qreward_plugins.ui.figures import Figures
 from qreward_plugins.ui.pages import RunPage
 
 PAYLOADS = [
@@ -81,10 +85,19 @@ def read(*paths, urls):
 
     async def main():
         async with opened(*paths) as client:
-            answers = [await client.get(url) for url in urls]
-            return [(answer.status, await answer.text()) for answer in answers]
+            return [await whole(client, url) for url in urls]
 
     return asyncio.run(main())
+
+
+async def whole(client, url):
+    """The status and the text of a page, once nothing of it is being computed."""
+    while True:
+        # Each answer waits for a while itself.
+        async with client.get(url) as answer:
+            text = await answer.text()
+        if 'aria-busy="true"' not in text:
+            return answer.status, text
 
 
 def write(path, *entries, run_id="run", **options):
@@ -280,6 +293,55 @@ def test_the_audit_is_a_page(path, tmp_path):
     assert (status, "no training sample has a reward" in none) == (200, True)
 
 
+def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch, tmp_path):
+    """The first answer comes at once. Later ones show the last figures until there are newer ones."""
+    monkeypatch.setattr(figures, "WAIT_S", 0.0)
+    monkeypatch.setattr(figures, "REST", 0.0)
+    write(path, *((2, number, scored(1.0, judge="other"), {}) for number in range(1, 8)))
+
+    async def main():
+        async with opened(path) as client:
+            pages = []
+            for url in ("/compare", "/audit"):
+                pages += [await (await client.get(url)).text(), (await whole(client, url))[1]]
+            await asyncio.to_thread(write, path, (2, 8, scored(1.0), {}), (2, 8, scored(1.0, judge="other"), {}))
+            await client.get("/")
+            pages += [await (await client.get("/compare")).text(), (await whole(client, "/compare"))[1]]
+            await client.get("/audit")
+        return pages
+
+    compare, compared, audit, audited, stale, fresh = asyncio.run(main())
+    for first in (compare, audit):
+        assert "This is being computed" in first
+        assert "<table" not in first
+    assert "7 samples with a reward in both" in compared
+    assert "<table" in audited
+    assert "this is being computed again" in stale
+    assert "7 samples with a reward in both" in stale
+    assert "8 samples with a reward in both" in fresh
+    # Nothing that was started is left, whatever it did.
+    assert multiprocessing.active_children() == []
+
+
+def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monkeypatch):
+    monkeypatch.setattr(figures, "WAIT_S", 60.0)
+    os.mkfifo(fifo := str(path.parent / "kill"))
+
+    async def main():
+        kept = Figures()
+        waiting = asyncio.ensure_future(kept.of(1, open, fifo))
+        while not (children := multiprocessing.active_children()):
+            await asyncio.sleep(0)
+        children[0].kill()
+        with pytest.raises(JournalError, match="the process that computes this died"):
+            await waiting
+        again = await kept.of(1, len, "abc")
+        await kept.aclose()
+        return again
+
+    assert asyncio.run(main()) == (3, False)
+
+
 def test_several_journals_are_one_run(tmp_path):
     for name, score in (("a", 0.25), ("b", 0.75)):
         write(tmp_path / f"{name}.sqlite", *[(1, number + 4 * (name == "b"), scored(score), {}) for number in range(4)])
@@ -464,7 +526,7 @@ def test_alarms_of_the_audit_are_on_the_trend_at_their_step(tmp_path):
 
     async def main():
         async with opened(path) as client:
-            await (await client.get("/audit")).text()
+            await whole(client, "/audit")
             return [await (await client.get(url)).text() for url in ("/", "/?split=val")]
 
     text, _ = asyncio.run(main())

@@ -9,7 +9,11 @@ import multiprocessing
 import os
 import re
 import sqlite3
+import subprocess
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from html.parser import HTMLParser
 from urllib.parse import urlencode
@@ -293,24 +297,29 @@ def test_the_audit_is_a_page(path, tmp_path):
     assert (status, "no training sample has a reward" in none) == (200, True)
 
 
-def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch, tmp_path):
+def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch):
     """The first answer comes at once. Later ones show the last figures until there are newer ones."""
-    monkeypatch.setattr(figures, "WAIT_S", 0.0)
+    may_end = threading.Event()
     monkeypatch.setattr(figures, "REST", 0.0)
+    monkeypatch.setattr(figures, "_new_pool", lambda: ThreadPoolExecutor(2))
+    for name in ("comparison", "audited"):
+        function = getattr(pages, name)
+        monkeypatch.setattr(pages, name, lambda *given, function=function: may_end.wait(60) and function(*given))
     write(path, *((2, number, scored(1.0, judge="other"), {}) for number in range(1, 8)))
 
     async def main():
         async with opened(path) as client:
-            pages = []
-            for url in ("/compare", "/audit"):
-                pages += [await (await client.get(url)).text(), (await whole(client, url))[1]]
+            urls = ("/compare", "/audit")
+            early = [await (await client.get(url)).text() for url in urls]
+            may_end.set()
+            early += [(await whole(client, url))[1] for url in urls]
+            may_end.clear()
             await asyncio.to_thread(write, path, (2, 8, scored(1.0), {}), (2, 8, scored(1.0, judge="other"), {}))
-            await client.get("/")
-            pages += [await (await client.get("/compare")).text(), (await whole(client, "/compare"))[1]]
-            await client.get("/audit")
-        return pages
+            stale = await (await client.get("/compare")).text()
+            may_end.set()
+            return *early, stale, (await whole(client, "/compare"))[1]
 
-    compare, compared, audit, audited, stale, fresh = asyncio.run(main())
+    compare, audit, compared, audited, stale, fresh = asyncio.run(main())
     for first in (compare, audit):
         assert "This is being computed" in first
         assert "<table" not in first
@@ -319,8 +328,6 @@ def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch,
     assert "this is being computed again" in stale
     assert "7 samples with a reward in both" in stale
     assert "8 samples with a reward in both" in fresh
-    # Nothing that was started is left, whatever it did.
-    assert multiprocessing.active_children() == []
 
 
 def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monkeypatch):
@@ -329,17 +336,34 @@ def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monke
 
     async def main():
         kept = Figures()
-        waiting = asyncio.ensure_future(kept.of(1, open, fifo))
-        while not (children := multiprocessing.active_children()):
-            await asyncio.sleep(0)
-        children[0].kill()
+        assert kept.last(1, open, fifo) is None
+        (process,) = multiprocessing.active_children()
+        process.kill()
         with pytest.raises(JournalError, match="the process that computes this died"):
-            await waiting
+            await kept.of(1, open, fifo)
         again = await kept.of(1, len, "abc")
+        kept.last(1, open, fifo)
         await kept.aclose()
         return again
 
     assert asyncio.run(main()) == (3, False)
+    assert multiprocessing.active_children() == [], "although one of them was busy"
+
+
+def test_a_killed_page_leaves_no_process(tmp_path):
+    os.mkfifo(fifo := str(tmp_path / "busy"))
+    program = f"""
+import asyncio, os
+from qreward_plugins.ui.figures import Figures
+async def main():
+    Figures().last(1, open, {fifo!r})
+    open({fifo!r}, "w")
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    # It returns when nobody has its output open any more.
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert ended.returncode == -9
 
 
 def test_several_journals_are_one_run(tmp_path):

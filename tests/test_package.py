@@ -79,8 +79,9 @@ CODE_LINES = {
     "slime_adapter": 830,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
     "roll_adapter": 855,
-    # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges.
-    "ui": 940,
+    # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges. `figures`:
+    # what takes seconds is computed in other processes.
+    "ui": 1_005,
     # Ready-made reward functions.
     "checks": 260,
     "client": 680,

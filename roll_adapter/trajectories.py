@@ -41,6 +41,8 @@ _ONE_ROW = (
     "(StepEnvManager, AgentNativeStepEnvManager) take them."
 )
 
+_OTHER_TURNS = "the messages of this environment manager's steps have other answers than those of its steps."
+
 _NO_GROUPS = "ROLL spreads the trajectories of a group over processes."
 
 _numbers = itertools.count()
@@ -81,7 +83,10 @@ class QRewardTrajectoryMixin:
         failed = excluded and outcome.reward is None
         added = [0.0] * len(turns)
         if settings.dense and not excluded and isinstance(outcome, Scored):
-            added = _by_turn(sample, outcome.verdict.dense, len(turns))
+            policy = [turn["end"] for turn in sample.turns if turn["role"] == "assistant"]
+            if len(policy) not in (0, len(turns)):
+                refuse_dense(settings, _OTHER_TURNS)
+            added = _by_turn(policy, outcome.verdict.dense, len(turns))
         added[-1] += number - math.fsum(added)
         own = [float(turn.get("reward") or 0.0) for turn in turns]
         rewards = [before + self._weight() * each for before, each in zip(own, added, strict=True)]
@@ -98,7 +103,7 @@ class QRewardTrajectoryMixin:
             "qreward_latency_s": portal.facts().of(outcome)["latency_s"],
         }
         rollout = super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
-        if settings.dense and len(rollout) < len(turns):
+        if settings.dense and len(rollout) == 1 < len(turns):
             refuse_dense(settings, _ONE_ROW)
         if excluded:
             rollout.batch["response_mask"] = rollout.batch["response_mask"].zero_()
@@ -109,8 +114,10 @@ class QRewardTrajectoryMixin:
         response. Images of later turns are images of the response. Override it to show a judge something else.
         """
         turns = _acted(rollout_cache.history)
-        messages = [message for turn in turns for message in _messages_of(turn)]
-        first = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        messages = _joined(list(map(_messages_of, turns)))
+        # Examples of answers are part of the prompt.
+        first = len(_messages_of(turns[0]))
+        first -= messages[first - 1]["role"] == "assistant"
         group = f"{rollout_cache.tag}/{rollout_cache.group_id}/{getattr(self, 'episode_id', None)}"
         response, said = dialogue(messages[first:])
         return Sample(
@@ -182,10 +189,28 @@ def _settings_of(tree: Any, tag: Any) -> Config:
     return without_colocated(settings, _NO_PHASES, remedy="Give the judge devices of its own, and remove the key.")
 
 
-def _by_turn(sample: Sample, dense: Iterable[tuple[int, float]], count: int) -> list[float]:
-    """What each of the `count` turns of the policy adds to the reward. A step that ends before a turn does is of it."""
+def _joined(messages: Sequence[Sequence[Any]]) -> list[Any]:
+    """The messages of all steps. Some env managers show the whole conversation in each step, others what is new."""
+    joined: list[Any] = []
+    for step in messages:
+        begins_so = len(step) >= len(joined) and all(map(_is_same, joined, step))
+        joined = list(step) if begins_so else [*joined, *step]
+    return joined
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two messages are the same text of the same role."""
+    texts = (one["content"], other["content"])
+    return one is other or (
+        one["role"] == other["role"] and all(isinstance(each, str) for each in texts) and texts[0] == texts[1]
+    )
+
+
+def _by_turn(ends: Sequence[int], dense: Iterable[tuple[int, float]], count: int) -> list[float]:
+    """What each of the `count` turns of the policy, which end at `ends`, adds to the reward. A step that ends before a
+    turn does is of it.
+    """
     added = [0.0] * count
-    ends = [turn["end"] for turn in sample.turns if turn["role"] == "assistant"]
     for end, reward in dense:
         added[min(bisect_left(ends, end), count - 1)] += reward
     return added

@@ -22,7 +22,14 @@ from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.import_utils import safe_import_class
 
 from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
-from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, refuse_dense, without_colocated
+from qreward_plugins.adapters import (
+    RunningMeans,
+    compares_siblings,
+    number_of,
+    refuse_dense,
+    refuse_turns,
+    without_colocated,
+)
 
 from .advantages import record_advantages
 from .rewards import ALL_AT_ONCE, ALL_THERE, DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
@@ -66,6 +73,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         if problem := phases_problem(pipeline_config):
             settings = without_colocated(settings, problem, remedy=_INSTEAD)
         refuse_dense(settings, _NO_PARTS)
+        refuse_turns(settings, "a response of this pipeline of ROLL is one turn.")
         self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
         self._compares = compares_siblings(settings)
         if self._compares and (mistake := groups_problem(pipeline_config, self.worker_config, LOOP_KEY, LOOP)):

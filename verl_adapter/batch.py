@@ -96,7 +96,7 @@ class QRewardBatchManager:
             # These versions of verl cannot leave a sample out; the mean of its group comes closest.
             rewards[index, 0 if tokens is None else tokens.last] = mean if number is None else number
             if self._is_dense and tokens is not None and isinstance(outcome, Scored):
-                for token, added in tokens.placed(outcome.verdict.dense):
+                for token, added in tokens.placed(outcome.verdict.dense, outcome.reward):
                     rewards[index, token] += added
         if not return_dict:
             return rewards

@@ -153,7 +153,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             return sample, Failed(Cause.INFRA, ENDS_RUN, str(error)), ""
         if not self.engine.config.dense or not isinstance(outcome, Scored):
             return sample, outcome, ""
-        placed = await loop.run_in_executor(self._decoder, tokens.placed, outcome.verdict.dense)
+        verdict = outcome.verdict
+        placed = await loop.run_in_executor(self._decoder, tokens.placed, verdict.dense, verdict.score)
         return sample, outcome, json.dumps(placed) if placed else ""
 
     def _read(self, item: Any) -> tuple[ResponseTokens, Sample]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from qreward_plugins import Config
@@ -21,6 +23,12 @@ POLICY = "qreward_policy"
 
 Span = tuple[int, int]
 """The first token, and the one after the last."""
+
+
+_BLOCK = 128
+"""Tokens from one border to the next. Decoding from the start for each token would take seconds."""
+_CONTEXT = 8
+"""Tokens that are decoded before a border: some tokenizers write the first token in another way."""
 
 
 class ResponseTokens:
@@ -36,23 +44,22 @@ class ResponseTokens:
     @functools.cached_property
     def text(self) -> str:
         """The response as verl's own managers decode it."""
-        return self._decoded(len(self._ids))
+        return self._decoded(0, len(self._ids))
 
     def turns(self) -> tuple[ResponseTurn, ...]:
-        """The turns of the policy, with what tools and users said between them; empty if there is one turn.
+        """The turns of the policy, with what tools and users said between them; empty if it wrote all in one turn.
 
-        What is between is read with the chat template of the model, if it is a known one. Otherwise it is one message
-        of a tool.
+        What is between is one message, because a tool may repeat what looks like another turn. Its role is that with
+        which the chat template begins it, if that is a known one, and a tool's otherwise.
         """
-        if len(self._policy) < 2:
+        if list(self._policy) == [(0, len(self._ids))]:
             return ()
         turns: list[ResponseTurn] = []
         before = 0
         for start, end in (*self._policy, (len(self._ids), len(self._ids))):
             turns += self._between(before, start)
             if start < end:
-                content = str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
-                turns.append(ResponseTurn(role="assistant", content=content, end=self._end(end)))
+                turns.append(ResponseTurn(role="assistant", content=self._decoded(start, end), end=self._end(end)))
             before = end
         return tuple(turns)
 
@@ -61,39 +68,60 @@ class ResponseTokens:
         """The index of the last token; 0 if there is none."""
         return max(len(self._ids) - 1, 0)
 
-    def placed(self, dense: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-        """What to add to the rewards of tokens: pairs of token and number. `dense` is that of a verdict, whose whole
-        score is at the last token, from where these numbers take it away.
+    def placed(self, dense: Iterable[tuple[int, float]], score: float) -> list[tuple[int, float]]:
+        """What to add to the rewards of tokens: pairs of token and number. `dense` and `score` are those of a verdict.
+        verl puts the whole score at the last token. These numbers take it away from there, and put what the parts leave
+        of it at the last token of the policy.
         """
         known = {self._end(end): end - 1 for _, end in self._policy}
         added = [(self._trained(known[end] if end in known else self._token(end)), reward) for end, reward in dense]
-        return [*added, (self.last, -sum(reward for _, reward in added))] if added else []
+        if not added:
+            return []
+        rest = score - math.fsum(reward for _, reward in added)
+        return [*added, (self._trained(self.last), rest), (self.last, -score)]
 
     def _between(self, start: int, end: int) -> list[ResponseTurn]:
-        ids, place = self._ids[start:end], self._end(end)
-        text = str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip()
+        text = self._decoded(start, end).strip()
         if not text:
             return []
-        written = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        written = str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=False))
         messages = messages_of(written)
-        if messages == [{"role": "user", "content": written}]:
-            # Of a chat template that is not known.
-            return [ResponseTurn(role="tool", content=text, end=place)]
-        return [ResponseTurn(role=message["role"], content=message["content"], end=place) for message in messages]
+        role, place = "tool", self._end(end)
+        if messages != [{"role": "user", "content": written}]:
+            # The template's own words are the first role, and the role of the policy at the end.
+            text = "\n".join(message["content"] for message in messages)
+            role = messages[0]["role"] if messages[0]["role"] not in ("assistant", "system") else role
+        return [ResponseTurn(role=role, content=text, end=place)]
 
-    def _decoded(self, count: int) -> str:
-        return str(self._tokenizer.decode(self._ids[:count], skip_special_tokens=True))
+    def _decoded(self, start: int, end: int) -> str:
+        return str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
+
+    def _added(self, start: int, end: int) -> int:
+        """The characters that the tokens from `start` to `end` complete."""
+        context = max(0, start - _CONTEXT)
+        # A character of which tokens are missing is decoded as U+FFFD.
+        to_end, to_start = (self._decoded(context, each).rstrip("\ufffd") for each in (end, start))
+        return len(to_end) - len(to_start)
+
+    @functools.cached_property
+    def _borders(self) -> Sequence[int]:
+        """The characters before each block of tokens."""
+        starts = range(0, len(self._ids), _BLOCK)
+        return list(accumulate((self._added(start, start + _BLOCK) for start in starts), initial=0))
 
     def _end(self, count: int) -> int:
         """The characters in the first `count` tokens."""
         whole = len(self.text)
-        return whole if count >= len(self._ids) else min(len(self._decoded(count)), whole)
+        if count >= len(self._ids):
+            return whole
+        block = count // _BLOCK
+        return min(self._borders[block] + self._added(block * _BLOCK, count), whole)
 
     def _token(self, end: int) -> int:
         """The token that completes the character before `end`; from the end of the text on, the last one."""
         if end >= len(self.text):
             return self.last
-        return min(self.last, bisect_left(range(1, self.last + 2), end, key=lambda count: len(self._decoded(count))))
+        return min(self.last, bisect_left(range(1, self.last + 2), end, key=self._end))
 
     def _trained(self, token: int) -> int:
         """The token itself, or the one before it that the policy wrote: verl trains no others."""
@@ -118,8 +146,9 @@ def add_parts(data: Any, parts: Mapping[int, str]) -> None:
 
 
 def reads_turns(settings: Config) -> bool:
-    """Whether a judge says what each step or turn of a response is worth."""
-    return any(judge_kind_of(judge).splits(judge) for judge in settings.judges.values())
+    """Whether a judge says what each step or turn of a response is worth, or may: a reward server does not tell."""
+    judges = settings.judges.values()
+    return settings.engine.server is not None or any(judge_kind_of(judge).splits(judge) for judge in judges)
 
 
 def telling_turns(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,7 +163,9 @@ def telling_turns(start: Callable[..., Any]) -> Callable[..., Any]:
         else:
             import ray
 
-            self.agent_loop_workers_class = ray.remote(_telling(actor.modified_class))
+            options = getattr(worker, "_default_options", None)
+            make = ray.remote(**options) if options else ray.remote
+            self.agent_loop_workers_class = make(_telling(actor.modified_class))
         return await start(self, *args, **kwargs)
 
     return started

@@ -24,6 +24,7 @@ from qreward_plugins.adapters import (
     parts_of,
     refuse_comparing,
     refuse_dense,
+    refuse_turns,
 )
 
 from .advantages import KEEPS_OUT
@@ -122,10 +123,15 @@ def refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | 
 
 
 def refuse_parts(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
-    """Raise `ConfigurationError` if rewards are to come in parts (`dense`), and this run cannot take them."""
+    """Raise `ConfigurationError` if rewards are to come in parts (`dense`), and this run cannot take them, or if a
+    judge scores turns, and this run does not tell them.
+    """
     if trainer is None:
         refuse_dense(settings, _NO_HOOKS.replace("keeps failed samples out of training", "adds rewards to tokens"))
-    elif estimator_of(config) == "gdpo":
+        refuse_turns(settings, _NO_HOOKS.replace("keeps failed samples out of training", "tells them"))
+    elif trainer.name == "v1" and is_scored_at_once(config):
+        refuse_turns(settings, "verl's V1 trainer does not pass them while reward model and rollout share the GPUs.")
+    if estimator_of(config) == "gdpo":
         refuse_dense(settings, "`gdpo` reads the single rewards of a sample, and not those of its tokens.")
     elif compares_siblings(settings):
         refuse_dense(settings, "a judge of kind `rank` is asked where the tokens of a response are not known.")

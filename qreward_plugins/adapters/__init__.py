@@ -5,7 +5,7 @@
   keeps them on a reload. `without_colocated` refuses `colocated_sources`, where the phases of a training are not known.
   `judges_in_charge`, `parts_of`, `sources_of`, `judge_kind_of` and `source_kind_of` find what a configuration uses;
   `compares_siblings` says whether a judge needs a whole group, and `refuse_comparing` refuses one; `refuse_dense`
-  refuses rewards in parts. `did_you_mean` suggests a name for a misspelt one.
+  refuses rewards in parts, `refuse_turns` judges of turns. `did_you_mean` suggests a name for a misspelt one.
 - Rollouts: `messages_of` and `attach` make messages of prompts and images; `dialogue` makes turns of messages
   (`ResponseTurn`). `read_or_unreadable` and those like it read foreign values; what raises is an `Unreadable`, which
   fails its own sample only.
@@ -26,7 +26,7 @@ from ..config.load import ENVIRONMENT
 from ..config.origin import adapted
 from ..engine.process_portals import close_process_portals
 from ..journal import Trained, TrainingLog
-from ..judges import compares_siblings, refuse_comparing, refuse_dense
+from ..judges import compares_siblings, refuse_comparing, refuse_dense, refuse_turns
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, Facts, flat_rate, summary
 from ..samples import SCREENED, ResponseTurn, fits_float32
@@ -90,6 +90,7 @@ __all__ = [
     "read_or_unreadable",
     "refuse_comparing",
     "refuse_dense",
+    "refuse_turns",
     "secrets_in",
     "shared_actor",
     "source_kind_of",

@@ -82,7 +82,8 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
     `name` is its id if the row has none. `where` begins the message of an error. Paths of images are read below
     `folder`; None: no path is read.
     """
-    has_response = any(column in row for column in _RESPONSE_COLUMNS)
+    # A file with other rows has nulls here.
+    has_response = any(row.get(column) is not None for column in _RESPONSE_COLUMNS)
     turns: Any = row["turns"] if _are_turns(row.get("turns"), needs_end=has_response) else ()
     if turns and not has_response:
         response_column = "turns"

@@ -15,7 +15,7 @@ from .llm import LLMJudge
 from .panels import PanelJudge
 from .ranks import RankJudge
 from .reward_model import RewardModelJudge
-from .router import JudgeRouter, compares_siblings, kind_of, open_judge, refuse_comparing, refuse_dense
+from .router import JudgeRouter, compares_siblings, kind_of, open_judge, refuse_comparing, refuse_dense, refuse_turns
 from .screens import ScreenJudge
 from .similarity import SimilarityJudge
 from .sums import SumJudge
@@ -55,6 +55,7 @@ __all__ = [
     "open_judge",
     "refuse_comparing",
     "refuse_dense",
+    "refuse_turns",
     "text_call",
     "together",
 ]

@@ -225,6 +225,8 @@ class RewardModelJudge(Leaf):
                 f"[{low:g}, {high:g}]` to judges.{self.name}.transform, or another scale"
             )
         added = parts_of_score([self._transform(each) for _, each in steps], config.reduce or "last") if steps else ()
+        if not all(map(fits_float32, added)):
+            raise InvalidReply("what a step adds is not finite in float32, the type of trainers")
         return Verdict(
             score=reward,
             components=components,

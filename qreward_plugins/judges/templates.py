@@ -27,7 +27,8 @@ from .control_tokens import neutralise
 from .fence import cap, fence
 from .sample_texts import TURN, readable
 
-_ROLE = re.compile(f"{TURN}([^{TURN}]*){TURN}")
+# A role has no line break, so a marker that was cut spoils no later one.
+_ROLE = re.compile(f"{TURN}([^{TURN}\n]*){TURN}")
 
 MAX_STEPS = 10_000
 """Most loop steps of one rendering, over all loops."""

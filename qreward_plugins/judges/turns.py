@@ -111,7 +111,8 @@ class TurnsJudge(Judge):
     def _whole(self, ends: Sequence[int], verdicts: Sequence[Verdict]) -> Verdict:
         config, scores = self._config, [verdict.score for verdict in verdicts]
         reward = reduced(scores, config.reduce, config.discount)
-        if not fits_float32(reward):
+        parts = parts_of_score(scores, config.reduce, config.discount)
+        if not all(map(fits_float32, (reward, *parts))):
             detail = "the sum of the turns is not finite in float32"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
         numbered = {f"turn {number}": verdict for number, verdict in enumerate(verdicts, start=1)}
@@ -121,7 +122,6 @@ class TurnsJudge(Judge):
             f"{name}/{key}": fmean(each.components[key] for each in verdicts if key in each.components)
             for key in sorted(below)
         }
-        parts = parts_of_score(scores, config.reduce, config.discount)
         return replace(
             combined(self.name, numbered, reward, correct=correct),
             components={TURNS: float(len(verdicts)), name: fmean(scores)} | means,

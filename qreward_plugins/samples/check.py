@@ -346,14 +346,16 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _turns(value: Any) -> Sequence[Any]:
     if value is None or (type(value) is tuple and not value):
         return ()
-    turns, before = plain_messages(value), 0
+    turns, before = [dict(turn) for turn in plain_messages(value)], 0
     for number, turn in enumerate(turns):
-        end = turn.get("end")
-        if type(end) is not int or end < before:
+        try:
+            turn["end"] = _integer(turn.get("end"), "a number")
+        except InputError:
+            turn["end"] = -1
+        if turn["end"] < before:
             raise InputError(f"[{number}] needs an `end`: the character of the response after its last one")
-        if type(turn["content"]) is not str:
-            raise InputError(f"[{number}] needs a content that is a text")
-        before = end
+        turn["content"] = _plain_text(turn)
+        before = turn["end"]
     return turns
 
 

@@ -431,7 +431,12 @@ def test_turns_are_a_response_and_other_columns_of_this_name_are_not(tmp_path, w
     said = [{"role": "assistant", "content": "I look", "tool_calls": [{"function": {"name": "look"}}]}]
     said += [{"role": "tool", "content": [{"text": "42"}]}, {"role": "assistant", "content": "It is 42"}]
     whole = {"prompt": "q", "response": "ab", "turns": [{"role": "assistant", "content": "ab", "end": 2}]}
-    rows = [{"prompt": "q", "turns": said}, {"prompt": "q", "turns": said[2:]}, whole, {**GOOD, "turns": ["q2"]}]
+    rows = [
+        {"prompt": "q", "turns": said},
+        {"prompt": "q", "response": None, "turns": said[2:]},
+        whole,
+        {**GOOD, "turns": ["q2"]},
+    ]
     several, single, given, other = (rollout.sample for rollout in read_rollouts(write_rows(rows)))
     call = '[tool calls] [{"function": {"name": "look"}}]'
     assert several.response == f"assistant: I look\n{call}\n\ntool: 42\n\nassistant: It is 42"

@@ -452,6 +452,20 @@ def test_a_turn_without_words_counts_as_one() -> None:
     assert verdict.steps == ((12, 0.25), (35, 0.75), (35, 0.5))
 
 
+def test_what_a_judge_of_turns_sees_goes_through_its_parts() -> None:
+    tree = {
+        "sources": {"f": {"kind": "function", "function": "m:f"}},
+        "judges": {
+            "a": {"kind": "function"},
+            "both": {"kind": "sum", "weights": {"a": 1.0}},
+            "whole": {"kind": "turns", "judge": "both"},
+        },
+    }
+    router = JudgeRouter(load_config(tree), key=b"a key that nobody knows")
+    assert [sample.response for sample in router.seen_by("a", IN_TURNS)] == ["a", "c"]
+    assert router.seen_by("whole", IN_TURNS) == [IN_TURNS]
+
+
 def test_a_response_of_one_turn_is_judged_as_it_is() -> None:
     verdict, names, _ = asked(opened(whole={"kind": "turns", "judge": "a"}), a=0.75)
     assert (names, verdict.score, verdict.dense) == (["a"], 0.75, ((3, 0.75),))

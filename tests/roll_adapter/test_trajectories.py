@@ -96,6 +96,22 @@ def test_what_the_judge_sees_of_a_dialogue(manager_of) -> None:
     assert sample.extras == {"steps": 2, "env_rewards": [0.125, 0.125]}
 
 
+def test_a_manager_that_shows_the_whole_conversation_in_each_step_shows_it_once(manager_of) -> None:
+    """As ROLL's `AgentNativeStepEnvManager`; examples of answers are part of the prompt."""
+    manager = manager_of()
+    example = [
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3?"},
+    ]
+    said = [*example, {"role": "assistant", "content": "3"}]
+    more = [*said, {"role": "user", "content": "And 8?"}, {"role": "assistant", "content": "8"}]
+    history = [{"llm_response": "3", "messages": said}, {"llm_response": "8", "messages": more}]
+    sample = manager.trajectory_sample(SimpleNamespace(history=history, tag="t", group_id=1, env_id=1))
+    assert sample.messages == example
+    assert [turn["content"] for turn in sample.turns] == ["3", "And 8?", "8"]
+
+
 def test_what_is_seen_can_be_chosen(manager_of) -> None:
     from dataclasses import replace
 

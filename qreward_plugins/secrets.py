@@ -7,7 +7,7 @@ foreign text before it is shown.
 
 Servers echo what they receive: "Incorrect API key provided: sk-abcd1234..." is a common 401. Every part of a reply that
 goes into an exception passes through a `Redactor`. A secret is redacted even if only its beginning or its end is shown,
-and in every form in which it may come back (quoted for JSON or a URL, in base64).
+and in every form in which it may come back (quoted for JSON or a URL, in base64, characters by their codes).
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _READ_CHARS = 4_000
 _TELLING_CHARS = 8
 _SCHEMES = ("bearer", "basic", "token", "digest", "apikey")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_BACKSLASHES = re.compile(r"()\\+")
+_ESCAPE = re.compile(r"\\+(?:u([0-9A-Fa-f]{4}))?")
 _NUMBER = re.compile(r"[+-]?[0-9.]{1,5}|true|false|null|none", re.IGNORECASE)
 
 
@@ -208,16 +210,38 @@ class Redactor:
     def _strike_out_long(self, text: str) -> str:
         spans = [span for secret in self._long for span in _spans(text, secret)]
         if "\\" in text:
-            # The text may be quoted once or several times, as in a KeyError. Quoting only adds backslashes.
-            bare = text.replace("\\", "")
-            found = [span for secret in self._bare for span in _spans(bare, secret)]
-            if found:
-                places = [place for place, character in enumerate(text) if character != "\\"]
-                spans += [(places[start], places[end - 1] + 1) for start, end in found]
+            # The text may be quoted once or several times, as in a KeyError. Quoting only adds backslashes. In JSON, a
+            # server may write any character by its code.
+            for escape in (_BACKSLASHES, _ESCAPE) if "\\u" in text else (_BACKSLASHES,):
+                bare = unescaped(text, escape)
+                found = [span for secret in self._bare for span in _spans(bare, secret)]
+                if found:
+                    places = list(_places(text, escape))
+                    spans += [(places[start][0], places[end - 1][1]) for start, end in found]
         return _struck(text, spans) if spans else text
 
     def __repr__(self) -> str:
         return "Redactor()"
+
+
+def unescaped(text: str, escape: re.Pattern[str] = _ESCAPE) -> str:
+    """Return a text without backslashes, with characters in place of their codes (`\\u0041`)."""
+    return escape.sub(_character, text)
+
+
+def _character(match: re.Match[str]) -> str:
+    return chr(int(match[1], 16)).strip("\\") if match[1] else ""
+
+
+def _places(text: str, escape: re.Pattern[str]) -> Iterator[tuple[int, int]]:
+    """Yield where each character of the unescaped text begins and ends in `text`."""
+    done = 0
+    for match in escape.finditer(text):
+        yield from ((place, place + 1) for place in range(done, match.start()))
+        if _character(match):
+            yield match.span()
+        done = match.end()
+    yield from ((place, place + 1) for place in range(done, len(text)))
 
 
 def _parts(value: str) -> Iterator[str]:

@@ -12,25 +12,36 @@ group on the job's barrier. This blocks only its own environment; its siblings h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from qreward_plugins import Config, Outcome, Sample, process_portal
+from qreward_plugins import Config, Outcome, Sample, Scored, process_portal
 from qreward_plugins.adapters import (
     Image,
     attach,
+    dialogue,
     fits_float32,
     is_image_part,
     load_layers,
     number_of,
     refuse_comparing,
+    refuse_dense,
     without_colocated,
 )
 
 from .barrier import means, settle
 
 _NO_PHASES = "ROLL does not tell its environments when it trains, so the judge would not sleep."
+
+_ONE_ROW = (
+    "this environment manager makes one row of a trajectory, with one reward. Those with a row for each step "
+    "(StepEnvManager, AgentNativeStepEnvManager) take them."
+)
+
+_OTHER_TURNS = "the messages of this environment manager's steps have other answers than those of its steps."
 
 _NO_GROUPS = "ROLL spreads the trajectories of a group over processes."
 
@@ -44,7 +55,8 @@ class QRewardTrajectoryMixin:
 
     The configuration is `custom_envs.<tag>.qreward` (the tree, or the path of a file), or the file that
     `QREWARD_CONFIG` names; it is read once. The judge's reward is multiplied with `custom_envs.<tag>.qreward_weight`
-    (default 1.0) and added to the reward of the last step.
+    (default 1.0) and added to the reward of the last step; with `dense`, each turn's part of it to the reward of its
+    step.
 
     With `on_failure: auto`, `neutral` and `exclude`, a failed trajectory adds the mean of its group's scored
     trajectories, and is masked out of the loss. In training it waits for them, at most `groups.wait_s`. Then the group
@@ -65,15 +77,25 @@ class QRewardTrajectoryMixin:
             return super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
         settings = self._qreward_settings
         portal = process_portal(settings, processes=self._qreward_processes())
-        outcome = portal.score(self.trajectory_sample(rollout_cache))
+        sample = self.trajectory_sample(rollout_cache)
+        outcome = portal.score(sample)
         number, excluded = self._number(settings, outcome, rollout_cache)
         failed = excluded and outcome.reward is None
-        own = float(turns[-1].get("reward") or 0.0)
-        reward = own + self._weight() * number
-        if fits_float32(own) and not fits_float32(reward):
+        added = [0.0] * len(turns)
+        if settings.dense and not excluded and isinstance(outcome, Scored):
+            policy = [turn["end"] for turn in sample.turns if turn["role"] == "assistant"]
+            if len(policy) not in (0, len(turns)):
+                refuse_dense(settings, _OTHER_TURNS)
+            added = _by_turn(policy, outcome.verdict.dense, len(turns))
+        added[-1] += number - math.fsum(added)
+        own = [float(turn.get("reward") or 0.0) for turn in turns]
+        rewards = [before + self._weight() * each for before, each in zip(own, added, strict=True)]
+        if all(map(fits_float32, own)) and not all(map(fits_float32, rewards)):
             # It would be infinite in ROLL, which spoils the advantages of the whole group.
-            reward, excluded, failed = own, True, True
-        turns[-1]["reward"] = reward
+            rewards, excluded, failed = own, True, True
+        for turn, before, reward in zip(turns, own, rewards, strict=True):
+            if reward != before or turn is turns[-1]:
+                turn["reward"] = reward
         turns[-1]["metrics"] = {
             **turns[-1].get("metrics", {}),
             "qreward_failed": float(failed),
@@ -81,6 +103,8 @@ class QRewardTrajectoryMixin:
             "qreward_latency_s": portal.facts().of(outcome)["latency_s"],
         }
         rollout = super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
+        if settings.dense and len(rollout) == 1 < len(turns):
+            refuse_dense(settings, _ONE_ROW)
         if excluded:
             rollout.batch["response_mask"] = rollout.batch["response_mask"].zero_()
         return rollout
@@ -90,12 +114,16 @@ class QRewardTrajectoryMixin:
         response. Images of later turns are images of the response. Override it to show a judge something else.
         """
         turns = _acted(rollout_cache.history)
-        messages = [message for turn in turns for message in _messages_of(turn)]
-        first = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        messages = _joined(list(map(_messages_of, turns)))
+        # Examples of answers are part of the prompt.
+        first = len(_messages_of(turns[0]))
+        first -= messages[first - 1]["role"] == "assistant"
         group = f"{rollout_cache.tag}/{rollout_cache.group_id}/{getattr(self, 'episode_id', None)}"
+        response, said = dialogue(messages[first:])
         return Sample(
             messages=messages[:first],
-            response=_written(messages[first:]),
+            response=response,
+            turns=said,
             response_images=[Image.of(part) for message in messages[first:] for part in _images(message)],
             data_source=str(rollout_cache.tag),
             group_id=group,
@@ -161,6 +189,33 @@ def _settings_of(tree: Any, tag: Any) -> Config:
     return without_colocated(settings, _NO_PHASES, remedy="Give the judge devices of its own, and remove the key.")
 
 
+def _joined(messages: Sequence[Sequence[Any]]) -> list[Any]:
+    """The messages of all steps. Some env managers show the whole conversation in each step, others what is new."""
+    joined: list[Any] = []
+    for step in messages:
+        begins_so = len(step) >= len(joined) and all(map(_is_same, joined, step))
+        joined = list(step) if begins_so else [*joined, *step]
+    return joined
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two messages are the same text of the same role."""
+    texts = (one["content"], other["content"])
+    return one is other or (
+        one["role"] == other["role"] and all(isinstance(each, str) for each in texts) and texts[0] == texts[1]
+    )
+
+
+def _by_turn(ends: Sequence[int], dense: Iterable[tuple[int, float]], count: int) -> list[float]:
+    """What each of the `count` turns of the policy, which end at `ends`, adds to the reward. A step that ends before a
+    turn does is of it.
+    """
+    added = [0.0] * count
+    for end, reward in dense:
+        added[min(bisect_left(ends, end), count - 1)] += reward
+    return added
+
+
 def _acted(history: Sequence[Any]) -> list[Any]:
     """The turns in which the policy has responded; the last entry may be a turn without a response yet."""
     return [turn for turn in history if turn.get("llm_response") is not None]
@@ -188,16 +243,3 @@ def _messages_of(turn: Mapping[str, Any]) -> list[Any]:
 def _images(message: Mapping[str, Any]) -> list[Any]:
     content = message["content"]
     return [part for part in content if is_image_part(part)] if isinstance(content, list) else []
-
-
-def _written(messages: Sequence[Any]) -> str:
-    """A dialogue as text. A single message needs no role."""
-    if len(messages) == 1:
-        return _text(messages[0]["content"])
-    return "\n\n".join(f"{message['role']}: {_text(message['content'])}" for message in messages)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text", f"[{part.get('type', 'attachment')}]")) for part in content)

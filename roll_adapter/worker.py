@@ -22,7 +22,14 @@ from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.import_utils import safe_import_class
 
 from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
-from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, without_colocated
+from qreward_plugins.adapters import (
+    RunningMeans,
+    compares_siblings,
+    number_of,
+    refuse_dense,
+    refuse_turns,
+    without_colocated,
+)
 
 from .advantages import record_advantages
 from .rewards import ALL_AT_ONCE, ALL_THERE, DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
@@ -36,6 +43,7 @@ LOOP = "roll_adapter.QRewardRolloutLoop"
 
 _NOT_YET = Failed(Cause.INFRA, "pending", "its siblings are needed, too")
 _NO_PHASES = "this pipeline of ROLL does not load and offload its reward workers, so the judge would not sleep."
+_NO_PARTS = "this pipeline of ROLL trains on one reward of a response, and puts it at its last token."
 _INSTEAD = "Give the judge devices of its own, and remove the key."
 
 
@@ -64,6 +72,8 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         )
         if problem := phases_problem(pipeline_config):
             settings = without_colocated(settings, problem, remedy=_INSTEAD)
+        refuse_dense(settings, _NO_PARTS)
+        refuse_turns(settings, "a response of this pipeline of ROLL is one turn.")
         self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
         self._compares = compares_siblings(settings)
         if self._compares and (mistake := groups_problem(pipeline_config, self.worker_config, LOOP_KEY, LOOP)):

@@ -55,11 +55,11 @@ CODE_LINES = {
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;
-    # similarity.
-    "judges": 4_280,
+    # similarity. `turns`, and what each step adds to a score.
+    "judges": 4_490,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
-    "cli": 3_890,
+    "cli": 3_895,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_630,
     "acceleration": 2_280,
@@ -70,18 +70,19 @@ CODE_LINES = {
     "quotas": 1_810,
     "planning": 1_570,
     "server": 1_460,
-    # `siblings`: verl's workers get samples one by one.
-    "verl_adapter": 1_720,
+    # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
+    "verl_adapter": 1_880,
     "samples": 1_130,
     "observers": 860,
     # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
-    "journal": 2_090,
+    "journal": 2_100,
     # It records what slime trains on.
     "slime_adapter": 830,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
-    "roll_adapter": 835,
-    # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges.
-    "ui": 940,
+    "roll_adapter": 880,
+    # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges. `figures`:
+    # what takes seconds is computed in other processes.
+    "ui": 1_005,
     # Ready-made reward functions.
     "checks": 260,
     "client": 680,

@@ -11,16 +11,18 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from qreward_plugins import BudgetSpent, Config, JudgeUnavailable
+from qreward_plugins import BudgetSpent, Config, InputError, JudgeUnavailable
 from qreward_plugins.adapters import ENDS_RUN, SCREENED, Trained, TrainingLog
 
 from .metrics import RewardLog
 from .queue import extra_info, put_rewards
-from .rewards import CAUSE, MISSING, PREFIX, SAMPLE
+from .response_tokens import add_parts
+from .rewards import CAUSE, DENSE, MISSING, PREFIX, SAMPLE
 from .siblings import PENDING, Told, collected
 
 NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})
@@ -64,6 +66,7 @@ class Advantages:
                 infos[row] = {name: info.get(name) for name in names}
             for name in names if found else ():
                 columns[name] = np.array([info[name] for info in infos])
+            add_parts(data, {row: info.get(DENSE, "") for row, info in enumerate(infos)})
             rows = list(map(str, range(len(data))))
 
             def among(part: Any, _: Sequence[int]) -> Any:
@@ -80,8 +83,14 @@ class Advantages:
 
         @functools.wraps(compute)
         def computed(data: Any, batch_keys: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+            estimator = _estimator(args, kwargs)
+
             def among(part: Any, rows: Sequence[int]) -> Any:
-                return compute(part, [batch_keys[row] for row in rows], *args, **kwargs)
+                keys = [batch_keys[row] for row in rows]
+                if estimator != "gdpo":
+                    return compute(part, keys, *args, **kwargs)
+                with _rewards_of(part, [infos[row] for row in rows], kwargs["config"].gdpo_reward_keys):
+                    return compute(part, keys, *args, **kwargs)
 
             sessions = [key.rsplit("_", 1)[0] for key in batch_keys]
             infos = extra_info(batch_keys, "train")
@@ -92,7 +101,12 @@ class Advantages:
 
             for row, info in self._compared(data, infos, ends).items():
                 infos[row] = info
-            return self._computed(among, data, infos, sessions, _estimator(args, kwargs))
+            # The steps are those of the last row of a session, which was judged.
+            last = dict(
+                sorted(zip(sessions, range(len(sessions)), strict=True), key=lambda each: _number(batch_keys[each[1]]))
+            )
+            add_parts(data, {row: infos[row].get(DENSE, "") for row in last.values()})
+            return self._computed(among, data, infos, sessions, estimator)
 
         return computed
 
@@ -233,6 +247,32 @@ def _trained(
             advantage = sum(sums[row] for row in rows) / count if count else None
             masked = left_out.issuperset(rows)
             yield Trained(str(info[SAMPLE]), uids[rows[-1]], None, rewards[rows[-1]], advantage, masked)
+
+
+@contextmanager
+def _rewards_of(part: Any, infos: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Iterator[None]:
+    """Give rows what `gdpo` reads (trainer/ppo/core_algos.py: `compute_gdpo_outcome_advantage`) and V1 does not pass:
+    the single rewards, and where responses end. It adds up the tokens of a row, so any end will do. Raises
+    `InputError` for a row without a reward, such as one that an agent loop has rewarded itself.
+    """
+    mask = part.batch["response_mask"]
+    part.batch["prompts"], part.batch["attention_mask"] = mask[:, :0], mask * 0 + 1
+    for name in names:
+        if any(name not in info for info in infos):
+            raise InputError(f"algorithm.gdpo_reward_keys: a sample has no {name!r}, which its reward manager tells")
+        part.non_tensor_batch[name] = np.array([float(info[name]) for info in infos])
+    try:
+        yield
+    finally:
+        for name in ("prompts", "attention_mask"):
+            del part.batch[name]
+        for name in names:
+            del part.non_tensor_batch[name]
+
+
+def _number(key: str) -> int:
+    """The number of a row in its session."""
+    return int(key.rsplit("_", 1)[1])
 
 
 def _lone(uids: Sequence[str], sessions: Sequence[str], out: set[int]) -> set[int]:

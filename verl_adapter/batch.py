@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from qreward_plugins import Config, EnginePortal, Failed, Outcome, RewardEngine, Sample, group_means
+from qreward_plugins import Config, EnginePortal, Failed, Outcome, RewardEngine, Sample, Scored, group_means
 from qreward_plugins.adapters import FunctionSource, Groups, number_of, without_colocated
 
 from . import phases
 from .functions import ComputeScore, open_reward_functions, reward_secrets
+from .response_tokens import ResponseTokens
 from .rewards import ExtraInfo, is_absent, unpacked
 from .rollouts import response_ids, to_sample, unreadable
 from .settings import load_settings, with_reward_model
@@ -63,6 +64,7 @@ class QRewardBatchManager:
             with_reward_model(load_settings(config, qreward), None), _MAY_OVERLAP, remedy=phases.REMEDY
         )
         self._on_failure = settings.on_failure
+        self._is_dense = settings.dense
         self._resources = ExitStack()
         engine, self._portal = self._resources.enter_context(
             _shared_engine(
@@ -90,8 +92,12 @@ class QRewardBatchManager:
         numbers = [number_of(outcome, self._on_failure) for outcome in outcomes]
         means = group_means(numbers, [sample.group_id for sample in samples])
         for index, (number, mean) in enumerate(zip(numbers, means, strict=True)):
+            tokens, outcome = read[index][2], outcomes[index]
             # These versions of verl cannot leave a sample out; the mean of its group comes closest.
-            rewards[index, read[index][2]] = mean if number is None else number
+            rewards[index, 0 if tokens is None else tokens.last] = mean if number is None else number
+            if self._is_dense and tokens is not None and isinstance(outcome, Scored):
+                for token, added in tokens.placed(outcome.verdict.dense, outcome.reward):
+                    rewards[index, token] += added
         if not return_dict:
             return rewards
         infos = [self._extra_info.of(*each) for each in zip(outcomes, samples, strict=True)]
@@ -101,14 +107,15 @@ class QRewardBatchManager:
         """Close the engine and its thread."""
         self._resources.close()
 
-    def _read(self, item: Any) -> tuple[Sample, Failed | None, int]:
-        """The sample of a row, its failure if it cannot be read, and the index of its response's last token."""
+    def _read(self, item: Any) -> tuple[Sample, Failed | None, ResponseTokens | None]:
+        """The sample of a row, its failure if it cannot be read, and the tokens of its response."""
         try:
-            ids = response_ids(item)
-            sample = to_sample(item, self._decode(ids), self._decode, data_source_column=self._data_source_column)
-            return sample, None, max(len(ids) - 1, 0)
+            tokens = ResponseTokens(item, response_ids(item), self.tokenizer)
+            column, turns = self._data_source_column, tokens.turns()
+            sample = to_sample(item, tokens.text, self._decode, data_source_column=column, turns=turns)
+            return sample, None, tokens
         except Exception as error:
-            return *unreadable(item, error), 0
+            return *unreadable(item, error), None
 
     def _decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -12,6 +12,7 @@ failed sample.
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,17 +20,18 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from qreward_plugins import BudgetSpent, Cause, Failed, Outcome, RewardEngine, Sample
+from qreward_plugins import BudgetSpent, Cause, Failed, Outcome, RewardEngine, Sample, Scored
 from qreward_plugins.adapters import ENDS_RUN, RunningMeans, compares_siblings, number_of, without_colocated
 
 from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .metrics import warn_once
+from .response_tokens import ResponseTokens
 from .rewards import ExtraInfo, KeysRead
 from .rollouts import is_padding, is_validation, response_ids, to_sample, unreadable
 from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .siblings import PENDING, HandOver
-from .startup import check_columns, refuse_comparisons, refuse_failures, warn_of_ignored_settings
+from .startup import check_columns, refuse_comparisons, refuse_failures, refuse_parts, warn_of_ignored_settings
 from .trainers import trainer_of
 
 _NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch, and verl drops its score")
@@ -62,6 +64,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         settings = with_reward_model(load_settings(config), reward_router_address)
         refuse_failures(settings, config, trainer)
         refuse_comparisons(settings, config, trainer)
+        refuse_parts(settings, config, trainer)
         if trainer is None or not trainer.tells_phases:
             settings = without_colocated(settings, phases.UNKNOWN, remedy=phases.REMEDY)
         self._hooked = trainer is not None
@@ -100,8 +103,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             return {"reward_score": 0.0, "reward_extra_info": info}
         return self.told(*await self._scored(item))
 
-    def told(self, sample: Sample, outcome: Outcome) -> dict[str, Any]:
-        """What verl is told of a sample: what `run_single` returns."""
+    def told(self, sample: Sample, outcome: Outcome, dense: str = "") -> dict[str, Any]:
+        """What verl is told of a sample: what `run_single` returns. `dense`: what its steps add to tokens."""
         if outcome is PENDING:
             # Its reward is added to this one.
             return {"reward_score": 0.0, "reward_extra_info": self._extra_info.of(outcome, sample, reward=0.0)}
@@ -111,7 +114,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         if outcome.reward is not None:
             self._means.add(step, outcome.reward)
         reward = self._means.mean(step) if number is None else number
-        info = self._extra_info.of(outcome, sample, reward=None if sample.split == "val" else reward)
+        info = self._extra_info.of(outcome, sample, reward=None if sample.split == "val" else reward, dense=dense)
         return {"reward_score": reward, "reward_extra_info": info}
 
     async def begin_rewards(self) -> None:
@@ -131,26 +134,32 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         await self.engine.aclose()
         self._decoder.shutdown()
 
-    async def _scored(self, item: Any) -> tuple[Sample, Outcome]:
+    async def _scored(self, item: Any) -> tuple[Sample, Outcome, str]:
+        loop = asyncio.get_running_loop()
         try:
-            sample = await asyncio.get_running_loop().run_in_executor(self._decoder, self._sample, item)
+            tokens, sample = await loop.run_in_executor(self._decoder, self._read, item)
         except Exception as error:
             # In most of verl's trainers an exception would end the run.
-            return unreadable(item, error)
+            return *unreadable(item, error), ""
         try:
             if self.engine.compares(sample):
-                return sample, await self._siblings.add(sample)
-            outcome = await self.engine.score(sample)
+                return sample, await self._siblings.add(sample), ""
+            outcome = self._extra_info.checked(await self.engine.score(sample))
         except BudgetSpent as error:
             if not self._hooked:
                 raise
             # verl's V1 goes on without a row whose reward raises. Our hook in the trainer's process ends the run.
             warn_once(str(error))
-            outcome = Failed(Cause.INFRA, ENDS_RUN, str(error))
-        return sample, self._extra_info.checked(outcome)
+            return sample, Failed(Cause.INFRA, ENDS_RUN, str(error)), ""
+        if not self.engine.config.dense or not isinstance(outcome, Scored):
+            return sample, outcome, ""
+        verdict = outcome.verdict
+        placed = await loop.run_in_executor(self._decoder, tokens.placed, verdict.dense, verdict.score)
+        return sample, outcome, json.dumps(placed) if placed else ""
 
-    def _sample(self, item: Any) -> Sample:
-        return to_sample(item, self._decode(response_ids(item)), self._decode)
+    def _read(self, item: Any) -> tuple[ResponseTokens, Sample]:
+        tokens = ResponseTokens(item, response_ids(item), self.tokenizer)
+        return tokens, to_sample(item, tokens.text, self._decode, turns=tokens.turns())
 
     def _decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

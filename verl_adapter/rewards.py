@@ -65,6 +65,9 @@ CAUSE = "qreward/cause"
 WAITED = "qreward/waited"
 """What the batch that ended with this sample waited for: JSON, seconds by name; empty if none ended."""
 
+DENSE = "qreward/dense"
+"""What the steps of a response add to the rewards of tokens (`ResponseTokens.placed`); with `dense` only."""
+
 RETURNED = "qreward/returned"
 """What a reward function returned besides its score, as JSON."""
 
@@ -122,6 +125,7 @@ class ExtraInfo:
         self._reads = reads
         self._judges = engine.config.judges
         self._last_batch = engine.last_batch
+        self._is_dense = engine.config.dense
         self._told: BatchReport | None = None
         """The last batch of which a sample has told."""
         self.functions = frozenset(_of_functions(engine.config))
@@ -131,11 +135,17 @@ class ExtraInfo:
         columns = [] if reads.column is None else [reads.column]
         self._named = tuple(dict.fromkeys([*self._named, *columns, *reads.parts]))
 
-    def of(self, outcome: Outcome, sample: Sample | None = None, *, reward: float | None = None) -> dict[str, Any]:
-        """The extra info of one outcome. `reward`: the number that verl gets in training; None in a validation."""
+    def of(
+        self, outcome: Outcome, sample: Sample | None = None, *, reward: float | None = None, dense: str = ""
+    ) -> dict[str, Any]:
+        """The extra info of one outcome. `reward`: the number that verl gets in training; None in a validation.
+        `dense`: see `DENSE`.
+        """
         info = self._info(outcome, None if sample is None else sample.data_source)
         info[SAMPLE] = "" if sample is None or sample.id is None else sample.id
         info[WAITED] = self._waited()
+        if self._is_dense:
+            info[DENSE] = dense
         if reward is None:
             return {key: value for key, value in info.items() if key not in _RESERVED and key != REWARD}
         if outcome.reward is None and self._reads.stand_in is not None:
@@ -234,8 +244,10 @@ def is_absent(value: Any) -> bool:
 
 
 def unpacked(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Columns of extra info, with the JSON texts of `RETURNED` as columns of their own, and without `WAITED`."""
-    found = {name: values for name, values in columns.items() if name not in (RETURNED, WAITED)}
+    """Columns of extra info, with the JSON texts of `RETURNED` as columns of their own, and without `WAITED` and
+    `DENSE`.
+    """
+    found = {name: values for name, values in columns.items() if name not in (RETURNED, WAITED, DENSE)}
     rows = [json.loads(text) if isinstance(text, str) and text else {} for text in columns.get(RETURNED) or ()]
     for name in dict.fromkeys(name for row in rows for name in row):
         found.setdefault(name, [row.get(name) for row in rows])

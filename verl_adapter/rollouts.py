@@ -14,6 +14,7 @@ from typing import Any
 from qreward_plugins import Cause, Failed, InputError, Message, Sample
 from qreward_plugins.adapters import (
     Image,
+    ResponseTurn,
     Unreadable,
     attach,
     described_error,
@@ -21,6 +22,8 @@ from qreward_plugins.adapters import (
     name_or_unreadable,
     read_or_unreadable,
 )
+
+from .response_tokens import POLICY
 
 Decode = Callable[[Any], str]
 
@@ -49,8 +52,16 @@ def response_ids(item: Any) -> Any:
     return ids[: int(length)]
 
 
-def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: str = "data_source") -> Sample:
-    """Turn one row with the decoded `response` into a sample. `decode` decodes the prompt if its text is missing.
+def to_sample(
+    item: Any,
+    response: str,
+    decode: Decode,
+    *,
+    data_source_column: str = "data_source",
+    turns: Sequence[ResponseTurn] = (),
+) -> Sample:
+    """Turn one row with the decoded `response` and its `turns` into a sample. `decode` decodes the prompt if its text
+    is missing.
 
     Images of the prompt are parts of `raw_prompt` (utils/dataset/rl_dataset.py: `_build_messages`), or in older
     versions in the column `multi_modal_data`. verl 0.9 does not pass the images of tools to reward managers; an agent
@@ -69,6 +80,7 @@ def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: s
         extras=read_or_unreadable(lambda: _extras(columns)),
         id=None if uid is None else f"{uid}/{_session(columns)}",
         response_images=read_or_unreadable(lambda: _response_images(columns, images)),
+        turns=turns,
     )
 
 
@@ -92,7 +104,7 @@ def _extras(columns: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(column, Unreadable):
             raise InputError(column.problem)
     extras = {key: value for key, value in info.items() if key not in (VALIDATION, PADDING)}
-    extras.update((key, value) for key, value in tools.items() if key != RESPONSE_IMAGES)
+    extras.update((key, value) for key, value in tools.items() if key not in (RESPONSE_IMAGES, POLICY))
     extras["num_turns"] = _plain(columns.get("__num_turns__"))
     extras["rollout_reward_scores"] = columns.get("reward_scores") or {}
     return extras

@@ -18,10 +18,13 @@ from qreward_plugins import Config, ConfigurationError, Mistake
 from qreward_plugins.adapters import (
     LOGITS,
     colocated_sources,
+    compares_siblings,
     judge_kind_of,
     judges_in_charge,
     parts_of,
     refuse_comparing,
+    refuse_dense,
+    refuse_turns,
 )
 
 from .advantages import KEEPS_OUT
@@ -32,7 +35,6 @@ from .trainers import Name, Trainer
 _log = logging.getLogger("verl_adapter")
 
 _BEYOND_V1 = {
-    "gdpo": "the single rewards of a row (algorithm.gdpo_reward_keys)",
     "remax": "the reward of a greedy response (reward_baselines)",
     "optimal_token_baseline": "the actor's sum_pi_squared",
     "tir_optimal_token_baseline": "the actor's sum_pi_squared",
@@ -50,9 +52,6 @@ function, variables, tags and data sources may have any name.
 """
 _TREE_KEYS = {"config", *Config.model_fields}
 
-_INSTEAD_OF_GDPO = (
-    "Use `grpo` with a judge of `kind: sum`, which weighs several scores into one; or set trainer.use_v1=False."
-)
 _INSTEAD = "Choose another estimator, or set trainer.use_v1=False."
 
 _NOT_PASSED = (
@@ -121,6 +120,21 @@ def refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | 
         problem = "a judge that sleeps while verl trains cannot be asked by another process than the reward workers."
     if problem:
         refuse_comparing(settings, problem, remedy=_COMPARED)
+
+
+def refuse_parts(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
+    """Raise `ConfigurationError` if rewards are to come in parts (`dense`), and this run cannot take them, or if a
+    judge scores turns, and this run does not tell them.
+    """
+    if trainer is None:
+        refuse_dense(settings, _NO_HOOKS.replace("keeps failed samples out of training", "adds rewards to tokens"))
+        refuse_turns(settings, _NO_HOOKS.replace("keeps failed samples out of training", "tells them"))
+    elif trainer.name == "v1" and is_scored_at_once(config):
+        refuse_turns(settings, "verl's V1 trainer does not pass them while reward model and rollout share the GPUs.")
+    if estimator_of(config) == "gdpo":
+        refuse_dense(settings, "`gdpo` reads the single rewards of a sample, and not those of its tokens.")
+    elif compares_siblings(settings):
+        refuse_dense(settings, "a judge of kind `rank` is asked where the tokens of a response are not known.")
 
 
 def check_columns(config: Config, functions: Collection[str], columns: Collection[str]) -> None:
@@ -210,7 +224,7 @@ def _estimator(config: DictConfig, trainer: Name | None) -> Iterator[Mistake]:
             "algorithm.adv_estimator",
             f"`{estimator}` needs {needed}, which verl's V1 trainer does not pass to an estimator. The first step "
             "would end the run.",
-            _INSTEAD_OF_GDPO if estimator == "gdpo" else _INSTEAD,
+            _INSTEAD,
         )
     elif estimator == "gdpo" and not OmegaConf.select(config, "algorithm.gdpo_reward_keys"):
         yield Mistake(

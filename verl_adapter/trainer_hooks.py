@@ -8,6 +8,7 @@ fully asynchronous trainer has one for each):
 - Reward workers are told when the trainer asks for rewards, if a judge sleeps while it trains (`phases`).
 - Failed samples are kept out of advantages (`advantages`), of the means of a validation (`validation`), and of the
   filter of groups (`queue`).
+- Agent loops tell which tokens the policy wrote, if a judge says what each turn is worth (`response_tokens`).
 - Rows of validation are marked, because a reward manager cannot recognise them. So are the copies with which verl
   fills up a batch.
 - The tracker gets metrics of what was scored (`metrics`).
@@ -21,6 +22,8 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -32,8 +35,9 @@ from . import phases, validation
 from .advantages import Advantages
 from .metrics import RewardLog
 from .queue import noting_infos, of_scored_rows, with_extra_info
+from .response_tokens import reads_turns, telling_turns
 from .settings import estimator_of, load_settings
-from .startup import refuse_comparisons, refuse_failures, refuse_impossible
+from .startup import refuse_comparisons, refuse_failures, refuse_impossible, refuse_parts
 from .trainers import LEGACY_MODULE, V1_MODULE, Name, Trainer, calling_trainer, with_trainer
 
 _log = logging.getLogger("verl_adapter")
@@ -112,6 +116,9 @@ def attach(settings: Config, estimator: str = "") -> RewardLog:
         # Not for the others: some trainers await it, and whether it returns an awaitable depends on its direct caller.
         loops = getattr(sys.modules.get(_AGENT_LOOP), "AgentLoopManager", None)
         _wrap_classes(loops, "generate_sequences", advantages.of_greedy)
+    if reads_turns(settings):
+        with suppress(ImportError):
+            _wrap_classes(import_module(_AGENT_LOOP).AgentLoopManager, "_init_agent_loop_workers", telling_turns)
     for module in (LEGACY_MODULE, _REWARD_LOOP):
         _wrap(sys.modules.get(module), "pad_dataproto_to_divisor", validation.marking_padding)
     return log
@@ -172,6 +179,7 @@ def _checked_trainer(config: Any) -> Trainer | None:
         trainer = Trainer(name, tells_phases=colocated)
     refuse_failures(settings, config, trainer)
     refuse_comparisons(settings, config, trainer)
+    refuse_parts(settings, config, trainer)
     return trainer
 
 

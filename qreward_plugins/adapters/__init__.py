@@ -4,10 +4,11 @@
   the variable that may name the file. `with_framework` fills in addresses that only the framework has, and `adapted`
   keeps them on a reload. `without_colocated` refuses `colocated_sources`, where the phases of a training are not known.
   `judges_in_charge`, `parts_of`, `sources_of`, `judge_kind_of` and `source_kind_of` find what a configuration uses;
-  `compares_siblings` says whether a judge needs a whole group, and `refuse_comparing` refuses one. `did_you_mean`
-  suggests a name for a misspelt one.
-- Rollouts: `messages_of` and `attach` make messages of prompts and images. `read_or_unreadable` and those like it read
-  foreign values; what raises is an `Unreadable`, which fails its own sample only.
+  `compares_siblings` says whether a judge needs a whole group, and `refuse_comparing` refuses one; `refuse_dense`
+  refuses rewards in parts, `refuse_turns` judges of turns. `did_you_mean` suggests a name for a misspelt one.
+- Rollouts: `messages_of` and `attach` make messages of prompts and images; `dialogue` makes turns of messages
+  (`ResponseTurn`). `read_or_unreadable` and those like it read foreign values; what raises is an `Unreadable`, which
+  fails its own sample only.
 - Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
   mean of its siblings. `fits_float32`: whether a trainer can hold a number. `ENDS_RUN` is the reason of a failure that
   ends the run. `shared_actor` is an actor of the Ray job.
@@ -25,11 +26,18 @@ from ..config.load import ENVIRONMENT
 from ..config.origin import adapted
 from ..engine.process_portals import close_process_portals
 from ..journal import Trained, TrainingLog
-from ..judges import compares_siblings, refuse_comparing
+from ..judges import compares_siblings, refuse_comparing, refuse_dense, refuse_turns
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, Facts, flat_rate, summary
-from ..samples import SCREENED, fits_float32
-from ..samples.check import Unreadable, mapping_or_unreadable, messages_of, name_or_unreadable, read_or_unreadable
+from ..samples import SCREENED, ResponseTurn, fits_float32
+from ..samples.check import (
+    Unreadable,
+    dialogue,
+    mapping_or_unreadable,
+    messages_of,
+    name_or_unreadable,
+    read_or_unreadable,
+)
 from ..samples.images import Image, attach, is_image_part
 from ..scheduling.budgets import ENDS_RUN
 from ..secrets import Redactor, described_error, environment_secrets, secrets_in, with_secrets
@@ -52,6 +60,7 @@ __all__ = [
     "Groups",
     "Image",
     "Redactor",
+    "ResponseTurn",
     "RunningMeans",
     "Trained",
     "TrainingLog",
@@ -62,6 +71,7 @@ __all__ = [
     "colocated_sources",
     "compares_siblings",
     "described_error",
+    "dialogue",
     "did_you_mean",
     "environment_secrets",
     "fits_float32",
@@ -79,6 +89,8 @@ __all__ = [
     "ray_is_up",
     "read_or_unreadable",
     "refuse_comparing",
+    "refuse_dense",
+    "refuse_turns",
     "secrets_in",
     "shared_actor",
     "source_kind_of",

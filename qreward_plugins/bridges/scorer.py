@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..adapters import Image, number_of, refuse_comparing, without_colocated
+from ..adapters import Image, number_of, refuse_comparing, refuse_dense, refuse_turns, without_colocated
 from ..config import Config, load_config
 from ..engine.portal import EnginePortal
 from ..engine.process_portals import process_portal
@@ -39,6 +39,8 @@ class Scorer:
         )
         if not compares:
             refuse_comparing(self.config, f"{library} asks for one reward at a time.", remedy="Take another judge.")
+        refuse_turns(self.config, f"{library} hands over one text of a response.")
+        refuse_dense(self.config, f"{library} takes one reward of a sample.")
         _ = self.portal
 
     @property

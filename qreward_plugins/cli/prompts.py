@@ -34,7 +34,8 @@ async def show_prompts(config: Config, path: Path, rollouts: Path | None, row: i
         chosen = _samples(engine, rollouts, row)
         for name, judge in engine.judges.items():
             for source in judge.sources:
-                _show(judge, engine.upstreams[source].source, chosen.get(name) or built_in(judge))
+                for sample in engine.seen_by(name, chosen.get(name) or built_in(judge)):
+                    _show(judge, engine.upstreams[source].source, sample)
     return OK
 
 

@@ -91,6 +91,8 @@ def written_sample(sample: Sample, what: str) -> bytes:
         row[FRAMEWORK_PROMPT] = _column(sample.prompt, f"{what}: prompt")
     if sample.response_images:
         row["response_images"] = list(sample.response_images)
+    if sample.turns:
+        row["turns"] = list(sample.turns)
     try:
         return _written(row)
     except TypeError:
@@ -195,7 +197,10 @@ def _outcome(row: Mapping[str, Any], latency_s: float) -> Outcome:
         if failed is None:
             raise ValueError("a failure without a cause")
         return failed
-    steps = [(_typed(step, "offset", int), float(_typed(step, "score", (int, float)))) for step in row["steps"]]
+    steps, dense = (
+        tuple((_typed(step, "offset", int), float(_typed(step, number, (int, float)))) for step in row[column])
+        for column, number in (("steps", "score"), ("dense", "reward"))
+    )
     verdict = Verdict(
         row["reward"],
         components=_typed(row, "components", Mapping),
@@ -210,7 +215,8 @@ def _outcome(row: Mapping[str, Any], latency_s: float) -> Outcome:
         cached=bool(row["cached"]),
         cut=bool(row["cut"]),
         returned=_typed(row, "returned", Mapping, None),
-        steps=tuple(steps),
+        steps=steps,
+        dense=dense,
     )
     return Scored(verdict)
 

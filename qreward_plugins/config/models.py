@@ -347,6 +347,12 @@ class Config(Node):
     framework's own way; `neutral` and `exclude` do the same. `raise`: stop the run. `{constant: x}`: train it with the
     reward x."""
 
+    dense: Flag = False
+    """Whether the trainer gets a reward in parts, each at the last token of the step or turn that it is for: what a
+    process reward model with `reduce` and a judge of kind `turns` say of each step. The parts add up to the reward.
+    verl has a place for them, and so have the pipelines of ROLL with a row for each step. Default: false, and the whole
+    reward is at the last token of the response."""
+
     groups: Groups = Groups()
 
     _origin: Origin | None = PrivateAttr(default=None)

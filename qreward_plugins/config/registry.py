@@ -232,6 +232,7 @@ judges: Kinds[Any] = Kinds(
         "panel": "qreward_plugins.judges.panels:PanelJudge",
         "screen": "qreward_plugins.judges.screens:ScreenJudge",
         "rank": "qreward_plugins.judges.ranks:RankJudge",
+        "turns": "qreward_plugins.judges.turns:TurnsJudge",
     },
 )
 """The kinds of judges, subclasses of `judges.Judge`."""

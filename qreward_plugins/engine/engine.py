@@ -7,7 +7,7 @@ closes them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -183,6 +183,10 @@ class RewardEngine(TextMethods, EmbeddingMethods):
     def judges(self) -> Mapping[str, Leaf]:
         """The judges that ask sources themselves, by name."""
         return self._lifetime.router.leaves
+
+    def seen_by(self, judge: str, sample: Sample) -> Sequence[Sample]:
+        """What one of `judges` sees of a sample: the sample, or each turn of it."""
+        return self._lifetime.router.seen_by(judge, sample)
 
     def compares(self, sample: Sample) -> bool:
         """Whether a sample goes to a judge that compares it with its siblings, so that these should be in its batch."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..samples import Message, Sample
+from ..samples.check import dialogue
 from ..samples.images import Image, attach, is_empty_part, is_image_part
 from ..secrets import Redactor
 from .tables import RESULT, as_json, check_output, format_of, read_rows, type_of
@@ -31,7 +32,8 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
     """Yield the rows of a `.jsonl`, `.json` or `.parquet` file. Raises `InputError` with the file and the line or row.
 
     Columns:
-    - response: `response`, `solution_str` or `completion`
+    - response: `response`, `solution_str` or `completion`; or its `turns`, a list of messages. Beside a response, each
+      turn has an `end`: the character of the response after its last one
     - prompt: `messages` or `prompt`, a text or a list of messages
     - images: in the prompt's messages, in `images` (for the places `<image>` of the prompt) and in `response_images`;
       each is a data URL, or a path below the folder of the file
@@ -80,8 +82,15 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
     `name` is its id if the row has none. `where` begins the message of an error. Paths of images are read below
     `folder`; None: no path is read.
     """
-    response_column = _one_of(row, _RESPONSE_COLUMNS, where)
-    response = row[response_column]
+    # A file with other rows has nulls here.
+    has_response = any(row.get(column) is not None for column in _RESPONSE_COLUMNS)
+    turns: Any = row["turns"] if _are_turns(row.get("turns"), needs_end=has_response) else ()
+    if turns and not has_response:
+        response_column = "turns"
+        response, turns = dialogue(message_list(turns, f"{where}: turns"))
+    else:
+        response_column = _one_of(row, _RESPONSE_COLUMNS, where)
+        response = row[response_column]
     if not isinstance(response, str):
         raise InputError(f"{where}: {response_column} must be a text, not {type_of(response)}")
     prompt_column = _one_of(row, _PROMPT_COLUMNS, where)
@@ -95,6 +104,7 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
     beside = {column: _listed_images(row.get(column), f"{where}: {column}", folder) for column in _IMAGE_COLUMNS}
     messages, rest = attach(_with_images(messages, folder), beside["images"])
     used = {response_column, prompt_column, "ground_truth", "data_source", "id", RESULT, *_IMAGE_COLUMNS}
+    used |= {"turns"} if turns else set()
     extras = {key: value for key, value in row.items() if key not in used}
     if isinstance(extras.get("extra_info"), Mapping):
         extras.update(extras.pop("extra_info"))
@@ -109,7 +119,14 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
         step=step if type(step) is int and 0 <= step < 2**63 else None,
         group_id=str(group) if isinstance(group, (str, int)) and not isinstance(group, bool) else None,
         response_images=(*rest, *beside["response_images"]),
+        turns=turns,
     )
+
+
+def _are_turns(value: Any, *, needs_end: bool) -> bool:
+    """Whether a column holds the turns of the response. Data sets have other things by this name."""
+    keys = {"role", "content"} | ({"end"} if needs_end else set())
+    return isinstance(value, list) and all(isinstance(turn, Mapping) and keys <= turn.keys() for turn in value)
 
 
 def _listed_images(value: Any, where: str, folder: Path | None) -> list[Any]:

@@ -43,6 +43,7 @@ def to_result(outcome: Outcome) -> dict[str, Any]:
         "detail": _text(failed.detail) if failed else None,
         "components": {_text(name): value for name, value in verdict.components.items()} if verdict else {},
         "steps": [{"offset": offset, "score": score} for offset, score in verdict.steps] if verdict else [],
+        "dense": [{"offset": offset, "reward": reward} for offset, reward in verdict.dense] if verdict else [],
         "correct": verdict.correct if verdict else None,
         "rationale": _text(verdict.rationale) if verdict else None,
         "judge": told.judge,
@@ -238,7 +239,7 @@ class ParquetRows:
     def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
         """Write the next row of the source with its outcome. `row` is ignored."""
         result = to_result(outcome)
-        for nested in ("components", "steps"):
+        for nested in ("components", "steps", "dense"):
             result[nested] = as_json(result[nested]).decode()
         self._results.append(result)
         if self._batch is not None and len(self._results) == self._batch.num_rows:
@@ -264,8 +265,8 @@ class ParquetRows:
 
 def _result_type(arrow: Any) -> Any:
     texts = (
-        *("outcome", "cause", "reason", "detail", "components", "steps", "rationale", "judge", "source", "model"),
-        "weight_version",
+        *("outcome", "cause", "reason", "detail", "components", "steps", "dense", "rationale", "judge", "source"),
+        *("model", "weight_version"),
     )
     numbers = ("reward", "latency_s", "cost_usd")
     counts = ("attempts", "prompt_tokens", "completion_tokens")

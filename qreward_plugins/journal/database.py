@@ -39,8 +39,8 @@ _CREATE: Final = (
     "CREATE TABLE trained (run_id TEXT NOT NULL, recorded_at REAL NOT NULL, sample_id TEXT NOT NULL, group_id TEXT, "
     "step INTEGER, reward REAL, advantage REAL, masked INTEGER NOT NULL)",
     "CREATE INDEX trained_by_sample ON trained (run_id, sample_id)",
-    "CREATE TABLE live (run_id TEXT NOT NULL, process_id INTEGER NOT NULL, source TEXT NOT NULL, "
-    "recorded_at REAL NOT NULL, state TEXT NOT NULL, PRIMARY KEY (run_id, process_id, source))",
+    "CREATE TABLE live (run_id TEXT NOT NULL, engine INTEGER NOT NULL, source TEXT NOT NULL, "
+    "recorded_at REAL NOT NULL, state TEXT NOT NULL, PRIMARY KEY (run_id, engine, source))",
     "CREATE TABLE holds (run_id TEXT NOT NULL, source TEXT NOT NULL, PRIMARY KEY (run_id, source))",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",

@@ -131,6 +131,8 @@ class Journal:
             raise
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-journal-reader")
         self._read_logged = False
+        # A process may have several engines, and processes of several nodes the same id.
+        self._engine = uuid.uuid4().int >> 66
         self._told: Mapping[str, Mapping[str, Any]] = {}
         self._look: Callable[[], Callable[[frozenset[str]], None] | None] = lambda: None
         self._writer = Writer(self.path, writing, most_bytes=texts_mb * 1e6, on_last=self._close_reading)
@@ -236,7 +238,7 @@ class Journal:
     def _meet(self, connection: sqlite3.Connection) -> None:
         """Write how the sources are, and find out which are held. Runs in the writing thread."""
         told, self._told = self._told, {}
-        place = (self.run_id, self._writer.process_id)
+        place = (self.run_id, self._engine)
         rows = [
             (*place, name, self._clock(), orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY).decode())
             for name, each in told.items()

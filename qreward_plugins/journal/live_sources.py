@@ -1,7 +1,7 @@
 """Reads how the sources of a run are that goes on, and holds them: what `engine.held_sources` writes and reads.
 
-Each process of the run has a row for each of its sources. A row that is not written again says that its process has
-ended, or hangs.
+Each engine of the run, mostly one in each process, has a row for each of its sources. A row that is not written again
+says that its process has ended, or hangs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class LiveSource:
     run_id: str
     name: str
     processes: int
+    """A process with several engines counts for each."""
     state: str
     """The worst of the processes, as in `SourceGauges.state`."""
     held: bool

@@ -68,6 +68,7 @@ def past_sample(story: Story) -> PastSample | None:
         extras=rest.get("extras", {}),
         id=entry.sample_id or f"entry {entry.id}",
         prompt=rest.get("prompt"),
+        turns=rest.get("turns", ()),
     )
     return PastSample(sample, dict(_replies(story)), story.entries)
 

@@ -26,6 +26,7 @@ from ..samples import Outcome, Sample, Scored
 from ..samples.images import EncodedImage
 from ..samples.json_values import without_lone_surrogates
 from ..scheduling.history import PastAttempt
+from ..secrets import unescaped
 from ..sources.base import Reply, Request, identity_of
 
 Keep = Literal["interesting", "all", "none"]
@@ -114,6 +115,10 @@ def redaction(patterns: Sequence[str]) -> Redact | None:
 
     def redact(text: str) -> str:
         for pattern in compiled:
+            # Of a text with JSON in it, the writer chose what to escape.
+            plain = unescaped(text) if "\\u" in text else text
+            if plain is not text and len(pattern.findall(plain)) > len(pattern.findall(text)):
+                text = plain
             text = pattern.sub(_REDACTED, text)
         return text
 
@@ -188,6 +193,8 @@ def _rest(sample: Sample) -> Mapping[str, Any] | None:
         rest["prompt"] = sample.prompt
     if not isinstance(sample.ground_truth, (str, NoneType)):
         rest["ground_truth"] = sample.ground_truth
+    if sample.turns:
+        rest["turns"] = list(sample.turns)
     if sample.response_images or not _is_json(rest):
         rest["differs"] = True
     return rest or None

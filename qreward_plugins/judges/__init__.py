@@ -15,11 +15,12 @@ from .llm import LLMJudge
 from .panels import PanelJudge
 from .ranks import RankJudge
 from .reward_model import RewardModelJudge
-from .router import JudgeRouter, compares_siblings, kind_of, open_judge, refuse_comparing
+from .router import JudgeRouter, compares_siblings, kind_of, open_judge, refuse_comparing, refuse_dense, refuse_turns
 from .screens import ScreenJudge
 from .similarity import SimilarityJudge
 from .sums import SumJudge
 from .text_calls import text_call
+from .turns import TurnsJudge
 
 __all__ = [
     "Answer",
@@ -48,10 +49,13 @@ __all__ = [
     "SimilarityJudge",
     "SourceName",
     "SumJudge",
+    "TurnsJudge",
     "compares_siblings",
     "kind_of",
     "open_judge",
     "refuse_comparing",
+    "refuse_dense",
+    "refuse_turns",
     "text_call",
     "together",
 ]

@@ -10,7 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from ..config import Config
 from ..config.judge_models import JudgeConfig
@@ -19,6 +19,8 @@ from ..samples import Failed, Sample, Verdict
 from ..scheduling.calls import Answer, Call, T
 from ..sources.base import Reply, Request, Source
 from .calibration import Identity, Measurement
+
+_Name = TypeVar("_Name", str, int)
 
 
 class JudgeFailed(QRewardError):
@@ -108,6 +110,11 @@ class Judge(ABC):
         return False
 
     @classmethod
+    def splits(cls, config: Any) -> bool:
+        """Whether its verdicts say what each step of a response adds to the score (`Verdict.dense`). Default: no."""
+        return False
+
+    @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
         """Return a valid reply to a request of this judge, for `qreward plan`.
 
@@ -143,6 +150,10 @@ class Judge(ABC):
     def parts(self) -> Sequence[Judge]:
         """The judges that it awaits, if any."""
         return ()
+
+    def seen(self, sample: Sample) -> Sequence[Sample]:
+        """Return what the judges that it awaits see of a sample. Default: all see the sample."""
+        return (sample,)
 
     @property
     def calls(self) -> int:
@@ -206,22 +217,34 @@ async def together(
     The first failure of a judge that is not `dispensable` cancels the judges that still run; these are missing from the
     result. Cancelling cancels all. `run` runs one of them; default: its `judge`.
     """
-    verdicts: dict[str, Verdict | Failed] = {}
+    running = {judge.name: judge.judge(sample, ask) if run is None else run(judge) for judge in judges}
+    return await all_of(running, dispensable=dispensable)
+
+
+async def all_of(
+    running: Mapping[_Name, Awaitable[Verdict]], *, dispensable: Collection[_Name] = ()
+) -> dict[_Name, Verdict | Failed]:
+    """Await several verdicts at the same time; return them and the failures by name, in their order.
+
+    The first failure that is not `dispensable` cancels what still runs; this is missing from the result. Cancelling
+    cancels all.
+    """
+    verdicts: dict[_Name, Verdict | Failed] = {}
     stopped = False
 
-    async def one(judge: Judge) -> None:
+    async def one(name: _Name, verdict: Awaitable[Verdict]) -> None:
         try:
-            verdicts[judge.name] = await (judge.judge(sample, ask) if run is None else run(judge))
+            verdicts[name] = await verdict
         except JudgeFailed as error:
-            verdicts[judge.name] = error.failed
-            if judge.name not in dispensable:
+            verdicts[name] = error.failed
+            if name not in dispensable:
                 # At once: in the next step of the event loop, another judge would be sending its request.
                 stop(task for task in tasks if task is not asyncio.current_task())
         except asyncio.CancelledError:
             if stopped:
                 raise
             # Otherwise the others would go on, and their verdicts would be used without this one.
-            raise RuntimeError(f"judge {judge.name} was cancelled by something else than its caller") from None
+            raise RuntimeError(f"judge {name} was cancelled by something else than its caller") from None
 
     def stop(running: Iterable[asyncio.Task[None]]) -> None:
         nonlocal stopped
@@ -230,7 +253,7 @@ async def together(
             task.cancel()
 
     # A task group of anyio would add a quarter to the time and memory of a sum.
-    tasks = [asyncio.ensure_future(one(judge)) for judge in judges]
+    tasks: list[asyncio.Task[None]] = [asyncio.ensure_future(one(name, verdict)) for name, verdict in running.items()]
     left = set(tasks)
     cancelled: asyncio.CancelledError | None = None
     while left:
@@ -249,11 +272,11 @@ async def together(
         finally:
             # Breaks the reference cycle of error, traceback and frame, which would keep the sample in memory.
             del bugs, tasks, cancelled
-    return {judge.name: verdicts[judge.name] for judge in judges if judge.name in verdicts}
+    return {name: verdicts[name] for name in running if name in verdicts}
 
 
 def _bug(task: asyncio.Task[None]) -> BaseException | None:
     return None if task.cancelled() else task.exception()
 
 
-__all__ = ["Ask", "GroupJudge", "Judge", "JudgeFailed", "Opening", "together"]
+__all__ = ["Ask", "GroupJudge", "Judge", "JudgeFailed", "Opening", "all_of", "together"]

@@ -197,6 +197,7 @@ class Leaf(Judge):
             correct=now.correct,
             judge=self.name,
             steps=now.steps,
+            dense=now.dense,
         )
 
 
@@ -235,6 +236,7 @@ def judged(answer: Answer[Verdict], judge: str) -> Verdict:
         verdict.raw,
         verdict.steps,
         "" if answer.weights is None else answer.weights.version,
+        verdict.dense,
     )
 
 

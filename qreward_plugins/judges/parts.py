@@ -134,11 +134,13 @@ def combined(
     correct: bool | None = None,
     own: Mapping[str, float] | None = None,
     decides: Collection[str] | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> Verdict:
     """Return the verdict of a whole with this score, from those of the parts that were asked, by name.
 
     `own` are its own components. If the reward of a part that `decides` (default: all) is a floor, the basis of the
-    whole is a floor, too.
+    whole is a floor, too. `weights` are the factors of parts that the score adds up; those of a part that decides alone
+    are 1. With them, the whole tells what the steps of a response add to it.
     """
     components: dict[str, float] = dict(own or {})
     for name, verdict in verdicts.items():
@@ -147,6 +149,8 @@ def combined(
     rationales = {name: verdict.rationale for name, verdict in verdicts.items() if verdict.rationale}
     deciding = [name for name in verdicts if decides is None or name in decides]
     failure = _failure({name: failed for name in deciding if (failed := verdicts[name].failure)}, whole)
+    if weights is None:
+        weights = dict.fromkeys(decides or () if len(decides or ()) == 1 else (), 1.0)
     return Verdict(
         score,
         components=components,
@@ -161,6 +165,9 @@ def combined(
         cached=all(verdict.cached for verdict in verdicts.values()),
         cut=any(verdict.cut for verdict in verdicts.values()),
         returned=_only_one(verdict.returned for verdict in verdicts.values()),
+        dense=tuple(
+            sorted((end, weight * added) for name, weight in weights.items() for end, added in verdicts[name].dense)
+        ),
     )
 
 

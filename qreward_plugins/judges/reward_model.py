@@ -10,7 +10,7 @@ The journal keeps the logits. So another label, activation, reduction or transfo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -30,6 +30,7 @@ from .control_tokens import is_blank, neutralise
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
 from .sample_texts import SampleTexts, conversation_turns
+from .steps import parts_of_score, reduced
 from .transforms import Transform, TransformSteps, sigmoid, zscore_file
 
 _INSIDE = (0.25, 0.75)
@@ -66,7 +67,7 @@ class RewardModelJudge(Leaf):
         reduce: Literal["last", "min", "mean", "prod"] | None = None
         """How the scores of the steps of a process reward model (`task: token_classify` of the source) become one
         score: the `last` one, the lowest, their mean, or their product, which needs `activation: softmax` or `sigmoid`.
-        Default: none; the source scores whole responses."""
+        With `dense`, a step adds what its own reward adds. Default: none; the source scores whole responses."""
 
         transform: TransformSteps = ()
         """Steps that map the score to the reward, applied in this order: `zscore: FILE`, `affine: {scale, shift}`,
@@ -77,6 +78,10 @@ class RewardModelJudge(Leaf):
     @classmethod
     def open(cls, name: str, config: Any, opening: Opening) -> RewardModelJudge:
         return cls(name, config, sources=opening.sources, vision=vision_sources(opening.config, opening.sources))
+
+    @classmethod
+    def splits(cls, config: Any) -> bool:
+        return config.reduce not in (None, "prod")
 
     @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
@@ -195,7 +200,7 @@ class RewardModelJudge(Leaf):
 
     def _of_steps(self, steps: Sequence[tuple[int, Mapping[str, float]]], *, model: str = "") -> Verdict:
         scores = [self._activated(self._logit(logits), logits) for _, logits in steps]
-        score = _REDUCE[self._config.reduce or "last"](scores)
+        score = reduced(scores, self._config.reduce or "last")
         raw = RawScore(score, _packed(steps))
         offsets = (offset for offset, _ in steps)
         components = {"steps": float(len(steps))}
@@ -219,6 +224,9 @@ class RewardModelJudge(Leaf):
                 f"the reward {reward:g} is outside the reward range {low:g} to {high:g}; add a last step `clip: "
                 f"[{low:g}, {high:g}]` to judges.{self.name}.transform, or another scale"
             )
+        added = parts_of_score([self._transform(each) for _, each in steps], config.reduce or "last") if steps else ()
+        if not all(map(fits_float32, added)):
+            raise InvalidReply("what a step adds is not finite in float32, the type of trainers")
         return Verdict(
             score=reward,
             components=components,
@@ -227,6 +235,7 @@ class RewardModelJudge(Leaf):
             model=model,
             raw=raw,
             steps=steps,
+            dense=tuple((end, each) for (end, _), each in zip(steps, added, strict=False)),
         )
 
     def _logit(self, logits: Mapping[str, float]) -> float:
@@ -274,14 +283,6 @@ def _text_part(part: Any) -> dict[str, Any]:
     """Return a part that is no image as text."""
     (turn,) = conversation_turns([Message(role="user", content=[part])])  # type: ignore[typeddict-item]
     return {"type": "text", "text": neutralise(turn["content"])}
-
-
-_REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "last": lambda scores: scores[-1],
-    "min": min,
-    "mean": lambda scores: math.fsum(scores) / len(scores),
-    "prod": math.prod,
-}
 
 
 def _packed(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from ..samples import Sample
 from ..secrets import described_error
 from .base import GroupJudge, Judge, Opening
 from .leaf import Leaf
+from .turns import TurnsJudge
 
 
 def kind_of(config: JudgeConfig) -> type[Judge]:
@@ -32,6 +33,22 @@ def refuse_comparing(config: Config, why: str, *, remedy: str) -> None:
     """
     if names := _comparing(config):
         raise ConfigurationError([Mistake(f"judges.{names[0]}", f"siblings cannot be compared: {why}", remedy)])
+
+
+def refuse_dense(config: Config, why: str) -> None:
+    """Raise `ConfigurationError` if the trainer is to get rewards in parts. `why` says why it cannot, as a sentence."""
+    if config.dense:
+        raise ConfigurationError([Mistake("dense", f"rewards cannot come in parts: {why}", "Remove the key.")])
+
+
+def refuse_turns(config: Config, why: str) -> None:
+    """Raise `ConfigurationError` if a judge scores turns (kind `turns`). `why` says why they are not known, as a
+    sentence.
+    """
+    names = [name for name, judge in config.judges.items() if issubclass(kind_of(judge), TurnsJudge)]
+    if names:
+        problem = f"the turns of a response are not known: {why}"
+        raise ConfigurationError([Mistake(f"judges.{names[0]}", problem, "Judge whole responses.")])
 
 
 def _comparing(config: Config) -> list[str]:
@@ -76,6 +93,14 @@ class JudgeRouter:
                 self._open(name)
             except ConfigurationError as error:
                 mistakes += error.mistakes
+        if (
+            config.dense
+            and config.engine.server is None
+            and not any(kind_of(judge).splits(judge) for judge in config.judges.values())
+        ):
+            problem = "no judge says what each step adds to its score."
+            remedy = "Set `reduce` at a process reward model, or add a judge of kind `turns`; or remove the key."
+            mistakes.append(Mistake("dense", problem, remedy))
         if mistakes:
             # A judge that fails to open is reported again by each judge that it is a part of.
             raise ConfigurationError(list(dict.fromkeys(mistakes)))
@@ -95,6 +120,13 @@ class JudgeRouter:
     def leaves(self) -> dict[str, Leaf]:
         """The judges that ask sources themselves, by name."""
         return {name: judge for name, judge in self.judges.items() if isinstance(judge, Leaf)}
+
+    def seen_by(self, leaf: str, sample: Sample) -> list[Sample]:
+        """Return what a judge sees of a sample, through the judges that await it."""
+        awaiting = [judge for judge in self.judges.values() if leaf in (part.name for part in judge.parts)]
+        found = [one for judge in awaiting for each in self.seen_by(judge.name, sample) for one in judge.seen(each)]
+        found = found or [sample]
+        return [each for place, each in enumerate(found) if each not in found[:place]]
 
     def judge_of(self, sample: Sample) -> Judge | None:
         """Return the judge for a sample; None if no route matches."""

@@ -19,6 +19,11 @@ from ..samples import Message, Sample
 from ..samples.check import blamed, kind_of, plain_messages
 from ..samples.json_values import as_json, encoded
 
+TURN = "\udc1e"
+"""Stands before and after the role of a turn, until the id of its fence is known (`Page.show`). A lone surrogate, which
+`readable` leaves in no text of a sample.
+"""
+
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ATTACHMENT = re.compile(r"image|video|audio|file")
 _MOST_BITS = 4096
@@ -79,11 +84,15 @@ def _is_user_text(message: Any) -> bool:
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Return all messages of the prompt, each below its role: `[user]`, a line break, the text.
+    """Return all messages of the prompt, each below its role: `[user]`, a line break, the text. If the policy wrote one
+    of them, the roles are between `TURN`, because it could forge turns of tools and users otherwise.
 
     Raises `InputError` for messages that cannot be written as text.
     """
-    return "\n\n".join(f"[{_role(message)}]\n{_turn_text(message)}" for message in checked_turns(messages))
+    turns = [(_role(message), _turn_text(message)) for message in checked_turns(messages)]
+    if all(role != "assistant" for role, _ in turns):
+        return "\n\n".join(f"[{role}]\n{text}" for role, text in turns)
+    return "\n\n".join(f"{TURN}{role}{TURN}\n{text}" for role, text in turns)
 
 
 def conversation_turns(messages: Sequence[Message]) -> list[Message]:

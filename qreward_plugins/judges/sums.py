@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -202,14 +202,14 @@ class SumJudge(Judge):
 
         Raises `JudgeFailed` for a sum that is not finite in float32, the type that trainers use.
         """
-        weights = {name: at_step(part.weight, step) for name, part in self._weights.items()}
         ordered = {part.name: verdicts[part.name] for part in self._parts if part.name in verdicts}
+        weights = _shared_out({name: at_step(part.weight, step) for name, part in self._weights.items()}, ordered)
         reward = _added(weights, {name: verdict.score for name, verdict in ordered.items()})
         if reward is None:
             detail = "the weighted sum is not finite in float32; set other weights"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
         correct = None if self._correct_at is None else reward >= at_step(self._correct_at, step)
-        return combined(self.name, ordered, reward, correct=correct)
+        return combined(self.name, ordered, reward, correct=correct, weights=weights)
 
     def _part_mistakes(self) -> Iterator[Mistake]:
         """Find parts that may be missing and must not, and penalties whose floor is a reward."""
@@ -237,13 +237,19 @@ def _rewarded_floors(whole: str, part: Judge) -> Iterator[Mistake]:
         yield Mistake(f"judges.{part.name}.on_invalid", problem, remedy)
 
 
+def _shared_out(weights: Mapping[str, float], present: Collection[str]) -> Mapping[str, float]:
+    """The weights of the parts that are present, which share those of the others."""
+    if len(present) == len(weights):
+        return weights
+    left = math.fsum(weights[name] for name in present)
+    factor = math.fsum(weights.values()) / left if left else math.inf
+    return {name: factor * weights[name] for name in present}
+
+
 def _added(weights: Mapping[str, float], rewards: Mapping[str, float]) -> float | None:
-    """The weighted sum. The weights of missing rewards are shared out. None if it is not finite in float32."""
+    """The weighted sum; None if it is not finite in float32."""
     try:
         reward = math.fsum(weights[name] * reward for name, reward in rewards.items())
-        if len(rewards) < len(weights):
-            present = math.fsum(weights[name] for name in rewards)
-            reward *= math.fsum(weights.values()) / present
-    except (OverflowError, ValueError, ZeroDivisionError):
+    except (OverflowError, ValueError):
         return None
     return reward if fits_float32(reward) else None

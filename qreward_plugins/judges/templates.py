@@ -25,7 +25,10 @@ import jinja2.sandbox
 from ..errors import ConfigurationError, InputError, Mistake
 from .control_tokens import neutralise
 from .fence import cap, fence
-from .sample_texts import readable
+from .sample_texts import TURN, readable
+
+# A role has no line break, so a marker that was cut spoils no later one.
+_ROLE = re.compile(f"{TURN}([^{TURN}\n]*){TURN}")
 
 MAX_STEPS = 10_000
 """Most loop steps of one rendering, over all loops."""
@@ -145,12 +148,24 @@ class Page:
 
     `nonce` fences the response, and `shared` all other texts (default: `nonce`). `shown` holds the labels and `texts`
     the untrusted texts that were written, as they were given and as they are shown. `cut` maps the label of each
-    truncated text to its full length in characters. `rewritten` is true if control tokens in any text were neutralised.
+    truncated text to its full length in characters. `rewritten` is true if control tokens in any text were neutralised,
+    and `marks_turns` if the roles of turns carry the shared nonce.
     With `fences` false, a template can test texts of the sample but not write them. `hidden` maps further words, which
     are no control tokens, to what is written instead of them.
     """
 
-    __slots__ = ("_steps_left", "cut", "fences", "hidden", "nonce", "rewritten", "shared", "shown", "texts")
+    __slots__ = (
+        "_steps_left",
+        "cut",
+        "fences",
+        "hidden",
+        "marks_turns",
+        "nonce",
+        "rewritten",
+        "shared",
+        "shown",
+        "texts",
+    )
 
     def __init__(
         self, nonce: str, *, shared: str = "", fences: bool = True, hidden: Mapping[str, str] | None = None
@@ -163,6 +178,7 @@ class Page:
         self.texts: list[str] = []
         self.cut: dict[str, int] = {}
         self.rewritten = False
+        self.marks_turns = False
         self._steps_left = MAX_STEPS
 
     def text(self, label: str, text: str, *, max_chars: int) -> Untrusted:
@@ -206,6 +222,9 @@ class Page:
         if shown != text._text:
             self.texts.append(shown)
         self.rewritten = self.rewritten or shown != capped
+        if TURN in shown:
+            self.marks_turns = True
+            shown = _ROLE.sub(lambda found: f"[{found[1]} {self.shared}]", shown).replace(TURN, "")
         return fence(text._label, shown, self.nonce if _is_response(text._label) else self.shared)
 
     @property

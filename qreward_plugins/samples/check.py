@@ -8,6 +8,7 @@ after this check can rely on the types.
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 from ..errors import InputError
 from .images import Image, is_image_part
-from .sample import Message, Sample
+from .sample import Message, ResponseTurn, Sample
 
 _TEMPLATES = (
     # A turn in ChatML (Qwen), Llama 3 and GLM. Each pattern stops where the next turn begins.
@@ -49,6 +50,34 @@ def messages_of(prompt: Any) -> list[Message]:
         if turns:
             return [{"role": role, "content": content} for role, content in turns]
     return [{"role": "user", "content": prompt}]
+
+
+def dialogue(messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ResponseTurn, ...]]:
+    """The messages of a response as its text and its turns. Each begins with its role; a single one is the text, and no
+    turn. Calls of tools are written as JSON.
+    """
+    texts = [_plain_text(message) for message in messages]
+    if len(texts) == 1:
+        return texts[0], ()
+    response = ""
+    turns: list[ResponseTurn] = []
+    for message, text in zip(messages, texts, strict=True):
+        response += f"{chr(10) * 2 if turns else ''}{message['role']}: {text}"
+        turns.append(ResponseTurn(role=message["role"], content=text, end=len(response)))
+    return response, tuple(turns)
+
+
+def _plain_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    pieces = [content or ""]
+    if isinstance(content, (list, tuple)):
+        pieces = [
+            str(part.get("text", f"[{part.get('type', 'attachment')}]")) if isinstance(part, Mapping) else str(part)
+            for part in content
+        ]
+    if calls := message.get("tool_calls"):
+        pieces.append(f"[tool calls] {json.dumps(calls, ensure_ascii=False, default=str)}")
+    return "\n".join(filter(None, pieces))
 
 
 def _joined(content: Any) -> Any:
@@ -170,6 +199,8 @@ def _is_plain(sample: Any) -> bool:
             and type(sample.extras) is dict
             and type(sample.response_images) is tuple
             and not sample.response_images
+            and type(sample.turns) is tuple
+            and not sample.turns
             and type(sample.ground_truth) is not Unreadable
             and type(sample.prompt) is not Unreadable
         )
@@ -312,6 +343,22 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     raise InputError(f"is of type {kind_of(value)}; write a mapping")
 
 
+def _turns(value: Any) -> Sequence[Any]:
+    if value is None or (type(value) is tuple and not value):
+        return ()
+    turns, before = [dict(turn) for turn in plain_messages(value)], 0
+    for number, turn in enumerate(turns):
+        try:
+            turn["end"] = _integer(turn.get("end"), "a number")
+        except InputError:
+            turn["end"] = -1
+        if turn["end"] < before:
+            raise InputError(f"[{number}] needs an `end`: the character of the response after its last one")
+        turn["content"] = _plain_text(turn)
+        before = turn["end"]
+    return turns
+
+
 def _images(value: Any) -> Sequence[Image]:
     if value is None or (type(value) is tuple and not value):
         return ()
@@ -349,6 +396,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "id": _name,
     "prompt": _anything,
     "response_images": _images,
+    "turns": _turns,
 }
 assert list(_CHECKS) == [field.name for field in fields(Sample)]
 

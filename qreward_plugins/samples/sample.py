@@ -41,6 +41,12 @@ class Message(TypedDict):
     content: str
 
 
+class ResponseTurn(Message):
+    """One turn of a response of several turns. `end` is the character of `Sample.response` after its last one."""
+
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One rollout to score.
@@ -53,7 +59,8 @@ class Sample:
 
     The content of a message is a text or a list of parts, as in chat completions. A part may hold an image in any of
     the forms that `Image.of` takes. `response_images` are those that belong to the response, for example what a tool
-    returned.
+    returned. `turns` are the turns of a response of several, with what tools and users said between them; empty if the
+    response is one turn.
     """
 
     messages: Sequence[Message]
@@ -67,6 +74,7 @@ class Sample:
     id: str | None = None
     prompt: Any = None
     response_images: Sequence[Image] = ()
+    turns: Sequence[ResponseTurn] = ()
 
 
 @quick
@@ -118,12 +126,14 @@ class Verdict(_Provenance):
     journal, which stores only numbers. `cut` is true if a text of the sample was too long and the judge saw it without
     its middle. `service_s` is the time in seconds from sending the request of the successful attempt to its reply,
     without waiting, retries and other attempts. `raw` holds the numbers before mapping; None if they are unknown, and
-    then the verdict cannot be mapped again. `steps` are the scores of a process reward model, each with the offset of
-    the end of its step in the response, in characters; empty for other judges. `weight_version` is the version of the
-    weights that judged, for a source of kind `replicas` whose weights were updated; otherwise "".
+    then the verdict cannot be mapped again. `steps` are the scores of the parts of a response: the steps that a process
+    reward model scores, or the turns; each with the character of the response after its last one; empty for a judge of
+    whole responses. `dense` is the score in parts, for trainers that take a reward before the end: what each step adds
+    to it, with the same ends. What they leave of the score belongs to the end of the response. `weight_version` is the
+    version of the weights that judged, for a source of kind `replicas` whose weights were updated; otherwise "".
 
-    Raises ValueError if the score, a component or the score of a step is not a number that is finite in float32
-    (promise P2).
+    Raises ValueError if the score, a component, the score of a step or its part of the score is not a number that is
+    finite in float32 (promise P2).
     """
 
     score: float
@@ -143,6 +153,7 @@ class Verdict(_Provenance):
     raw: RawScore | None = field(default=None, compare=False, repr=False)
     steps: tuple[tuple[int, float], ...] = ()
     weight_version: str = ""
+    dense: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         # The usual case inline: this runs twice for every sample.
@@ -150,7 +161,7 @@ class Verdict(_Provenance):
             _check_score("score", self.score)
         for name, value in self.components.items():
             _check_score(name, value)
-        for offset, value in self.steps:
+        for offset, value in self.steps + self.dense:
             _check_score(f"the step that ends at {offset}", value)
 
 

@@ -20,38 +20,39 @@ SHOWN = 50
 """Most changes that are shown, the largest first."""
 
 
-def comparison(paths: Sequence[str], judges: Sequence[tuple[str, str]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the template `compare.html` shows. `query` has `a` and `b`, as `name_of` names a judge of a run, and
-    `at`, the reward from which on a sample is good. By default, the first two of `judges` (pairs of run and judge).
-
-    Raises `JournalError`.
+def choice(judges: Sequence[tuple[str, str]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the form of the page shows. `query` has `a` and `b`, as `name_of` names a judge of a run, and `at`,
+    the reward from which on a sample is good. By default, the first two of `judges` (pairs of run and judge); `b` is ""
+    if there is one only.
     """
-    known = {name_of(run, judge): (run, judge) for run, judge in judges}
-    names = list(known)
-    a = query.get("a", "") if query.get("a") in known else next(iter(names), "")
+    names = [name_of(run, judge) for run, judge in judges]
+    a = query.get("a", "") if query.get("a") in names else next(iter(names), "")
     others = [name for name in names if name != a]
     b = query.get("b", "") if query.get("b") in others else next(iter(others), "")
     try:
         at = float(query.get("at", "0.5"))
     except ValueError:
         at = 0.5
-    values: dict[str, Any] = {"names": names, "a": a, "b": b, "at": at if math.isfinite(at) else 0.5, "problem": ""}
-    if not b:
-        return values | {"problem": "There is one judge in one run. Open another journal beside this one to compare."}
-    one, other = (Judged.read(paths, *known[name], most=MOST) for name in (a, b))
+    return {"names": names, "a": a, "b": b, "at": at if math.isfinite(at) else 0.5}
+
+
+def comparison(paths: Sequence[str], a: tuple[str, str], b: tuple[str, str], at: float) -> dict[str, Any]:
+    """Return the figures of the page for two judges, each with its run. It takes seconds. Raises `JournalError`."""
+    one, other = (Judged.read(paths, *each, most=MOST) for each in (a, b))
     try:
         pairs = pairs_of(one, other)
     except InputError as error:
-        return values | {"problem": f"{error}."}
+        return {"problem": f"{error}."}
     changed = sorted((pair for pair in pairs if pair.a != pair.b), key=lambda pair: -abs(pair.b - pair.a))
-    return values | {
+    return {
+        "problem": "",
         "count": len(pairs),
         "most": MOST if len(one.samples) >= MOST else 0,
         "others": sum(not pair.same for pair in pairs),
         "failed": (one.failed, other.failed),
-        "figures": [_shown(figure) for figure in figures(pairs, values["at"])],
-        "down": sum(pair.a >= values["at"] > pair.b for pair in pairs),
-        "up": sum(pair.b >= values["at"] > pair.a for pair in pairs),
+        "figures": [_shown(figure) for figure in figures(pairs, at)],
+        "down": sum(pair.a >= at > pair.b for pair in pairs),
+        "up": sum(pair.b >= at > pair.a for pair in pairs),
         "grid": _grid(pairs),
         "changes": [(pair, *map(_link, pair.places)) for pair in changed[:SHOWN]],
         "changed": len(changed),

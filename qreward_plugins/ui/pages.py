@@ -23,14 +23,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..errors import InputError, JournalError
-from ..journal.audit import AuditFinding, audit
+from ..journal.audit import AuditFinding
 from ..journal.live_sources import hold_source, live_sources
 from ..journal.stories import Stories, deciding, last_sent, lines_of, turns_of
 from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
 from . import charts
-from .comparison import comparison
+from .comparison import choice, comparison, name_of
+from .figures import Figures, audited
 from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, choices, histogram, rows_of, waits
 from .totals import StepSummary, Totals
 
@@ -43,8 +44,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-_AUDIT_AGAIN = 1.125
-"""The audit is out of date once there are so many times the entries."""
 LOOK_EVERY_S = 1.0
 """Seconds between two looks for new entries, while a page is open."""
 NO_STEP = "none"
@@ -56,19 +55,13 @@ _STATIC = Path(__file__).parent / "static"
 
 
 class RunPage:
-    """The page over the journals at `paths`. One thread reads them, and another does what takes seconds."""
+    """The page over the journals at `paths`. One thread reads them, and `Figures` does what takes seconds."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = list(paths)
         self._totals = Totals(paths)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-ui-reader")
-        self._slow = ThreadPoolExecutor(1, thread_name_prefix="qreward-ui-slow")
-        self._is_busy = False
-        self._audit_done: asyncio.Future[dict[str, Any]] | None = None
-        self._audited_entries = 0
-        self._audited_run = ""
-        self._findings: list[AuditFinding] = []
-        """Alarms of the last audit, which was of this run."""
+        self._figures = Figures()
         self._access = Access(None, "127.0.0.1")
         templates = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
         templates.filters |= {
@@ -97,13 +90,19 @@ class RunPage:
         return app
 
     async def _close(self, _: web.Application) -> None:
-        self._slow.shutdown(wait=False, cancel_futures=True)
+        await self._figures.aclose()
         await asyncio.to_thread(self._reader.shutdown, cancel_futures=True)
 
     async def load(self) -> int:
         """Read the journals; return the number of their entries. Raises `JournalError`."""
-        await self._in_reader(lambda: self._trend_page({}))
+        await self._in_reader(self._load)
         return self._totals.entries
+
+    def _load(self) -> None:
+        for run, judge in self._judges():
+            for split in self._totals.splits(run):
+                # The summaries of a million entries take longer than a view may.
+                self._totals.trend(run, split, judge)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
@@ -126,22 +125,13 @@ class RunPage:
     async def _in_reader(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, work)
 
-    async def _slowly(self, work: Callable[[], _T]) -> _T:
-        """Do work that takes seconds, in a thread of its own. Refuses it while there is some already."""
-        if self._is_busy:
-            raise Refused(503, "busy", "Another page is being computed; load this one again.")
-        self._is_busy = True
-        doing = asyncio.get_running_loop().run_in_executor(self._slow, work)
-        doing.add_done_callback(lambda _: setattr(self, "_is_busy", False))
-        return await doing
-
     # Pages
 
     async def _trend(self, request: web.Request) -> web.Response:
-        self._auditing()
-        return await self._in_reader(lambda: self._trend_page(request.query))
+        found = self._figures.last(self._totals.entries, audited, *self._paths)
+        return await self._in_reader(lambda: self._trend_page(request.query, found))
 
-    def _trend_page(self, query: Mapping[str, str]) -> web.Response:
+    def _trend_page(self, query: Mapping[str, str], found: Mapping[str, Any] | None) -> web.Response:
         self._totals.refresh()
         chosen = self._chosen(query)
         if not chosen["run"]:
@@ -149,9 +139,10 @@ class RunPage:
         steps = self._totals.trend(chosen["run"], chosen["split"], chosen["judge"], chosen["data"] or None)
         names = [NO_STEP if step.step is None else str(step.step) for step in steps]
         links = [f"/step/{name}?{urlencode(chosen)}" for name in names]
-        alarms = [each for each in self._findings if each.check == "models" or each.about == chosen["judge"]]
-        if (chosen["run"], chosen["split"]) != (self._audited_run, "train"):
-            alarms = []
+        alarms: list[AuditFinding] = []
+        if found is not None and (chosen["run"], chosen["split"]) == (found["audited_run"], "train"):
+            about = [each for each in found["findings"] if each.check == "models" or each.about == chosen["judge"]]
+            alarms = [each for each in about if each.alarm]
         return self._page(
             "trend.html",
             alarms=alarms,
@@ -265,34 +256,22 @@ class RunPage:
         )
 
     async def _compare(self, request: web.Request) -> web.Response:
-        judges = await self._in_reader(self._judges)
-        return await self._slowly(lambda: self._compare_page(judges, request.query))
+        judges = {name_of(*judge): judge for judge in await self._in_reader(self._judges)}
+        form = choice(list(judges.values()), request.query)
+        found, is_computed = None, False
+        if form["b"]:
+            asked = (tuple(self._paths), judges[form["a"]], judges[form["b"]], form["at"])
+            found, is_computed = await self._figures.of(self._totals.entries, comparison, *asked)
+        return self._page("compare.html", title="Compare", **form, found=found, is_computed=is_computed)
 
     def _judges(self) -> list[tuple[str, str]]:
         """The runs and their judges."""
         self._totals.refresh()
         return [(run, judge) for run in self._totals.runs() for judge in self._totals.judges(run)]
 
-    def _compare_page(self, judges: Sequence[tuple[str, str]], query: Mapping[str, str]) -> web.Response:
-        return self._page("compare.html", title="Compare", **comparison(self._paths, judges, query))
-
     async def _audit(self, request: web.Request) -> web.Response:
-        return self._page("audit.html", title="Audit", **await asyncio.shield(self._auditing()))
-
-    def _auditing(self) -> asyncio.Future[dict[str, Any]]:
-        """The audit of what is there. It is done again once there is an eighth more."""
-        if self._audit_done is None or (
-            self._audit_done.done() and self._totals.entries > self._audited_entries * _AUDIT_AGAIN
-        ):
-            self._audited_entries = self._totals.entries
-            self._audit_done = asyncio.get_running_loop().run_in_executor(self._slow, self._audited)
-            self._audit_done.add_done_callback(self._note_findings)
-        return self._audit_done
-
-    def _note_findings(self, done: asyncio.Future[dict[str, Any]]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            self._audited_run = done.result()["audited_run"]
-            self._findings = [finding for finding in done.result()["findings"] if finding.alarm]
+        found, is_computed = await self._figures.of(self._totals.entries, audited, *self._paths)
+        return self._page("audit.html", title="Audit", found=found, is_computed=is_computed)
 
     async def _sources(self, request: web.Request) -> web.Response:
         live = await self._in_reader(lambda: live_sources(self._paths, time.time()))
@@ -305,14 +284,6 @@ class RunPage:
         except InputError as error:
             raise web.HTTPNotFound(text=str(error)) from None
         return web.Response(status=303, headers={"Location": "/sources"})
-
-    def _audited(self) -> dict[str, Any]:
-        findings, problem, run = list[AuditFinding](), "", ""
-        try:
-            run, findings = audit(self._paths)
-        except InputError as error:
-            problem = str(error)
-        return {"findings": findings, "problem": problem, "audited_run": run}
 
     def report(self) -> str:
         """Return one page of HTML that needs no server: the trend of every judge of the latest run, and the audit.
@@ -330,7 +301,7 @@ class RunPage:
                     parts.append({"split": split, "judge": judge, "steps": steps, "charts": made})
         css = Markup((_STATIC / "page.css").read_text())
         template = self._templates.get_template("report.html")
-        return template.render(chosen=chosen, parts=parts, css=css, **self._audited())
+        return template.render(chosen=chosen, parts=parts, css=css, found=audited(*self._paths))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: the number of entries, whenever it has grown."""

@@ -396,7 +396,7 @@ def test_kinds_are_listed_with_their_package_and_their_problem(run_cli, install)
         "openai reward_model http function sandbox embeddings replicas",
         "llm reward_model function code similarity",
     )
-    assert kinds == f"{sources} {judges} sum gate cascade panel screen rank".split()
+    assert kinds == f"{sources} {judges} sum gate cascade panel screen rank turns".split()
     assert "A Python function that scores" in result.stdout
     named = {"coin": "coin_kind:Coin", "lacking": "coin_kind:Lacking", "http": "coin_kind:X"}
     install("coin-kind", "coin_kind", LACKING, {"qreward_plugins.sources": named})

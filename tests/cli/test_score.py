@@ -20,7 +20,7 @@ from qreward_plugins.testing import JudgeServer
 from ..kit import each_of
 
 KEYS = {
-    "steps",
+    "steps", "dense",
     "reward", "outcome", "cause", "reason", "detail", "components", "correct", "rationale", "judge", "source", "model",
     "weight_version",
     "attempts", "prompt_tokens", "completion_tokens", "latency_s", "cost_usd", "cached", "cut",
@@ -425,3 +425,25 @@ def test_images_are_paths_below_the_folder_or_data_urls(server, score, scored, r
     written = [line for line in read_rows(tmp_path / "out.jsonl") if "images" in line]
     assert [line["images"] for line in written] == [line["images"] for line in rows if "images" in line]
     assert "images" not in next(read_rollouts(tmp_path / "in.jsonl")).sample.extras
+
+
+def test_turns_are_a_response_and_other_columns_of_this_name_are_not(tmp_path, write_rows):
+    said = [{"role": "assistant", "content": "I look", "tool_calls": [{"function": {"name": "look"}}]}]
+    said += [{"role": "tool", "content": [{"text": "42"}]}, {"role": "assistant", "content": "It is 42"}]
+    whole = {"prompt": "q", "response": "ab", "turns": [{"role": "assistant", "content": "ab", "end": 2}]}
+    rows = [
+        {"prompt": "q", "turns": said},
+        {"prompt": "q", "response": None, "turns": said[2:]},
+        whole,
+        {**GOOD, "turns": ["q2"]},
+    ]
+    several, single, given, other = (rollout.sample for rollout in read_rollouts(write_rows(rows)))
+    call = '[tool calls] [{"function": {"name": "look"}}]'
+    assert several.response == f"assistant: I look\n{call}\n\ntool: 42\n\nassistant: It is 42"
+    assert [several.response[: turn["end"]].split("\n\n")[-1] for turn in several.turns] == several.response.split(
+        "\n\n"
+    )
+    assert [turn["content"] for turn in several.turns] == [f"I look\n{call}", "42", "It is 42"]
+    assert (single.response, single.turns) == ("It is 42", ())
+    assert list(given.turns) == whole["turns"]
+    assert (other.turns, other.extras) == ((), {"turns": ["q2"]})

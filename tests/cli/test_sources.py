@@ -56,7 +56,7 @@ def test_a_source_is_held_and_released(run_cli, journal):
 
 def test_several_sources_are_held_at_once(run_cli, journal):
     with closing(sqlite3.connect(journal)) as connection, connection:
-        connection.execute("INSERT INTO live SELECT run_id, process_id, 'other', recorded_at, state FROM live")
+        connection.execute("INSERT INTO live SELECT run_id, engine, 'other', recorded_at, state FROM live")
     assert run_cli("sources", journal, "--hold", "fast", "--hold", "other").exit_code == 0
     with closing(sqlite3.connect(journal)) as connection:
         assert connection.execute("SELECT source FROM holds").fetchall() == [("fast",), ("other",)]
@@ -72,6 +72,6 @@ def test_without_a_run_there_is_nothing_to_hold(run_cli, tmp_path):
 
 def test_what_the_program_holds_only_the_program_releases(run_cli, journal):
     with closing(sqlite3.connect(journal)) as connection, connection:
-        connection.execute("UPDATE live SET state = json_set(state, '$.by_program', json('true')) WHERE process_id = 1")
+        connection.execute("UPDATE live SET state = json_set(state, '$.by_program', json('true')) WHERE engine = 1")
     refused = run_cli("sources", journal, "--release", "fast")
     assert (refused.exit_code, "the program itself holds 'fast'" in refused.stderr) == (2, True)

@@ -158,7 +158,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.kind", "panel", "", "panel is a kind of judges. Allowed here: openai, reward_model, http, function, sandbox, embeddings, replicas."),
         ("sources.fast.kind", 3, "", "unknown kind. Allowed here: openai, reward_model, http, function, sandbox, embeddings, replicas."),
         ("sources.fast.kind", ..., "", "the key is missing. Add one of: openai, reward_model, http, function, sandbox, embeddings, replicas."),
-        ("judges.none", {}, "judges.none.kind", "the key is missing. Add one of: llm, reward_model, function, code, similarity, sum, gate, cascade, panel, screen, rank."),
+        ("judges.none", {}, "judges.none.kind", "the key is missing. Add one of: llm, reward_model, function, code, similarity, sum, gate, cascade, panel, screen, rank, turns."),
         # Values
         ("sources.fast", None, "", "must be a mapping. Set a value, or remove the key."),
         ("sources.fast.limits", [1, 2], "", "must be a mapping."),

@@ -422,6 +422,7 @@ def test_the_check_of_plain_samples_agrees_with_that_of_the_single_fields(monkey
         "id": [None, 5, 2**63, True, Text("i"), odd],
         "prompt": [None, "p", [1], odd],
         "response_images": [[], None, (1,), "x", [{}], odd],
+        "turns": [[], None, [{**user, "end": 1}], [user], [{**user, "end": 2}, {**user, "end": 1}], "x", odd],
     }
     plain = Sample([user], "r", "g", "d", "g", 3, "train", {}, "i")
     once = [dataclasses.replace(plain, **{name: value}) for name, odd_ones in values.items() for value in odd_ones]

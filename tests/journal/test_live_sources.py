@@ -46,6 +46,19 @@ def two_sources(tmp_path):
         yield tree, path, {"a": a, "b": b}
 
 
+def test_engines_of_one_process_and_run_are_added_up(two_sources, quick, monkeypatch):
+    monkeypatch.setenv("QREWARD_RUN_ID", "run")
+    tree, path, _ = two_sources
+
+    async def main():
+        async with RewardEngine(tree) as engine, RewardEngine(tree) as other:
+            await engine.score_all(make_samples(8))
+            await other.score_all(make_samples(8))
+            await until(lambda: sum(each.answered for each in live_sources([str(path)], time.time())) == 16)
+
+    asyncio.run(main())
+
+
 def test_a_source_that_is_held_from_outside_gets_no_calls_until_it_is_released(two_sources, quick):
     tree, path, servers = two_sources
 

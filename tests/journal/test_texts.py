@@ -423,6 +423,14 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     assert story_of(path, sample="3").entries[0].detail == "asked for [redacted]"
 
 
+def test_a_pattern_matches_characters_that_are_written_by_their_codes(path):
+    texts = ['{"to": "\\u0061nn@example.org", "cc": "ann@example.org, eve"}', '{"to": "\\u0062ob"}']
+    outcomes = [Scored(Verdict(1.0, judge="quality", rationale=text)) for text in texts]
+    written(path, outcomes, redact=["eve", r"ann@[a-z.]+"])
+    said = [story_of(path, sample=number).entries[0].rationale for number in "01"]
+    assert said == ['{"to": "[redacted]", "cc": "[redacted], [redacted]"}', texts[1]]
+
+
 @pytest.mark.parametrize("said", [None, 5, ValueError("ann@example.org")])
 def test_what_is_no_text_is_redacted_and_costs_no_sample(path, said):
     failed = Failed(Cause.INFRA, "error", said, judge="quality")

@@ -23,10 +23,14 @@ DOWN = Unanswered("deadline", "no answer", source="f")
 FLOOR = Verdict(0.0, basis="floor", failure=Failed(Cause.POLICY, "empty", "nothing there"))
 
 
+LLM = {"kind": "llm", "sources": "m"}
+
+
 def opened(**judges: Any) -> Judge:
     """The judge `whole` of a configuration in which `a` to `d` are functions."""
     leaves = {name: {"kind": "function", "reward_range": [0, 1], "correct_at": 0.5} for name in "abcd"}
-    tree = {"sources": {"f": {"kind": "function", "function": "m:f"}}, "judges": {**leaves, **judges}}
+    model = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "m"}
+    tree = {"sources": {"f": {"kind": "function", "function": "m:f"}, "m": model}, "judges": {**leaves, **judges}}
     return JudgeRouter(load_config({**tree, "routes": {"*": "whole"}}), key=b"a key that nobody knows").judges["whole"]
 
 
@@ -381,3 +385,131 @@ def test_a_configuration_that_was_read_can_be_read_again(whole: Any) -> None:
     engine = RewardEngine(load_config({**tree, "routes": {"*": "whole"}}))
     assert set(engine.config.judges) == {"a", "b", "c", "whole"}
     asyncio.run(engine.aclose())
+
+
+IN_TURNS = dataclasses.replace(
+    SAMPLE,
+    response="assistant: a\n\ntool: b\n\nassistant: c",
+    turns=[
+        {"role": "assistant", "content": "a", "end": 12},
+        {"role": "tool", "content": "b", "end": 21},
+        {"role": "assistant", "content": "c", "end": 35},
+    ],
+)
+
+
+def of_turns(judge: Judge, *said: Any) -> tuple[Any, list[Sample]]:
+    """What a judge says if its leaf says this of one turn after the other, and the samples that the leaf saw."""
+    seen: list[Sample] = []
+
+    async def ask(call: Any) -> Any:
+        seen.append(call.request(0).sample)
+        answer = said[len(seen) - 1]
+        await asyncio.sleep(1.0)
+        if isinstance(answer, Unanswered):
+            raise CallFailed(answer)
+        return Answer(answer if isinstance(answer, Verdict) else Verdict(answer, components={"x": 2 * answer}), "f")
+
+    async def main() -> Any:
+        try:
+            return await judge.judge(IN_TURNS, ask)
+        except JudgeFailed as error:
+            return error.failed
+
+    return run(main()), seen
+
+
+@each_of(
+    ("keys", "score", "dense"),
+    [
+        ({}, 0.5, [(12, 0.125), (35, 0.375)]),
+        ({"reduce": "sum"}, 1.0, [(12, 0.25), (35, 0.75)]),
+        ({"reduce": "sum", "discount": 0.5}, 0.625, [(12, 0.25), (35, 0.375)]),
+        ({"discount": 0.5}, 1.25 / 3, [(12, 0.5 / 3), (35, 0.75 / 3)]),
+        ({"reduce": "last"}, 0.75, [(12, 0.25), (35, 0.5)]),
+        ({"reduce": "min"}, 0.25, [(12, 0.25), (35, 0.0)]),
+    ],
+)
+def test_each_turn_is_judged_on_what_was_said_before(keys: Any, score: float, dense: Any) -> None:
+    verdict, seen = of_turns(opened(whole={"kind": "turns", "judge": "a", **keys}), 0.25, 0.75)
+    assert [sample.response for sample in seen] == ["a", "c"]
+    assert [[message["content"] for message in sample.messages] for sample in seen] == [["?"], ["?", "a", "b"]]
+    assert seen[1].messages[2] == {"role": "tool", "content": "b"}
+    assert verdict.score == pytest.approx(score)
+    assert verdict.steps == ((12, 0.25), (35, 0.75))
+    assert verdict.dense == tuple((end, pytest.approx(added)) for end, added in dense)
+    assert verdict.components == {"turns": 2.0, "a": 0.5, "a/x": 1.0}
+
+
+def test_a_turn_without_words_counts_as_one() -> None:
+    """It ends where the one before it does."""
+    silent = {"role": "assistant", "content": "", "end": 35}
+    judge = opened(whole={"kind": "turns", "judge": "a"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.IN_TURNS", dataclasses.replace(IN_TURNS, turns=[*IN_TURNS.turns, silent]))
+        verdict, seen = of_turns(judge, 0.25, 0.75, 0.5)
+    assert (len(seen), verdict.score) == (3, 0.5)
+    assert verdict.steps == ((12, 0.25), (35, 0.75), (35, 0.5))
+
+
+def test_what_a_judge_of_turns_sees_goes_through_its_parts() -> None:
+    tree = {
+        "sources": {"f": {"kind": "function", "function": "m:f"}},
+        "judges": {
+            "a": {"kind": "function"},
+            "both": {"kind": "sum", "weights": {"a": 1.0}},
+            "whole": {"kind": "turns", "judge": "both"},
+        },
+    }
+    router = JudgeRouter(load_config(tree), key=b"a key that nobody knows")
+    assert [sample.response for sample in router.seen_by("a", IN_TURNS)] == ["a", "c"]
+    assert router.seen_by("whole", IN_TURNS) == [IN_TURNS]
+
+
+def test_a_response_of_one_turn_is_judged_as_it_is() -> None:
+    verdict, names, _ = asked(opened(whole={"kind": "turns", "judge": "a"}), a=0.75)
+    assert (names, verdict.score, verdict.dense) == (["a"], 0.75, ((3, 0.75),))
+
+
+def test_without_a_score_of_each_turn_there_is_none() -> None:
+    failed, _ = of_turns(opened(whole={"kind": "turns", "judge": "a"}), 0.25, DOWN)
+    assert (failed.label, failed.detail) == ("infra/deadline", "a, turn 2: no answer")
+    floor, _ = of_turns(opened(whole={"kind": "turns", "judge": "a"}), 0.5, FLOOR)
+    assert (floor.score, floor.basis, floor.failure.detail) == (0.25, "floor", "turn 2: nothing there")
+
+
+@each_of(
+    ("whole", "says", "score", "dense"),
+    [
+        # What other judges add is at the end of the response.
+        ({"kind": "sum", "weights": {"t": 0.5, "b": 2}}, {"a": 0.5, "b": 0.25}, 0.75, ((3, 0.25),)),
+        # An optional part that is missing: the others share its weight.
+        (
+            {"kind": "sum", "weights": {"t": 1, "b": {"weight": 3, "optional": True}}},
+            {"a": 0.5, "b": DOWN},
+            2.0,
+            ((3, 2.0),),
+        ),
+        ({"kind": "gate", "when": "b", "at_least": 0.2, "then": "t"}, {"a": 0.5, "b": 0.25}, 0.5, ((3, 0.5),)),
+        ({"kind": "gate", "when": "t", "at_least": 0.2, "then": "b"}, {"a": 0.5, "b": 0.25}, 0.25, ()),
+        ({"kind": "panel", "judges": ["t", "b"]}, {"a": 0.5, "b": 0.25}, 0.375, ()),
+    ],
+)
+def test_judges_of_judges_pass_on_what_turns_add(whole: Any, says: Any, score: float, dense: Any) -> None:
+    judge = opened(t={"kind": "turns", "judge": "a", "correct_at": 0.5}, whole=whole)
+    verdict, _, _ = asked(judge, **says)
+    assert (verdict.score, verdict.dense) == (pytest.approx(score), dense)
+
+
+@each_of(
+    ("keys", "problem"),
+    [
+        ({"discount": 0.5, "reduce": "min"}, "discount is for `mean` and `sum`"),
+        ({"discount": 0}, "must be above 0"),
+        ({"correct_at": 2}, "correct_at: 2 is outside of the range"),
+        ({"judge": "best"}, "judge best compares siblings, whose turns do not match"),
+    ],
+)
+def test_mistakes_of_turns(keys: Any, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        opened(best={"kind": "rank", "judge": "e"}, e=LLM, whole={"kind": "turns", "judge": "a", **keys})

@@ -356,7 +356,11 @@ CONVERSATION: list[Any] = [
 @each_of(
     ("show", "question", "response"),
     [
-        ({}, "[system]\nBe brief.\n\n[user]\nHi\n\n[assistant]\nHello\n\n[user]\n2 + 2?", "It is <answer>4</answer>."),
+        (
+            {},
+            "[system ID]\nBe brief.\n\n[user ID]\nHi\n\n[assistant ID]\nHello\n\n[user ID]\n2 + 2?",
+            "It is <answer>4</answer>.",
+        ),
         ({"prompt": "last_user"}, "2 + 2?", "It is <answer>4</answer>."),
         ({"prompt": "none"}, None, "It is <answer>4</answer>."),
         ({"response": "all"}, "", "\u2039think\u203aso\u2039/think\u203aIt is <answer>4</answer>."),
@@ -371,7 +375,10 @@ def test_what_the_judge_sees(
     judge = llm(show=show)
     long = replace(sample, messages=CONVERSATION, response="<think>so</think>It is <answer>4</answer>.")
     for _ in range(2):
-        found = read_fences(told(judge.request(long, attempt=0)))[1]
+        request = judge.request(long, attempt=0)
+        found = read_fences(told(request))[1]
+    if question is not None:
+        question = question.replace("ID", request.shared_nonce)
     assert question == "" or found.get("question") == question
     assert found["response"] == response
     hidden = [what for what in ("responses", "prompts") if f"sees {what} in part" in caplog.text]

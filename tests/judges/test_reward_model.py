@@ -200,11 +200,27 @@ def test_steps_are_reduced_to_one_score(reduce, score):
     assert dict(verdict.components) == {"steps": 3.0}
 
 
+@each_of(
+    ("reduce", "added"),
+    [
+        ("mean", [0.0, -0.5, -0.25]),  # a third of 2 / 2 - 1 and so on, each its own reward
+        ("last", [0.0, -1.5, 0.75]),
+        ("min", [0.0, -1.5, 0.0]),
+    ],
+)
+def test_what_steps_add_is_the_score(reduce, added):
+    verdict = read(STEPS, label=1, reduce=reduce, transform=HALF)
+    assert [end for end, _ in verdict.dense] == [4, 9, 12]
+    assert [reward for _, reward in verdict.dense] == pytest.approx(added)
+    assert sum(reward for _, reward in verdict.dense) == pytest.approx(verdict.score)
+
+
 def test_a_product_of_probabilities():
     verdict = read(STEPS, label=1, reduce="prod", activation="softmax")
     shares = [1 / (1 + math.exp(row["0"] - row["1"])) for _, row in STEPS]
     assert verdict.score == pytest.approx(math.prod(shares))
     assert [score for _, score in verdict.steps] == pytest.approx(shares)
+    assert verdict.dense == ()
 
 
 def test_recorded_steps_are_mapped_anew():

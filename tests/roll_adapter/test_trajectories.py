@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from qreward_plugins import ConfigurationError, RewardMissing
@@ -95,6 +96,22 @@ def test_what_the_judge_sees_of_a_dialogue(manager_of) -> None:
     assert sample.extras == {"steps": 2, "env_rewards": [0.125, 0.125]}
 
 
+def test_a_manager_that_shows_the_whole_conversation_in_each_step_shows_it_once(manager_of) -> None:
+    """As ROLL's `AgentNativeStepEnvManager`; examples of answers are part of the prompt."""
+    manager = manager_of()
+    example = [
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3?"},
+    ]
+    said = [*example, {"role": "assistant", "content": "3"}]
+    more = [*said, {"role": "user", "content": "And 8?"}, {"role": "assistant", "content": "8"}]
+    history = [{"llm_response": "3", "messages": said}, {"llm_response": "8", "messages": more}]
+    sample = manager.trajectory_sample(SimpleNamespace(history=history, tag="t", group_id=1, env_id=1))
+    assert sample.messages == example
+    assert [turn["content"] for turn in sample.turns] == ["3", "And 8?", "8"]
+
+
 def test_what_is_seen_can_be_chosen(manager_of) -> None:
     from dataclasses import replace
 
@@ -102,6 +119,34 @@ def test_what_is_seen_can_be_chosen(manager_of) -> None:
     own = manager.trajectory_sample
     manager.trajectory_sample = lambda cache: replace(own(cache), response="6")
     assert scores(manager.play()) == pytest.approx(0.25 + 0.6)
+
+
+def test_in_parts_each_turn_adds_to_its_own_step(manager_of, make_tree, judge) -> None:
+    """A manager with a row for each step, as ROLL's `StepEnvManager`: the judge's reward is where it was earned."""
+    from qreward_plugins.testing.roll.protocol import RollDataProto
+
+    turns = {"kind": "turns", "judge": "quality", "reduce": "sum"}
+    tree = make_tree()
+    tree = {**tree, "judges": {**tree["judges"], "whole": turns}, "dense": True}
+    manager = manager_of("3", "8", turns=2, tree=tree, qreward_weight=0.5)
+    base = type(manager).__mro__[2]
+    with pytest.raises(ConfigurationError, match="dense: rewards cannot come in parts: this environment manager makes"):
+        manager.play()
+
+    def by_step(self: Any, cache: Any) -> Any:
+        if "observation" in cache.history[-1]:
+            cache.history.pop()
+        rewards = torch.tensor([[turn["reward"]] for turn in cache.history])
+        return RollDataProto.from_dict(
+            {"scores": rewards, "response_mask": torch.ones(rewards.shape)}, {}, {"metrics": {}}
+        )
+
+    manager = manager_of("3", "8", turns=2, tree=tree, qreward_weight=0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "formulate_rollouts", by_step)
+        rollout = manager.play()
+    assert rollout.batch["scores"][:, 0].tolist() == pytest.approx([0.125 + 0.5 * 0.3, 0.125 + 0.5 * 0.8])
+    assert judge.report().requests == 4
 
 
 def test_a_weight(manager_of) -> None:

@@ -33,7 +33,8 @@ def line(number=0, **changed):
 
 async def test_every_field_of_a_sample_arrives(serve, sample):
     naming = {"group_id": "g", "step": 2, "split": "train", "id": "x"}
-    given = [sample(1, ground_truth=[1], data_source="d", extras={"a": 1, "id": 2}, **naming), sample(0)]
+    turns = [{"role": "assistant", "content": "1", "end": 1}, {"role": "tool", "content": "", "end": 1}]
+    given = [sample(1, turns=turns, ground_truth=[1], data_source="d", extras={"a": 1, "id": 2}, **naming), sample(0)]
     picture = PIL.Image.new("RGB", (3, 2), "red")
     parts = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
     async with serve() as served, RewardClient(served.url) as client:
@@ -57,6 +58,13 @@ def test_what_a_reward_function_returned_comes_along(returned, arrives):
     row = json.loads(json.dumps(result_of(Sample((), ""), Scored(Verdict(0.5, returned=returned)))))
     outcome = outcome_of_row(row, latency_s=2.0)
     assert (outcome.verdict.returned, outcome.verdict.latency_s) == (arrives, 2.0)
+
+
+def test_what_steps_add_comes_along():
+    verdict = Verdict(0.5, steps=((2, 0.25), (5, 0.75)), dense=((2, 0.125), (5, 0.375)))
+    row = json.loads(json.dumps(result_of(Sample((), ""), Scored(verdict))))
+    arrived = outcome_of_row(row, latency_s=0.0).verdict
+    assert (arrived.steps, arrived.dense) == (verdict.steps, verdict.dense)
 
 
 async def test_what_is_submitted_in_one_step_goes_in_one_request(serve, sample, monkeypatch):

@@ -37,6 +37,13 @@ def test_escaped_forms_and_the_secret_within_a_header_are_struck_out() -> None:
     assert "0123456789" not in Redactor(["Bearer 0123456789"]).of("key 0123456789")
 
 
+@pytest.mark.parametrize("secret", [KEY, "pa/ss & wörd\\long <1>"])
+def test_a_secret_is_struck_out_whatever_a_server_escapes(secret: str) -> None:
+    coded = "".join(f"\\u{ord(each):04x}" if place % 3 else each for place, each in enumerate(secret))
+    for text in (coded, json.dumps(coded)[1:-1], "".join(f"\\u{ord(each):04X}" for each in secret)):
+        assert Redactor([secret]).strike_out(f'["\\u0041", "{text}"] \\n') == '["\\u0041", "***"] \\n'
+
+
 def test_a_short_secret_is_struck_out_as_a_word_only() -> None:
     assert Redactor(["v1"]).of("v1 of v10, xv1") == "*** of v10, xv1"
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 import html
 import json
+import multiprocessing
+import os
 import re
 import sqlite3
+import subprocess
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from html.parser import HTMLParser
 from urllib.parse import urlencode
@@ -16,12 +22,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, Trained, TrainingLog
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import NO_USAGE, Spent, Usage
 from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Request
-from qreward_plugins.ui import pages, samples
+from qreward_plugins.ui import figures, pages, samples
+from qreward_plugins.ui.figures import Figures
 from qreward_plugins.ui.pages import RunPage
 
 PAYLOADS = [
@@ -81,10 +89,19 @@ def read(*paths, urls):
 
     async def main():
         async with opened(*paths) as client:
-            answers = [await client.get(url) for url in urls]
-            return [(answer.status, await answer.text()) for answer in answers]
+            return [await whole(client, url) for url in urls]
 
     return asyncio.run(main())
+
+
+async def whole(client, url):
+    """The status and the text of a page, once nothing of it is being computed."""
+    while True:
+        # Each answer waits for a while itself.
+        async with client.get(url) as answer:
+            text = await answer.text()
+        if 'aria-busy="true"' not in text:
+            return answer.status, text
 
 
 def write(path, *entries, run_id="run", **options):
@@ -280,6 +297,75 @@ def test_the_audit_is_a_page(path, tmp_path):
     assert (status, "no training sample has a reward" in none) == (200, True)
 
 
+def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch):
+    """The first answer comes at once. Later ones show the last figures until there are newer ones."""
+    may_end = threading.Event()
+    monkeypatch.setattr(figures, "REST", 0.0)
+    monkeypatch.setattr(figures, "_new_pool", lambda: ThreadPoolExecutor(2))
+    for name in ("comparison", "audited"):
+        function = getattr(pages, name)
+        monkeypatch.setattr(pages, name, lambda *given, function=function: may_end.wait(60) and function(*given))
+    write(path, *((2, number, scored(1.0, judge="other"), {}) for number in range(1, 8)))
+
+    async def main():
+        async with opened(path) as client:
+            urls = ("/compare", "/audit")
+            early = [await (await client.get(url)).text() for url in urls]
+            may_end.set()
+            early += [(await whole(client, url))[1] for url in urls]
+            may_end.clear()
+            await asyncio.to_thread(write, path, (2, 8, scored(1.0), {}), (2, 8, scored(1.0, judge="other"), {}))
+            stale = await (await client.get("/compare")).text()
+            may_end.set()
+            return *early, stale, (await whole(client, "/compare"))[1]
+
+    compare, audit, compared, audited, stale, fresh = asyncio.run(main())
+    for first in (compare, audit):
+        assert "This is being computed" in first
+        assert "<table" not in first
+    assert "7 samples with a reward in both" in compared
+    assert "<table" in audited
+    assert "this is being computed again" in stale
+    assert "7 samples with a reward in both" in stale
+    assert "8 samples with a reward in both" in fresh
+
+
+def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monkeypatch):
+    monkeypatch.setattr(figures, "WAIT_S", 60.0)
+    os.mkfifo(fifo := str(path.parent / "kill"))
+
+    async def main():
+        kept = Figures()
+        assert kept.last(1, open, fifo) is None
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        with pytest.raises(JournalError, match="the process that computes this died"):
+            await kept.of(1, open, fifo)
+        again = await kept.of(1, len, "abc")
+        kept.last(1, open, fifo)
+        await kept.aclose()
+        return again
+
+    assert asyncio.run(main()) == (3, False)
+    assert multiprocessing.active_children() == [], "although one of them was busy"
+
+
+def test_a_killed_page_leaves_no_process(tmp_path):
+    os.mkfifo(fifo := str(tmp_path / "busy"))
+    program = f"""
+import asyncio, os
+from qreward_plugins.ui.figures import Figures
+async def main():
+    Figures().last(1, open, {fifo!r})
+    open({fifo!r}, "w")
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    # It returns when nobody has its output open any more.
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert ended.returncode == -9
+
+
 def test_several_journals_are_one_run(tmp_path):
     for name, score in (("a", 0.25), ("b", 0.75)):
         write(tmp_path / f"{name}.sqlite", *[(1, number + 4 * (name == "b"), scored(score), {}) for number in range(4)])
@@ -464,7 +550,7 @@ def test_alarms_of_the_audit_are_on_the_trend_at_their_step(tmp_path):
 
     async def main():
         async with opened(path) as client:
-            await (await client.get("/audit")).text()
+            await whole(client, "/audit")
             return [await (await client.get(url)).text() for url in ("/", "/?split=val")]
 
     text, _ = asyncio.run(main())

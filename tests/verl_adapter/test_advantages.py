@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import warnings
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 
-from qreward_plugins import JudgeUnavailable, load_config
+from qreward_plugins import InputError, JudgeUnavailable, load_config
 from qreward_plugins.adapters import Constant
 from verl_adapter import queue
 from verl_adapter.advantages import NOT_GROUPED, Advantages
@@ -172,6 +173,71 @@ def test_of_a_batch_of_v1_whole_sessions_are(verl, monkeypatch, estimator, outpu
     check(advantages.by_keys(verl.v1)(data, keys, **settings(estimator)), computed, rows, estimator)
     assert asked == [(keys, "train")]
     assert log.since_last()["qreward/samples"] == failed.sum() / outputs
+
+
+def in_parts(data, keys):
+    """The reward of each session in two parts, as a reward worker tells it: half of it at the first token."""
+    rewards = data.batch["token_level_rewards"]
+    told = []
+    for row, key in enumerate(keys):
+        last, reward = int(data.batch["response_mask"][row].sum()) - 1, float(rewards[row].sum())
+        told.append(json.dumps([[0, reward / 2], [last, -reward / 2]]) if key.endswith("_0") and reward else "")
+    expected = rewards.clone()
+    for row, written in enumerate(told):
+        for token, added in json.loads(written or "[]"):
+            expected[row, token] += added
+    return told, expected
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo", "rloo"])
+def test_parts_of_rewards_are_at_their_tokens_before_verl_computes(verl, monkeypatch, estimator):
+    (data, keys, failed), (again, _, _) = batch_of(GROUPS), batch_of(GROUPS)
+    for batch in (data, again):
+        batch.batch["token_level_scores"] = batch.batch["token_level_rewards"]
+    told, expected = in_parts(data, keys)
+    again.batch["token_level_rewards"] = expected
+    rows = expected_rows(keys, failed, estimator)
+    columns = {**data.non_tensor_batch, "qreward/dense": np.array(told)}
+    data.non_tensor_batch = columns
+    computed = verl.legacy(rows_of(again, rows), **settings(estimator))
+    check(hooked()[0].by_columns(verl.legacy)(data, **settings(estimator)), computed, rows, estimator)
+    assert torch.equal(data.batch["token_level_rewards"], expected)
+    assert torch.equal(data.batch["token_level_scores"], expected)
+
+    # In V1 the last row of a session was judged, and verl has put the reward at the end of all of its rows.
+    data, keys, failed = batch_of(GROUPS, 2)
+    data.batch["token_level_scores"] = before = data.batch["token_level_rewards"]
+    last = {key.rsplit("_", 1)[0] + "_1" for key in keys}
+    told, _ = in_parts(data, [key.replace("_1", "_0") if key in last else f"{key}x" for key in keys])
+    infos = [{name: columns[name][0] for name in columns if "/" in name} for _ in keys]
+    for info, written, is_failed in zip(infos, told, failed, strict=True):
+        info |= {"qreward/dense": written, "qreward/missing": float(is_failed)}
+    monkeypatch.setattr(queue, "_extra_fields", lambda *_: [{"reward_extra_info": info} for info in infos])
+    data.non_tensor_batch = {"uid": data.non_tensor_batch["uid"]}
+    data = hooked()[0].by_keys(verl.v1)(data, keys, **settings(estimator))
+    moved = {keys[row] for row in (data.batch["token_level_rewards"] != before).any(dim=1).nonzero().flatten()}
+    assert moved
+    assert moved <= last
+    assert torch.allclose(data.batch["token_level_rewards"].sum(1), before.sum(1))
+
+
+def test_gdpo_of_v1_adds_up_the_single_rewards(verl, monkeypatch):
+    """As the legacy trainer does, which passes them as columns."""
+    (data, keys, failed), (again, _, _) = batch_of(GROUPS), batch_of(GROUPS)
+    columns = again.non_tensor_batch
+    infos = [
+        {name: columns[name][row] for name in columns if "/" in name or name == "part"} for row in range(len(keys))
+    ]
+    monkeypatch.setattr(queue, "_extra_fields", lambda *_: [{"reward_extra_info": info} for info in infos])
+    data.non_tensor_batch = {"uid": columns["uid"]}
+    for name in ("prompts", "attention_mask"):
+        del data.batch[name]
+    rows = expected_rows(keys, failed, "gdpo")
+    computed = verl.legacy(rows_of(again, rows), **settings("gdpo"))
+    check(hooked()[0].by_keys(verl.v1)(data, keys, **settings("gdpo")), computed, rows, "gdpo")
+    del infos[rows[0]]["part"]
+    with pytest.raises(InputError, match="gdpo_reward_keys: a sample has no 'part'"):
+        hooked()[0].by_keys(verl.v1)(data, keys, **settings("gdpo"))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -25,28 +25,54 @@ _NUMBER = "__number__"
 _log = logging.getLogger("verl.trainer.ppo.v1")
 
 
-class AgentLoops:
-    """Runs trajectories on the trainer's event loop."""
+class AgentLoopWorker:
+    """The part of verl's agent loop workers that asks for rewards."""
 
-    def __init__(self, config: Any, engine: VerlEngine, workers: Any, rng: random.Random) -> None:
-        self.config = config
-        self.engine = engine
-        self.workers = workers
+    def __init__(self, reward_workers: Any, rng: random.Random) -> None:
+        self.reward_workers = reward_workers
         self.reward_calls = 0
         self._rng = rng
 
-    async def score(self, outputs: Sequence[AgentOutput], columns: Mapping[str, Any]) -> None:
+    async def _compute_score(self, outputs: Sequence[AgentOutput], kwargs: Mapping[str, Any]) -> None:
         """Ask a reward worker, drawn by chance, for the score of a trajectory; its last output gets it. An output that
         has a score keeps it.
         """
         final = outputs[-1]
-        if final.reward_score is not None or self.workers is None:
+        if final.reward_score is not None or self.reward_workers is None:
             return
-        data = reward_input(outputs, columns)
+        data = reward_input(outputs, kwargs)
         self.reward_calls += 1
-        result = await self._rng.choice(self.workers).compute_score.remote(data)
+        result = await self._rng.choice(self.reward_workers).compute_score.remote(data)
         final.reward_score = result["reward_score"]
         final.extra_fields["reward_extra_info"] = result["reward_extra_info"]
+
+
+class AgentLoopManager:
+    """The part of verl's `AgentLoopManager` that starts workers: one here."""
+
+    def __init__(self, reward_workers: Any, rng: random.Random) -> None:
+        self.agent_loop_workers_class = AgentLoopWorker
+        self._arguments = reward_workers, rng
+
+    async def _init_agent_loop_workers(self) -> None:
+        self.worker = self.agent_loop_workers_class(*self._arguments)
+
+
+class AgentLoops:
+    """Runs trajectories on the trainer's event loop. `worker` asks for their rewards."""
+
+    def __init__(self, config: Any, engine: VerlEngine, worker: AgentLoopWorker) -> None:
+        self.config = config
+        self.engine = engine
+        self.worker = worker
+
+    @property
+    def reward_calls(self) -> int:
+        return self.worker.reward_calls
+
+    async def score(self, outputs: list[AgentOutput], columns: Mapping[str, Any]) -> None:
+        """Ask for the score of a trajectory, if it has none."""
+        await self.worker._compute_score(outputs, columns)
 
     async def generate_sequences(self, batch: VerlDataProto) -> VerlDataProto:
         """A whole batch, as the legacy trainer has it generated: dealt to the agent loop workers in equal parts."""
@@ -71,7 +97,9 @@ class AgentLoops:
             tasks.append(
                 asyncio.create_task(self._one(kwargs, int(columns[_NUMBER][row]), batch.meta_info, greedy=greedy))
             )
-        return postprocess(self.config, await asyncio.gather(*tasks), columns, streamed=self.workers is not None)
+        return postprocess(
+            self.config, await asyncio.gather(*tasks), columns, streamed=self.worker.reward_workers is not None
+        )
 
     async def _one(
         self, kwargs: Mapping[str, Any], number: int, meta: Mapping[str, Any], *, greedy: bool
@@ -96,8 +124,8 @@ class AgentLoops:
 class QueuedAgentLoops(AgentLoops):
     """Runs the sessions of prompts on the trainer's event loop. `dropped`: uid, session and error of the failed."""
 
-    def __init__(self, config: Any, engine: VerlEngine, workers: Any, rng: random.Random, queue: TransferQueue) -> None:
-        super().__init__(config, engine, workers, rng)
+    def __init__(self, config: Any, engine: VerlEngine, worker: AgentLoopWorker, queue: TransferQueue) -> None:
+        super().__init__(config, engine, worker)
         self.queue = queue
         self.dropped: list[tuple[str, int, BaseException]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -233,4 +261,4 @@ def queue_fields(output: AgentOutput) -> dict[str, Any]:
     return fields
 
 
-__all__ = ["AgentLoops", "QueuedAgentLoops"]
+__all__ = ["AgentLoopManager", "AgentLoopWorker", "AgentLoops", "QueuedAgentLoops"]

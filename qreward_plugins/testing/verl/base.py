@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .agent_loop import AgentLoops
+from .agent_loop import AgentLoopManager, AgentLoops, AgentLoopWorker
 from .checkpoints import MODULE as CHECKPOINTS
 from .data import Row, VerlDataLoader, VerlDataset
 from .engine import VerlEngine
@@ -98,10 +98,13 @@ class TrainerBase(ABC):
         """Reward workers, from a method of the trainer."""
         manager: type[RewardLoopManager] = sys.modules["verl.experimental.reward_loop.reward_loop"].RewardLoopManager
         self.reward_loop_manager: Any = manager(config=self.config)
-        self.agent_loops = self._make_agent_loops(self.reward_loop_manager.reward_loop_worker_handles)
+        loops: type[AgentLoopManager] = sys.modules["verl.experimental.agent_loop.agent_loop"].AgentLoopManager
+        started = loops(self.reward_loop_manager.reward_loop_worker_handles, self._rng)
+        self.setup.run(started._init_agent_loop_workers())
+        self.agent_loops = self._make_agent_loops(started.worker)
 
-    def _make_agent_loops(self, workers: Any) -> AgentLoops:
-        return AgentLoops(self.config, self.setup.engine, workers, self._rng)
+    def _make_agent_loops(self, worker: AgentLoopWorker) -> AgentLoops:
+        return AgentLoops(self.config, self.setup.engine, worker)
 
     def _make_loaders(self) -> None:
         data = self.config.data

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..tensors import Tensor, as_float32
+from .agent_loop import AgentLoopWorker
 from .legacy import LegacyTrainer
 from .protocol import VerlDataProto
 from .reward_functions import bind, default_compute_score, load_extern_object
@@ -157,7 +158,7 @@ class BatchTrainer(LegacyTrainer):
 
     def _setup(self) -> None:
         self.reward_loop_manager = SimpleNamespace(reward_loop_workers=[], reward_loop_worker_handles=None)
-        self.agent_loops = self._make_agent_loops(None)
+        self.agent_loops = self._make_agent_loops(AgentLoopWorker(None, self._rng))
         kwargs = self.config.reward_model.get("reward_kwargs") or {}
         self.reward_fn, self.val_reward_fn = (
             load_batch_manager(self.config, self.tokenizer, examined, self.setup.reward, **kwargs)
@@ -177,7 +178,7 @@ class BatchTrainer(LegacyTrainer):
         return batch
 
     def _rewarded(self, batch: VerlDataProto, *, validates: bool) -> VerlDataProto:
-        self.agent_loops.reward_calls += 1
+        self.agent_loops.worker.reward_calls += 1
         if validates:
             result = self.val_reward_fn(batch, return_dict=True)
             rewards, infos = result["reward_tensor"], result.get("reward_extra_info", {})

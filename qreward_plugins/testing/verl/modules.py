@@ -15,6 +15,7 @@ from typing import Any
 
 from ..stand_in_modules import stand_in_modules
 from .advantages import compute_advantage, compute_advantage_for_multi_trajectories
+from .agent_loop import AgentLoopManager
 from .base import Tracking
 from .batch_contract import REGISTRY as BATCH_REGISTRY
 from .batch_contract import AbstractRewardManager, BatchTrainer, batch_registry
@@ -105,6 +106,8 @@ def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> dict
         "verl.protocol": {"DataProto": VerlDataProto, "DataProtoItem": VerlDataProtoItem, **padding},
         CHECKPOINTS: {"CheckpointEngineManager": _anew(CheckpointEngineManager)},
         "verl.experimental": {},
+        "verl.experimental.agent_loop": {},
+        "verl.experimental.agent_loop.agent_loop": {"AgentLoopManager": _anew(AgentLoopManager)},
         reward_loop: loop,
         REWARD_LOOP: {**loop, **padding},
         f"{reward_loop}.reward_manager": managers,

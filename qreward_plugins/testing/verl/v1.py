@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .agent_loop import QueuedAgentLoops
+from .agent_loop import AgentLoopWorker, QueuedAgentLoops
 from .base import Setup, TrainerBase
 from .metrics import named
 from .protocol import VerlDataProto
@@ -37,12 +37,12 @@ class V1Trainer(TrainerBase):
         self.replay_buffer = self._make_buffer(config)
         super().__init__(config, setup)
 
-    def _make_agent_loops(self, workers: Any) -> QueuedAgentLoops:
+    def _make_agent_loops(self, worker: AgentLoopWorker) -> QueuedAgentLoops:
         if self.trainer_mode != "sync":
             raise NotImplementedError(
                 f"trainer.v1.trainer_mode={self.trainer_mode} is not played by FakeVerlTrainer; it plays sync"
             )
-        return QueuedAgentLoops(self.config, self.setup.engine, workers, self._rng, self.queue)
+        return QueuedAgentLoops(self.config, self.setup.engine, worker, self.queue)
 
     def step(self) -> VerlStep:
         """One step of the training loop."""

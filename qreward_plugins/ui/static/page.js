@@ -1,4 +1,4 @@
-// Keys, and a note of new samples. The page works without it.
+// Keys, a note of new samples, and parts that are loaded again. The page works without it.
 "use strict";
 
 const go = (id) => document.getElementById(id)?.click();
@@ -38,13 +38,15 @@ new EventSource("/events").addEventListener("message", (event) => {
   }
 });
 
-if (document.getElementById("live")) {
-  setInterval(async () => {
-    const table = document.getElementById("live");
-    if (document.hidden || table.contains(document.activeElement)) return;
-    const answer = await fetch(location.href).catch(() => null);
-    if (!answer?.ok) return;
-    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById("live");
-    if (fresh) table.replaceWith(fresh);
-  }, 2000);
-}
+// The sources of a run that goes on, and what is still being computed.
+setInterval(async () => {
+  const part = document.querySelector("#live, [aria-busy]");
+  if (!part || document.hidden || part.contains(document.activeElement)) return;
+  const answer = await fetch(location.href).catch(() => null);
+  if (!answer?.ok) {
+    if (answer && part.ariaBusy) location.reload();
+    return;
+  }
+  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById(part.id);
+  if (fresh) part.replaceWith(fresh);
+}, 1000);

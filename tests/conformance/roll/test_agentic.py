@@ -136,6 +136,28 @@ def test_several_turns_are_one_trajectory_and_the_weight_counts(trajectories):
         assert rollout["text"].count("quality") == 2
 
 
+IN_PARTS = {"judges": {"quality": {"kind": "llm"}, "whole": {"kind": "turns", "judge": "quality", "reduce": "sum"}}}
+
+
+def test_in_parts_each_step_has_its_own_reward(trajectories):
+    """ROLL's `StepEnvManager` makes a row of each step; the sum of the rows is the reward of the trajectory."""
+    rollouts = trajectories(quality, turns=2, env={"step_wise": True}, dense=True, **IN_PARTS)
+    assert len(rollouts) == GROUP_SIZE
+    for rollout in rollouts:
+        reward = draft_of(rollout).reward
+        assert [close(score, ENV_REWARD + reward) for score in rollout["row_scores"]] == [True, True]
+        assert all(map(close, rollout["step_scores"], rollout["row_scores"]))
+        assert close(rollout["episode_score"], 2 * (ENV_REWARD + reward))
+    for rollout in trajectories(quality, turns=2, env={"step_wise": True}, **IN_PARTS):
+        assert close(rollout["row_scores"][0], ENV_REWARD)
+        assert close(rollout["row_scores"][1], ENV_REWARD + 2 * draft_of(rollout).reward)
+
+
+def test_a_manager_with_one_row_of_a_trajectory_takes_no_parts(trajectories):
+    told = trajectories(quality, turns=2, dense=True, **IN_PARTS)
+    assert "dense: rewards cannot come in parts: this environment manager makes one row" in told
+
+
 def test_a_mistake_in_the_configuration_is_told_with_its_path(trajectories):
     told = trajectories(quality, judgess={})
     assert told.startswith("ConfigurationError"), told

@@ -65,6 +65,17 @@ engine: {{max_attempts: 1, seed: 0}}
 """
 """A monitor that takes out what scores 1."""
 
+IN_PARTS = """
+sources:
+  compute_score: {{kind: function, function: "verl_adapter:compute_score", mode: thread}}
+judges:
+  turn: {{kind: function, sources: compute_score}}
+  reward: {{kind: turns, judge: turn, reduce: sum}}
+dense: true
+engine: {{max_attempts: 1, seed: 0}}
+"""
+"""Each turn has a reward of its own."""
+
 _SHARED = (
     "data.shuffle=False",
     "data.train_batch_size=4",

@@ -12,7 +12,7 @@ import os
 import numpy as np
 import pytest
 
-from .players import COLUMNS, LEGACY, RANKED, SCREENED, Scenario
+from .players import COLUMNS, IN_PARTS, LEGACY, RANKED, SCREENED, Scenario
 
 NEEDS_VERL = [
     pytest.mark.trainer,
@@ -45,6 +45,12 @@ NO_MANAGER = Scenario(
 RANKED_V1 = Scenario("ranked-v1", (), configuration=RANKED)
 SCREENED_V1 = Scenario("screened-v1", (), configuration=SCREENED)
 RANKED_LEGACY = Scenario("ranked-legacy", (LEGACY,), configuration=RANKED)
+
+_BY_TOKEN = "algorithm.adv_estimator=reinforce_plus_plus"
+PARTS_V1 = Scenario("parts-v1", (_BY_TOKEN,), script="turns", configuration=IN_PARTS)
+PARTS_LEGACY = Scenario("parts-legacy", (_BY_TOKEN, LEGACY), script="turns", configuration=IN_PARTS)
+
+GDPO_V1 = Scenario("gdpo-v1", ("algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[acc,qreward/reward]"))
 
 COMPARED = [FUNCTION_V1, FUNCTION_LEGACY, NAIVE_V1, ONE_STEP_OFF]
 
@@ -168,6 +174,40 @@ def test_the_places_of_a_group_become_advantages(players, player, scenario):
             assert row["info"]["qreward/missing"] == 0.0 or set(row["advantages"]) == {0.0}
     assert outcome.metrics[1]["qreward/failed_rate"] == 0.25
     assert outcome.metrics[0]["qreward/val/failed_rate"] == 0.5
+
+
+@PLAYERS
+@pytest.mark.parametrize("scenario", [PARTS_V1, PARTS_LEGACY], ids=lambda scenario: scenario.name)
+def test_each_turn_has_its_reward_where_its_mask_ends(players, player, scenario):
+    """With a discount of 1, a token's return is what comes at it and after it: of its own turn and of later ones."""
+    outcome = players.play(player, scenario)
+    assert outcome.error == ""
+    several = 0
+    for row in outcome.rows:
+        mask, returns = np.array(row["response_mask"]), np.array(row["returns"])
+        total = sum(row["token_level_scores"])
+        last = np.flatnonzero(mask)[-1]
+        assert returns[0] == pytest.approx(total)
+        if mask.all():
+            assert set(returns) == {returns[0]}
+            continue
+        several += 1
+        first = np.flatnonzero(mask == 0)[0] - 1
+        assert set(returns[: first + 1]) == {returns[0]}
+        assert set(returns[first + 1 : last + 1][mask[first + 1 : last + 1] == 1]) == {0.125}
+        assert total - 0.125 in (0.0, 0.25, 0.5, 1.0)
+    assert several >= 4
+
+
+@pytest.mark.trainer
+@pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl")
+def test_gdpo_trains_in_v1_and_leaves_the_failed_out(players):
+    """verl itself would end the first step: its V1 trainer passes no single rewards to an estimator."""
+    outcome = players.play("verl", GDPO_V1)
+    assert outcome.error == ""
+    assert {row["step"] for row in outcome.rows} == {1, 2}
+    for row in outcome.rows:
+        assert any(row["advantages"]) != bool(row["info"]["qreward/missing"])
 
 
 @PLAYERS

@@ -11,6 +11,7 @@ SOUND = ("number 0", "number 0.25", "mapping 0.5", "number 1")
 HUGE = ("huge 0", "number 0.25", "mapping 0.5", "number 1")
 VALIDATION = ("number 1", "fails 0")
 SCRIPTS = {"failing": TRAINING, "sound": SOUND, "huge": HUGE, "uniform": SOUND, "never fails": SOUND}
+SCRIPTS["turns"] = SOUND
 """In validation one of two samples fails, but in the script `never fails`."""
 UNIFORM = (1, 5)
 """Questions to which all answers are equally good, in the script `uniform`."""
@@ -33,7 +34,7 @@ def rows(split, count, source="sums"):
 
 def outputs(script, info, number, *, several):
     """What the model writes for a question: outputs of parts, of which every second is a tool's. `several`: question 2
-    has two outputs, and question 3 three turns.
+    has two outputs, and question 3 three turns, as it always has in the script `turns`.
     """
     index = info["index"]
     words = VALIDATION if info["held_out"] and script != "never fails" else SCRIPTS[script]
@@ -42,7 +43,7 @@ def outputs(script, info, number, *, several):
     text = f"{words[number % len(words)]} q{index} n{number}"
     if several and index == 2:
         return [[f"let us see n{number}"], [text]]
-    if several and index == 3:
+    if (several or script == "turns") and index == 3:
         return [[text, " a tool says so", " and so it is"]]
     return [[text]]
 
@@ -52,6 +53,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
     kind, value = solution_str.split()[:2]
     if kind == "fails":
         raise ValueError("no such answer")
+    if kind == "and":  # a second turn alone
+        return 0.125
     if kind == "huge":
         return 1e39
     if kind == "mapping":

@@ -1,0 +1,147 @@
+"""Defines `TurnsJudge`: another judge scores each turn of the policy, and their scores become one.
+
+It is a kind of its own and no key of a judge, so that a language model, a reward model and a function can all judge
+turns, and so that the journal keeps the answer on each turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from ..config.judge_models import JudgeConfig
+from ..config.nodes import JudgeName, Number
+from ..errors import ConfigurationError, Mistake
+from ..samples import Cause, Failed, Message, Sample, Verdict, fits_float32
+from .base import Ask, Judge, JudgeFailed, Opening, all_of
+from .parts import asked, check_own_names, combined, component_names, correct_at_mistakes, part_failed, refuse
+from .steps import Discount, parts_of_score, reduced
+
+TURNS = "turns"
+"""The component with the number of turns that were judged."""
+
+
+class TurnsJudge(Judge):
+    """Has another judge score each turn of the policy on what was said before it.
+
+    If a turn has no score, the sample has none. A response without turns (`Sample.turns`) is one turn.
+    """
+
+    class Config(JudgeConfig):
+        """Each turn of the policy is scored by another judge, which sees what was said before it."""
+
+        judge: JudgeName
+        """The judge that scores a turn. It sees the turn as the response, and all that was said before as the
+        prompt, tool results included."""
+
+        reduce: Literal["mean", "sum", "last", "min"] = "mean"
+        """How the scores of the turns become one: their `mean` (default), their `sum`, the `last` one, or the lowest
+        (`min`)."""
+
+        discount: Discount = 1.0
+        """With `mean` and `sum`, the n-th turn counts `discount` to the power of n, from 0: above 0, at most 1.
+        Default: 1, all turns count the same."""
+
+        correct_at: Number | None = None
+        """The reward from which a response counts as correct. Default: correctness is not defined."""
+
+        @model_validator(mode="after")
+        def _discounts_a_sum(self) -> TurnsJudge.Config:
+            if self.discount != 1 and self.reduce not in ("mean", "sum"):
+                raise ValueError(f"discount is for `mean` and `sum`; `{self.reduce}` takes the score of one turn")
+            return self
+
+    @classmethod
+    def open(cls, name: str, config: Any, opening: Opening) -> TurnsJudge:
+        return cls(name, config, opening.judge(config.judge))
+
+    @classmethod
+    def summary(cls, config: Any) -> str:
+        return f"the {config.reduce} of {config.judge} over the turns"
+
+    @classmethod
+    def splits(cls, config: Any) -> bool:
+        return True
+
+    def __init__(self, name: str, config: Config, judge: Judge) -> None:
+        super().__init__(name)
+        self._config = config
+        self._judge = judge
+        check_own_names(name, (judge.name,), (TURNS,))
+        if judge.comparing:
+            problem = f"judge {judge.name} compares siblings, whose turns do not match."
+            raise ConfigurationError([Mistake(f"judges.{name}.judge", problem, "Name a judge of single responses.")])
+        refuse(correct_at_mistakes(self, config.correct_at))
+
+    @property
+    def parts(self) -> Sequence[Judge]:
+        return (self._judge,)
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        return None if self._config.reduce == "sum" else self._judge.reward_range
+
+    @property
+    def defines_correct(self) -> bool:
+        return self._config.correct_at is not None
+
+    def component_names(self) -> tuple[str, ...]:
+        return component_names(self.parts, (TURNS,))
+
+    def seen(self, sample: Sample) -> Sequence[Sample]:
+        return [turn for _, turn in _turns_of(sample)]
+
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        turns = list(_turns_of(sample))
+        if len(turns) == 1:
+            ((end, only),) = turns
+            return self._whole([end], [await asked(self.name, self._judge, only, ask)])
+        said = await all_of({number: self._judge.judge(turn, ask) for number, (_, turn) in enumerate(turns, start=1)})
+        verdicts: list[Verdict] = []
+        for number, each in said.items():
+            if isinstance(each, Failed):
+                raise part_failed(self.name, f"{self._judge.name}, turn {number}", each)
+            verdicts.append(each)
+        return self._whole([end for end, _ in turns], verdicts)
+
+    def _whole(self, ends: Sequence[int], verdicts: Sequence[Verdict]) -> Verdict:
+        config, scores = self._config, [verdict.score for verdict in verdicts]
+        reward = reduced(scores, config.reduce, config.discount)
+        parts = parts_of_score(scores, config.reduce, config.discount)
+        if not all(map(fits_float32, (reward, *parts))):
+            detail = "the sum of the turns is not finite in float32"
+            raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
+        numbered = {f"turn {number}": verdict for number, verdict in enumerate(verdicts, start=1)}
+        correct = None if config.correct_at is None else reward >= config.correct_at
+        name, below = self._judge.name, {key for verdict in verdicts for key in verdict.components}
+        means = {
+            f"{name}/{key}": fmean(each.components[key] for each in verdicts if key in each.components)
+            for key in sorted(below)
+        }
+        return replace(
+            combined(self.name, numbered, reward, correct=correct),
+            components={TURNS: float(len(verdicts)), name: fmean(scores)} | means,
+            steps=tuple(zip(ends, scores, strict=True)),
+            dense=tuple(zip(ends, parts, strict=True)),
+        )
+
+
+def _turns_of(sample: Sample) -> Iterator[tuple[int, Sample]]:
+    """Yield each turn of the policy as a sample, with the character of the response after its last one."""
+    before: list[Message] = [*sample.messages]
+    found = False
+    for turn in sample.turns:
+        if turn["role"] == "assistant":
+            found = True
+            content = turn["content"]
+            yield (
+                turn["end"],
+                replace(sample, messages=tuple(before), response=content, prompt=None, response_images=(), turns=()),
+            )
+        before.append({"role": turn["role"], "content": turn["content"]})
+    if not found:
+        yield len(sample.response), replace(sample, turns=()) if sample.turns else sample

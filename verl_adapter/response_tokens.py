@@ -1,0 +1,210 @@
+"""The tokens of a response: which turns they are, and which token a part of the reward belongs to.
+
+verl passes a reward manager the tokens of a response, but not which of them the policy wrote. The agent loop workers
+know, so ours tell it (`telling_turns`), in a run whose judges read turns. A judge tells where steps and turns end in
+characters, and a trainer adds rewards to tokens. A character belongs to the token that completes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from qreward_plugins import Config
+from qreward_plugins.adapters import ResponseTurn, judge_kind_of, messages_of
+
+POLICY = "qreward_policy"
+"""The key of an agent loop's `extra_fields` for the spans of tokens that the policy wrote."""
+
+Span = tuple[int, int]
+"""The first token, and the one after the last."""
+
+
+_BLOCK = 128
+"""Tokens from one border to the next. Decoding from the start for each token would take seconds."""
+_CONTEXT = 8
+"""Tokens that are decoded before a border: some tokenizers write the first token in another way."""
+
+
+class ResponseTokens:
+    """The tokens of the response of one row (`DataProtoItem`). `ids` are without padding. Decoding takes long: not on
+    the event loop.
+    """
+
+    def __init__(self, item: Any, ids: Any, tokenizer: Any) -> None:
+        self._ids = ids
+        self._tokenizer = tokenizer
+        self._policy = _policy_spans(item, len(ids))
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The response as verl's own managers decode it."""
+        return self._decoded(0, len(self._ids))
+
+    def turns(self) -> tuple[ResponseTurn, ...]:
+        """The turns of the policy, with what tools and users said between them; empty if it wrote all in one turn.
+
+        What is between is one message, because a tool may repeat what looks like another turn. Its role is that with
+        which the chat template begins it, if that is a known one, and a tool's otherwise.
+        """
+        if list(self._policy) == [(0, len(self._ids))]:
+            return ()
+        turns: list[ResponseTurn] = []
+        before = 0
+        for start, end in (*self._policy, (len(self._ids), len(self._ids))):
+            turns += self._between(before, start)
+            if start < end:
+                turns.append(ResponseTurn(role="assistant", content=self._decoded(start, end), end=self._end(end)))
+            before = end
+        return tuple(turns)
+
+    @property
+    def last(self) -> int:
+        """The index of the last token; 0 if there is none."""
+        return max(len(self._ids) - 1, 0)
+
+    def placed(self, dense: Iterable[tuple[int, float]], score: float) -> list[tuple[int, float]]:
+        """What to add to the rewards of tokens: pairs of token and number. `dense` and `score` are those of a verdict.
+        verl puts the whole score at the last token. These numbers take it away from there, and put what the parts leave
+        of it at the last token of the policy.
+        """
+        known = {self._end(end): end - 1 for _, end in self._policy}
+        added = [(self._trained(known[end] if end in known else self._token(end)), reward) for end, reward in dense]
+        if not added:
+            return []
+        rest = score - math.fsum(reward for _, reward in added)
+        return [*added, (self._trained(self.last), rest), (self.last, -score)]
+
+    def _between(self, start: int, end: int) -> list[ResponseTurn]:
+        text = self._decoded(start, end).strip()
+        if not text:
+            return []
+        written = str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=False))
+        messages = messages_of(written)
+        role, place = "tool", self._end(end)
+        if messages != [{"role": "user", "content": written}]:
+            # The template's own words are the first role, and the role of the policy at the end.
+            text = "\n".join(message["content"] for message in messages)
+            role = messages[0]["role"] if messages[0]["role"] not in ("assistant", "system") else role
+        return [ResponseTurn(role=role, content=text, end=place)]
+
+    def _decoded(self, start: int, end: int) -> str:
+        return str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
+
+    def _added(self, start: int, end: int) -> int:
+        """The characters that the tokens from `start` to `end` complete."""
+        context = max(0, start - _CONTEXT)
+        # A character of which tokens are missing is decoded as U+FFFD.
+        to_end, to_start = (self._decoded(context, each).rstrip("\ufffd") for each in (end, start))
+        return len(to_end) - len(to_start)
+
+    @functools.cached_property
+    def _borders(self) -> Sequence[int]:
+        """The characters before each block of tokens."""
+        starts = range(0, len(self._ids), _BLOCK)
+        return list(accumulate((self._added(start, start + _BLOCK) for start in starts), initial=0))
+
+    def _end(self, count: int) -> int:
+        """The characters in the first `count` tokens."""
+        whole = len(self.text)
+        if count >= len(self._ids):
+            return whole
+        block = count // _BLOCK
+        return min(self._borders[block] + self._added(block * _BLOCK, count), whole)
+
+    def _token(self, end: int) -> int:
+        """The token that completes the character before `end`; from the end of the text on, the last one."""
+        if end >= len(self.text):
+            return self.last
+        return min(self.last, bisect_left(range(1, self.last + 2), end, key=self._end))
+
+    def _trained(self, token: int) -> int:
+        """The token itself, or the one before it that the policy wrote: verl trains no others."""
+        if not self._policy:
+            return token
+        started = [span for span in self._policy if span[0] <= token] or self._policy[:1]
+        start, end = started[-1]
+        return max(start, min(token, end - 1))
+
+
+def add_parts(data: Any, parts: Mapping[int, str]) -> None:
+    """Add to the rewards of tokens what `ResponseTokens.placed` says, as JSON, by rows."""
+    found = {row: json.loads(written) for row, written in parts.items() if written}
+    if not found:
+        return
+    for name in ("token_level_scores", "token_level_rewards"):
+        # They may be one tensor.
+        data.batch[name] = data.batch[name].clone()
+        for row, added in found.items():
+            for token, reward in added:
+                data.batch[name][row, token] += reward
+
+
+def reads_turns(settings: Config) -> bool:
+    """Whether a judge says what each step or turn of a response is worth, or may: a reward server does not tell."""
+    judges = settings.judges.values()
+    return settings.engine.server is not None or any(judge_kind_of(judge).splits(judge) for judge in judges)
+
+
+def telling_turns(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `AgentLoopManager._init_agent_loop_workers`, so that its workers tell which tokens the policy wrote."""
+
+    @functools.wraps(start)
+    async def started(self: Any, *args: Any, **kwargs: Any) -> Any:
+        worker = self.agent_loop_workers_class
+        actor = getattr(worker, "__ray_metadata__", None)
+        if actor is None:
+            self.agent_loop_workers_class = _telling(worker)
+        else:
+            import ray
+
+            options = getattr(worker, "_default_options", None)
+            make = ray.remote(**options) if options else ray.remote
+            self.agent_loop_workers_class = make(_telling(actor.modified_class))
+        return await start(self, *args, **kwargs)
+
+    return started
+
+
+def _telling(worker: type[Any]) -> type[Any]:
+    # Ray sends a class that is made here by value, so its workers need not have imported this module.
+    class TellingAgentLoopWorker(worker):  # type: ignore[misc]
+        async def _compute_score(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            # Older versions of verl pass a single output.
+            each = outputs if isinstance(outputs, list) else [outputs]
+            for output in each:
+                output.extra_fields[POLICY] = _spans(output.response_mask)
+            try:
+                return await super()._compute_score(outputs, *args, **kwargs)
+            finally:
+                for output in each:
+                    output.extra_fields.pop(POLICY, None)
+
+    return TellingAgentLoopWorker
+
+
+def _policy_spans(item: Any, count: int) -> Sequence[Span]:
+    told = item.non_tensor_batch.get("tool_extra_fields")
+    if isinstance(told, Mapping) and POLICY in told:
+        spans = told[POLICY]
+    elif "response_mask" in item.batch.keys():  # noqa: SIM118 (a TensorDict refuses `in`)
+        spans = _spans(item.batch["response_mask"].tolist())
+    else:
+        spans = [(0, count)]
+    return [(start, min(end, count)) for start, end in spans if start < count]
+
+
+def _spans(mask: Iterable[int]) -> list[Span]:
+    """The spans of ones."""
+    found: list[Span] = []
+    for place, written in enumerate(mask):
+        if written and found and found[-1][1] == place:
+            found[-1] = (found[-1][0], place + 1)
+        elif written:
+            found.append((place, place + 1))
+    return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..config import Limits
 from .concurrency import ConcurrencyWindow
-from .discovery import WINDOW_S, Discovery
+from .discovery import WINDOW_S
 from .pace import JITTER_S, BucketEvidence, Pace
 from .reservation import Reservation
 from .shares import shares
@@ -40,8 +40,6 @@ class Quota:
     number, whatever is declared.
     """
 
-    _learns: type[Discovery] = Discovery
-
     def __init__(
         self,
         limits: Limits,
@@ -64,7 +62,7 @@ class Quota:
         self.in_flight = 0
         self.epoch = 0
         """Number of event loops closed with requests in flight. Reservations of an earlier epoch are ignored."""
-        self._requests, self._tokens = WindowLimit("requests", self._learns), WindowLimit("tokens", self._learns)
+        self._requests, self._tokens = WindowLimit("requests"), WindowLimit("tokens")
         self._windows = (self._requests, self._tokens)
         self.requests, self.tokens = self._requests.ledger, self._tokens.ledger
         self.concurrency = 1

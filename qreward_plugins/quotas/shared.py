@@ -27,8 +27,6 @@ _ROUNDING = 1e-6
 class SharedQuota(Quota):
     """The quota of one source of which this process has a share. The share is zero until `resize` sets it."""
 
-    _learns = LearnedLimit
-
     def __init__(self, limits: Limits, *, source: str, slots: int | None = None, jitter_s: float = JITTER_S) -> None:
         super().__init__(limits, source=source, slots=slots, jitter_s=jitter_s)
         self._whole = self._shares
@@ -126,6 +124,10 @@ class SharedQuota(Quota):
         whole = self._whole
         self.share = {name: share.get(name, 0.0) for name, (limit, _) in self.limits().items() if limit < math.inf}
         self._processes = max(1, workers)
+        # As long as a process is alone, it hears all that there is to hear. There is no way back: a new keeper knows
+        # one worker first.
+        for window in self._windows if self._processes > 1 else ():
+            window.learn_by(LearnedLimit)
         if self._window is not None:
             self._window.divide(self._processes)
             self.concurrency = int(self._window.size)

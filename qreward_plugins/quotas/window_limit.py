@@ -124,9 +124,9 @@ class Ceiling:
 class WindowLimit:
     """What a source allows per window, and what was spent of it. Times are seconds of one monotonic clock."""
 
-    def __init__(self, unit: Unit, learns: type[Discovery] = Discovery) -> None:
+    def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._learns = learns
+        self._learns = Discovery
         self.ledger = Ledger()
         self.discovery: Discovery | None = None
         """What was learned of the limit; None if it is declared."""
@@ -165,6 +165,13 @@ class WindowLimit:
             self.discovery = None
         elif self.discovery is None:
             self.discovery = self._learns(self.ledger, self.unit, window_s)
+
+    def learn_by(self, kind: type[Discovery]) -> None:
+        """Learn an undeclared limit in another way from now on. What was learned is forgotten."""
+        self._learns = kind
+        if self.discovery is not None and type(self.discovery) is not kind:
+            self.ledger.limit = math.inf
+            self.discovery = kind(self.ledger, self.unit, self.discovery.window_s)
 
     def keep_to_ceiling(self) -> None:
         """Scale this process's part of the declared limit down to the lower limit that the server announces."""

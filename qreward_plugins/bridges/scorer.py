@@ -27,11 +27,12 @@ ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Config
 class Scorer:
     """A configuration and its engine. It can be pickled; another process opens an engine of its own.
 
-    `library` is the name for messages. `compares`: the library hands over whole groups. Raises `ConfigurationError`
-    with all mistakes, for judges that compare siblings without `compares`, and for judges on the trainer's devices.
+    `library` is the name for messages. `compares`: the library hands over whole groups; `turns`: the messages of a
+    response. Raises `ConfigurationError` with all mistakes, for judges that compare siblings without `compares`, for
+    judges of turns without `turns`, and for judges on the trainer's devices.
     """
 
-    def __init__(self, config: ConfigLike, library: str, *, compares: bool = False) -> None:
+    def __init__(self, config: ConfigLike, library: str, *, compares: bool = False, turns: bool = False) -> None:
         self.config = without_colocated(
             load_config(config),
             f"{library} does not tell when it trains.",
@@ -39,7 +40,8 @@ class Scorer:
         )
         if not compares:
             refuse_comparing(self.config, f"{library} asks for one reward at a time.", remedy="Take another judge.")
-        refuse_turns(self.config, f"{library} hands over one text of a response.")
+        if not turns:
+            refuse_turns(self.config, f"{library} hands over one text of a response.")
         refuse_dense(self.config, f"{library} takes one reward of a sample.")
         _ = self.portal
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ..adapters import messages_of, name_or_unreadable, read_or_unreadable, summary
+from ..adapters import ResponseTurn, Unreadable, messages_of, name_or_unreadable, read_or_unreadable, summary
 from ..errors import ConfigurationError, InputError, Mistake
 from ..samples import Sample
 from .scorer import ConfigLike, Scorer, group_of
@@ -36,7 +36,7 @@ class TrlReward:
         self.__name__ = name
         self._ground_truth = ground_truth
         self._warned = False
-        self._scorer = Scorer(config, "TRL", compares=True)
+        self._scorer = Scorer(config, "TRL", compares=True, turns=True)
         # TRL cannot show a column of completions that only some batches have.
         self._shown = ["cause", *(f"score/{component}" for component in self._scorer.portal.facts().components)]
 
@@ -85,16 +85,19 @@ class TrlReward:
 
     def _sample(self, prompt: Any, completion: Any, row: dict[str, Any], trainer_state: Any) -> Sample:
         messages = read_or_unreadable(lambda: messages_of(prompt))
+        said = read_or_unreadable(lambda: _said(completion))
+        response, turns = (said, ()) if isinstance(said, Unreadable) else said
         truth = row.pop(self._ground_truth or "ground_truth", None)
         return Sample(
             messages=messages,
-            response=read_or_unreadable(lambda: _response_of(completion)),
+            response=response,
             ground_truth=truth,
             data_source=name_or_unreadable(row.get("data_source")),
             group_id=read_or_unreadable(lambda: group_of(messages, truth)),
             step=getattr(trainer_state, "global_step", None),
             extras=row,
             prompt=prompt,
+            turns=turns,
         )
 
 
@@ -117,11 +120,17 @@ def reward(config: ConfigLike, *, ground_truth: str | None = None, name: str = "
     return TrlReward(config, ground_truth, name)
 
 
-def _response_of(completion: Any) -> str:
-    """The text of a completion: of a conversation, the texts of its messages. Raises `InputError`."""
+def _said(completion: Any) -> tuple[Any, Sequence[ResponseTurn]]:
+    """The text of a completion, of a conversation the texts of its messages; and its turns, if there are several.
+    Raises `InputError`.
+    """
     if isinstance(completion, str):
-        return completion
-    texts = [turn["content"] for turn in messages_of(completion)]
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError("holds an image, which a completion of TRL cannot pass on")
-    return "\n\n".join(filter(None, texts))
+        return completion, ()
+    response, turns = "", list[ResponseTurn]()
+    for message in messages_of(completion):
+        text = message["content"]
+        if not isinstance(text, str):
+            raise InputError("holds an image, which a completion of TRL cannot pass on")
+        response += ("\n\n" if response and text else "") + text
+        turns.append(ResponseTurn(role=message["role"], content=text, end=len(response)))
+    return response, turns if len(turns) > 1 else ()

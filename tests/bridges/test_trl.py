@@ -81,6 +81,17 @@ def test_what_a_sample_is_made_of(seen):
     assert len(set(groups)) == 3
 
 
+def test_each_message_of_the_policy_is_a_turn(tree):
+    tree["judges"]["whole"] = {"kind": "turns", "judge": "quality", "reduce": "sum"}
+    said = [
+        {"role": "assistant", "content": "so: 0.25"},
+        {"role": "tool", "content": "so: 0.75"},
+        {"role": "assistant", "content": "so: 0.5"},
+    ]
+    rewards, _, _ = as_trl(reward(tree), [{"prompt": PROMPT}] * 2, [said, said[:1]])
+    assert rewards == [0.75, 0.25]
+
+
 def test_a_plain_completion_is_the_response_as_it_is(seen):
     tree, samples = seen
     text = "before <|im_start|>user\n42"

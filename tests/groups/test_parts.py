@@ -29,8 +29,8 @@ def roll(tree: Any) -> None:
         pass
 
 
-def trl(tree: Any) -> None:
-    Scorer(tree, "TRL")
+def openenv(tree: Any) -> None:
+    Scorer(tree, "OpenEnv")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def trl(tree: Any) -> None:
             "this pipeline of ROLL trains on one reward of a response",
             "a response of this pipeline of ROLL is one turn",
         ),
-        (trl, "TRL takes one reward of a sample", "TRL hands over one text of a response"),
+        (openenv, "OpenEnv takes one reward of a sample", "OpenEnv hands over one text of a response"),
     ],
 )
 def test_parts_and_turns_are_refused_with_the_reason(start: Any, why: str, turns: str) -> None:

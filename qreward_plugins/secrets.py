@@ -46,7 +46,7 @@ _READ_CHARS = 4_000
 _TELLING_CHARS = 8
 _SCHEMES = ("bearer", "basic", "token", "digest", "apikey")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_BACKSLASHES = re.compile(r"()\\+")
+_BACKSLASHES = re.compile(r"()\\+")  # the empty group, because `_character` reads one
 _ESCAPE = re.compile(r"\\+(?:u([0-9A-Fa-f]{4}))?")
 _NUMBER = re.compile(r"[+-]?[0-9.]{1,5}|true|false|null|none", re.IGNORECASE)
 
@@ -213,7 +213,7 @@ class Redactor:
             # The text may be quoted once or several times, as in a KeyError. Quoting only adds backslashes. In JSON, a
             # server may write any character by its code.
             for escape in (_BACKSLASHES, _ESCAPE) if "\\u" in text else (_BACKSLASHES,):
-                bare = unescaped(text, escape)
+                bare = escape.sub(_character, text)
                 found = [span for secret in self._bare for span in _spans(bare, secret)]
                 if found:
                     places = list(_places(text, escape))
@@ -224,17 +224,12 @@ class Redactor:
         return "Redactor()"
 
 
-def unescaped(text: str, escape: re.Pattern[str] = _ESCAPE) -> str:
-    """Return a text without backslashes, with characters in place of their codes (`\\u0041`)."""
-    return escape.sub(_character, text)
-
-
 def _character(match: re.Match[str]) -> str:
     return chr(int(match[1], 16)).strip("\\") if match[1] else ""
 
 
 def _places(text: str, escape: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield where each character of the unescaped text begins and ends in `text`."""
+    """Yield where each character begins and ends in `text` that is left without its escapes."""
     done = 0
     for match in escape.finditer(text):
         yield from ((place, place + 1) for place in range(done, match.start()))

@@ -28,7 +28,7 @@ from qreward_plugins.adapters import (
     load_layers,
     number_of,
     refuse_comparing,
-    refuse_dense,
+    refuse_parts,
     without_colocated,
 )
 
@@ -41,7 +41,7 @@ _ONE_ROW = (
     "(StepEnvManager, AgentNativeStepEnvManager) take them."
 )
 
-_OTHER_TURNS = "the messages of this environment manager's steps have other answers than those of its steps."
+_OTHER_TURNS = "the messages of this environment manager hold another number of answers than it took steps."
 
 _NO_GROUPS = "ROLL spreads the trajectories of a group over processes."
 
@@ -85,7 +85,7 @@ class QRewardTrajectoryMixin:
         if settings.dense and not excluded and isinstance(outcome, Scored):
             policy = [turn["end"] for turn in sample.turns if turn["role"] == "assistant"]
             if len(policy) not in (0, len(turns)):
-                refuse_dense(settings, _OTHER_TURNS)
+                refuse_parts(settings, dense=_OTHER_TURNS)
             added = _by_turn(policy, outcome.verdict.dense, len(turns))
         added[-1] += number - math.fsum(added)
         own = [float(turn.get("reward") or 0.0) for turn in turns]
@@ -104,7 +104,7 @@ class QRewardTrajectoryMixin:
         }
         rollout = super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
         if settings.dense and len(rollout) == 1 < len(turns):
-            refuse_dense(settings, _ONE_ROW)
+            refuse_parts(settings, dense=_ONE_ROW)
         if excluded:
             rollout.batch["response_mask"] = rollout.batch["response_mask"].zero_()
         return rollout

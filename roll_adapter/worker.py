@@ -26,8 +26,7 @@ from qreward_plugins.adapters import (
     RunningMeans,
     compares_siblings,
     number_of,
-    refuse_dense,
-    refuse_turns,
+    refuse_parts,
     without_colocated,
 )
 
@@ -72,8 +71,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         )
         if problem := phases_problem(pipeline_config):
             settings = without_colocated(settings, problem, remedy=_INSTEAD)
-        refuse_dense(settings, _NO_PARTS)
-        refuse_turns(settings, "a response of this pipeline of ROLL is one turn.")
+        refuse_parts(settings, turns="a response of this pipeline of ROLL is one turn.", dense=_NO_PARTS)
         self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
         self._compares = compares_siblings(settings)
         if self._compares and (mistake := groups_problem(pipeline_config, self.worker_config, LOOP_KEY, LOOP)):

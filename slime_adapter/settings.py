@@ -25,8 +25,7 @@ from qreward_plugins.adapters import (
     judge_kind_of,
     load_layers,
     refuse_comparing,
-    refuse_dense,
-    refuse_turns,
+    refuse_parts,
     with_framework,
     without_colocated,
 )
@@ -102,8 +101,9 @@ def adapter_of(args: Any) -> Adapter:
             settings = without_colocated(settings, problem, remedy=remedy)
         if not getattr(args, "group_rm", False):
             refuse_comparing(settings, _ONE_BY_ONE, remedy="Set --group-rm.")
-        refuse_turns(settings, "slime has one text of a response.")
-        refuse_dense(settings, "slime's batch has one reward of a sample.")
+        refuse_parts(
+            settings, turns="slime has one text of a response.", dense="slime's batch has one reward of a sample."
+        )
         adapter = Adapter(settings)
         _check_reward_keys(args, adapter)
         _adapters.append((copy.deepcopy(key), adapter))

@@ -72,7 +72,7 @@ CODE_LINES = {
     "server": 1_460,
     # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
     "verl_adapter": 1_880,
-    "samples": 1_130,
+    "samples": 1_135,
     "observers": 860,
     # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
     "journal": 2_100,
@@ -87,12 +87,12 @@ CODE_LINES = {
     "checks": 260,
     "client": 680,
     # Labelled rows, for `bench`.
-    "files": 500,
+    "files": 510,
     "system": 390,
     # It gathers groups for judges that compare siblings.
     "adapters": 225,
     # TRL, verifiers, NeMo-Gym and OpenEnv: at most 80 lines each.
-    "bridges": 285,
+    "bridges": 290,
 }
 """Most code lines of a room, 5 % above what it has reached. A feature may raise its number, and says why."""
 

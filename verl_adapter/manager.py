@@ -31,7 +31,7 @@ from .rewards import ExtraInfo, KeysRead
 from .rollouts import is_padding, is_validation, response_ids, to_sample, unreadable
 from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .siblings import PENDING, HandOver
-from .startup import check_columns, refuse_comparisons, refuse_failures, refuse_parts, warn_of_ignored_settings
+from .startup import check_columns, refuse_comparisons, refuse_failures, refuse_unknown_parts, warn_of_ignored_settings
 from .trainers import trainer_of
 
 _NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch, and verl drops its score")
@@ -64,7 +64,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         settings = with_reward_model(load_settings(config), reward_router_address)
         refuse_failures(settings, config, trainer)
         refuse_comparisons(settings, config, trainer)
-        refuse_parts(settings, config, trainer)
+        refuse_unknown_parts(settings, config, trainer)
         if trainer is None or not trainer.tells_phases:
             settings = without_colocated(settings, phases.UNKNOWN, remedy=phases.REMEDY)
         self._hooked = trainer is not None

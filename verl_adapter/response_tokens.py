@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from qreward_plugins import Config
-from qreward_plugins.adapters import ResponseTurn, judge_kind_of, messages_of
+from qreward_plugins.adapters import ResponseTurn, messages_of, tells_steps
 
 POLICY = "qreward_policy"
 """The key of an agent loop's `extra_fields` for the spans of tokens that the policy wrote."""
@@ -61,7 +61,7 @@ class ResponseTokens:
             if start < end:
                 turns.append(ResponseTurn(role="assistant", content=self._decoded(start, end), end=self._end(end)))
             before = end
-        return tuple(turns)
+        return tuple(turns) if self._policy else ()
 
     @property
     def last(self) -> int:
@@ -145,10 +145,11 @@ def add_parts(data: Any, parts: Mapping[int, str]) -> None:
                 data.batch[name][row, token] += reward
 
 
-def reads_turns(settings: Config) -> bool:
-    """Whether a judge says what each step or turn of a response is worth, or may: a reward server does not tell."""
-    judges = settings.judges.values()
-    return settings.engine.server is not None or any(judge_kind_of(judge).splits(judge) for judge in judges)
+def needs_policy_spans(settings: Config) -> bool:
+    """Whether agent loops must tell which tokens the policy wrote: a judge scores turns or steps, or a reward server
+    may.
+    """
+    return settings.engine.server is not None or tells_steps(settings)
 
 
 def telling_turns(start: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,7 +66,9 @@ WAITED = "qreward/waited"
 """What the batch that ended with this sample waited for: JSON, seconds by name; empty if none ended."""
 
 DENSE = "qreward/dense"
-"""What the steps of a response add to the rewards of tokens (`ResponseTokens.placed`); with `dense` only."""
+"""Pairs of token and number to add to the rewards of tokens (`ResponseTokens.placed`), as JSON; "" for none. A key with
+`dense` only.
+"""
 
 RETURNED = "qreward/returned"
 """What a reward function returned besides its score, as JSON."""

@@ -23,8 +23,7 @@ from qreward_plugins.adapters import (
     judges_in_charge,
     parts_of,
     refuse_comparing,
-    refuse_dense,
-    refuse_turns,
+    refuse_parts,
 )
 
 from .advantages import KEEPS_OUT
@@ -63,10 +62,12 @@ _PASSES = "Set reward.reward_model.enable_resource_pool=True, or trainer.use_v1=
 
 _COMPARED = "Route samples to a judge that scores them one by one, or change that."
 
-_NO_HOOKS = (
-    "what keeps failed samples out of training is not in place. It is in the trainers of verl.trainer.main_ppo (V1 and "
-    "legacy), one_step_off and fully_async of verl 0.9, and this program is none of them, or an unknown version."
-)
+
+def _no_hooks(what: str) -> str:
+    return (
+        f"what {what} is not in place. It is in the trainers of verl.trainer.main_ppo (V1 and legacy), one_step_off "
+        "and fully_async of verl 0.9, and this program is none of them, or an unknown version."
+    )
 
 
 def refuse_impossible(config: DictConfig, trainer: Name | None) -> None:
@@ -85,7 +86,7 @@ def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | Non
     if policy not in KEEPS_OUT and not screens:
         return
     if trainer is None:
-        problem = _NO_HOOKS
+        problem = _no_hooks("keeps failed samples out of training")
     elif estimator_of(config) == "gae" and OmegaConf.select(config, "algorithm.use_pf_ppo"):
         problem = "algorithm.use_pf_ppo draws the rows of a batch anew, failed ones among them."
     elif estimator_of(config) == "remax" and is_scored_at_once(config):
@@ -109,7 +110,7 @@ def refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | 
     estimator = estimator_of(config)
     problem = ""
     if trainer is None:
-        problem = _NO_HOOKS.replace("keeps failed samples out of training", "collects the rewards of a group")
+        problem = _no_hooks("collects the rewards of a group")
     elif is_scored_at_once(config):
         problem = "reward model and rollout share the GPUs, and verl then does not tell training from validation."
     elif estimator in ("gdpo", "remax"):
@@ -122,19 +123,20 @@ def refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | 
         refuse_comparing(settings, problem, remedy=_COMPARED)
 
 
-def refuse_parts(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
-    """Raise `ConfigurationError` if rewards are to come in parts (`dense`), and this run cannot take them, or if a
-    judge scores turns, and this run does not tell them.
-    """
+def refuse_unknown_parts(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
+    """Raise `ConfigurationError` for judges of turns, and for `dense`, where this run cannot serve them."""
+    turns = dense = ""
     if trainer is None:
-        refuse_dense(settings, _NO_HOOKS.replace("keeps failed samples out of training", "adds rewards to tokens"))
-        refuse_turns(settings, _NO_HOOKS.replace("keeps failed samples out of training", "tells them"))
+        turns, dense = _no_hooks("tells the turns of a response"), _no_hooks("adds rewards to tokens")
     elif trainer.name == "v1" and is_scored_at_once(config):
-        refuse_turns(settings, "verl's V1 trainer does not pass them while reward model and rollout share the GPUs.")
+        turns = "verl's V1 trainer does not pass them while reward model and rollout share the GPUs."
     if estimator_of(config) == "gdpo":
-        refuse_dense(settings, "`gdpo` reads the single rewards of a sample, and not those of its tokens.")
+        dense = "`gdpo` reads the single rewards of a sample, and not those of its tokens."
+    elif estimator_of(config) == "remax":
+        dense = "`remax` subtracts the whole reward of a greedy response from what is left of it at each token."
     elif compares_siblings(settings):
-        refuse_dense(settings, "a judge of kind `rank` is asked where the tokens of a response are not known.")
+        dense = dense or "a judge of kind `rank` is asked where the tokens of a response are not known."
+    refuse_parts(settings, turns=turns, dense=dense)
 
 
 def check_columns(config: Config, functions: Collection[str], columns: Collection[str]) -> None:

@@ -35,9 +35,9 @@ from . import phases, validation
 from .advantages import Advantages
 from .metrics import RewardLog
 from .queue import noting_infos, of_scored_rows, with_extra_info
-from .response_tokens import reads_turns, telling_turns
+from .response_tokens import needs_policy_spans, telling_turns
 from .settings import estimator_of, load_settings
-from .startup import refuse_comparisons, refuse_failures, refuse_impossible, refuse_parts
+from .startup import refuse_comparisons, refuse_failures, refuse_impossible, refuse_unknown_parts
 from .trainers import LEGACY_MODULE, V1_MODULE, Name, Trainer, calling_trainer, with_trainer
 
 _log = logging.getLogger("verl_adapter")
@@ -116,7 +116,8 @@ def attach(settings: Config, estimator: str = "") -> RewardLog:
         # Not for the others: some trainers await it, and whether it returns an awaitable depends on its direct caller.
         loops = getattr(sys.modules.get(_AGENT_LOOP), "AgentLoopManager", None)
         _wrap_classes(loops, "generate_sequences", advantages.of_greedy)
-    if reads_turns(settings):
+    if needs_policy_spans(settings):
+        # The legacy trainer imports it later, and uses what is wrapped by then.
         with suppress(ImportError):
             _wrap_classes(import_module(_AGENT_LOOP).AgentLoopManager, "_init_agent_loop_workers", telling_turns)
     for module in (LEGACY_MODULE, _REWARD_LOOP):
@@ -179,7 +180,7 @@ def _checked_trainer(config: Any) -> Trainer | None:
         trainer = Trainer(name, tells_phases=colocated)
     refuse_failures(settings, config, trainer)
     refuse_comparisons(settings, config, trainer)
-    refuse_parts(settings, config, trainer)
+    refuse_unknown_parts(settings, config, trainer)
     return trainer
 
 

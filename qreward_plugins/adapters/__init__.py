@@ -4,8 +4,9 @@
   the variable that may name the file. `with_framework` fills in addresses that only the framework has, and `adapted`
   keeps them on a reload. `without_colocated` refuses `colocated_sources`, where the phases of a training are not known.
   `judges_in_charge`, `parts_of`, `sources_of`, `judge_kind_of` and `source_kind_of` find what a configuration uses;
-  `compares_siblings` says whether a judge needs a whole group, and `refuse_comparing` refuses one; `refuse_dense`
-  refuses rewards in parts, `refuse_turns` judges of turns. `did_you_mean` suggests a name for a misspelt one.
+  `compares_siblings` says whether a judge needs a whole group, and `refuse_comparing` refuses one; `refuse_parts`
+  refuses judges of turns and rewards in parts, and `tells_steps` says whether a judge has any. `did_you_mean`
+  suggests a name for a misspelt one.
 - Rollouts: `messages_of` and `attach` make messages of prompts and images; `dialogue` makes turns of messages
   (`ResponseTurn`). `read_or_unreadable` and those like it read foreign values; what raises is an `Unreadable`, which
   fails its own sample only.
@@ -26,7 +27,7 @@ from ..config.load import ENVIRONMENT
 from ..config.origin import adapted
 from ..engine.process_portals import close_process_portals
 from ..journal import Trained, TrainingLog
-from ..judges import compares_siblings, refuse_comparing, refuse_dense, refuse_turns
+from ..judges import compares_siblings, refuse_comparing, refuse_parts, tells_steps
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, Facts, flat_rate, summary
 from ..samples import SCREENED, ResponseTurn, fits_float32
@@ -89,13 +90,13 @@ __all__ = [
     "ray_is_up",
     "read_or_unreadable",
     "refuse_comparing",
-    "refuse_dense",
-    "refuse_turns",
+    "refuse_parts",
     "secrets_in",
     "shared_actor",
     "source_kind_of",
     "sources_of",
     "summary",
+    "tells_steps",
     "with_framework",
     "with_secrets",
     "without_colocated",

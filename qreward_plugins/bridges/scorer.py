@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..adapters import Image, number_of, refuse_comparing, refuse_dense, refuse_turns, without_colocated
+from ..adapters import Image, number_of, refuse_comparing, refuse_parts, without_colocated
 from ..config import Config, load_config
 from ..engine.portal import EnginePortal
 from ..engine.process_portals import process_portal
@@ -40,9 +40,8 @@ class Scorer:
         )
         if not compares:
             refuse_comparing(self.config, f"{library} asks for one reward at a time.", remedy="Take another judge.")
-        if not turns:
-            refuse_turns(self.config, f"{library} hands over one text of a response.")
-        refuse_dense(self.config, f"{library} takes one reward of a sample.")
+        one_text = "" if turns else f"{library} hands over one text of a response."
+        refuse_parts(self.config, turns=one_text, dense=f"{library} takes one reward of a sample.")
         _ = self.portal
 
     @property

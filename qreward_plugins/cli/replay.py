@@ -150,6 +150,7 @@ def _rollout(past: PastSample) -> Rollout:
     before = {"reward": latest.reward, "judge": latest.judge, "rationale": latest.rationale, "reason": latest.reason}
     row: dict[str, Any] = {"id": sample.id, "step": sample.step, "split": sample.split, "group_id": sample.group_id}
     row |= {"data_source": sample.data_source, "messages": sample.messages, "response": sample.response}
+    row |= {"turns": list(sample.turns)} if sample.turns else {}
     row |= {"ground_truth": sample.ground_truth, "extra_info": sample.extras, _BEFORE: before}
     return Rollout(row, sample)
 
@@ -216,7 +217,8 @@ async def _reread(plan: Plan, samples: _PastSamples) -> _Needed:
                         if leaf is None:
                             needed.unknown[name] += 1
                         else:
-                            await _reread_one(engine, journal, leaf, past, needed)
+                            for seen in engine.seen_by(name, past.sample):
+                                await _reread_one(engine, journal, leaf, replace(past, sample=seen), needed)
                     if needed.samples % _SHOWN_EVERY == 0:
                         status.update(Text(f"reading {plan.rollouts}: {needed.samples:,} samples ..."))
                     # Without a call to the journal, nothing above would let Ctrl-C through.

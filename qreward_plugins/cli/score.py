@@ -67,9 +67,9 @@ def command(
 ) -> int:
     """Score a file of rollouts: the same rows in the same order, with a column `qreward`.
 
-    A row needs the column `response` (or solution_str, completion) and `messages` or `prompt`. `ground_truth` (or
-    reward_model.ground_truth) is the reference, `data_source` chooses the judge, `step` and `group_id` name the step
-    and the group, and the judge gets the rest as extras.
+    A row needs the column `response` (or solution_str, completion; or `turns`, a list of messages) and `messages` or
+    `prompt`. `ground_truth` (or reward_model.ground_truth) is the reference, `data_source` chooses the judge, `step`
+    and `group_id` name the step and the group, and the judge gets the rest as extras.
 
     Every verdict is stored in the journal of the configuration, or in FILE.journal, and is not paid for again. After a
     kill, the same command continues the run; with --overwrite, rows without a reward are tried again. Functions are

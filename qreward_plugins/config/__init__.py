@@ -23,6 +23,7 @@ from .models import (
 from .nodes import Node
 from .routes import (
     judge_for,
+    judges_asked,
     judges_in_charge,
     own_sources,
     parts_of,
@@ -59,6 +60,7 @@ __all__ = [
     "Timeouts",
     "configured_name",
     "judge_for",
+    "judges_asked",
     "judges_in_charge",
     "load_config",
     "load_layers",

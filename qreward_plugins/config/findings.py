@@ -123,6 +123,7 @@ _OF_OTHER_TOOLS = """
     correct_at: threshold cutoff
     floor: default_score fallback
     invalid_retries: retries max_retries num_retries
+    dense: token_level step_rewards
     response_format: json_mode structured_output guided_json
     max_tokens: max_completion_tokens max_new_tokens
     weights: parts components coefficients

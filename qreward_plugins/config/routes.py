@@ -56,6 +56,18 @@ def judges_in_charge(config: Config) -> tuple[str, ...]:
     return tuple(name for name in config.judges if name not in parts or name in routed)
 
 
+def judges_asked(config: Config) -> tuple[str, ...]:
+    """Return the names of the judges that samples may go to, and of all that these await."""
+    asked: dict[str, None] = {}
+    waiting = list(judges_in_charge(config))
+    while waiting:
+        name = waiting.pop()
+        if name not in asked:
+            asked[name] = None
+            waiting += judges_named(config.judges[name])
+    return tuple(name for name in config.judges if name in asked)
+
+
 def parts_of(config: Config, judge_name: str) -> tuple[str, ...]:
     """Return the names of the judges that ask sources for a sample of this judge: itself if its kind asks, and its
     parts, each as often as it is a part.

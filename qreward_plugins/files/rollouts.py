@@ -33,7 +33,7 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
 
     Columns:
     - response: `response`, `solution_str` or `completion`; or its `turns`, a list of messages. Beside a response, each
-      turn has an `end`: the character of the response after its last one
+      turn has an `end`: where it ends in the response, in characters
     - prompt: `messages` or `prompt`, a text or a list of messages
     - images: in the prompt's messages, in `images` (for the places `<image>` of the prompt) and in `response_images`;
       each is a data URL, or a path below the folder of the file
@@ -84,11 +84,12 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
     """
     # A file with other rows has nulls here.
     has_response = any(row.get(column) is not None for column in _RESPONSE_COLUMNS)
-    turns: Any = row["turns"] if _are_turns(row.get("turns"), needs_end=has_response) else ()
-    if turns and not has_response:
+    turns: Any = row.get("turns")
+    if not has_response and turns is not None:
         response_column = "turns"
-        response, turns = dialogue(message_list(turns, f"{where}: turns"))
+        response, turns = dialogue(_turns(turns, f"{where}: turns"))
     else:
+        turns = turns if _are_turns(turns) else ()
         response_column = _one_of(row, _RESPONSE_COLUMNS, where)
         response = row[response_column]
     if not isinstance(response, str):
@@ -123,9 +124,19 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
     )
 
 
-def _are_turns(value: Any, *, needs_end: bool) -> bool:
-    """Whether a column holds the turns of the response. Data sets have other things by this name."""
-    keys = {"role", "content"} | ({"end"} if needs_end else set())
+def _turns(value: Any, where: str) -> list[Message]:
+    """Read the turns of a response. Raises `InputError`."""
+    if not isinstance(value, list):
+        raise InputError(f"{where} must be a list of messages, not {type_of(value)}")
+    messages = message_list(value, where)
+    if all(message["role"] != "assistant" for message in messages):
+        raise InputError(f"{where} has no message of the role assistant, which is the policy")
+    return messages
+
+
+def _are_turns(value: Any) -> bool:
+    """Whether a column beside the response holds its turns. Data sets have other things by this name."""
+    keys = {"role", "content", "end"}
     return isinstance(value, list) and all(isinstance(turn, Mapping) and keys <= turn.keys() for turn in value)
 
 

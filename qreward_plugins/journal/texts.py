@@ -26,7 +26,6 @@ from ..samples import Outcome, Sample, Scored
 from ..samples.images import EncodedImage
 from ..samples.json_values import without_lone_surrogates
 from ..scheduling.history import PastAttempt
-from ..secrets import unescaped
 from ..sources.base import Reply, Request, identity_of
 
 Keep = Literal["interesting", "all", "none"]
@@ -109,16 +108,24 @@ def _enters(highest: list[float], value: float, most: int) -> bool:
     return heapq.heappushpop(highest, value) < value
 
 
+_CODE = re.compile(r"(?<!\\)\\u([0-9A-Fa-f]{4})")
+
+
+def _character(code: re.Match[str]) -> str:
+    character = chr(int(code[1], 16))
+    return character if character.isprintable() and character not in '"\\' else code[0]
+
+
 def redaction(patterns: Sequence[str]) -> Redact | None:
     """Return what replaces the matches of regular expressions; None if there are none. Raises `re.error`."""
     compiled = [re.compile(pattern) for pattern in patterns]
 
     def redact(text: str) -> str:
+        if "\\u" in text:
+            # A server may have written characters of a match by their codes, as JSON allows.
+            plain = _CODE.sub(_character, text)
+            text = plain if any(pattern.search(plain) for pattern in compiled) else text
         for pattern in compiled:
-            # Of a text with JSON in it, the writer chose what to escape.
-            plain = unescaped(text) if "\\u" in text else text
-            if plain is not text and len(pattern.findall(plain)) > len(pattern.findall(text)):
-                text = plain
             text = pattern.sub(_REDACTED, text)
         return text
 

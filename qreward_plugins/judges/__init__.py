@@ -15,7 +15,7 @@ from .llm import LLMJudge
 from .panels import PanelJudge
 from .ranks import RankJudge
 from .reward_model import RewardModelJudge
-from .router import JudgeRouter, compares_siblings, kind_of, open_judge, refuse_comparing, refuse_dense, refuse_turns
+from .router import JudgeRouter, compares_siblings, kind_of, open_judge, refuse_comparing, refuse_parts, tells_steps
 from .screens import ScreenJudge
 from .similarity import SimilarityJudge
 from .sums import SumJudge
@@ -54,8 +54,8 @@ __all__ = [
     "kind_of",
     "open_judge",
     "refuse_comparing",
-    "refuse_dense",
-    "refuse_turns",
+    "refuse_parts",
+    "tells_steps",
     "text_call",
     "together",
 ]

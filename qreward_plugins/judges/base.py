@@ -109,8 +109,11 @@ class Judge(ABC):
         """Whether it takes samples out of the training although nothing failed (`policy/screened`). Default: false."""
         return False
 
+    reads_turns: ClassVar[bool] = False
+    """Whether it scores the turns of a response (`Sample.turns`)."""
+
     @classmethod
-    def splits(cls, config: Any) -> bool:
+    def tells_steps(cls, config: Any) -> bool:
         """Whether its verdicts say what each step of a response adds to the score (`Verdict.dense`). Default: no."""
         return False
 

@@ -159,7 +159,7 @@ class CascadeJudge(Judge):
 
     def _decided(self, judge: Judge, verdicts: Mapping[str, Verdict]) -> Verdict:
         verdict, own = verdicts[judge.name], {STAGE: 1.0 + self.parts.index(judge)}
-        return combined(self.name, verdicts, verdict.score, correct=verdict.correct, own=own, decides=(judge.name,))
+        return combined(self.name, verdicts, verdict.score, correct=verdict.correct, own=own, weights={judge.name: 1.0})
 
 
 def _is_sure(verdict: Verdict, decides: Decides) -> bool:

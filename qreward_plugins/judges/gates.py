@@ -103,4 +103,4 @@ class GateJudge(Judge):
         )
         correct = verdict.correct if passed or verdict.correct is None else False
         correct = correct if self._then.defines_correct else first.correct
-        return combined(self.name, verdicts, verdict.score, correct=correct, own=own, decides=(chosen.name,))
+        return combined(self.name, verdicts, verdict.score, correct=correct, own=own, weights={chosen.name: 1.0})

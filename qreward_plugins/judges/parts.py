@@ -1,5 +1,5 @@
-"""What judges of judges share: how the verdicts of parts become one, how a failed part is told, and which names parts
-may have.
+"""What judges of judges share: how the verdicts of parts become one, what each step or turn adds to a score, how a
+failed part is told, and which names parts may have.
 
 The components of a whole are the score of each part that was asked, by its name, and the components of the part below
 it: `reward/quality/proof`. A part that was not asked has none.
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
 
 import anyio
 from pydantic import ValidationError
@@ -19,6 +20,9 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from ..errors import ConfigurationError, Mistake
 from ..samples import Cause, Failed, Sample, Verdict
 from .base import Ask, Judge, JudgeFailed
+
+Reduction: TypeAlias = Literal["last", "min", "mean", "sum", "prod"]
+"""How the scores of steps or turns become one."""
 
 
 def check_names(parts: Iterable[Any], title: str) -> None:
@@ -133,24 +137,21 @@ def combined(
     *,
     correct: bool | None = None,
     own: Mapping[str, float] | None = None,
-    decides: Collection[str] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Verdict:
     """Return the verdict of a whole with this score, from those of the parts that were asked, by name.
 
-    `own` are its own components. If the reward of a part that `decides` (default: all) is a floor, the basis of the
-    whole is a floor, too. `weights` are the factors of parts that the score adds up; those of a part that decides alone
-    are 1. With them, the whole tells what the steps of a response add to it.
+    `own` are its own components. `weights` are the factors of the parts that the score adds up; that of a part which
+    decides alone is 1. If the reward of such a part is a floor, the basis of the whole is a floor, too, and what the
+    steps of a response add to them, they add to the whole. None: the score comes from all parts in another way.
     """
     components: dict[str, float] = dict(own or {})
     for name, verdict in verdicts.items():
         components[name] = verdict.score
         components |= {_below(name, component): value for component, value in verdict.components.items()}
     rationales = {name: verdict.rationale for name, verdict in verdicts.items() if verdict.rationale}
-    deciding = [name for name in verdicts if decides is None or name in decides]
+    deciding = [name for name in verdicts if weights is None or name in weights]
     failure = _failure({name: failed for name in deciding if (failed := verdicts[name].failure)}, whole)
-    if weights is None:
-        weights = dict.fromkeys(decides or () if len(decides or ()) == 1 else (), 1.0)
     return Verdict(
         score,
         components=components,
@@ -166,9 +167,32 @@ def combined(
         cut=any(verdict.cut for verdict in verdicts.values()),
         returned=_only_one(verdict.returned for verdict in verdicts.values()),
         dense=tuple(
-            sorted((end, weight * added) for name, weight in weights.items() for end, added in verdicts[name].dense)
+            sorted(
+                (end, weight * added) for name, weight in (weights or {}).items() for end, added in verdicts[name].dense
+            )
         ),
     )
+
+
+def split(scores: Sequence[float], reduction: Reduction, discount: float = 1.0) -> tuple[float, Sequence[float]]:
+    """Return the score of a response from those of its steps, and what each step adds to it: nothing is told for
+    `prod`, which is no sum.
+
+    With `mean` and `sum`, the n-th step counts `discount` to the power of n, from 0. `last`: each step adds by how much
+    it is better than the one before (potential-based shaping; Ng, Harada and Russell, ICML 1999). `min`: the worst step
+    adds all (min-form credit assignment; PURE, arXiv 2504.15275).
+    """
+    if reduction == "prod":
+        return math.prod(scores), ()
+    if reduction == "last":
+        return scores[-1], [scores[0], *(after - before for before, after in pairwise(scores))]
+    if reduction == "min":
+        worst = scores.index(min(scores))
+        return scores[worst], [score if place == worst else 0.0 for place, score in enumerate(scores)]
+    weights = [discount**place for place in range(len(scores))]
+    total = math.fsum(weights) if reduction == "mean" else 1.0
+    parts = [score * weight / total for score, weight in zip(scores, weights, strict=True)]
+    return math.fsum(parts), parts
 
 
 def _failure(failures: Mapping[str, Failed], judge: str) -> Failed | None:

@@ -29,8 +29,8 @@ from .calibration import REMEDY, Calibration, Identity, Measurement
 from .control_tokens import is_blank, neutralise
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
+from .parts import split
 from .sample_texts import SampleTexts, conversation_turns
-from .steps import parts_of_score, reduced
 from .transforms import Transform, TransformSteps, sigmoid, zscore_file
 
 _INSIDE = (0.25, 0.75)
@@ -67,7 +67,8 @@ class RewardModelJudge(Leaf):
         reduce: Literal["last", "min", "mean", "prod"] | None = None
         """How the scores of the steps of a process reward model (`task: token_classify` of the source) become one
         score: the `last` one, the lowest, their mean, or their product, which needs `activation: softmax` or `sigmoid`.
-        With `dense`, a step adds what its own reward adds. Default: none; the source scores whole responses."""
+        With `dense`, the score of each step is transformed and gets its part of the whole; `prod` has no parts.
+        Default: none; the source scores whole responses."""
 
         transform: TransformSteps = ()
         """Steps that map the score to the reward, applied in this order: `zscore: FILE`, `affine: {scale, shift}`,
@@ -80,7 +81,7 @@ class RewardModelJudge(Leaf):
         return cls(name, config, sources=opening.sources, vision=vision_sources(opening.config, opening.sources))
 
     @classmethod
-    def splits(cls, config: Any) -> bool:
+    def tells_steps(cls, config: Any) -> bool:
         return config.reduce not in (None, "prod")
 
     @classmethod
@@ -200,7 +201,7 @@ class RewardModelJudge(Leaf):
 
     def _of_steps(self, steps: Sequence[tuple[int, Mapping[str, float]]], *, model: str = "") -> Verdict:
         scores = [self._activated(self._logit(logits), logits) for _, logits in steps]
-        score = reduced(scores, self._config.reduce or "last")
+        score, _ = split(scores, self._config.reduce or "last")
         raw = RawScore(score, _packed(steps))
         offsets = (offset for offset, _ in steps)
         components = {"steps": float(len(steps))}
@@ -224,7 +225,8 @@ class RewardModelJudge(Leaf):
                 f"the reward {reward:g} is outside the reward range {low:g} to {high:g}; add a last step `clip: "
                 f"[{low:g}, {high:g}]` to judges.{self.name}.transform, or another scale"
             )
-        added = parts_of_score([self._transform(each) for _, each in steps], config.reduce or "last") if steps else ()
+        rewards = [self._transform(each) for _, each in steps]
+        added = split(rewards, config.reduce or "last")[1] if rewards else ()
         if not all(map(fits_float32, added)):
             raise InvalidReply("what a step adds is not finite in float32, the type of trainers")
         return Verdict(

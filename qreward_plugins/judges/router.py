@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..config import Config, Route, judges_in_charge, own_sources, parts_of, priority_of, routes_of
+from ..config import Config, Route, judges_asked, judges_in_charge, own_sources, priority_of, routes_of
 from ..config.judge_models import JudgeConfig
 from ..config.registry import judges, kind_or_mistake
 from ..errors import ConfigurationError, Mistake
@@ -14,7 +14,6 @@ from ..samples import Sample
 from ..secrets import described_error
 from .base import GroupJudge, Judge, Opening
 from .leaf import Leaf
-from .turns import TurnsJudge
 
 
 def kind_of(config: JudgeConfig) -> type[Judge]:
@@ -35,25 +34,28 @@ def refuse_comparing(config: Config, why: str, *, remedy: str) -> None:
         raise ConfigurationError([Mistake(f"judges.{names[0]}", f"siblings cannot be compared: {why}", remedy)])
 
 
-def refuse_dense(config: Config, why: str) -> None:
-    """Raise `ConfigurationError` if the trainer is to get rewards in parts. `why` says why it cannot, as a sentence."""
-    if config.dense:
-        raise ConfigurationError([Mistake("dense", f"rewards cannot come in parts: {why}", "Remove the key.")])
+def tells_steps(config: Config) -> bool:
+    """Whether a judge says what each step or turn of a response adds to its score."""
+    return any(kind_of(config.judges[name]).tells_steps(config.judges[name]) for name in judges_asked(config))
 
 
-def refuse_turns(config: Config, why: str) -> None:
-    """Raise `ConfigurationError` if a judge scores turns (kind `turns`). `why` says why they are not known, as a
-    sentence.
+def refuse_parts(config: Config, *, turns: str = "", dense: str = "") -> None:
+    """Raise `ConfigurationError` for judges of turns, and for `dense`. `turns` says why turns are not known, and
+    `dense` why the trainer cannot take rewards in parts, each as a sentence; "": they are, or it can.
     """
-    names = [name for name, judge in config.judges.items() if issubclass(kind_of(judge), TurnsJudge)]
-    if names:
-        problem = f"the turns of a response are not known: {why}"
-        raise ConfigurationError([Mistake(f"judges.{names[0]}", problem, "Judge whole responses.")])
+    mistakes = [
+        Mistake(f"judges.{name}", f"the turns of a response are not known: {turns}", "Judge whole responses.")
+        for name in judges_asked(config)
+        if turns and kind_of(config.judges[name]).reads_turns
+    ]
+    if dense and config.dense:
+        mistakes.append(Mistake("dense", f"rewards cannot come in parts: {dense}", "Remove the key."))
+    if mistakes:
+        raise ConfigurationError(mistakes)
 
 
 def _comparing(config: Config) -> list[str]:
-    asked = {part for judge in judges_in_charge(config) for part in (judge, *parts_of(config, judge))}
-    return [name for name in config.judges if name in asked and issubclass(kind_of(config.judges[name]), GroupJudge)]
+    return [name for name in judges_asked(config) if issubclass(kind_of(config.judges[name]), GroupJudge)]
 
 
 def open_judge(name: str, config: JudgeConfig, opening: Opening) -> Judge:
@@ -93,13 +95,11 @@ class JudgeRouter:
                 self._open(name)
             except ConfigurationError as error:
                 mistakes += error.mistakes
-        if (
-            config.dense
-            and config.engine.server is None
-            and not any(kind_of(judge).splits(judge) for judge in config.judges.values())
-        ):
+        if config.dense and config.engine.server is None and not tells_steps(config):
             problem = "no judge says what each step adds to its score."
-            remedy = "Set `reduce` at a process reward model, or add a judge of kind `turns`; or remove the key."
+            remedy = (
+                "Set `reduce` at a process reward model (not `prod`), or add a judge of kind `turns`; or remove it."
+            )
             mistakes.append(Mistake("dense", problem, remedy))
         if mistakes:
             # A judge that fails to open is reported again by each judge that it is a part of.

@@ -123,15 +123,16 @@ class ScreenJudge(Judge):
         flagged = monitor is not None and self._flags(monitor.score)
         if not flagged:
             own = {_REASON: 0.0}
-            names = (self._judge.name,)
-            return combined(self.name, verdicts, verdict.score, correct=verdict.correct, own=own, decides=names)
+            return combined(
+                self.name, verdicts, verdict.score, correct=verdict.correct, own=own, weights={self._judge.name: 1.0}
+            )
         detail = f"{self._monitor.name} gave {monitor.score:g}" if monitor is not None else ""
         screened = Failed(Cause.POLICY, _REASON, detail, judge=self.name)
         if self._config.on == "mask" or self._judge.reward_range is None:
             raise JudgeFailed(screened)
         correct = False if self._judge.defines_correct else None
         low = self._judge.reward_range[0]
-        whole = combined(self.name, verdicts, low, correct=correct, own={_REASON: 1.0}, decides=())
+        whole = combined(self.name, verdicts, low, correct=correct, own={_REASON: 1.0}, weights={})
         return replace(whole, basis="floor", failure=screened)
 
     def _flags(self, score: float) -> bool:

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import JudgeName, Number
+from ..config.nodes import JudgeName, Number, no_bool
 from ..errors import ConfigurationError, Mistake
 from ..samples import Cause, Failed, Message, Sample, Verdict, fits_float32
 from .base import Ask, Judge, JudgeFailed, Opening, all_of
-from .parts import asked, check_own_names, combined, component_names, correct_at_mistakes, part_failed, refuse
-from .steps import Discount, parts_of_score, reduced
+from .parts import asked, check_own_names, combined, component_names, correct_at_mistakes, part_failed, refuse, split
 
 TURNS = "turns"
 """The component with the number of turns that were judged."""
@@ -42,7 +41,7 @@ class TurnsJudge(Judge):
         """How the scores of the turns become one: their `mean` (default), their `sum`, the `last` one, or the lowest
         (`min`)."""
 
-        discount: Discount = 1.0
+        discount: Annotated[FiniteFloat, Field(gt=0, le=1), BeforeValidator(no_bool)] = 1.0
         """With `mean` and `sum`, the n-th turn counts `discount` to the power of n, from 0: above 0, at most 1.
         Default: 1, all turns count the same."""
 
@@ -63,8 +62,10 @@ class TurnsJudge(Judge):
     def summary(cls, config: Any) -> str:
         return f"the {config.reduce} of {config.judge} over the turns"
 
+    reads_turns = True
+
     @classmethod
-    def splits(cls, config: Any) -> bool:
+    def tells_steps(cls, config: Any) -> bool:
         return True
 
     def __init__(self, name: str, config: Config, judge: Judge) -> None:
@@ -110,8 +111,7 @@ class TurnsJudge(Judge):
 
     def _whole(self, ends: Sequence[int], verdicts: Sequence[Verdict]) -> Verdict:
         config, scores = self._config, [verdict.score for verdict in verdicts]
-        reward = reduced(scores, config.reduce, config.discount)
-        parts = parts_of_score(scores, config.reduce, config.discount)
+        reward, parts = split(scores, config.reduce, config.discount)
         if not all(map(fits_float32, (reward, *parts))):
             detail = "the sum of the turns is not finite in float32"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))

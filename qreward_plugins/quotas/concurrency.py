@@ -39,7 +39,9 @@ class ConcurrencyWindow:
         self._step = 1.0
 
     def divide(self, workers: int) -> None:
-        """Share a size that was never cut with the workers that came: together they start as one does."""
+        """Divide the starting size among the workers, so that together they start with the size of one. A window that
+        was cut keeps its size.
+        """
         if workers > self._workers and not self.cut:
             self.size = max(1.0, self.size * self._workers / workers)
         self._workers = workers

@@ -101,7 +101,7 @@ class Discovery:
         return self.ledger.limit * 60.0 / self.window_s if self.origin else None
 
     def adopt(self, now: float) -> None:
-        """Go on with the limit of the ledger, which another one has learned, and test it after a window."""
+        """Take over the ledger's limit from an earlier keeper, and test it after one window."""
         self.origin, self.learned_at, self._test_at = "throttled", now, now + self.window_s
 
     def room_seen(self, now: float) -> None:

@@ -164,8 +164,9 @@ class LearnedLimit(Discovery):
         return None
 
     def abandon(self, now: float) -> None:
-        self._probes = 0
-        self.give_back()
+        if self.extra or self._probes:
+            self.extra = self._probes = 0
+            self._end_probe("unused")
 
     def _end_probe(self, how: Probed) -> None:
         if self._probed != "rejected":

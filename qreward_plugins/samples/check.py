@@ -53,8 +53,8 @@ def messages_of(prompt: Any) -> list[Message]:
 
 
 def dialogue(messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ResponseTurn, ...]]:
-    """The messages of a response as its text and its turns. Each begins with its role; a single one is the text, and no
-    turn. Calls of tools are written as JSON.
+    """Return the messages of a response as one text and its turns. In the text, each turn is `role: content`. A single
+    message is the text alone, without turns. Calls of tools are written as JSON.
     """
     texts = [_plain_text(message) for message in messages]
     if len(texts) == 1:
@@ -352,10 +352,14 @@ def _turns(value: Any) -> Sequence[Any]:
             turn["end"] = _integer(turn.get("end"), "a number")
         except InputError:
             turn["end"] = -1
+        if turn["end"] < 0:
+            raise InputError(f"[{number}] needs an `end`: where the turn ends in the response, in characters")
         if turn["end"] < before:
-            raise InputError(f"[{number}] needs an `end`: the character of the response after its last one")
+            raise InputError(f"[{number}] ends at {turn['end']}, before the turn before it ({before})")
         turn["content"] = _plain_text(turn)
         before = turn["end"]
+    if turns and all(turn["role"] != "assistant" for turn in turns):
+        raise InputError("has no turn of the role assistant, which is the policy")
     return turns
 
 

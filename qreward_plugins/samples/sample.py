@@ -42,7 +42,7 @@ class Message(TypedDict):
 
 
 class ResponseTurn(Message):
-    """One turn of a response of several turns. `end` is the character of `Sample.response` after its last one."""
+    """One turn of a response of several turns. `end`: where it ends in `Sample.response`, in characters, exclusive."""
 
     end: int
 
@@ -59,8 +59,8 @@ class Sample:
 
     The content of a message is a text or a list of parts, as in chat completions. A part may hold an image in any of
     the forms that `Image.of` takes. `response_images` are those that belong to the response, for example what a tool
-    returned. `turns` are the turns of a response of several, with what tools and users said between them; empty if the
-    response is one turn.
+    returned. `turns`: the turns of a response that has several, those of tools and users included. Empty: the response
+    is one turn.
     """
 
     messages: Sequence[Message]
@@ -127,10 +127,10 @@ class Verdict(_Provenance):
     its middle. `service_s` is the time in seconds from sending the request of the successful attempt to its reply,
     without waiting, retries and other attempts. `raw` holds the numbers before mapping; None if they are unknown, and
     then the verdict cannot be mapped again. `steps` are the scores of the parts of a response: the steps that a process
-    reward model scores, or the turns; each with the character of the response after its last one; empty for a judge of
-    whole responses. `dense` is the score in parts, for trainers that take a reward before the end: what each step adds
-    to it, with the same ends. What they leave of the score belongs to the end of the response. `weight_version` is the
-    version of the weights that judged, for a source of kind `replicas` whose weights were updated; otherwise "".
+    reward model scores, or the turns; each with its end in the response, in characters; empty for a judge of whole
+    responses. `dense`: pairs of end and part of the score, one a step. If the parts do not add up to the score, the
+    rest belongs to the end of the response. `weight_version` is the version of the weights that judged, for a source of
+    kind `replicas` whose weights were updated; otherwise "".
 
     Raises ValueError if the score, a component, the score of a step or its part of the score is not a number that is
     finite in float32 (promise P2).

@@ -51,7 +51,16 @@ this to one sample in 100."""
 class Pauses:
     """When a source may be asked again. Times are seconds of the event loop's clock."""
 
-    __slots__ = ("_at", "_in_row", "_probe_after_s", "_probe_at", "_since", "_tested_elsewhere", "_until")
+    __slots__ = (
+        "_at",
+        "_in_row",
+        "_probe_after_s",
+        "_probe_at",
+        "_since",
+        "_stated_until",
+        "_tested_elsewhere",
+        "_until",
+    )
 
     def __init__(self) -> None:
         self._until = -math.inf
@@ -59,14 +68,16 @@ class Pauses:
         self._probe_at = math.inf
         self._probe_after_s = PROBE_AFTER_S
         self._in_row = 0
+        self._stated_until = -math.inf
+        """Until when a pause lasts that the source stated to this process; minus infinity if the last 429 stated none.
+        """
         self._tested_elsewhere = False
 
     def tested_s(self, now: float) -> float:
-        """Seconds for which other processes should leave it to this one to find out whether the source accepts requests
-        again; 0: they need not. That is after a 429 that states no time, and from the second in a row on until one is
-        accepted.
+        """Seconds for which other processes should wait while this one tests the source; 0: they need not wait. It
+        tests after a 429 without a stated time, and goes on until a request is accepted.
         """
-        if not self._in_row or self._probe_after_s != FIRST_S:
+        if not self._in_row or self._stated_until > -math.inf:
             return 0.0
         return TESTED_S if self._in_row > 1 else max(0.0, self._until + TESTED_FIRST_S - now)
 
@@ -102,6 +113,7 @@ class Pauses:
         else:
             # A server that keeps throttling and says "retry at once" must not get a storm of requests.
             pause_s = max(retry_after_s, min(_SHORTEST_S * growth, FIRST_S))
+        self._stated_until = -math.inf if retry_after_s is None else now + retry_after_s
         self._probe_after_s = PROBE_AFTER_S if retry_after_s is not None else FIRST_S
         if retry_after_s is not None and self._in_row > _MOST_BURSTS:
             self._probe_after_s = max(retry_after_s, FIRST_S)
@@ -120,13 +132,13 @@ class Pauses:
             self._pause(now + pause_s, now)
 
     def tested_elsewhere(self, tested_s: float, now: float) -> None:
-        """Note that another process finds out for up to `tested_s` seconds whether the source accepts requests again.
-        If that is 0, none does, and a wait for it ends.
+        """Note that another process tests for up to `tested_s` seconds whether the source accepts requests again. If
+        that is 0, none does any more, and a pause ends that the source did not state to this process.
         """
         if tested_s > 0:
             self._until, self._probe_at = max(self._until, now + tested_s), math.inf
         elif self._tested_elsewhere:
-            self._until, self._in_row = min(self._until, now), 0
+            self._until, self._in_row = min(self._until, max(now, self._stated_until)), 0
         self._tested_elsewhere = tested_s > 0
 
     def answered(self, sent_at: float = math.inf) -> None:

@@ -40,6 +40,8 @@ class _Figure:
     entries: int = -1
     again_at: float = 0.0
     doing: asyncio.Future[Any] | None = None
+    error: BaseException | None = None
+    """Of the last try; raised once."""
 
 
 class Figures:
@@ -58,13 +60,11 @@ class Figures:
         figure = self._started(entries, function, *arguments)
         if figure.doing is not None:
             await asyncio.wait([figure.doing], timeout=WAIT_S)
-        if figure.doing is not None and figure.doing.done():
-            # The next call tries again.
-            doing, figure.doing = figure.doing, None
-            try:
-                doing.result()
-            except BrokenProcessPool:
-                raise JournalError("the process that computes this died, maybe for lack of memory") from None
+        error, figure.error = figure.error, None
+        if isinstance(error, BrokenProcessPool):
+            raise JournalError("the process that computes this died, maybe for lack of memory") from None
+        if error is not None:
+            raise error
         return figure.value, figure.doing is not None
 
     def last(self, entries: int, function: Callable[..., T], *arguments: Any) -> T | None:
@@ -81,11 +81,14 @@ class Figures:
         began = loop.time()
 
         def done(doing: asyncio.Future[T]) -> None:
-            error = asyncio.CancelledError() if doing.cancelled() else doing.exception()
-            if error is None:
-                figure.value, figure.entries, figure.doing = doing.result(), entries, None
+            figure.doing = None
+            if doing.cancelled():
+                return
+            figure.error = doing.exception()
+            if figure.error is None:
+                figure.value, figure.entries = doing.result(), entries
                 figure.again_at = loop.time() + REST * (loop.time() - began)
-            elif isinstance(error, BrokenProcessPool):
+            elif isinstance(figure.error, BrokenProcessPool):
                 self._pool = _new_pool()
 
         if figure.doing is None and entries != figure.entries and began >= figure.again_at:

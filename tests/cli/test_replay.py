@@ -145,6 +145,31 @@ def test_a_sum_asks_only_for_its_new_part(run_cli, replay, server, write_rows, r
     assert rewards(read_rows(tmp_path / "again.jsonl")) == [1.5] * 5
 
 
+def test_the_answers_on_turns_serve_another_way_to_reduce_them(
+    run_cli, replay, server, write_rows, tmp_path, read_rows
+):
+    said = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("assistant", "tool")]
+    source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
+
+    def config(name, reduce):
+        judges = {"useful": {"kind": "llm"}, "whole": {"kind": "turns", "judge": "useful", "reduce": reduce}}
+        path = tmp_path / name
+        path.write_text(json.dumps({"sources": {"a": source}, "judges": judges}))
+        return path
+
+    rows = write_rows([{"prompt": f"q{n}", "turns": said} for n in range(2)])
+    assert run_cli("score", config("a.yaml", "mean"), rows, "-o", tmp_path / "out.jsonl").exit_code == 0
+    asked = server.report().requests
+    assert asked == 6
+    result = replay(tmp_path / "out.jsonl.journal", config("b.yaml", "sum"))
+    assert result.exit_code == 0, result.output
+    assert "2 samples: 6 replies are read again without a call\n0 calls" in result.stdout
+    assert server.report().requests == asked
+    before, after = (read_rows(tmp_path / name) for name in ("out.jsonl", "again.jsonl"))
+    assert rewards(after) == pytest.approx([3 * reward for reward in rewards(before)])
+    assert [[turn["content"] for turn in row["turns"]] for row in after] == [[each["content"] for each in said]] * 2
+
+
 def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, new_reader):
     """A ground truth of any type, extras, the split, a text in parts, and lone surrogates, which no file can hold."""
     path = tmp_path / "journal.sqlite"

@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 import yaml
 
+from qreward_plugins.errors import InputError
 from qreward_plugins.files import open_writer, read_rollouts
 from qreward_plugins.testing import JudgeServer
 
@@ -447,3 +448,16 @@ def test_turns_are_a_response_and_other_columns_of_this_name_are_not(tmp_path, w
     assert (single.response, single.turns) == ("It is 42", ())
     assert list(given.turns) == whole["turns"]
     assert (other.turns, other.extras) == ((), {"turns": ["q2"]})
+
+
+@pytest.mark.parametrize(
+    ("turns", "problem"),
+    [
+        ("I look", "turns must be a list of messages, not a text"),
+        ([{"content": "I look"}], r"turns\[0\] needs a role"),
+        ([{"role": "tool", "content": "42"}], "turns has no message of the role assistant"),
+    ],
+)
+def test_turns_of_a_wrong_form_are_named(tmp_path, write_rows, turns, problem):
+    with pytest.raises(InputError, match=problem):
+        list(read_rollouts(write_rows([{"prompt": "q", "turns": turns}])))

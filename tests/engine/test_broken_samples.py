@@ -435,3 +435,17 @@ def test_the_check_of_plain_samples_agrees_with_that_of_the_single_fields(monkey
         fully = read_sample(sample)
         assert (checked is sample) == (fully is sample)
         assert repr(checked) == repr(fully)
+
+
+def test_turns_that_do_not_fit_their_response_are_named():
+    policy = {"role": "assistant", "content": "r"}
+    for turns, problem in (
+        ([policy], "turns[0] needs an `end`"),
+        ([{**policy, "end": 1}, {**policy, "end": 0}], "turns[1] ends at 0, before the turn before it (1)"),
+        ([{"role": "tool", "content": "r", "end": 1}], "turns has no turn of the role assistant"),
+    ):
+        rejected = read_sample(Sample([{"role": "user", "content": "q"}], "r", turns=turns))
+        assert isinstance(rejected, Rejected)
+        assert rejected.problem.startswith(problem)
+    read = read_sample(Sample([{"role": "user", "content": "q"}], "r", turns=[{**policy, "end": np.int64(1)}]))
+    assert list(read.turns) == [{**policy, "end": 1}]

@@ -152,6 +152,7 @@ def test_a_tool_that_repeats_a_turn_of_the_policy_does_not_make_one(by_bytes):
             ["trainer.use_v1=True", "reward.reward_model.enable=True", "reward.custom_reward_function.path=f.py"],
             "judges.whole: the turns of a response are not known: verl's V1 trainer does not pass them",
         ),
+        (["algorithm.adv_estimator=remax"], "dense: rewards cannot come in parts: `remax` subtracts"),
         (["~qreward.judges.whole"], "dense: no judge says what each step adds"),
         (
             ["+qreward.judges.best={kind: rank, judge: whole}"],

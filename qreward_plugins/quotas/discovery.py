@@ -104,9 +104,13 @@ class Discovery:
         """Take over the ledger's limit from an earlier keeper, and test it after one window."""
         self.origin, self.learned_at, self._test_at = "throttled", now, now + self.window_s
 
-    def room_seen(self, now: float) -> None:
-        """Test the limit at once: the server counts less than the ledger, which cannot be corrected."""
+    def room_seen(self, now: float, *, late: bool) -> None:
+        """Test the limit at once: the server counts less than the ledger, which cannot be corrected. `late`: maybe only
+        because requests have not reached it yet, so probes that it accepts do not show that the limit is wrong.
+        """
         self._corrected, self._room_at = True, min(self._room_at, now)
+        if late:
+            self._accepted_probes = 0
 
     def test_due(self, now: float) -> bool:
         """Return whether a probe may be due now; `wait_s` decides."""

@@ -21,6 +21,8 @@ from .division import Division
 
 SETTLE_S = 2.0
 """Longest time in seconds that a measurement waits for the reports of all workers."""
+LATE_S = 10.0
+"""Seconds for which a server may count less than the workers, because it is busy or they are."""
 PROBED_WITHIN_S = 300.0
 """Seconds after which a probe without a result is given up: its worker is lost."""
 _REPORTED_WITHIN_S = 1.0
@@ -89,6 +91,7 @@ class Learner:
         self._probing: tuple[str, float, int] | None = None
         """The worker that probes, when it was asked to, and its requests beyond its share."""
         self._rejected_at = self._not_due_at = -math.inf
+        self._disagrees_since = math.inf
         if told < math.inf:
             self._discovery.adopt(now)
 
@@ -137,7 +140,10 @@ class Learner:
             ours = in_flight * len(self.workers)
             discovery.announced(limit, remaining, reset_s, in_flight=ours, share=1, now=now)
             if self._spending.disagrees and now >= self._rejected_at + discovery.window_s:
-                discovery.room_seen(now)
+                self._disagrees_since = min(self._disagrees_since, now)
+                discovery.room_seen(now, late=now - self._disagrees_since < LATE_S)
+            else:
+                self._disagrees_since = math.inf
 
     def _reject_probe(self, room_in_s: float, now: float) -> None:
         self._probing, self._rejected_at = None, now

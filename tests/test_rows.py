@@ -177,7 +177,11 @@ FEATURES: dict[tuple[int, str], str] = {
         sources/test_openai.py::test_a_reasoning_model_is_not_sent_what_it_refuses
         """,
     (37, "images"): "engine/test_images.py::test_a_judge_sees_the_images_numbered_and_named",
-    (38, "dense rewards"): "judges/test_reward_model.py::test_steps_are_reduced_to_one_score",
+    (38, "dense rewards"): """
+        judges/test_reward_model.py::test_what_steps_add_is_the_score
+        verl_adapter/test_dense.py::test_each_turn_has_its_reward_at_its_last_token
+        roll_adapter/test_trajectories.py::test_in_parts_each_turn_adds_to_its_own_step
+        """,
     (40, "transport of one's own SDK"): """
         server/test_model_calls.py::test_answers_and_streams
         server/test_model_calls.py::test_limits_are_kept

@@ -2,7 +2,8 @@
 
 The scheduler calls `wait_s` and then `reserve` in one step of the event loop, so that no other call comes in between.
 A declared limit is never raised by what a server announces or does. A limit that is not declared is learned from
-announcements and 429s (discovery.py, concurrency.py) and kept as long as the quota lives.
+announcements and 429s (concurrency.py): here while this process is alone (discovery.py), by the keeper as soon as
+others share the source (learned_limit.py).
 """
 
 from __future__ import annotations

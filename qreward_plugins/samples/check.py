@@ -39,7 +39,7 @@ def messages_of(prompt: Any) -> list[Message]:
     """The messages of a prompt: a list of messages, whose content may be in parts, or a text from a chat template. Any
     other text becomes one message of the user. The content is a text, or a list of parts if it has images.
 
-    Raises `InputError` for anything else; its text is the second argument of `sample_check.blamed`.
+    Raises `InputError` for anything else; its text is the second argument of `blamed`.
     """
     if not isinstance(prompt, str):
         return [{"role": turn["role"], "content": _joined(turn.get("content"))} for turn in plain_messages(prompt)]

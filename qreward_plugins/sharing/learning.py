@@ -62,7 +62,9 @@ class _Spending:
         return self._division.spent_since(moment)
 
     def remove_oldest(self, down_to: float, now: float) -> bool:
-        """Note whether clearly more counts as spent than `down_to`. It stays spent: the workers' ledgers hold it."""
+        """Remove nothing, because the workers' ledgers hold what was spent. Note in `disagrees` whether the server
+        counts clearly less.
+        """
         self.disagrees = self.limit - self._division.left(now) > down_to + max(2.0, 0.1 * self.limit)
         return False
 

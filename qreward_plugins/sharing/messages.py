@@ -41,7 +41,9 @@ class SourceNews(NamedTuple):
     typical: tuple[float, float] | None = None
     """Size in bytes and latency in seconds of a typical answer."""
     tested_s: float = 0.0
-    """Seconds for which one worker finds out whether the source accepts requests again, while the others wait."""
+    """In a report: seconds for which this worker tests whether the source accepts requests again. In an answer: seconds
+    for which another one does.
+    """
 
 
 class SourceReport(NamedTuple):

@@ -169,7 +169,7 @@ class ShareTable:
         return self.unspent(now) - self._lost.total(now) + self._lost.amount(_UNKNOWN)
 
     def unspent(self, now: float) -> float:
-        """Return what no worker says that it has spent of the limit: a lost one may have spent less than its charge."""
+        """Return the limit less what workers report as spent. What lost workers may have spent is not subtracted."""
         return self.limit - math.fsum([state.spent(now) - state.held for state in self._states.values()])
 
     def spent_since(self, moment: float) -> float:

@@ -32,7 +32,7 @@ LONGEST_FIRST = (
     "simulation/test_soak.py",
     "reliability/test_ten_thousand.py",
     "verl_adapter/test_manager.py",
-    "sources/test_function.py",
+    "sources/test_functions.py",
     "planning/test_measured.py",
     "simulation/test_cluster.py",
     "conformance/verl/test_fake_agrees.py",

@@ -113,7 +113,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (23, "routing between replicas"): """
         engine/test_replicas.py::test_the_siblings_of_a_group_are_judged_at_one_server
         engine/test_replicas.py::test_a_server_that_dies_loses_no_sample
-        sources/test_routing.py::test_the_fullest_cache_is_avoided_while_all_are_known
+        sources/test_replicas.py::test_the_fullest_cache_is_avoided_while_all_are_known
         """,
     (24, "weights in place, sleep and wake"): """
         replicas/test_weights.py::test_weights_are_updated_in_place_under_load
@@ -167,14 +167,14 @@ FEATURES: dict[tuple[int, str], str] = {
         ui/test_page.py::test_the_samples_of_a_step_are_found_filtered_and_sorted
         """,
     (35, "reward models"): """
-        sources/test_reward_model.py::test_a_reward_model_scores_a_batch
-        sources/test_reward_model.py::test_each_protocol
-        sources/test_start_probe.py::test_equal_numbers_end_the_start
-        sources/test_process_rewards.py::test_the_reply_has_the_logits_of_each_step
+        sources/test_reward_models.py::test_a_reward_model_scores_a_batch
+        sources/test_reward_models.py::test_each_protocol
+        sources/test_reward_models.py::test_equal_numbers_end_the_start
+        sources/test_reward_models.py::test_the_reply_has_the_logits_of_each_step
         """,
     (36, "dialects"): """
         testing/test_protocols.py::test_every_dialect_scores
-        sources/test_openai.py::test_a_reasoning_model_is_not_sent_what_it_refuses
+        sources/test_dialects.py::test_reasoning_models_get_no_temperature_and_the_bound_that_they_read
         """,
     (37, "images"): "engine/test_images.py::test_a_judge_sees_the_images_numbered_and_named",
     (38, "dense rewards"): """
@@ -246,7 +246,7 @@ PROMISES: dict[tuple[int, str], str] = {
     (9, "no secret comes out, TLS is verified"): """
         test_promises.py::test_no_key_comes_out_of_a_server_that_echoes_it
         engine/test_secrets.py::test_no_secret_comes_out_anywhere
-        sources/test_openai.py::test_a_certificate_that_does_not_verify_makes_the_source_unusable
+        sources/test_http.py::test_a_certificate_that_does_not_verify_makes_the_source_unusable
         """,
     (10, "a recorded answer is for the same question"): (
         "test_promises.py::test_a_recorded_answer_is_used_only_for_the_same_question"

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import importlib.util
 import logging
-import shutil
 import ssl
 import subprocess
 import sys
@@ -23,10 +22,12 @@ from pydantic import ValidationError
 from qreward_plugins.errors import ConfigurationError, SourceError, SourceUnusable, TransientError
 from qreward_plugins.sources import OpenAISource
 
+from ..kit import each_of
+from .wire import asked, completion, outcome_of, request_of, serving, text_of
+
 pytestmark = pytest.mark.anyio
 SIGNING = str(Path(__file__).with_name("signing.py"))
 TOKEN = "tok-0123456789-abcdef-secret"
-PATIENCE_S = 10.0
 
 
 @pytest.fixture
@@ -36,30 +37,6 @@ def opened() -> Any:
         return OpenAISource("fast", OpenAISource.Config(kind="openai", base_url=[base_url], model="judge", **options))
 
     return make
-
-
-async def ask(source: OpenAISource, request: Any) -> Any:
-    sent: list[int] = []
-    try:
-        reply = await asyncio.wait_for(source.send(request, on_sent=lambda: sent.append(1)), PATIENCE_S)
-    finally:
-        assert len(sent) <= 1
-    assert sent == [1]
-    return reply
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("there is no openssl to make certificates with")
-    folder = tmp_path_factory.mktemp("mtls")
-    name = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    for who, key in (("server", ["-nodes"]), ("client", ["-nodes"]), ("locked", ["-passout", "pass:sesame-12345"])):
-        command = [openssl, "req", "-x509", "-newkey", "rsa:2048", *key, *name, "-days", "2"]
-        out = ["-keyout", folder / f"{who}.key", "-out", folder / f"{who}.pem"]
-        subprocess.run([*command, *out], check=True, capture_output=True)
-    return folder
 
 
 def tls(folder: Path, *, clients: str = "", protocols: tuple[str, ...] = ("http/1.1",)) -> ssl.SSLContext:
@@ -73,28 +50,20 @@ def tls(folder: Path, *, clients: str = "", protocols: tuple[str, ...] = ("http/
 
 
 @pytest.mark.parametrize("who", ["client", "locked"])
-async def test_mutual_tls(
-    who: str, serve: Any, opened: Any, request_of: Any, completed: Any, certificates: Path, monkeypatch: Any
-) -> None:
-    async def script(exchange: Any) -> None:
-        exchange.reply(completed())
-
+async def test_mutual_tls(who: str, opened: Any, certificates: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "server.pem"))
     cert = [str(certificates / f"{who}.pem"), str(certificates / f"{who}.key")]
     password = {"cert_password": "sesame-12345"} if who == "locked" else {}
-    async with serve(script, tls(certificates, clients=who)) as server:
+    async with serving(completion(), tls(certificates, clients=who)) as server:
         source = opened(server.base_url, httpx={"cert": cert, **password})
-        assert (await ask(source, request_of())).text == "fine"
+        assert await text_of(source) == "fine"
         await source.aclose()
         stranger = opened(server.base_url)
-        with pytest.raises(TransientError):
-            await ask(stranger, request_of())
-        await stranger.aclose()
+        [error] = await asked(stranger)
+        assert isinstance(error, TransientError)
 
 
-async def test_http2_carries_many_requests_over_one_connection(
-    opened: Any, request_of: Any, completed: Any, certificates: Path
-) -> None:
+async def test_http2_carries_many_requests_over_one_connection(opened: Any, certificates: Path) -> None:
     connections = 0
     writers: set[Any] = set()
 
@@ -109,14 +78,14 @@ async def test_http2_carries_many_requests_over_one_connection(
             for event in http.receive_data(data):
                 if isinstance(event, h2.events.StreamEnded):
                     http.send_headers(event.stream_id, [(":status", "200"), ("content-type", "application/json")])
-                    http.send_data(event.stream_id, orjson.dumps(completed()), end_stream=True)
+                    http.send_data(event.stream_id, orjson.dumps(completion()), end_stream=True)
             writer.write(http.data_to_send())
         writer.close()
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls(certificates, protocols=("h2",)))
     port = server.sockets[0].getsockname()[1]
     source = opened(f"https://127.0.0.1:{port}/v1", verify_tls=False, httpx={"http2": True})
-    replies = await asyncio.gather(*(ask(source, request_of(str(n))) for n in range(20)))
+    replies = await asyncio.gather(*(outcome_of(source, request_of(str(n))) for n in range(20)))
     assert [reply.text for reply in replies] == ["fine"] * 20
     assert connections == 1
     await source.aclose()
@@ -128,14 +97,9 @@ async def test_http2_carries_many_requests_over_one_connection(
 
 
 @pytest.mark.parametrize("password", ["right-password-1", "wrong-password-1"])
-async def test_socks_with_a_password(
-    password: str, serve: Any, opened: Any, request_of: Any, completed: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_socks_with_a_password(password: str, opened: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     targets: list[str] = []
-
-    async def script(exchange: Any) -> None:
-        exchange.reply(completed())
 
     async def socks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -160,46 +124,44 @@ async def test_socks_with_a_password(
 
     proxy = await asyncio.start_server(socks, "127.0.0.1", 0)
     url = f"socks5://me:{password}@127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
-    async with serve(script) as server:
+    async with serving(completion()) as server:
         source = opened("http://judge.example/v1", httpx={"proxy": url})
         if password.startswith("right"):
-            assert (await ask(source, request_of())).text == "fine"
+            assert await text_of(source) == "fine"
             assert targets == ["judge.example"]
         else:
-            with pytest.raises(SourceUnusable, match="the proxy refused the user or the password"):
-                await source.send(request_of(), on_sent=lambda: None)
+            error = await outcome_of(source, request_of())
+            assert isinstance(error, SourceUnusable)
+            assert "the proxy refused the user or the password" in str(error)
         await source.aclose()
         proxy.close()
         await asyncio.sleep(0.01)
     assert password not in caplog.text + repr(source) + repr(source._node)
 
 
-async def test_auth_signs_and_is_never_shown(serve: Any, opened: Any, request_of: Any, completed: Any) -> None:
+async def test_auth_signs_and_is_never_shown(opened: Any) -> None:
     async def script(exchange: Any) -> None:
         given = exchange.headers["authorization"]
         if given == f"Bearer {TOKEN}-1" and len(server.exchanges) < 3:
-            exchange.reply(completed(f"you sent {given}"))
+            exchange.reply(completion(f"you sent {given}"))
         else:
             exchange.reply({"error": {"message": f"bad key {given}"}}, "401 Unauthorized")
 
-    async with serve(script) as server:
+    async with serving(script) as server:
         source = opened(server.base_url, httpx={"auth": f"{SIGNING}:Renewing"})
-        reply = await ask(source, request_of())
+        reply = await outcome_of(source, request_of())
         assert TOKEN in reply.text
         assert TOKEN not in reply.cleaned(reply.text)
         assert len(server.exchanges) == 2
-        with pytest.raises(SourceUnusable) as caught:
-            await ask(source, request_of())
-        await source.aclose()
-    assert "bad key" in str(caught.value)
-    assert TOKEN not in str(caught.value)
+        [error] = await asked(source)
+    assert isinstance(error, SourceUnusable)
+    assert "bad key" in str(error)
+    assert TOKEN not in str(error)
 
 
 @pytest.mark.parametrize("status", ["200 OK", "401 Unauthorized"])
 @pytest.mark.parametrize("encoding", ["", "gzip"])
-async def test_what_an_auth_reads_is_bounded(
-    serve: Any, opened: Any, request_of: Any, status: str, encoding: str
-) -> None:
+async def test_what_an_auth_reads_is_bounded(opened: Any, status: str, encoding: str) -> None:
     written = 0
 
     async def script(exchange: Any) -> None:
@@ -211,33 +173,19 @@ async def test_what_an_auth_reads_is_bounded(
             written += 65_536
             await exchange.writer.drain()
 
-    async with serve(script) as server:
+    async with serving(script) as server:
         source = opened(server.base_url, httpx={"auth": f"{SIGNING}:Renewing"}, max_reply_bytes=100_000)
-        with pytest.raises(SourceError):
-            await ask(source, request_of())
-        await source.aclose()
+        [error] = await asked(source)
+        assert isinstance(error, SourceError)
     assert written < 20_000_000
 
 
-async def test_an_auth_that_raises_is_named_without_its_text(opened: Any, request_of: Any) -> None:
+async def test_an_auth_that_raises_is_named_without_its_text(opened: Any) -> None:
     source = opened("http://127.0.0.1:9/v1", httpx={"auth": f"{SIGNING}:Raising"})
-    with pytest.raises(SourceError, match="its auth raised KeyError") as caught:
-        await source.send(request_of(), on_sent=lambda: None)
-    assert TOKEN not in str(caught.value)
-    await source.aclose()
-
-
-async def test_cookies_of_a_server_are_not_kept(serve: Any, opened: Any, request_of: Any, completed: Any) -> None:
-    async def script(exchange: Any) -> None:
-        exchange.reply(completed(), headers={"Set-Cookie": "session=1"})
-
-    async with serve(script) as server:
-        source = opened(server.base_url)
-        for _ in range(2):
-            await ask(source, request_of())
-        await source.aclose()
-    assert all("cookie" not in exchange.headers for exchange in server.exchanges)
-    assert server.connections == 1
+    [error] = await asked(source)
+    assert isinstance(error, SourceError)
+    assert "its auth raised KeyError" in str(error)
+    assert TOKEN not in str(error)
 
 
 def test_the_scheduler_keeps_below_the_connections(opened: Any) -> None:
@@ -270,7 +218,7 @@ def test_what_the_environment_or_the_urls_do_not_allow(opened: Any, settings: An
     assert TOKEN not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("settings", "said"),
     [
         ({"client": "aiohttp", "httpx": {}}, "these are options of `client: httpx`"),

@@ -1,26 +1,105 @@
-"""The replicas of a source: which one gets a request, what is under way at each, and how each is."""
+"""The replicas of a source: which one gets a request, what is under way at each, and how each is.
+
+What becomes of calls at replicas that die, hang, refuse or answer nonsense is in `engine/test_replicas.py`.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from random import Random
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from aiohttp import web
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from pydantic import TypeAdapter, ValidationError
 
-from qreward_plugins.config.source_models import Routing, RoutingStrategy
+from qreward_plugins.config.source_models import EndpointConfig, Routing, RoutingStrategy
 from qreward_plugins.errors import TransientError
+from qreward_plugins.samples import Sample
 from qreward_plugins.samples.spent import Usage
-from qreward_plugins.sources.base import ServedWeights
-from qreward_plugins.sources.replica import DRAINING_BACKOFF_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Prefix
+from qreward_plugins.sources.base import Request, ServedWeights
+from qreward_plugins.sources.passed_requests import PassedRequest
+from qreward_plugins.sources.replica import DRAINING_BACKOFF_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Replica
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
+from qreward_plugins.sources.routing import (
+    MOST_BYTES,
+    SLACK,
+    STALE_S,
+    CacheUse,
+    Prefix,
+    cache_use_in,
+    metrics_url,
+    shared_prefix,
+    waiting_in,
+)
 
-LEAST_REQUESTS = Routing(strategies=("least_requests",))
+from ..kit import each_of
+from .wire import asked, completion, outcome_of, request_of, serving
+
+# Over real connections
+
+
+@pytest.mark.anyio
+async def test_a_replica_that_is_down_or_broken_is_avoided(open_source: Any) -> None:
+    def bad(exchange: Any) -> None:
+        exchange.reply(b"{}", "500 Oops")
+
+    async with serving("") as down:
+        pass
+    async with serving(completion()) as up, serving(bad) as broken:
+        source = open_source(down.base_url, broken.base_url, up.base_url)
+        outcomes = await asked(source, *[request_of() for _ in range(8)])
+    assert [getattr(outcome, "text", "failed") for outcome in outcomes] == ["failed", "failed", *["fine"] * 6]
+    assert len(broken.exchanges) == 1
+
+
+@pytest.mark.anyio
+async def test_a_replica_that_shuts_down_is_avoided_at_once(open_source: Any) -> None:
+    def draining(exchange: Any) -> None:
+        said = "cannot schedule new futures after shutdown"
+        exchange.reply({"error": {"message": said, "code": 500}}, "500 Internal Server Error")
+
+    async with serving(draining) as first, serving(completion()) as second:
+        source = open_source(first.base_url, second.base_url)
+        outcomes = [await outcome_of(source, request_of()) for _ in range(5)]
+        assert [getattr(outcome, "text", "failed") for outcome in outcomes] == ["failed", *["fine"] * 4]
+        shown = source.replica_statistics(asyncio.get_running_loop().time())
+        assert [replica.health for replica in shown] == ["draining", "up"]
+        assert [(replica.requests, replica.failures) for replica in shown] == [(1, 1), (4, 0)]
+        await source.aclose()
+
+
+@pytest.mark.anyio
+async def test_replicas_share_the_load(open_source: Any) -> None:
+    all_there, go = asyncio.Event(), asyncio.Event()
+
+    async def script(exchange: Any) -> None:
+        if len(first.exchanges) + len(second.exchanges) == 6:
+            all_there.set()
+        await go.wait()
+        exchange.reply(completion())
+
+    async with serving(script) as first, serving(script) as second:
+        source = open_source(first.base_url, second.base_url)
+        tasks = [asyncio.create_task(outcome_of(source, request_of())) for _ in range(6)]
+        await all_there.wait()
+        assert len(first.exchanges) == len(second.exchanges) == 3
+        go.set()
+        await asyncio.gather(*tasks)
+        await source.aclose()
+
+
+# The choice and the counts
 
 
 def of(*urls: str) -> Replicas:
-    return Replicas(urls, LEAST_REQUESTS, name="s")
+    return Replicas(urls, Routing(strategies=("least_requests",)), name="s")
 
 
 def used(replicas: Replicas, now: float = 0.0) -> str:
@@ -34,9 +113,21 @@ def fail(replicas: Replicas, now: float = 0.0, *, draining: bool = False) -> str
         return lease.base_url
 
 
-def test_ties_go_round() -> None:
-    replicas = of("a", "b", "c")
-    assert [used(replicas) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
+def test_the_fewest_in_flight_is_next_and_ties_go_round() -> None:
+    assert [used(replicas) for replicas in [of("a", "b", "c")] for _ in range(6)] == ["a", "b", "c"] * 2
+    replicas = of("a", "b")
+    with replicas.acquire(0.0):
+        assert [used(replicas) for _ in range(3)] == ["b", "b", "b"]
+
+
+def test_a_replica_that_failed_is_avoided_for_a_while_unless_all_did() -> None:
+    replicas = of("a", "b")
+    assert fail(replicas) == "a"
+    assert {used(replicas, 0.9 * FIRST_BACKOFF_S) for _ in range(4)} == {"b"}
+    assert {used(replicas, FIRST_BACKOFF_S) for _ in range(2)} == {"a", "b"}
+    replicas = of("a", "b")
+    assert {fail(replicas), fail(replicas)} == {"a", "b"}
+    assert {used(replicas, 0.5) for _ in range(2)} == {"a", "b"}
 
 
 def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known() -> None:
@@ -46,28 +137,6 @@ def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known() ->
     replicas.serves("a", ServedWeights("step-1", "1f"))
     lease.release()
     assert lease.mixed
-
-
-def test_the_fewest_in_flight_is_next() -> None:
-    replicas = of("a", "b")
-    with ExitStack() as stack:
-        first = stack.enter_context(replicas.acquire(0.0))
-        assert [used(replicas) for _ in range(3)] == ["b", "b", "b"]
-        assert first.base_url == "a"
-    assert first.replica.in_flight == 0
-
-
-def test_a_replica_that_failed_is_avoided_for_a_while() -> None:
-    replicas = of("a", "b")
-    assert fail(replicas) == "a"
-    assert {used(replicas, 0.9 * FIRST_BACKOFF_S) for _ in range(4)} == {"b"}
-    assert {used(replicas, FIRST_BACKOFF_S) for _ in range(2)} == {"a", "b"}
-
-
-def test_when_all_failed_all_are_used() -> None:
-    replicas = of("a", "b")
-    assert {fail(replicas), fail(replicas)} == {"a", "b"}
-    assert {used(replicas, 0.5) for _ in range(2)} == {"a", "b"}
 
 
 def test_a_replica_that_answers_again_is_used_again() -> None:
@@ -155,40 +224,21 @@ def test_draining_is_noticed_during_the_backoff_of_another_failure() -> None:
     assert replicas.all[0].health(1.2) == "draining"
 
 
-def test_a_cancelled_call_counts_as_a_failure_if_nothing_was_answered_meanwhile() -> None:
-    replicas = of("a", "b")
-    hung, other = replicas.acquire(0.0), replicas.acquire(0.0)
-    other.answered(1.0)
-    hung.cancelled(30.0)
-    other.cancelled(30.0)
-    assert replicas.all[0].health(30.0) == "backing_off"
-    assert replicas.all[1].health(30.0) == "up"
-
-
-def test_a_call_that_is_given_up_early_says_nothing() -> None:
-    """A hedge was faster."""
+@each_of(("given_up_at", "health"), [(20.0, "up"), (45.0, "up"), (51.0, "backing_off")])
+def test_a_cancelled_call_counts_as_a_failure_after_a_long_wait_without_an_answer(
+    given_up_at: float, health: str
+) -> None:
+    """One that is given up early says nothing: a hedge was faster."""
     replicas = of("a", "b")
     for _ in range(2):
         lease = replicas.acquire(0.0)
         lease.answered(10.0)
         lease.release()
-    for given_up_at, health in ((45.0, "up"), (51.0, "backing_off")):
-        with replicas.acquire(20.0) as hedged:
-            hedged.cancelled(given_up_at)
-        assert hedged.replica.health(given_up_at) == health
-
-
-def test_a_call_that_is_cancelled_at_once_says_nothing() -> None:
-    replicas = of("a", "b")
-    replicas.acquire(5.0).cancelled(5.0)
-    assert replicas.all[0].health(5.0) == "up"
-
-
-def test_in_flight_is_counted_down_after_an_error() -> None:
-    replicas = of("a")
-    with pytest.raises(ValueError, match="x"), replicas.acquire(0.0) as lease:
-        raise ValueError("x")
-    assert lease.replica.in_flight == 0
+    with replicas.acquire(20.0) as hung, replicas.acquire(20.0) as other:
+        other.replica.answered(given_up_at)
+        hung.cancelled(given_up_at)
+        other.cancelled(given_up_at)
+    assert (hung.replica.health(given_up_at), other.replica.health(given_up_at)) == (health, "up")
 
 
 @pytest.mark.parametrize("mark", ["down", "draining"])
@@ -348,3 +398,458 @@ def test_every_strategy_alone_decides(strategy: RoutingStrategy) -> None:
     replicas = Replicas(["a", "b", "c"], Routing(strategies=(strategy,)))
     leases = [replicas.acquire(0.0, RoutingHints(10, 10, Prefix(number, 5))) for number in range(9)]
     assert {lease.base_url for lease in leases} == {"a", "b", "c"}
+
+
+# Strategies
+
+
+def judges(count: int, *strategies: RoutingStrategy) -> Replicas:
+    names = [f"http://judge-{number}:8000/v1" for number in range(count)]
+    return Replicas(names, Routing(strategies=strategies) if strategies else Routing(), name="s")
+
+
+def hints(key: int, tokens: int = 500, prompt: int = 1000) -> RoutingHints:
+    return RoutingHints(prompt, 100, Prefix(Random(key).getrandbits(64), tokens))
+
+
+def homes(replicas: Replicas, keys: range) -> dict[int, str]:
+    """Return where each prefix goes while nothing is under way."""
+    found = {}
+    for key in keys:
+        with replicas.acquire(0.0, hints(key)) as lease:
+            found[key] = lease.base_url
+    return found
+
+
+KEYS = range(400)
+
+
+@given(count=st.integers(2, 24))
+@settings(max_examples=20, deadline=None)
+def test_a_replica_that_goes_moves_only_its_own_prefixes(count: int) -> None:
+    before = homes(judges(count), KEYS)
+    fewer = judges(count)
+    gone = fewer.all[count // 2].base_url
+    fewer.remove(gone)
+    after = homes(fewer, KEYS)
+    assert all(after[key] == before[key] for key in KEYS if before[key] != gone)
+    assert gone not in after.values()
+
+
+@given(count=st.integers(1, 24))
+@settings(max_examples=20, deadline=None)
+def test_a_replica_that_comes_takes_only_its_share(count: int) -> None:
+    before, more = homes(judges(count), KEYS), judges(count)
+    more.add("http://new:8000/v1")
+    after = homes(more, KEYS)
+    moved = [key for key in KEYS if after[key] != before[key]]
+    assert {after[key] for key in moved} <= {"http://new:8000/v1"}
+    share = len(KEYS) / (count + 1)
+    assert len(moved) <= share + 5 * share**0.5
+
+
+def test_separate_processes_agree() -> None:
+    mine, theirs = judges(8), judges(8)
+    order = list(KEYS)
+    Random(1).shuffle(order)
+    first = homes(mine, KEYS)
+    assert all(first[key] == homes(theirs, range(key, key + 1))[key] for key in order)
+
+
+def test_a_failed_replica_gives_its_prefixes_to_others_and_gets_them_back() -> None:
+    replicas = judges(4)
+    before = homes(replicas, KEYS)
+    bad = replicas.all[0].base_url
+    key = next(key for key in KEYS if before[key] == bad)
+    with replicas.acquire(0.0, hints(key)) as lease:
+        assert lease.base_url == bad
+        lease.failed(0.0)
+    during = homes(replicas, KEYS)
+    assert bad not in during.values()
+    assert all(during[key] == before[key] for key in KEYS if before[key] != bad)
+    with replicas.acquire(1.0, hints(key)) as lease:
+        assert lease.base_url == bad
+        lease.answered(1.0)
+    assert homes(replicas, KEYS) == before
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4000), st.integers(0, 3)), min_size=1, max_size=120),
+    st.integers(2, 9),
+    st.sampled_from([1, 6, 30]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_replica_gets_more_than_so_many_above_the_mean(
+    calls: list[tuple[int, int, int]], count: int, above: int
+) -> None:
+    replicas = Replicas(map(str, range(count)), Routing(overload_requests=above))
+    under_way = []
+    for key, prompt, ends in calls:
+        wanted = hints(key, tokens=prompt // 2 + 1, prompt=prompt)
+        mean = (1 + sum(replica.in_flight for replica in replicas.all)) / count
+        before = {replica.base_url: replica.in_flight for replica in replicas.all}
+        lease = replicas.acquire(0.0, wanted)
+        assert before[lease.base_url] < mean + above
+        under_way.append(lease)
+        for _ in range(min(ends, len(under_way))):
+            under_way.pop(0).release()
+
+
+def test_new_prefixes_are_spread_as_evenly_as_requests_would_be() -> None:
+    """64 groups of 8 on 32 replicas: two groups each. All are sent at once, so nothing is corrected later."""
+    for seed in range(5):
+        replicas = judges(32)
+        leases = [replicas.acquire(0.0, hints(1000 * seed + group)) for group in range(64) for _ in range(8)]
+        counts = Counter(lease.base_url for lease in leases)
+        assert len(counts) == 32
+        assert max(counts.values()) <= 1.25 * 16
+
+
+def test_processes_that_see_only_their_own_load_balance_the_sum() -> None:
+    """256 groups of 8 on 64 replicas, 32 requests each. Eight processes get answers that are drawn at random."""
+    for seed in range(3):
+        rng = Random(seed)
+        processes = [judges(64) for _ in range(8)]
+        answers = [1000 * seed + group for group in range(256) for _ in range(8)]
+        rng.shuffle(answers)
+        leases, places = [], defaultdict(set)
+        for group in answers:
+            leases.append(rng.choice(processes).acquire(0.0, hints(group)))
+            places[group].add(leases[-1].base_url)
+        counts = Counter(lease.base_url for lease in leases)
+        assert len(counts) == 64
+        assert max(counts.values()) <= 1.4 * 32
+        assert sum(map(len, places.values())) <= 2.25 * 256
+
+
+def test_of_two_busy_homes_none_is_taken() -> None:
+    replicas = judges(8)
+    with replicas.acquire(0.0, hints(1)) as lease:
+        first = lease.replica
+    for replica in replicas.all:
+        replica.reset()
+    first.in_flight = SLACK
+    with replicas.acquire(0.0, hints(1)) as lease:
+        second = lease.replica
+    assert second is not first
+    second.reset()
+    second.in_flight = SLACK - 1
+    with replicas.acquire(0.0, hints(1)) as lease:
+        assert lease.replica is second
+    second.reset()
+    second.in_flight = SLACK
+    with replicas.acquire(0.0, hints(1)) as lease:
+        assert lease.replica.in_flight == 1
+
+
+def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it() -> None:
+    replicas = judges(8)
+    with replicas.acquire(0.0, hints(1)) as lease:
+        first = lease.replica
+    first.in_flight = 8
+    with replicas.acquire(0.0, hints(1)) as lease:
+        second = lease.replica
+    assert second is not first
+    first.in_flight, second.in_flight = 1, 2
+    with replicas.acquire(0.0, hints(1)) as lease:
+        assert lease.replica is first
+    first.in_flight = 3
+    with replicas.acquire(0.0, hints(1)) as lease:
+        assert lease.replica is second
+
+
+def test_a_prefix_that_all_share_is_spread_over_all() -> None:
+    replicas = judges(8)
+    leases = [replicas.acquire(0.0, hints(0)) for _ in range(400)]
+    counts = Counter(lease.base_url for lease in leases)
+    assert len(counts) == 8
+    assert max(counts.values()) <= 1.1 * 50
+
+
+def test_a_tie_goes_to_the_next_strategy() -> None:
+    replicas = judges(3, "least_requests", "least_pending_tokens")
+    big, small, middle = (replicas.acquire(0.0, RoutingHints(size, 1)) for size in (900, 100, 500))
+    assert {big.base_url, small.base_url, middle.base_url} == {replica.base_url for replica in replicas.all}
+    assert replicas.acquire(0.0, RoutingHints(1, 1)).base_url == small.base_url
+    assert replicas.acquire(0.0, RoutingHints(1, 1)).base_url == middle.base_url
+
+
+def test_the_fullest_cache_is_avoided_while_all_are_known() -> None:
+    replicas = judges(3, "kv_cache", "round_robin")
+    a, b, c = replicas.all
+    for replica, use in ((a, 0.9), (b, 0.2), (c, 0.5)):
+        replica.cache_read(use, 0.0, 10.0)
+    assert {replicas.acquire(10.0).base_url for _ in range(3)} == {b.base_url}
+    assert {replicas.acquire(10.1 + STALE_S).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
+    for replica, known in ((a, 0.9), (b, None), (c, 0.5)):
+        replica.cache_read(known, 0.0, 20.0)
+    assert {replicas.acquire(20.0).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
+
+
+def test_a_server_with_a_queue_is_avoided_before_the_fullest_cache() -> None:
+    replicas = judges(3, "kv_cache", "round_robin")
+    a, b, c = replicas.all
+    for replica, use, waiting in ((a, 0.9, 0.0), (b, 0.2, 4.0), (c, 0.5, 1.0)):
+        replica.cache_read(use, waiting, 10.0)
+    assert {replicas.acquire(10.0).base_url for _ in range(3)} == {a.base_url}
+
+
+READ = TypeAdapter(EndpointConfig.model_fields["routing"].rebuild_annotation())
+
+
+def test_the_key_is_a_list_a_name_or_a_mapping() -> None:
+    assert EndpointConfig.model_fields["routing"].default == Routing(strategies=("least_requests",))
+    assert READ.validate_python("kv_cache") == Routing(strategies=("kv_cache",))
+    assert READ.validate_python(["round_robin", "kv_cache"]).strategies == ("round_robin", "kv_cache")
+    given = READ.validate_python({"prefix_tokens": 100, "overload_requests": 2})
+    assert given.strategies == ("prefix_aware", "least_pending_tokens")
+    assert READ.validate_python(given.model_dump()) == given
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        "random",
+        ["least_requests", "least_requests"],
+        {"overload_requests": 0},
+        {"overload_requests": 1.5},
+        {"prefix_tokens": 0},
+        {"overload_requests": True},
+        7,
+        {"strategies": None},
+    ],
+)
+def test_what_is_wrong_is_refused(wrong: object) -> None:
+    with pytest.raises(ValidationError):
+        READ.validate_python(wrong)
+
+
+# Readings of the KV caches of servers
+
+
+VLLM = b"""\
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="judge"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="a } b"} 0.5
+vllm:kv_cache_usage_perc_total{engine="0"} 0.9
+"""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "use"),
+    [
+        (VLLM, 0.5),
+        (b'vllm:gpu_cache_usage_perc{engine="0"} 0.125', 0.125),
+        (b'sglang:token_usage{model_name="m"} 3.0e-1 1700000000\n', 0.3),
+        (b"llamacpp:kv_cache_usage_ratio 0\r\n", 0.0),
+        (b"sglang:token_usage NaN\n", None),
+        (b"sglang:token_usage 1.5\n", None),
+        (b"sglang:token_usage -1\n", None),
+        (b"sglang:token_usage\n", None),
+        (b"sglang:token_usage{}\n", None),
+        (b"sglang:token_usage{a\n", None),
+        (b"", None),
+        (b"<html>", None),
+    ],
+)
+def test_metrics_are_read(metrics: bytes, use: float | None) -> None:
+    assert cache_use_in(metrics) == use
+
+
+@pytest.mark.parametrize(
+    ("metrics", "waiting"),
+    [
+        (b'vllm:num_requests_waiting{engine="0"} 3.0\nvllm:num_requests_waiting{engine="1"} 2.0\n', 5.0),
+        (b'vllm:num_requests_waiting_by_reason{engine="0"} 3.0\n', 0.0),
+        (b"sglang:num_queue_reqs 7\n", 7.0),
+        (b"llamacpp:requests_deferred 1\n", 1.0),
+        (b"llamacpp:requests_deferred NaN\nvllm:num_requests_waiting -1\nsglang:num_queue_reqs Inf\n", 0.0),
+        (VLLM, 0.0),
+    ],
+)
+def test_what_waits_is_read(metrics: bytes, waiting: float) -> None:
+    assert waiting_in(metrics) == waiting
+
+
+@pytest.mark.parametrize(
+    ("base_url", "address"),
+    [
+        ("http://h:8000/v1", "http://h:8000/metrics"),
+        ("http://h:8000", "http://h:8000/metrics"),
+        ("http://h:8000/", "http://h:8000/metrics"),
+        ("https://h/judge/v1", "https://h/judge/metrics"),
+    ],
+)
+def test_metrics_are_beside_the_api(base_url: str, address: str) -> None:
+    assert str(metrics_url(base_url)) == address
+
+
+@asynccontextmanager
+async def served(answer: Callable[[web.Request], web.StreamResponse]) -> AsyncIterator[str]:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return answer(request)
+
+    app = web.Application()
+    app.router.add_get("/metrics", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.anyio
+async def test_a_reading_is_taken_in_the_background_and_kept_for_a_second() -> None:
+    asked = []
+
+    def answer(request: web.Request) -> web.Response:
+        asked.append(dict(request.headers))
+        return web.Response(body=VLLM)
+
+    async with served(answer) as url:
+        loop, replica, cache_use = asyncio.get_running_loop(), Replica(url), CacheUse(verify_tls=True)
+        now = loop.time()
+        for _ in range(3):
+            cache_use.refresh([replica], now)
+        assert replica.cache_use(now, 60.0) is None
+        assert cache_use._task is not None
+        await cache_use._task
+        assert replica.cache_use(loop.time(), 60.0) == 0.5
+        cache_use.refresh([replica], now + 0.9)
+        assert len(asked) == 1
+        cache_use.refresh([replica], now + 1.0)
+        await cache_use._task
+        assert len(asked) == 2
+        assert "Authorization" not in asked[0]
+        await cache_use.aclose()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda request: web.Response(status=404),
+        lambda request: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}),
+        lambda request: web.Response(text="no such metric"),
+        lambda request: web.Response(body=b"x" * MOST_BYTES + b"\nsglang:token_usage 0.5\n"),
+    ],
+)
+@pytest.mark.anyio
+async def test_a_server_that_does_not_say_it_has_no_reading(
+    answer: Callable[[web.Request], web.StreamResponse],
+) -> None:
+    async with served(answer) as url:
+        loop, replica, cache_use = asyncio.get_running_loop(), Replica(url), CacheUse(verify_tls=True)
+        gone = Replica("http://127.0.0.1:1/v1")
+        cache_use.refresh([replica, gone], loop.time())
+        assert cache_use._task is not None
+        await cache_use._task
+        assert replica.cache_use(loop.time(), 60.0) is gone.cache_use(loop.time(), 60.0) is None
+        await cache_use.aclose()
+
+
+@pytest.mark.anyio
+async def test_closing_ends_a_reading_that_hangs() -> None:
+    hung = asyncio.Event()
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hung.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(never, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    cache_use = CacheUse(verify_tls=True)
+    cache_use.refresh([Replica(f"http://127.0.0.1:{port}")], asyncio.get_running_loop().time())
+    await hung.wait()
+    task = cache_use._task
+    assert task is not None
+    await cache_use.aclose()
+    await cache_use.aclose()
+    assert task.cancelled()
+    cache_use.refresh([Replica(f"http://127.0.0.1:{port}")], 1e9)
+    assert cache_use._task is None
+    server.close()
+    await server.wait_closed()
+
+
+# The part of a request that siblings share
+
+
+LONG = "a response of some length"
+
+
+def request(*texts: Any, nonce: str = "", response: str = LONG) -> Request:
+    messages = tuple({"role": "user", "content": text} for text in texts)
+    return Request(Sample([{"role": "user", "content": "What?"}], response), messages, nonce=nonce)
+
+
+def test_what_comes_before_the_nonce_is_shared() -> None:
+    one = shared_prefix(request("system", "Judge. Question. <n1> 4 </n1> rules", nonce="n1"))
+    two = shared_prefix(request("system", "Judge. Question. <n2> 5 and more </n2> rules", nonce="n2"))
+    assert one == two is not None
+    assert shared_prefix(request("system", "Judge. Questions. <n2> 5 </n2>", nonce="n2")) != one
+    assert shared_prefix(request("other", "Judge. Question. <n2> 5 </n2>", nonce="n2")) != one
+
+
+def test_without_a_nonce_what_comes_before_the_response_is_shared() -> None:
+    one = shared_prefix(request(f"Judge this: {LONG}"))
+    assert one == shared_prefix(request(f"Judge this: {LONG[::-1]}, please", response=LONG[::-1]))
+
+
+def test_without_a_response_in_it_the_beginning_is_shared() -> None:
+    head = "x" * 4096
+    assert (
+        shared_prefix(request(head + "one"))
+        == shared_prefix(request(head + "two"))
+        == Prefix(
+            shared_prefix(request(head)).key,  # type: ignore[union-attr]
+            1024,
+        )
+    )
+    assert shared_prefix(request(head + "one"), 2048) != shared_prefix(request(head + "two"), 2048)
+
+
+def test_the_first_tokens_decide() -> None:
+    texts = [f"abcdefgh {question} <n>" for question in ("one", "two")]
+    one, two = (request(text, nonce="<n>") for text in texts)
+    assert shared_prefix(one, 2) == shared_prefix(two, 2) != shared_prefix(one, 3)
+    assert shared_prefix(one, 3) != shared_prefix(two, 3)
+
+
+def test_a_service_shares_the_question() -> None:
+    def of(question: Any, response: str) -> Prefix | None:
+        return shared_prefix(Request(Sample([{"role": "user", "content": question}], response)))
+
+    assert of("What?", "4") == of("What?", "5") == Prefix(of("What?", "").key, 2)  # type: ignore[union-attr]
+    assert of("Why?", "4") != of("What?", "4")
+    assert of("", "4") is of(None, "4") is of(7, "4") is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "Hello"}]},
+        {"input": "Hello", "instructions": ["no text"]},
+        {"contents": [{"parts": [{"text": "Hello"}]}], "messages": 7},
+    ],
+)
+def test_the_beginning_of_a_clients_own_request_is_shared(body: dict[str, Any]) -> None:
+    found = shared_prefix(Request(Sample([], ""), passed=PassedRequest(body)))
+    assert found == shared_prefix(request("Hello"))
+    long = {"messages": [{"role": "user", "content": 8192 * "x"}]}
+    assert shared_prefix(Request(Sample([], ""), passed=PassedRequest(long))) == shared_prefix(request(4096 * "x"))
+
+
+def test_parts_and_strange_contents_are_read() -> None:
+    parts = [{"type": "text", "text": "Judge. "}, {"type": "image_url", "image_url": {"url": "http://x"}}, "n1", 7]
+    assert shared_prefix(request(parts, nonce="n1")) == shared_prefix(request("Judge. ", "n1", nonce="n1"))
+    assert shared_prefix(request("\ud800 é", nonce="n")) is not None
+
+
+def test_it_is_the_same_in_every_process() -> None:
+    assert shared_prefix(request("Judge. n1", nonce="n1")) == Prefix(5069825471389650243, 2)

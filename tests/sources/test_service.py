@@ -1,35 +1,40 @@
-"""A scoring service over HTTP: what it is sent, and what is made of its answers."""
+"""A scoring service over HTTP: what it is sent, one sample or several, and what is made of its answers."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import datetime
 import decimal
 import json
-import traceback
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from qreward_plugins import RewardEngine
 from qreward_plugins.errors import (
     ConfigurationError,
     InvalidReply,
     PermanentError,
-    QRewardError,
     SampleRefused,
     SourceUnusable,
     Throttled,
     TransientError,
 )
-from qreward_plugins.samples import Sample
+from qreward_plugins.samples import Failed, Sample, Scored
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import HTTPSource, Reply, Request
+from qreward_plugins.sources.values import MAX_NESTING, strict_decoder, too_deep
+from qreward_plugins.testing import Faults, JudgeServer, Latency, ScoreCall, ServerLimits
+
+from ..kit import each_of
+from .wire import KEY, outcome_of, serving
 
 pytestmark = pytest.mark.anyio
-PATIENCE_S = 10.0
 TURN = {"role": "user", "content": "2 + 2?"}
 SAMPLE = Sample(
     messages=[TURN],
@@ -42,46 +47,25 @@ SAMPLE = Sample(
 )
 
 
-def unheard() -> None:
-    pass
+async def ask(answer: Any, sample: Sample = SAMPLE, headers: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """Ask a service that answers with `answer` once. Return the reply or the error, and the request as it came."""
+    async with serving(lambda exchange: exchange.reply(answer, headers=headers)) as server:
+        node = {"kind": "http", "url": server.score_url, "api_key": KEY, **settings}
+        source = HTTPSource("rm", HTTPSource.Config.model_validate(node))
+        outcome = await outcome_of(source, Request(sample))
+        await source.aclose()
+    return outcome, server.exchanges[0]
 
 
-async def failure(source: HTTPSource) -> QRewardError:
-    with pytest.raises(QRewardError) as caught:
-        await asyncio.wait_for(source.send(Request(SAMPLE), on_sent=unheard), PATIENCE_S)
-    return caught.value
-
-
-@pytest.fixture
-def ask(serve: Any, open_service: Any) -> Callable[..., Any]:
-    """Ask a service that answers with `answer` once; returns the reply or the error, and the request as it came."""
-
-    async def asked(answer: Any, sample: Sample = SAMPLE, reply: Any = None, **settings: Any) -> Any:
-        async def script(exchange: Any) -> None:
-            exchange.reply(answer, **(reply or {}))
-
-        async with serve(script) as server:
-            source = open_service(server.score_url, **settings)
-            try:
-                outcome: Any = await asyncio.wait_for(source.send(Request(sample), on_sent=unheard), PATIENCE_S)
-            except QRewardError as error:
-                outcome = error
-            await source.aclose()
-        return outcome, server.exchanges[0]
-
-    return asked
-
-
-async def test_by_default_it_speaks_slimes_remote_reward_model(ask: Any, key: str) -> None:
+async def test_by_default_it_speaks_slimes_remote_reward_model() -> None:
     reply, exchange = await ask(0.5)
     assert reply == Reply(value=0.5)
     assert exchange.head.startswith("POST /score HTTP/1.1\r\n")
-    assert exchange.headers["authorization"] == f"Bearer {key}"
-    assert exchange.headers["content-type"] == "application/json"
-    assert json.loads(exchange.body) == {"prompt": "2 + 2?", "response": "4", "label": "four"}
+    assert exchange.headers["authorization"] == f"Bearer {KEY}"
+    assert exchange.json == {"prompt": "2 + 2?", "response": "4", "label": "four"}
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("messages", "prompt"),
     [
         ([TURN], "2 + 2?"),
@@ -93,13 +77,12 @@ async def test_by_default_it_speaks_slimes_remote_reward_model(ask: Any, key: st
         (np.array([TURN, TURN], dtype=object), [TURN, TURN]),
     ],
 )
-async def test_a_prompt_is_a_text_where_it_is_one(ask: Any, messages: Any, prompt: Any) -> None:
+async def test_a_prompt_is_a_text_where_it_is_one(messages: Any, prompt: Any) -> None:
     _, exchange = await ask(0.5, Sample(messages, "4"))
-    sent = json.loads(exchange.body)
-    assert sent == {"prompt": messages if prompt is None else prompt, "response": "4", "label": None}
+    assert exchange.json == {"prompt": messages if prompt is None else prompt, "response": "4", "label": None}
 
 
-async def test_the_body_is_what_the_configuration_says(ask: Any) -> None:
+async def test_the_body_is_what_the_configuration_says() -> None:
     body = {
         "q": "prompt",
         "turns": "messages",
@@ -113,7 +96,7 @@ async def test_the_body_is_what_the_configuration_says(ask: Any) -> None:
         "top": "response",
     }
     _, exchange = await ask(1.0, body=body, parameters={"model": "rm-7b", "top": 1})
-    assert json.loads(exchange.body) == {
+    assert exchange.json == {
         "q": "2 + 2?",
         "turns": [TURN],
         "chat": [TURN, {"role": "assistant", "content": "4"}],
@@ -128,41 +111,45 @@ async def test_the_body_is_what_the_configuration_says(ask: Any) -> None:
     }
 
 
-async def test_half_a_surrogate_pair_is_replaced_wherever_it_stands(ask: Any) -> None:
+async def test_half_a_surrogate_pair_is_replaced_wherever_it_stands() -> None:
     sample = Sample([TURN], "a\ud800", ground_truth=np.array(["\udfff"], dtype=object), extras={"x": ("\ud83d\ude00",)})
     _, exchange = await ask(1.0, sample, body={"r": "response", "g": "ground_truth", "e": "extras"})
-    assert json.loads(exchange.body) == {"r": "a\ufffd", "g": ["\ufffd"], "e": {"x": ["\U0001f600"]}}
+    assert exchange.json == {"r": "a\ufffd", "g": ["\ufffd"], "e": {"x": ["\U0001f600"]}}
 
 
-UNFAITHFUL = [
-    object(),
-    b"bytes",
-    {1: object()},
-    float("nan"),
-    [1.0, float("-inf")],
-    np.array([1.0, np.nan]),
-    np.float32("inf"),
-    2**64,
-    {"a": -(2**63) - 1},
-    {1, 2},
-    {1: "a", "1": "b"},
-    {"a": {("t",): 1}},
-    1j,
-    datetime.timedelta(1),
-    decimal.Decimal("0.1"),
-    dataclasses.make_dataclass("Point", ["x"])(1),
-]
-
-
-async def test_what_is_no_json_is_refused_and_not_sent(open_service: Any) -> None:
-    source = open_service("http://127.0.0.1:9/score")
-    for thing in UNFAITHFUL:
-        with pytest.raises(SampleRefused, match="ground_truth"):
-            await source.send(Request(Sample([], "x", ground_truth=thing)), on_sent=unheard)
+@each_of(
+    "thing",
+    [
+        object(),
+        b"bytes",
+        {1: object()},
+        float("nan"),
+        [1.0, float("-inf")],
+        np.array([1.0, np.nan]),
+        np.float32("inf"),
+        2**64,
+        {"a": -(2**63) - 1},
+        {1, 2},
+        {1: "a", "1": "b"},
+        {"a": {("t",): 1}},
+        1j,
+        datetime.timedelta(1),
+        decimal.Decimal("0.1"),
+        dataclasses.make_dataclass("Point", ["x"])(1),
+    ],
+)
+async def test_what_is_no_json_is_refused_and_not_sent(thing: Any) -> None:
+    source = HTTPSource("rm", HTTPSource.Config(kind="http", url="http://127.0.0.1:9/score"))
+    outcome = await outcome_of(source, Request(Sample([], "x", ground_truth=thing)))
     await source.aclose()
+    assert isinstance(outcome, SampleRefused)
+    assert "ground_truth" in str(outcome)
 
 
-@pytest.mark.parametrize(
+# Answers
+
+
+@each_of(
     ("answer", "value"),
     [
         ("0.25", 0.25),
@@ -178,22 +165,20 @@ async def test_what_is_no_json_is_refused_and_not_sent(open_service: Any) -> Non
         ('{"reward": 0.5, "error": 0.1}', {"reward": 0.5, "error": 0.1}),
     ],
 )
-async def test_the_whole_reply_is_the_value(ask: Any, answer: Any, value: Any) -> None:
+async def test_the_whole_reply_is_the_value(answer: Any, value: Any) -> None:
     reply, _ = await ask(answer)
-    assert reply.value == value
-    assert type(reply.value) is type(value)
-    assert reply.text == ""
+    assert (reply.value, type(reply.value), reply.text) == (value, type(value), "")
 
 
-async def test_a_reply_may_tell_its_usage_model_and_limits(ask: Any) -> None:
+async def test_a_reply_may_tell_its_usage_model_and_limits() -> None:
     answer = {"score": 1, "usage": {"prompt_tokens": 5, "completion_tokens": 0}, "model": "rm-7b"}
     headers = {"x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "59"}
-    reply, _ = await ask(answer, reply={"headers": headers})
+    reply, _ = await ask(answer, headers=headers)
     assert (reply.usage, reply.model) == (Usage(5, 0), "rm-7b")
     assert reply.announced == {"requests_per_window": 60.0, "requests_remaining": 59.0}
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("score_key", "value"),
     [
         ("score", 1),
@@ -203,66 +188,53 @@ async def test_a_reply_may_tell_its_usage_model_and_limits(ask: Any) -> None:
         ("data", {"score": 0.5, "scores": [{"score": 6}, 7]}),
         ("0", "zero"),
         ("nothing", None),
+        *((key, InvalidReply) for key in ("scores", "data.scoer", "data.scores.2", "data.scores.-1", "score.x")),
+        ("data.scores.9999999999", InvalidReply),
     ],
 )
-async def test_a_score_key_leads_to_the_value(ask: Any, score_key: str, value: Any) -> None:
+async def test_a_score_key_leads_to_the_value(score_key: str, value: Any) -> None:
     answer = {"score": 1, "data": {"score": 0.5, "scores": [{"score": 6}, 7]}, "0": "zero", "nothing": None}
-    reply, _ = await ask(answer, score_key=score_key)
-    assert reply.value == value
+    outcome, _ = await ask(answer, score_key=score_key)
+    if value is InvalidReply:
+        assert type(outcome) is InvalidReply
+        assert repr(score_key) in str(outcome)
+    else:
+        assert outcome.value == value
 
 
-@pytest.mark.parametrize(
-    "score_key", ["scores", "data.scoer", "data.scores.2", "data.scores.-1", "score.x", "data.scores.9999999999"]
-)
-async def test_a_score_that_is_not_there_is_an_invalid_verdict(ask: Any, score_key: str) -> None:
-    error, _ = await ask({"score": 1, "data": {"scores": [1, 2]}}, score_key=score_key)
-    assert type(error) is InvalidReply
-    assert repr(score_key) in str(error)
-
-
-@pytest.mark.parametrize(
-    ("answer", "says"),
+@each_of(
+    ("answer", "kind", "says"),
     [
-        ("NaN", "holds NaN"),
-        ('{"score": -Infinity}', "holds -Infinity"),
-        ('{"score": 0.5, "aux": NaN}', "holds NaN"),
-        ('{"score": 0.5, "score": 0.9}', "has a duplicate key"),
-        ('{"data": {"score": 0.5, "score": 0.5}}', "has a duplicate key"),
+        # What Python would let pass is an answer to this sample, which another try would not change.
+        ("NaN", InvalidReply, "holds NaN"),
+        ('{"score": -Infinity}', InvalidReply, "holds -Infinity"),
+        ('{"score": 0.5, "aux": NaN}', InvalidReply, "holds NaN"),
+        ('{"score": 0.5, "score": 0.9}', InvalidReply, "has a duplicate key"),
+        ('{"data": [{"score": 0.5, "score": 0.5}]}', InvalidReply, "has a duplicate key"),
+        # What cannot be read may be better next time.
+        ("", TransientError, "an empty body"),
+        ("  ", TransientError, "an empty body"),
+        ("0.5 0.7", TransientError, "that is not JSON"),
+        ("score: 0.5", TransientError, "that is not JSON"),
+        ('{"score": 0.', TransientError, "that is not JSON"),
+        (b'{"score": "\xff"}', TransientError, "not UTF-8"),
+        ("[" * 101 + "]" * 101, TransientError, "nested more than 100 deep"),
+        ("[" * 100_000, TransientError, "nested more than 100 deep"),
+        ("9" * 300_000, TransientError, "larger than 200,000 bytes"),
     ],
 )
-async def test_what_python_would_let_pass_is_an_invalid_verdict(ask: Any, answer: str, says: str) -> None:
-    error, _ = await ask(answer)
-    assert type(error) is InvalidReply
-    assert says in str(error)
-    assert "'rm'" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        ("", "an empty body"),
-        ("  ", "an empty body"),
-        ("0.5 0.7", "that is not JSON"),
-        ("score: 0.5", "that is not JSON"),
-        ('{"score": 0.', "that is not JSON"),
-        (b'{"score": "\xff"}', "not UTF-8"),
-        ("[" * 101 + "]" * 101, "nested more than 100 deep"),
-        ("[" * 100_000, "nested more than 100 deep"),
-        ("9" * 300_000, "larger than 200,000 bytes"),
-        ({"error": "out of memory"}, "answered with an error (out of memory)"),
-    ],
-)
-async def test_what_cannot_be_read_is_transient(ask: Any, answer: Any, says: str) -> None:
+async def test_what_is_no_value(answer: Any, kind: type, says: str) -> None:
     error, _ = await ask(answer, max_reply_bytes=200_000)
-    assert type(error) is TransientError
+    assert type(error) is kind
     assert says in str(error)
     assert len(str(error)) < 400
     assert error.__context__ is None
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("answer", "score_key", "kind"),
     [
+        ({"error": "out of memory"}, None, TransientError),
         ({"error": {"code": 429}}, None, Throttled),
         ({"error": {"code": "rate_limit_exceeded"}}, "data.score", Throttled),
         ({"error": {"code": 401}}, None, SourceUnusable),
@@ -275,110 +247,111 @@ async def test_what_cannot_be_read_is_transient(ask: Any, answer: Any, says: str
         ({"data": {"error": "docking timed out", "score": 0.0}}, "data", TransientError),
     ],
 )
-async def test_an_error_in_a_200_is_one_also_beside_a_score(
-    ask: Any, answer: Any, score_key: str | None, kind: type
-) -> None:
+async def test_an_error_in_a_200_is_one_also_beside_a_score(answer: Any, score_key: str | None, kind: type) -> None:
     error, _ = await ask(answer, score_key=score_key)
     assert type(error) is kind
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "kind"),
+JSON: Any = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(JSON)
+def test_json_is_read_as_it_is(value: Any) -> None:
+    flaws: list[str] = []
+    assert strict_decoder(flaws).decode(json.dumps(value)) == value
+    assert flaws == []
+
+
+def test_numbers_of_any_length_are_read_and_nesting_has_an_end() -> None:
+    assert strict_decoder([]).decode("9" * 64) == int("9" * 64)
+    assert strict_decoder([]).decode("9" * 100_000) == math.inf
+    for opened, closed in ("[]", ("{", "}")):
+        assert not too_deep(opened * MAX_NESTING + closed * MAX_NESTING)
+        assert too_deep(opened * (MAX_NESTING + 1))
+    assert not too_deep("[]" * 1000)
+
+
+# Several samples in one request
+
+
+def lengths(body: Any) -> list[float]:
+    return [float(len(text)) for text in body["response"]]
+
+
+async def ask_batch(answer: Callable[[Any], Any], *responses: str, **settings: Any) -> tuple[Any, Any]:
+    """Send several requests as one. Return the results or the error, and the body."""
+    async with serving(lambda exchange: exchange.reply(answer(exchange.json))) as server:
+        node = {"kind": "http", "url": server.score_url, "batch": {"max_size": 8}, **settings}
+        source = HTTPSource("s", HTTPSource.Config.model_validate(node))
+        requests = [Request(Sample([{"role": "user", "content": "?"}], text)) for text in responses]
+        outcome = await outcome_of(source, requests if len(requests) > 1 else requests[0])
+        await source.aclose()
+    return outcome, server.exchanges[0].json
+
+
+async def test_every_key_of_the_body_holds_a_list() -> None:
+    results, body = await ask_batch(lengths, "a", "bb", parameters={"mode": "strict"})
+    assert body == {"prompt": ["?", "?"], "response": ["a", "bb"], "label": [None, None], "mode": "strict"}
+    assert [result.value for result in results] == [1.0, 2.0]
+    result, body = await ask_batch(lengths, "abc")
+    assert (body["response"], result.value) == (["abc"], 3.0)
+
+
+async def test_results_by_path_and_index() -> None:
+    def answer(body: Any) -> Any:
+        found = [{"at": {"n": n}, "score": {"value": value}} for n, value in enumerate(lengths(body))]
+        return {"data": {"results": found[::-1]}, "usage": {"prompt_tokens": 9, "completion_tokens": 0}}
+
+    settings = {"results_key": "data.results", "index_key": "at.n", "score_key": "score.value"}
+    results, _ = await ask_batch(answer, "a", "bb", "ccc", **settings)
+    assert [result.value for result in results] == [1.0, 2.0, 3.0]
+    assert sum(result.usage.prompt_tokens for result in results) == 9
+
+
+@each_of(
+    ("answer", "settings"),
     [
-        ("400 Bad", {}, PermanentError),
-        ("401 No", {}, SourceUnusable),
-        ("403 No", {}, SourceUnusable),
-        ("404 No", {}, SourceUnusable),
-        ("408 Late", {}, TransientError),
-        ("422 Bad", {}, PermanentError),
-        ("429 Slow", {"Retry-After": "3"}, Throttled),
-        ("500 Oops", {}, TransientError),
-        ("503 Busy", {"Retry-After": "3"}, Throttled),
-        ("307 Go", {"Location": "http://other.example/score/"}, SourceUnusable),
+        (lambda body: lengths(body)[1:], {}),
+        (lambda body: [*lengths(body), 1.0], {}),
+        (lambda body: 0.5, {}),
+        (lambda body: {"scores": lengths(body)}, {}),
+        (lambda body: lengths(body), {"results_key": "scores"}),
+        (lambda body: [{"score": 1.0} for _ in lengths(body)], {"index_key": "n"}),
+        (lambda body: [{"n": 0, "score": 1.0} for _ in lengths(body)], {"index_key": "n"}),
     ],
 )
-async def test_statuses_mean_what_they_mean_everywhere(ask: Any, status: str, headers: Any, kind: type) -> None:
-    error, _ = await ask({"score": 1.0}, reply={"status": status, "headers": headers})
-    assert type(error) is kind
-    assert error.status == int(status[:3])
-    if isinstance(error, Throttled):
-        assert error.retry_after_s == 3.0
-    if "Location" in headers:
-        assert "to http://other.example; redirects are not followed, change url" in str(error)
+async def test_results_that_cannot_be_matched_are_an_invalid_reply(answer: Any, settings: Any) -> None:
+    error, _ = await ask_batch(answer, "a", "bb", "ccc", **settings)
+    assert isinstance(error, InvalidReply)
+    assert "each is asked again alone" in str(error)
 
 
-async def test_on_sent_is_called_as_the_request_is_written_and_cancelling_hangs_up(
-    serve: Any, open_service: Any
-) -> None:
-    got, gone = asyncio.Event(), asyncio.Event()
-
-    async def script(exchange: Any) -> None:
-        got.set()
-        await exchange.hung_up()
-        gone.set()
-
-    sent: list[int] = []
-    async with serve(script) as server:
-        source = open_service(server.score_url)
-        task = asyncio.create_task(source.send(Request(SAMPLE), on_sent=lambda: sent.append(1)))
-        await asyncio.wait_for(got.wait(), PATIENCE_S)
-        assert sent == [1]
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.wait_for(gone.wait(), PATIENCE_S)
-        await source.aclose()
-    assert sent == [1]
+async def test_a_result_without_a_value_is_the_invalid_reply_of_one() -> None:
+    said = [{"score": 1.0}, {"error": ""}, {"score": 3.0}]
+    results, _ = await ask_batch(lambda body: said, "a", "bb", "ccc", score_key="score")
+    assert isinstance(results[1], InvalidReply)
+    assert [results[0].value, results[2].value] == [1.0, 3.0]
 
 
-async def test_replicas_share_the_load_and_the_dead_are_avoided(serve: Any, open_service: Any) -> None:
-    async def good(exchange: Any) -> None:
-        exchange.reply(0.5)
+async def test_an_engine_scores_around_a_sample_that_the_service_refuses() -> None:
+    def script(exchange: Any) -> None:
+        refused = "bad" in exchange.json["response"]
+        exchange.reply({} if refused else lengths(exchange.json), "422 Unprocessable Entity" if refused else "200 OK")
 
-    async def bad(exchange: Any) -> None:
-        exchange.reply(b"{}", "500 Oops")
-
-    async with serve(bad) as down:
-        pass
-    async with serve(good) as one, serve(good) as two, serve(bad) as broken:
-        source = open_service(down.score_url, broken.score_url, one.score_url, two.score_url)
-        outcomes: list[Any] = []
-        for _ in range(8):
-            try:
-                outcomes.append((await source.send(Request(SAMPLE), on_sent=unheard)).value)
-            except TransientError:
-                outcomes.append("failed")
-        assert outcomes == ["failed", "failed", *[0.5] * 6]
-        assert [len(server.exchanges) for server in (broken, one, two)] == [1, 3, 3]
-        await source.aclose()
+    async with serving(script) as server:
+        source = {"kind": "http", "url": server.score_url, "batch": {"max_size": 16}}
+        async with RewardEngine({"sources": {"s": source}, "judges": {"j": {"kind": "function"}}}) as engine:
+            texts = ["x" * n for n in range(4, 12)] + ["bad"]
+            outcomes = await engine.score_all([Sample([{"role": "user", "content": "?"}], text) for text in texts])
+    assert [outcome.verdict.score for outcome in outcomes[:-1] if isinstance(outcome, Scored)] == list(range(4, 12))
+    assert isinstance(outcomes[-1], Failed)
 
 
-async def test_no_secret_gets_into_any_text_of_an_error(serve: Any, open_service: Any, key: str) -> None:
-    secret = "hdr-9876543210-zyxw"
-    echo = json.dumps({"error": f"Bad key {key[:11]}...{key[-8:]} and {secret}"})
-    scripts: list[Callable[[Any], None]] = [
-        lambda e: e.reply(echo, "401 Unauthorized"),
-        lambda e: e.reply(echo),
-        lambda e: e.reply(f"{key} is not JSON, {secret} neither"),
-        lambda e: e.reply(f'{{"{secret}": NaN}}'),
-        lambda e: e.reply(b"", "302 Found", {"Location": f"http://{key}.example/{secret}"}),
-        lambda e: e.reset(),
-    ]
-
-    async def script(exchange: Any) -> None:
-        scripts[len(server.exchanges) - 1](exchange)
-
-    async with serve(script) as server:
-        source = open_service(server.score_url, headers={"X-Secret": secret})
-        for _ in scripts:
-            error = await failure(source)
-            report = traceback.TracebackException.from_exception(error, capture_locals=True)
-            shown = "".join([str(error), repr(error), repr(error.__dict__), repr(source), *report.format()])
-            for hidden in (key, secret):
-                assert hidden[:8] not in shown
-                assert hidden[-8:] not in shown
-        await source.aclose()
-
+# Configurations
 
 CONFIG: dict[str, Any] = {"kind": "http", "url": "https://h:8000/score"}
 
@@ -398,30 +371,19 @@ def test_the_name_of_what_answers_tells_apart_what_may_answer_otherwise() -> Non
     assert model(model="rm-7b", score_key="a.b").startswith("rm-7b#")
 
 
-def test_a_source_is_shown_by_its_urls() -> None:
-    config = HTTPSource.Config(**CONFIG, api_key="secret-key-1", verify_tls=False)
-    source = HTTPSource("s", config)
-    assert repr(source) == "HTTPSource('s', https://h:8000/score)"
-    assert source._http._connecting.verify_tls is False
-    assert "secret-key-1" not in repr(config) + str(config.model_dump())
-
-
-@pytest.mark.parametrize(
+@each_of(
     ("settings", "path"),
     [
-        ({"api_key_env": "QREWARD_TEST_UNSET"}, "sources.s.api_key_env"),
-        ({"headers": {"a b": "3"}}, 'sources.s.headers["a b"]'),
-        ({"parameters": {"response": None}}, "sources.s.parameters.response"),
-        ({"images": {"folder": "/nowhere/images"}}, "sources.s.images.folder"),
+        ({"parameters": {"response": None}}, "parameters.response"),
+        ({"images": {"folder": "/nowhere/images"}}, "images.folder"),
+        ({"results_key": "results"}, "results_key"),
+        ({"index_key": "results"}, "index_key"),
     ],
 )
-def test_mistakes_that_only_the_environment_shows(
-    settings: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("QREWARD_TEST_UNSET", raising=False)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        HTTPSource("s", HTTPSource.Config(**{**CONFIG, **settings}))
-    assert [mistake.path for mistake in caught.value.mistakes] == [path]
+        RewardEngine({"sources": {"s": {**CONFIG, **settings}}, "judges": {"j": {"kind": "function"}}})
+    assert [mistake.path for mistake in caught.value.mistakes] == [f"sources.s.{path}"]
 
 
 def test_the_size_of_a_request_is_that_of_what_is_sent() -> None:
@@ -430,3 +392,73 @@ def test_the_size_of_a_request_is_that_of_what_is_sent() -> None:
     messages: Any = [{"role": "user", "content": parts}, {"role": "user"}, "odd"]
     assert Request(Sample(messages, "x\ud800", ground_truth=["y"])).size == 3 + 4
     assert Request(SAMPLE, messages=({"role": "user", "content": "abcd"},)).size == 4
+
+
+# The whole engine
+
+
+def right(call: Any) -> dict[str, object]:
+    assert isinstance(call, ScoreCall)
+    score = float(f" {call.blocks['reference']}." in call.blocks["response"])
+    return {"score": score, "acc": bool(score), "length": len(call.response)}
+
+
+def samples(count: int) -> list[Sample]:
+    return [
+        Sample([{"role": "user", "content": f"{number} + 1?"}], f"It is {number + number % 2}.", str(number + 1))
+        for number in range(count)
+    ]
+
+
+def tree(servers: dict[str, JudgeServer], **limits: Any) -> dict[str, Any]:
+    return {
+        "sources": {
+            name: {"kind": "http", "url": server.score_url, "limits": limits, "timeouts": {"total_s": 20}}
+            for name, server in servers.items()
+        },
+        "judges": {"rm": {"kind": "function", "reward_range": [0, 1], "components": ["acc"]}},
+        "engine": {"seed": 7, "deadline_s": 60},
+    }
+
+
+async def test_a_batch_is_scored_within_the_limits_of_two_services() -> None:
+    limits = ServerLimits(requests_per_minute=600, concurrency=4, window_s=1.0)
+    faults = Faults(rates={"error_500": 0.1, "score_nan": 0.02, "reset": 0.05})
+    with (
+        JudgeServer(right, limits=limits, faults=faults, latency=Latency(0.002), seed=1) as one,
+        JudgeServer(right, limits=limits, latency=Latency(0.002), seed=2) as two,
+    ):
+        config = tree({"one": one, "two": two}, requests_per_minute=600, concurrency=4, window_s=1.0)
+        async with RewardEngine(config) as engine:
+            outcomes = await engine.score_all(samples(60))
+        reports = [server.report() for server in (one, two)]
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert [outcome.reward for outcome in outcomes] == [float(number % 2) for number in range(60)]
+    assert {tuple(outcome.verdict.components) for outcome in outcomes if isinstance(outcome, Scored)} == {("acc",)}
+    assert [report.violations_total for report in reports] == [0, 0]
+    assert all(report.answered for report in reports)
+    assert reports[0].faults
+
+
+async def test_the_journal_answers_for_the_same_service_and_for_no_other(tmp_path: Any) -> None:
+    with JudgeServer(right) as one, JudgeServer(right) as two:
+
+        async def requests(server: JudgeServer, **settings: Any) -> int:
+            config = tree({"rm": server})
+            config["sources"]["rm"] |= settings
+            config["engine"]["journal"] = {"path": str(tmp_path / "verdicts.sqlite")}
+            before = server.report().requests
+            async with RewardEngine(config) as engine:
+                assert all(isinstance(outcome, Scored) for outcome in await engine.score_all(samples(3)))
+            return server.report().requests - before
+
+        assert await requests(one) == 3
+        assert await requests(one, weight=2, headers={"x-api-key": "k"}) == 0
+        assert await requests(one, headers={"x-route": "b"}) == 3, "a header may choose another reward"
+        assert await requests(two, version="rm", headers={"x-route": "b"}) == 3
+        assert await requests(one, version="rm", headers={"X-Route": "b"}) == 0, "the version stands for the address"
+        assert await requests(one, parameters={"x": 1}) == 3, "another task may be another reward"
+        assert await requests(two) == 3, "another address may be another reward model"
+        assert await requests(one, body={"response": "response", "label": "ground_truth"}) == 3
+        assert await requests(one, model="rm-7b") == 3
+        assert await requests(two, model="rm-7b") == 0, "the same reward model at another address"

@@ -132,7 +132,7 @@ def inflates(body: bytes) -> bool:
     return True
 
 
-# Faults of streams are met by `sources/test_streamed.py`; a reply that is not streamed has none.
+# Faults of streams are met by `sources/test_faults.py`; a reply that is not streamed has none.
 CHECKS |= {kind: good for kind in FaultKind if kind.stage in ("stream", "list")}
 
 

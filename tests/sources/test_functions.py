@@ -1,3 +1,5 @@
+"""Functions as sources: where they run, what they are given, what they may do wrong, and how their workers end."""
+
 from __future__ import annotations
 
 import asyncio
@@ -17,28 +19,29 @@ from typing import Any
 import numpy
 import pytest
 
+from qreward_plugins import RewardEngine
 from qreward_plugins.errors import (
     ConfigurationError,
     InvalidReply,
     PermanentError,
+    QRewardError,
     SampleFault,
     SampleRefused,
     SourceUnusable,
     Throttled,
     TransientError,
 )
-from qreward_plugins.samples import Sample
+from qreward_plugins.samples import Failed, Sample, Scored
 from qreward_plugins.sources import FunctionSource, Request, threads
 from qreward_plugins.sources.worker_program import END_WITHIN_S
-from qreward_plugins.system.functions import PathLoader
+from qreward_plugins.system.functions import PathLoader, load
+
+from .wire import nothing
 
 pytestmark = pytest.mark.anyio
-FUNCTIONS = Path(__file__).parent / "scoring" / "functions.py"
+SCORING = Path(__file__).parent / "scoring"
+FUNCTIONS = SCORING / "functions.py"
 PATIENCE_S = 30.0
-
-
-def unheard() -> None:
-    pass
 
 
 def config(name: str, **settings: Any) -> FunctionSource.Config:
@@ -48,6 +51,10 @@ def config(name: str, **settings: Any) -> FunctionSource.Config:
 def request(response: str = "r", **fields: Any) -> Request:
     fields.setdefault("messages", [{"role": "user", "content": "q"}])
     return Request(sample=Sample(response=response, **fields))
+
+
+def samples(*responses: str) -> list[Sample]:
+    return [Sample([{"role": "user", "content": "?"}], response) for response in responses]
 
 
 @pytest.fixture
@@ -64,7 +71,7 @@ async def opened() -> AsyncIterator[Callable[..., FunctionSource]]:
 
 
 async def value(source: FunctionSource, asked: Request) -> Any:
-    reply = await asyncio.wait_for(source.send(asked, on_sent=unheard), PATIENCE_S)
+    reply = await asyncio.wait_for(source.send(asked, on_sent=nothing), PATIENCE_S)
     return reply.value
 
 
@@ -107,12 +114,6 @@ async def test_a_sync_function_gets_the_sample(mode: str, opened: Any) -> None:
     given, bonus = await value(opened("of_sample", mode=mode, arguments="sample", kwargs={"bonus": 1.0}), asked)
     assert given == asked.sample
     assert bonus == 1.0
-
-
-async def test_a_sample_pickles() -> None:
-    sample = request("text", extras={"a": numpy.arange(3)}, ground_truth=numpy.float32(2)).sample
-    copy = pickle.loads(pickle.dumps(sample))
-    assert (copy.response, copy.ground_truth, copy.extras["a"].tolist()) == ("text", 2.0, [0, 1, 2])
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
@@ -216,7 +217,7 @@ async def test_cancelling_kills_the_call_and_frees_its_slot(opened: Any, tmp_pat
     for number in range(3):
         started = tmp_path / str(number)
         task = asyncio.create_task(
-            source.send(request("hang", extras={"started": str(started)}), on_sent=unheard),
+            source.send(request("hang", extras={"started": str(started)}), on_sent=nothing),
         )
         pid = int(await until(functools.partial(written, started)))
         task.cancel()
@@ -239,44 +240,34 @@ async def test_a_call_cancelled_before_it_started_starts_nothing_and_loses_no_wo
     assert await value(source, request()) == reply.value
 
 
-async def test_workers_are_shared_and_never_more_than_told(opened: Any) -> None:
-    source = opened("misbehave", workers=2)
-    replies = await asyncio.gather(*(value(source, request()) for _ in range(50)))
-    pids = {reply["pid"] for reply in replies}
-    assert 1 <= len(pids) <= 2
-    assert pids <= source._pool.pids
-
-
 async def test_a_hundred_calls_of_which_many_are_cancelled_leak_nothing(opened: Any) -> None:
     source = opened("misbehave", workers=2)
 
     async def one(number: int) -> str:
-        task = asyncio.create_task(source.send(request(), on_sent=unheard))
+        task = asyncio.create_task(source.send(request(), on_sent=nothing))
         if number % 3 == 0:
             for _ in range(number):
                 await asyncio.sleep(0)
             task.cancel()
         try:
-            return "scored" if (await task).value["score"] == 1.0 else "?"
+            return "scored" if (await task).value["pid"] in source._pool.pids else "?"
         except asyncio.CancelledError:
             return "cancelled"
 
     results = await asyncio.wait_for(asyncio.gather(*(one(number) for number in range(100))), PATIENCE_S)
     assert results.count("scored") >= 66
-    assert len(source._pool.pids) <= 2
     pids = source._pool.pids
+    assert 1 <= len(pids) <= 2
     await source.aclose()
     assert source._pool.pids == frozenset()
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    assert all(map(is_gone, pids))
 
 
 async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened: Any, tmp_path: Path) -> None:
     source = opened("misbehave", workers=2)
     await value(source, request())
     started = tmp_path / "started"
-    task = asyncio.create_task(source.send(request("hang", extras={"started": str(started)}), on_sent=unheard))
+    task = asyncio.create_task(source.send(request("hang", extras={"started": str(started)}), on_sent=nothing))
     pid = int(await until(functools.partial(written, started)))
     await asyncio.wait_for(source.aclose(), PATIENCE_S)
     with pytest.raises(TransientError):
@@ -290,25 +281,21 @@ async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened: Any,
 
 async def test_closing_while_a_worker_starts(opened: Any) -> None:
     source = opened("misbehave")
-    task = asyncio.create_task(source.send(request(), on_sent=unheard))
+    task = asyncio.create_task(source.send(request(), on_sent=nothing))
     await asyncio.sleep(0)
     await asyncio.wait_for(source.aclose(), PATIENCE_S)
     with pytest.raises(SourceUnusable, match="closed"):
         await task
 
 
-async def test_ctrl_c_is_for_the_parent(opened: Any) -> None:
+async def test_a_worker_is_a_process_like_any_other(opened: Any, capfd: pytest.CaptureFixture[str]) -> None:
     source = opened("misbehave")
+    # Ctrl-C is for the parent.
     assert await value(source, request("interrupt")) == (await value(source, request()))["pid"]
-
-
-async def test_a_function_may_use_processes_of_its_own(opened: Any) -> None:
-    assert await value(opened("misbehave"), request("fork")) == 3
-
-
-async def test_what_a_function_prints_goes_where_the_trainer_prints(capfd: Any, opened: Any) -> None:
-    source = opened("prints")
-    assert await value(source, request("hello")) == 1.0
+    # A function may use processes of its own.
+    assert await value(source, request("fork")) == 3
+    # What it prints goes where the trainer prints.
+    assert await value(opened("prints"), request("hello")) == 1.0
     assert capfd.readouterr().out == "hello\n"
 
 
@@ -444,7 +431,7 @@ async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(
     source = in_threads(gate)
     caplog.set_level(logging.WARNING)
     for _ in range(4):
-        task = asyncio.create_task(source.send(request(), on_sent=unheard))
+        task = asyncio.create_task(source.send(request(), on_sent=nothing))
         await entered(gate)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -465,7 +452,7 @@ async def test_a_thread_that_ends_after_its_loop_is_harmless() -> None:
     def run_and_leave() -> None:
         async def use() -> None:
             source = in_threads(gate)
-            task = asyncio.create_task(source.send(request(), on_sent=unheard))
+            task = asyncio.create_task(source.send(request(), on_sent=nothing))
             await entered(gate)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -506,3 +493,309 @@ async def test_a_type_error_of_its_own_is_not_blamed_on_the_signature(tmp_path: 
             await value(source, request())
     finally:
         await source.aclose()
+
+
+# Several samples in one call
+
+
+BATCHED = """
+import os, time
+
+def fields(data_source, solution_str, ground_truth, extra_info, scale=1.0):
+    assert len(data_source) == len(solution_str) == len(ground_truth) == len(extra_info)
+    return [scale * len(text) for text in solution_str]
+
+def verl(data_sources, solution_strs, ground_truths, extra_infos):
+    assert len(data_sources) == len(solution_strs) == len(ground_truths) == len(extra_infos)
+    return [float(len(text)) for text in solution_strs]
+
+def samples(samples):
+    return tuple(float(len(sample.response)) for sample in samples)
+
+async def awaited(samples):
+    return [float(len(sample.response)) for sample in samples]
+
+def array(samples):
+    import numpy
+    return numpy.array([len(sample.response) for sample in samples], dtype="float32")
+
+def too_few(samples):
+    return [1.0] * (len(samples) - 1)
+
+def one_number(samples):
+    return 0.5
+
+def bad(samples):
+    texts = [sample.response for sample in samples]
+    if "raise" in texts:
+        raise ValueError("cannot score this")
+    if "crash" in texts:
+        os._exit(3)
+    if "hang" in texts:
+        time.sleep(600)
+    return [float(len(text)) for text in texts]
+"""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Any:
+    (tmp_path / "rewards.py").write_text(BATCHED)
+
+    def made(name: str, **settings: Any) -> dict[str, Any]:
+        own = {"workers": 1, "batch": {"max_size": 8}, "arguments": "sample"}
+        return {"kind": "function", "function": f"{tmp_path}/rewards.py:{name}", **own, **settings}
+
+    return made
+
+
+async def called(node: dict[str, Any], responses: list[str]) -> Any:
+    source = FunctionSource("f", FunctionSource.Config.model_validate(node))
+    sent: list[bool] = []
+    requests = [Request(Sample([], text, ground_truth="g", data_source="d")) for text in responses]
+    try:
+        return [reply.value for reply in await source.send_batch(requests, on_sent=lambda: sent.append(True))]
+    except QRewardError as error:
+        return error
+    finally:
+        await source.aclose()
+        assert sent == [True]
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+async def test_a_function_gets_lists_and_returns_a_value_for_each(node: Any, mode: str) -> None:
+    for name in ("fields", "verl", "samples", "awaited", "array"):
+        arguments = "fields" if name in ("fields", "verl") else "sample"
+        assert await called(node(name, arguments=arguments, mode=mode), ["a", "bb", "ccc"]) == [1.0, 2.0, 3.0], name
+    # Further arguments are no lists, and a single request is a list, too.
+    assert await called(node("fields", arguments="fields", mode=mode, kwargs={"scale": 2.0}), ["a"]) == [2.0]
+    for name, said in (
+        ("too_few", "returned 2 values for 3 samples"),
+        ("one_number", "type float; with `batch` it must return a list"),
+    ):
+        error = await called(node(name, mode=mode), ["a", "bb", "ccc"])
+        assert isinstance(error, InvalidReply)
+        assert said in str(error)
+
+
+def test_tokens_of_functions_are_not_counted(node: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        FunctionSource("f", FunctionSource.Config.model_validate(node("samples", batch={"max_tokens": 100})))
+    assert [mistake.path for mistake in caught.value.mistakes] == ["sources.f.batch.max_tokens"]
+
+
+async def test_the_question_of_the_journal_does_not_depend_on_the_batch(node: Any) -> None:
+    configs = [
+        FunctionSource.Config.model_validate(node("samples", version="1", **more)) for more in ({}, {"batch": None})
+    ]
+    sources = [FunctionSource("f", config) for config in configs]
+    first, second = (source.question(request("abc")) for source in sources)
+    assert first == second is not None
+    for source in sources:
+        await source.aclose()
+
+
+@pytest.mark.parametrize(("response", "reason"), [("raise", "raised"), ("crash", "crashed"), ("hang", "hung")])
+async def test_one_bad_sample_costs_no_neighbour(node: Any, response: str, reason: str) -> None:
+    own = {"workers": 2, "timeouts": {"total_s": 2}} if response == "hang" else {}
+    async with RewardEngine({"sources": {"f": node("bad", **own)}, "judges": {"j": {"kind": "function"}}}) as engine:
+        outcomes = await asyncio.wait_for(engine.score_all(samples("a", "bb", response, "ccc", "dddd")), 60)
+    assert [outcome.verdict.score for outcome in outcomes if isinstance(outcome, Scored)] == [1.0, 2.0, 3.0, 4.0]
+    assert isinstance(outcomes[2], Failed)
+    assert outcomes[2].reason == reason
+
+
+# Devices: a device is only a number in an environment variable here
+
+
+ON_DEVICES = """
+import os, time
+from contextlib import suppress
+from pathlib import Path
+
+SEEN = os.environ["CUDA_VISIBLE_DEVICES"]  # when the file is imported
+with (Path(__file__).parent / "imports").open("a") as file:
+    file.write(f"{os.getpid()} {SEEN}\\n")
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "crash once on 5":
+        crashed = Path(__file__).parent / "crashed"
+        if SEEN == "5":
+            with suppress(FileExistsError):
+                crashed.touch(exist_ok=False)
+                os._exit(3)
+        while not crashed.exists():
+            time.sleep(0.01)
+    return {"score": 1.0, "device": int(SEEN), "pid": os.getpid()}
+
+def plurals(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(len(text)) for text in solution_strs]
+
+async def awaited(**_):
+    return 1.0
+
+if (Path(__file__).parent / "out of memory").exists():
+    os._exit(9)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as in a reward worker
+    (tmp_path / "model.py").write_text(ON_DEVICES)
+
+    def made(name: str = "score", **source: Any) -> dict[str, Any]:
+        node = {"kind": "function", "function": f"{tmp_path}/model.py:{name}", "devices": [3, 5], **source}
+        return {"sources": {"rm": node}, "judges": {"j": {"kind": "function"}}, "engine": {"deadline_s": 60}}
+
+    return made
+
+
+def imports(tmp_path: Path) -> dict[int, int]:
+    """The devices that the importing processes saw, by process id."""
+    return {int(pid): int(seen) for pid, seen in map(str.split, (tmp_path / "imports").read_text().splitlines())}
+
+
+async def test_each_worker_sees_its_own_device_when_it_imports_the_file(tree, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "qreward_plugins.sources")
+    async with RewardEngine(tree()) as engine:
+        outcomes = await engine.score_all(samples(*"abcdefgh"))
+    seen = imports(tmp_path)
+    assert sorted(seen.values()) == [3, 5]  # all workers, and neither this process
+    assert {(o.verdict.components["pid"], o.verdict.components["device"]) for o in outcomes} <= set(seen.items())
+    said = [record.getMessage() for record in caplog.records if "sees" in record.getMessage()]
+    expected = [f"source 'rm': worker process {pid} sees CUDA_VISIBLE_DEVICES={seen[pid]}" for pid in seen]
+    assert sorted(said) == sorted(expected)
+
+
+async def test_a_worker_that_dies_is_replaced_on_its_device(tree, tmp_path):
+    async with RewardEngine(tree(workers=4)) as engine:
+        outcomes = await engine.score_all(samples(*["crash once on 5"] * 4))
+        assert [outcome.reward for outcome in outcomes] == [1.0] * 4
+        deadline = time.monotonic() + PATIENCE_S
+        while len(imports(tmp_path)) < 5:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+    *first, last = imports(tmp_path).values()
+    assert (sorted(first), last) == ([3, 3, 5, 5], 5)
+
+
+async def test_a_call_may_carry_several_samples(tree):
+    async with RewardEngine(tree("plurals", batch={"max_size": 4})) as engine:
+        outcomes = await engine.score_all(samples("a", "bb", "ccc"))
+    assert [outcome.reward for outcome in outcomes] == [1.0, 2.0, 3.0]
+
+
+async def test_workers_that_all_die_while_they_load_stop_the_start(tree, tmp_path):
+    (tmp_path / "out of memory").touch()
+    async with RewardEngine(tree()) as engine:
+        with pytest.raises(ConfigurationError, match=r"sources\.rm\.function.*no worker process could be started"):
+            await engine.score_all(samples("a"))
+
+
+async def test_names_of_lists_are_for_batches_only(tree):
+    async with RewardEngine(tree("plurals")) as engine:
+        (outcome,) = await engine.score_all(samples("abcde"))
+    assert (outcome.reward, "TypeError" in outcome.detail) == (None, True), outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nowhere", "the function cannot be loaded: .*model.py has no 'nowhere'"),
+        ("awaited", "the function cannot be loaded: it is async, and would run in a process without devices"),
+    ],
+)
+async def test_a_function_that_workers_cannot_load_stops_the_start(tree, name, problem):
+    async with RewardEngine(tree(name)) as engine:
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match=rf"sources\.rm\.function: {problem}"):
+                await engine.score_all(samples("a"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"mode": "thread"}, "threads see the devices of their process; remove mode: thread, or devices"),
+        ({"workers": 1}, "workers: 1 leaves devices unused; set 2 or more, or remove it"),
+        ({"devices": [0, -1]}, "-1 is no index of a device"),
+        ({"devices": [1, 1]}, "the device 1 is named twice"),
+        ({"devices": 0}, "must be a list of devices, by index or name"),
+        ({"devices": []}, "must be a list of devices, by index or name"),
+    ],
+)
+def test_what_cannot_work_is_refused(tree, settings, problem):
+    with pytest.raises(ConfigurationError) as caught:
+        RewardEngine(tree(**settings))
+    (mistake,) = caught.value.mistakes
+    assert mistake.path == "sources.rm.devices"
+    assert problem in str(mistake)
+
+
+# Where a function is found
+
+
+def test_a_function_of_a_module_and_of_a_file() -> None:
+    assert load(PathLoader("os.path:join"), key="k")("a", "b") == "a/b"
+    assert load(PathLoader("os:path.join"), key="k")("a", "b") == "a/b"
+    function = load(PathLoader(f"{FUNCTIONS}:awaited_object.method"), key="k")
+    assert function.__name__ == "method"
+
+
+def test_a_file_is_loaded_once_and_what_it_defines_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    strange = load(PathLoader(f"{FUNCTIONS}:Awaited"), key="k")
+    assert pickle.loads(pickle.dumps(strange)) is strange
+    monkeypatch.chdir(SCORING)
+    assert load(PathLoader("functions.py:Awaited"), key="k") is strange
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("no_such_package.inner:score", "there is no module 'no_such_package'"),
+        ("json.nothing:score", "there is no module 'json.nothing'"),
+        ("nowhere/rewards.py:score", "there is no file"),
+        ("json:JSONEncoderr", "json has no 'JSONEncoderr'; did you mean 'JSONEncoder'"),
+        ("json:qqqqqq", "json has no 'qqqqqq'."),
+        (f"{FUNCTIONS}:value", "value of .* is of type float, not a function"),
+        (
+            f"{SCORING / 'broken.py'}:score",
+            "ModuleNotFoundError: No module named 'no_such_module_at_all' .*broken.py:1",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_path(path: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        load(PathLoader(path), key="sources.f.function")
+    assert [mistake.path for mistake in caught.value.mistakes] == ["sources.f.function"]
+
+
+def test_a_file_that_failed_to_load_is_tried_afresh(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("raise SystemExit(3)")
+    with pytest.raises(ConfigurationError, match="SystemExit: 3"):
+        load(PathLoader(f"{path}:score"), key="k")
+    path.write_text("def score(**given): return 12345.0")
+    assert load(PathLoader(f"{path}:score"), key="k")() == 12345.0
+
+
+def test_a_file_that_was_changed_within_a_second_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "rewards.py"
+    for score in (1.0, 2.0):
+        path.write_text(f"def score(**given): return {score}")
+        os.utime(path, (10**9, 10**9))
+        function = load(PathLoader(f"{path}:score"), key="k")
+        assert function() == score
+        del sys.modules[function.__module__]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_names_the_users_line_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("def score(\n")
+    with pytest.raises(ConfigurationError) as caught:
+        load(PathLoader(f"{path}:score"), key="k")
+    assert "rewards.py, line 1" in str(caught.value)
+    assert "importlib" not in str(caught.value)

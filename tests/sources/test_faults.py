@@ -1,0 +1,335 @@
+"""Every fault that the judge server knows, met by each kind of source over real connections, with both clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from qreward_plugins import RewardEngine
+from qreward_plugins.errors import (
+    ConfigurationError,
+    InvalidReply,
+    PermanentError,
+    SourceUnusable,
+    Throttled,
+    TransientError,
+)
+from qreward_plugins.judges import FunctionJudge
+from qreward_plugins.samples import Failed, Sample, Scored, Verdict
+from qreward_plugins.sources import OpenAISource, Reply, Request, RewardModelSource
+from qreward_plugins.testing import FaultKind, Faults, JudgeServer, PlayFault, ScoreCall
+
+from ..kit import each_of
+from .wire import KEY, NextFault, asked, completion, nothing, outcome_of, request_of, serving
+
+pytestmark = pytest.mark.anyio
+
+
+def stage(*names: str) -> set[str]:
+    return {kind.value for kind in FaultKind if kind.stage in names}
+
+
+KINDS = [kind for kind in FaultKind if kind is not FaultKind.HANG]
+SHARED: dict[type, set[str]] = {
+    PermanentError: {"error_400", "error_413", "error_422"},
+    SourceUnusable: {"error_401", "error_403", "error_404", "redirect", "redirect_loop"},
+    Throttled: {kind.value for kind in FaultKind if kind.value.startswith("error_429")} | {"error_503_seconds"},
+}
+WHOLE = {"close_after", "wrong_model", "slow_headers", "slow_body"} | stage("stream")
+"""Faults that leave the reply whole. One that is not streamed has no faults of streams."""
+CLOSING = ("close_after", "slow_headers", "slow_body", "short_length")
+"""The next request may still be written into the connection that is going away; it is not sent twice unseen."""
+PAUSES_S = {"error_429_huge": 300.0, "error_429_negative": None, "error_429": None}
+DIALECTS = ("openai", "openai_reasoning", "responses", "anthropic", "gemini")
+
+
+def expected(kind: FaultKind, classes: dict[type, set[str]]) -> type:
+    """The class of an outcome; what no table names is a transient error."""
+    found = [outcome for outcome, names in {**SHARED, **classes}.items() if kind.value in names]
+    return found[0] if found else TransientError
+
+
+async def meet(source: Any, kind: FaultKind, request: Any, classes: dict[type, set[str]]) -> tuple[Any, Any]:
+    """Ask while a fault is played, and again. Return both outcomes."""
+    sent: list[int] = []
+    outcome = await outcome_of(source, request, lambda: sent.append(1))
+    first = outcome[0] if isinstance(outcome, list) else outcome
+    assert type(first) is expected(kind, classes), (kind, outcome)
+    assert sent == [1], kind
+    assert KEY not in str(first)
+    if isinstance(first, Throttled):
+        pause_s = first.retry_after_s
+        assert pause_s == PAUSES_S[kind.value] if kind.value in PAUSES_S else 0 < (pause_s or 0) <= 300, kind
+    if kind.value in CLOSING:
+        await outcome_of(source, request)
+    return outcome, await outcome_of(source, request)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_every_fault_of_a_judge_has_its_class(dialect: str, open_source: Any) -> None:
+    next_fault = NextFault()
+    # Withheld answers have no text in Anthropic's messages: both kinds are one stop_reason.
+    refused = {"refusal"} | ({"content_filter"} if dialect == "anthropic" else set())
+    # What is left of the "verdict" stage is a proper reply; its text is the judge's to refuse.
+    classes = {InvalidReply: refused, Reply: WHOLE | stage("list", "verdict") - {"null_content"}}
+    with JudgeServer(lambda call: 0.5, faults=next_fault.faults, api_key=KEY) as server:
+        source = open_source(server.base_url, dialect=dialect)
+        for kind in next_fault.each(KINDS):
+            _, after = await meet(source, kind, request_of(), classes)
+            assert after.text, kind
+        await source.aclose()
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings"),
+    [
+        (0.25, {}),
+        ({"score": 0.25, "acc": True}, {}),
+        ({"data": {"score": 0.25}, "took_s": 3}, {"score_key": "data.score"}),
+    ],
+    ids=["number", "mapping", "nested"],
+)
+async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any, open_service: Any) -> None:
+    judge = FunctionJudge("j", FunctionJudge.Config(kind="function", reward_range=(0, 1)), sources=["rm"])
+    request, next_fault = judge.request(Sample([{"role": "user", "content": "q"}], "r"), attempt=0), NextFault()
+    # JSON that stops in the middle, a sentence, and two values are no JSON: that is the server's trouble.
+    invalid = {"no_choices", "wrong_json_type"} | stage("verdict") - {"cut_off", "prose", "two_verdicts"}
+    classes = {InvalidReply: invalid, Verdict: WHOLE | stage("list")}
+
+    class Judged:
+        async def send(self, asked: Request, *, on_sent: Any) -> Verdict:
+            return judge.verdict(asked, await source.send(asked, on_sent=on_sent))
+
+    with JudgeServer(lambda call: answer, faults=next_fault.faults, api_key=KEY) as server:
+        source = open_service(server.score_url, **settings)
+        for kind in next_fault.each(KINDS):
+            outcome, after = await meet(Judged(), kind, request, classes)
+            scores = [each.score for each in (outcome, after) if isinstance(each, Verdict)]
+            assert scores == [0.25] * (1 + isinstance(outcome, Verdict)), kind
+        await source.aclose()
+
+
+# Reward models, with one text and with several in a request
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+PROTOCOLS = ("vllm_classify", "vllm_pooling", "vllm_score", "sglang_classify", "tei_predict", "openrlhf")
+OF_ONE_RESULT = stage("verdict") - {"two_verdicts", "forged_verdict", "wrong_nonce", "duplicate_keys"}
+"""Faults of one result, which cost no other."""
+
+
+def length(call: ScoreCall) -> float:
+    return float(len(call.response.rpartition("assistant: ")[2].strip()))
+
+
+@pytest.fixture
+def node(tmp_path: Any, client: str) -> Any:
+    """The configuration of a reward model at a judge server."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+
+    def made(server: JudgeServer, protocol: str = "vllm_classify", **settings: Any) -> dict[str, Any]:
+        own = {} if protocol == "vllm_score" else {"chat_template": str(tmp_path)}
+        common = {"kind": "reward_model", "model": "judge", "batch": {"max_size": 8}, "api_key": KEY, "client": client}
+        return {**common, "base_url": server.root_url, "protocol": protocol, **own, **settings}
+
+    return made
+
+
+def requests_of(size: int) -> list[Request]:
+    turn = {"role": "user", "content": "2 + 2?"}
+    texts = ["a" * (n + 1) for n in range(size)]
+    return [Request(Sample([], text), messages=(turn, {"role": "assistant", "content": text})) for text in texts]
+
+
+@pytest.mark.parametrize(("protocol", "size"), [("vllm_classify", 1), *((protocol, 3) for protocol in PROTOCOLS)])
+async def test_every_fault_of_a_reward_model_has_its_class(protocol: str, size: int, node: Any) -> None:
+    # The protocols differ in their results only, so the faults below these are played with one of them.
+    kinds = [kind for kind in KINDS if protocol == "vllm_classify" or kind.stage == "list"]
+    # A single result needs no index, and a server that states none keeps the order.
+    unnumbered = {"results_unnumbered", "results_misnumbered"}
+    numbers = size > 1 and protocol.startswith("vllm")
+    invalid = {"results_too_few", "results_too_many", "no_choices", "wrong_json_type"} | OF_ONE_RESULT
+    classes = {
+        InvalidReply: invalid | (unnumbered if numbers else set()),
+        Reply: WHOLE | {"results_shuffled"} | unnumbered | (stage("verdict") - OF_ONE_RESULT),
+    }
+    requests, scores, next_fault = requests_of(size), [float(n + 1) for n in range(size)], NextFault()
+    with JudgeServer(length, faults=next_fault.faults, api_key=KEY) as server:
+        source = RewardModelSource("rm", RewardModelSource.Config.model_validate(node(server, protocol)))
+        for kind in next_fault.each(kinds):
+            request: Any = requests if size > 1 else requests[0]
+            outcome, after = await meet(source, kind, request, classes)
+            good = outcome if isinstance(outcome, list) else [outcome] if isinstance(outcome, Reply) else []
+            good = good[1:] if kind.value in OF_ONE_RESULT else good
+            assert [next(iter(each.value.values())) for each in good] == scores[size - len(good) :], kind
+            after = after if isinstance(after, list) else [after]
+            assert [next(iter(each.value.values())) for each in after] == scores, kind
+        await source.aclose()
+
+
+@pytest.mark.parametrize("fault", ["error_400", "error_422", "results_too_few", "score_nan"])
+async def test_an_engine_scores_around_one_bad_text(fault: str, node: Any) -> None:
+    """Every request that holds the text fails. `results_too_few` and `score_nan` hit the first request instead."""
+    answered = fault in ("results_too_few", "score_nan")
+
+    def score(call: ScoreCall) -> float:
+        if "b" * 60 in call.response and not answered:
+            raise PlayFault(fault)
+        return length(call) / 100
+
+    faults = Faults(script=[None, None, fault] if answered else [])  # the first two are the probe of the start
+    with JudgeServer(score, faults=faults, api_key=KEY) as server:
+        sources = {"rm": node(server, limits={"concurrency": 1})}
+        texts = ["a" * (n + 1) for n in range(15)] + ["b" * 60]
+        async with RewardEngine({"sources": sources, "judges": {"j": {"kind": "reward_model"}}}) as engine:
+            samples = [Sample([{"role": "user", "content": "2 + 2?"}], text) for text in texts]
+            outcomes = await asyncio.wait_for(engine.score_all(samples), 40)
+            assert engine.statistics().sources["rm"].mean_batch_size > 1
+        report = server.report()
+    assert [outcome.verdict.score for outcome in outcomes[:15]] == [pytest.approx((n + 1) / 100) for n in range(15)]
+    assert isinstance(outcomes[15], Scored if answered else Failed)
+    assert report.faults[fault] >= 1
+    assert report.requests <= 30
+
+
+async def test_a_hang_ends_with_the_attempt(open_service: Any, node: Any) -> None:
+    service = FunctionJudge("j", FunctionJudge.Config(kind="function"), sources=[])
+    one: Any = service.request(Sample([{"role": "user", "content": "q"}], "r"), attempt=0)
+    for asked_for in (one, requests_of(3)):
+        with JudgeServer(faults=Faults(script=["hang"]), api_key=KEY) as server:
+            config = RewardModelSource.Config.model_validate(node(server))
+            source = open_service(server.score_url) if asked_for is one else RewardModelSource("rm", config)
+            task = asyncio.create_task(outcome_of(source, asked_for))
+            await asyncio.to_thread(server.wait_for, lambda report: report.faults == {"hang": 1})
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 0)
+            await source.aclose()
+
+
+# Streams
+
+TEXT = json.dumps({"rationale": "fine " * 40, "score": 5})
+LONG = {"max_tokens": 400}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_every_fault_of_a_stream_has_its_class(dialect: str, open_source: Any) -> None:
+    next_fault = NextFault()
+    with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
+        settings = {"max_reply_bytes": 50_000, "timeouts": {"idle_s": 0.2}}
+        source = open_source(server.base_url, stream=True, dialect=dialect, **settings)
+        for kind in next_fault.each(kind for kind in FaultKind if kind.stage == "stream"):
+            outcome = await outcome_of(source, request_of(**LONG))
+            if kind.value in ("stream_no_done", "stream_odd", "stream_drip"):
+                assert isinstance(outcome, Reply), (kind, outcome)
+                assert json.loads(outcome.text)["score"] == 5
+            else:
+                assert type(outcome) is TransientError, (kind, outcome)
+            if kind.value in ("stream_silent", "stream_comments"):
+                assert "no event within 0.2 s" in str(outcome)
+            # The next one is read well, over whatever connection.
+            assert isinstance(await outcome_of(source, request_of(**LONG)), Reply), kind
+        await source.aclose()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_what_a_stream_says_is_what_a_reply_says(dialect: str, open_source: Any) -> None:
+    others = ("error_500", "error_401", "reset")
+    # A stream cannot tell null from an empty text.
+    kinds = [kind for kind in FaultKind if kind.stage == "verdict" or kind.value in others]
+    kinds.remove(FaultKind("null_content"))
+    next_fault, outcomes = NextFault(), []
+    with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
+        for stream in (True, False):
+            source = open_source(server.base_url, stream=stream, dialect=dialect)
+            outcomes.append([await outcome_of(source, request_of(**LONG))])
+            for _ in next_fault.each(kinds):
+                outcomes[-1].append(await outcome_of(source, request_of(**LONG)))
+                after = await outcome_of(source, request_of(max_tokens=10))
+                assert isinstance(after, Reply), after
+                assert (after.finish_reason, after.first_token_s is not None) == ("length", stream)
+            await source.aclose()
+    assert isinstance(outcomes[0][0], Reply)
+    for kind, streamed, plain in zip([None, *kinds], *outcomes, strict=True):
+        assert type(streamed) is type(plain), kind
+        for name in ("text", "thinking", "usage", "model", "finish_reason"):
+            assert getattr(streamed, name, None) == getattr(plain, name, None), kind
+
+
+async def test_a_server_that_ignores_the_wish_is_read_as_it_answers(open_source: Any) -> None:
+    async with serving(completion()) as server:
+        [reply] = await asked(open_source(server.base_url, stream=True))
+    assert server.exchanges[0].json["stream"] is True
+    assert (reply.text, reply.first_token_s) == ("fine", None)
+
+
+async def test_a_stream_that_was_read_to_its_end_keeps_its_connection(open_source: Any) -> None:
+    async def script(exchange: Any) -> None:
+        chunk = {"choices": [{"index": 0, "delta": {"content": "fine"}, "finish_reason": "stop"}]}
+        body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode()
+        exchange.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        exchange.write(f"{len(body):x}\r\n".encode() + body + b"\r\n")
+        await asyncio.sleep(0.01)
+        exchange.write(b"0\r\n\r\n")
+
+    async with serving(script) as server:
+        replies = await asked(open_source(server.base_url, stream=True), *[request_of() for _ in range(4)])
+    assert ([reply.text for reply in replies], server.connections) == (["fine"] * 4, 1)
+
+
+async def test_cancelling_a_stream_closes_its_connection(open_source: Any) -> None:
+    with JudgeServer(lambda call: TEXT, stream_interval_s=0.5) as server:
+        source = open_source(server.base_url, stream=True)
+        task = asyncio.create_task(source.send(request_of(**LONG), on_sent=nothing))
+        await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 1)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 0)
+        await source.aclose()
+
+
+async def test_a_tool_that_is_streamed_is_the_verdict(open_source: Any) -> None:
+    schema = {"type": "object", "properties": {"score": {"type": "number"}}, "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+    with JudgeServer(lambda call: '{"score": 5}') as server:
+        source = open_source(server.base_url, stream=True, dialect="anthropic", structured_output="tool")
+        [reply] = await asked(source, request_of(response_format=form, **LONG))
+    assert json.loads(reply.text) == {"score": 5}
+
+
+TWO = {"generationConfig": {"candidateCount": 2}}
+
+
+@each_of(
+    ("settings", "path", "said"),
+    [
+        ({"timeouts": {"idle_s": 5}}, "timeouts.idle_s", "replies are not streamed"),
+        ({"stream": True, "timeouts": {"idle_s": 120}}, "timeouts.idle_s", "cannot pass within the 120 s"),
+        (
+            {"stream": True, "dialect": "gemini", "parameters": TWO},
+            "parameters.generationConfig.candidateCount",
+            "one completion",
+        ),
+        (
+            {"stream": True, "dialect": "anthropic", "parameters": {"stream_options": {}}},
+            "parameters.stream_options",
+            "",
+        ),
+        ({"stream": True, "parameters": {"n": 2}}, "parameters.n", "one completion"),
+        ({"stream": True, "parameters": {"stream": False}}, "parameters.stream", "a key of its own"),
+        ({"parameters": {"stream": True}}, "parameters.stream", "a key of its own"),
+        ({"parameters": {"stream_options": {"include_usage": True}}}, "parameters.stream_options", "not streamed"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(settings: Any, path: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        OpenAISource("a", OpenAISource.Config(kind="openai", base_url=["http://a/v1"], model="m", **settings))
+    [mistake] = caught.value.mistakes
+    assert mistake.path == f"sources.a.{path}"
+    assert said in mistake.problem

@@ -1,0 +1,741 @@
+"""Both HTTP clients over real connections: what is sent, broken replies, closing, and no secret in any text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import gzip
+import json
+import random
+import socket
+import ssl
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+from yarl import URL as Url
+
+from qreward_plugins.errors import ConfigurationError, SourceUnusable, Throttled, TransientError
+from qreward_plugins.sources import OpenAISource, http, http_reading
+from qreward_plugins.sources.aiohttp_client import AiohttpClient, PreparedPost
+from qreward_plugins.sources.http import Connecting
+from qreward_plugins.sources.http_reading import ACCEPTED, Undecodable, decoder_of
+from qreward_plugins.testing import JudgeServer
+
+from ..kit import connections_left, each_of
+from .wire import HEAD, KEY, PATIENCE_S, asked, completion, nothing, outcome_of, request_of, serving, text_of
+
+pytestmark = pytest.mark.anyio
+URL = "http://127.0.0.1:9/v1"
+
+
+async def test_what_is_sent_and_what_comes_back(open_source: Any) -> None:
+    async with serving(completion(usage={"prompt_tokens": 5, "completion_tokens": 2})) as server:
+        headers = {"X-Team": "reward-team-7"}
+        source = open_source(server.base_url, parameters={"max_tokens": 9, "top_k": 1}, headers=headers)
+        # Half a surrogate pair is replaced, and a whole one joined.
+        [reply] = await asked(source, request_of("a\ud800b \ud83d\ude00", max_tokens=5, temperature=0.0))
+    assert (reply.text, reply.model, reply.finish_reason) == ("fine", "judge-1", "stop")
+    assert reply.usage.total_tokens == 7
+    [exchange] = server.exchanges
+    assert exchange.head.startswith("POST /v1/chat/completions HTTP/1.1\r\n")
+    assert (
+        exchange.headers.items()
+        >= {
+            "authorization": f"Bearer {KEY}",
+            "x-team": "reward-team-7",
+            "content-type": "application/json",
+        }.items()
+    )
+    assert exchange.json == {
+        "model": "judge",
+        "messages": [{"role": "user", "content": "a\ufffdb \U0001f600"}],
+        "max_tokens": 9,
+        "temperature": 0.0,
+        "top_k": 1,
+    }
+
+
+async def test_nothing_is_counted_that_was_not_sent(open_source: Any) -> None:
+    async with serving("") as server:
+        pass
+    source, sent = open_source(server.base_url), []
+    outcome = await outcome_of(source, request_of(), lambda: sent.append(1))
+    assert type(outcome) is TransientError
+    assert ("could not connect" in str(outcome), sent) == (True, [])
+    await source.aclose()
+
+
+async def test_a_kept_connection_that_the_server_drops_is_one_attempt(open_source: Any) -> None:
+    sent: list[int] = []
+    async with serving([completion(), lambda exchange: exchange.reset()]) as server:
+        source = open_source(server.base_url)
+        outcomes = [await outcome_of(source, request_of(), lambda: sent.append(1)) for _ in range(2)]
+        await source.aclose()
+    assert isinstance(outcomes[1], TransientError)
+    # A client that repeated the request by itself would show up as a third exchange that nobody counted.
+    assert (len(server.exchanges), server.connections, sent) == (2, 1, [1, 1])
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "no HTTP": lambda e: e.write(b"SSH-2.0-OpenSSH\r\n\r\n"),
+    "a bad status": lambda e: e.write(b"HTTP/1.1 abc OK\r\n\r\n"),
+    "many headers": lambda e: e.write(HEAD + b"X: y\r\n" * 100_000 + b"\r\n"),
+    "a bad header": lambda e: e.write(HEAD + b"no colon\r\n\r\n"),
+    "a bad length": lambda e: e.write(HEAD + b"Content-Length: -5\r\n\r\n{}"),
+    "two lengths": lambda e: e.write(HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}"),
+    "chunks cut short": lambda e: (e.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"), e.writer.close()),
+    "truncated gzip": lambda e: e.reply(gzip.compress(b"{" * 5000)[:-20], headers={"Content-Encoding": "gzip"}),
+    "an unknown encoding": lambda e: e.reply(b"\x00\x01", headers={"Content-Encoding": "zstd"}),
+}
+"""Replies that a judge server does not play (`test_faults`)."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_every_broken_reply_is_a_transient_error_and_the_next_request_works(fault: str, open_source: Any) -> None:
+    async with serving([lambda exchange: FAULTS[fault](exchange) and None, completion()]) as server:
+        error, after = await asked(open_source(server.base_url), request_of(), request_of())
+    assert type(error) is TransientError, error
+    assert "'fast'" in str(error)
+    assert server.base_url in str(error)
+    assert error.__context__ is None
+    assert after.text == "fine"
+
+
+async def test_a_bomb_and_an_endless_body_are_cut_off(open_source: Any) -> None:
+    closed = asyncio.Event()
+
+    async def endless(exchange: Any) -> None:
+        exchange.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        try:
+            while True:
+                exchange.write(b"4000\r\n" + b" " * 0x4000 + b"\r\n")
+                await exchange.writer.drain()
+        finally:
+            closed.set()
+
+    bomb = gzip.compress(b" " * 100_000_000)
+    for script in (lambda exchange: exchange.reply(bomb, headers={"Content-Encoding": "gzip"}), endless):
+        async with serving(script) as server:
+            [error] = await asked(open_source(server.base_url, max_reply_bytes=50_000))
+            assert type(error) is TransientError
+            assert "larger than 50,000 bytes" in str(error)
+            if script is endless:
+                await asyncio.wait_for(closed.wait(), PATIENCE_S)
+
+
+@pytest.mark.parametrize("body", ["endless", "reset", "silent"])
+async def test_the_status_counts_even_if_the_body_of_the_error_never_ends(
+    body: str, open_source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_reading, "_ERROR_BODY_S", 0.05)
+
+    async def script(exchange: Any) -> None:
+        exchange.write(b"HTTP/1.1 429 Slow Down\r\nRetry-After: 4\r\nContent-Length: 900000000\r\n\r\nslow down")
+        await exchange.writer.drain()
+        if body == "reset":
+            exchange.reset()
+        while body == "endless":
+            exchange.write(b"x" * 10_000)
+            await exchange.writer.drain()
+        await exchange.hung_up()
+
+    async with serving(script) as server:
+        [error] = await asked(open_source(server.base_url))
+    assert isinstance(error, Throttled)
+    assert error.retry_after_s == 4.0
+
+
+async def test_cookies_are_not_kept(open_source: Any) -> None:
+    def script(exchange: Any) -> None:
+        exchange.reply(completion(), headers={"Set-Cookie": "session=abc"})
+
+    async with serving(script) as server:
+        await asked(open_source(server.base_url), request_of(), request_of())
+    assert "cookie" not in server.exchanges[1].headers
+    assert server.connections == 1
+
+
+async def test_a_name_that_does_not_resolve_or_takes_too_long(
+    open_source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*args: Any, **kwargs: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def unknown(*args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for resolve, says in ((never, "could not connect within 0.05 s"), (unknown, "'h.example' could not be resolved")):
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+        [error] = await asked(open_source("http://h.example/v1", timeouts={"connect_s": 0.05}))
+        assert type(error) is TransientError
+        assert says in str(error)
+
+
+async def test_a_handshake_that_fails_or_never_ends(open_source: Any) -> None:
+    async def garble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await reader.read()
+        writer.close()
+
+    for answer, says in (
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "; the server probably speaks http, not https"),
+        (b"", "within 0.05 s"),
+    ):
+        server = await asyncio.start_server(garble, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        timeouts = {"connect_s": 5 if answer else 0.05}
+        [error] = await asked(open_source(f"https://127.0.0.1:{port}/v1", timeouts=timeouts))
+        assert type(error) is TransientError
+        assert says in str(error)
+        server.close()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_certificate_that_does_not_verify_makes_the_source_unusable(
+    open_source: Any, self_signed: ssl.SSLContext
+) -> None:
+    async with serving(completion(), self_signed) as server:
+        [error] = await asked(open_source(server.base_url))
+        assert isinstance(error, SourceUnusable)
+        assert "self" in str(error)
+        assert "verify_tls" in str(error)
+        assert server.exchanges == []
+        [reply] = await asked(open_source(server.base_url, verify_tls=False))
+        assert reply.text == "fine"
+
+
+async def test_a_foreign_exception_of_any_kind_is_mapped(open_source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(URL)
+    for raised in (ValueError(KEY), RuntimeError(KEY), zlib.error(KEY), UnicodeError(KEY), asyncio.TimeoutError()):
+
+        def fail(*args: Any, error: Exception = raised, **kwargs: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(PreparedPost, "send", fail)
+        monkeypatch.setattr(httpx.AsyncClient, "build_request", fail)
+        error = await outcome_of(source, request_of())
+        assert type(error) is TransientError
+        assert KEY not in str(error)
+    await source.aclose()
+
+
+@pytest.mark.parametrize("begun", [b"", HEAD + b"Content-Length: 500\r\n\r\n{"], ids=["before", "in the body"])
+async def test_cancelling_closes_the_connection(begun: bytes, open_source: Any) -> None:
+    got, gone, sent = asyncio.Event(), asyncio.Event(), []
+
+    async def script(exchange: Any) -> None:
+        exchange.write(begun)
+        got.set()
+        await exchange.hung_up()
+        gone.set()
+
+    async with serving(script) as server:
+        source = open_source(server.base_url)
+        task = asyncio.create_task(source.send(request_of(), on_sent=lambda: sent.append(1)))
+        await got.wait()
+        assert sent == [1]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(gone.wait(), PATIENCE_S)
+        await source.aclose()
+    assert sent == [1]
+
+
+async def test_hundreds_of_requests_of_which_a_third_are_cancelled_leak_nothing(open_source: Any) -> None:
+    chance = random.Random(7)
+    hanging: dict[str, asyncio.Event] = {}
+
+    async def script(exchange: Any) -> None:
+        text = exchange.json["messages"][0]["content"]
+        if text not in hanging:
+            return exchange.reply(completion())
+        hanging[text].set()
+        return await exchange.hung_up()
+
+    before = asyncio.all_tasks()
+    async with serving(script) as server:
+        source = open_source(server.base_url)
+        at_once = asyncio.Semaphore(64)
+
+        async def one(number: int) -> str:
+            async with at_once:
+                text = str(number)
+                doomed = chance.random() < 0.3
+                if doomed:
+                    hanging[text] = asyncio.Event()
+                task = asyncio.create_task(source.send(request_of(text), on_sent=nothing))
+                if doomed and number % 2:
+                    await hanging[text].wait()
+                elif doomed:
+                    # Anywhere between the first step and the wait for an answer.
+                    for _ in range(chance.randrange(30)):
+                        await asyncio.sleep(0)
+                if doomed:
+                    task.cancel()
+                try:
+                    return (await task).text
+                except asyncio.CancelledError:
+                    return "cancelled"
+
+        results = await asyncio.gather(*(one(number) for number in range(400)))
+        assert results.count("cancelled") == len(hanging) > 90
+        assert results.count("fine") == 400 - len(hanging)
+        assert all(replica.in_flight == 0 for replica in source.replicas_asked.all)
+        assert await text_of(source) == "fine"
+        await source.aclose()
+        assert await asyncio.to_thread(connections_left, server.base_url, listening=False) == []
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_closed_source_answers_no_more_and_fails_what_is_in_flight(open_source: Any) -> None:
+    got = asyncio.Event()
+
+    async def script(exchange: Any) -> None:
+        got.set()
+        await exchange.hung_up()
+
+    async with serving(script) as server:
+        source = open_source(server.base_url)
+        task = asyncio.create_task(outcome_of(source, request_of()))
+        await got.wait()
+        await source.aclose()
+        await source.aclose()
+        assert isinstance(await task, TransientError)
+        assert isinstance(await outcome_of(source, request_of()), SourceUnusable)
+
+
+async def test_no_secret_gets_into_any_text_of_an_error(open_source: Any, open_service: Any) -> None:
+    secret = "hdr-9876543210-zyxw"
+    echo = json.dumps({"error": {"message": f"Bad key {KEY[:11]}...{KEY[-8:]} and {secret}"}})
+    scripts: list[Callable[[Any], None]] = [
+        lambda e: e.reply(echo, "401 Unauthorized"),
+        lambda e: e.reply(echo),
+        lambda e: e.reply(f"{KEY} is not JSON, {secret} neither"),
+        lambda e: e.reply(f'{{"{secret}": NaN}}'),
+        lambda e: e.write(HEAD + f"{KEY}: x\r\nno colon {KEY} {secret}\r\n\r\n".encode()),
+        lambda e: e.write(f"HTTP/1.1 {KEY}\r\n\r\n".encode()),
+        lambda e: e.write(HEAD + f"Content-Length: {secret}\r\n\r\n".encode()),
+        lambda e: e.reply(b"", "302 Found", {"Location": f"http://{KEY}.example/{secret}"}),
+        lambda e: e.reset(),
+    ]
+    for opened in (open_source, open_service):
+        async with serving(scripts) as server:
+            source = opened(server.score_url, headers={"X-Secret": secret})
+            for error in await asked(source, *[request_of() for _ in scripts]):
+                report = traceback.TracebackException.from_exception(error, capture_locals=True)
+                shown = "".join([str(error), repr(error), repr(error.__dict__), repr(source), *report.format()])
+                for hidden in (KEY, secret):
+                    assert hidden[:8] not in shown
+                    assert hidden[-8:] not in shown
+
+
+def moved_to(source: OpenAISource, server: Any) -> OpenAISource:
+    source.move([server.base_url])
+    return source
+
+
+def test_event_loops_one_after_the_other(open_source: Any) -> None:
+    """Warnings are errors here, those of sessions and sockets that nobody closed included."""
+    source = open_source("http://127.0.0.1:1/v1")
+
+    async def use(close: bool) -> str:
+        async with serving(completion()) as server:
+            text = await text_of(moved_to(source, server))
+            if close:
+                await source.aclose()
+            return text
+
+    assert [asyncio.run(use(close)) for close in (False, False, True)] == ["fine"] * 3
+
+
+def test_a_loop_that_was_closed_and_never_shut_down_is_let_go(open_source: Any) -> None:
+    source = open_source("http://127.0.0.1:1/v1")
+
+    def script(exchange: Any) -> None:
+        # The connection is not kept, so that the source leaves a session behind but no socket.
+        exchange.reply(completion(), headers={"Connection": "close"})
+
+    async def use(close: bool) -> str:
+        async with serving(script) as server:
+            text = await text_of(moved_to(source, server))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            if close:
+                await source.aclose()
+            return text
+
+    for close in (False, True):
+        loop = asyncio.new_event_loop()
+        assert loop.run_until_complete(use(close)) == "fine"
+        loop.close()
+
+
+def test_after_a_loop_that_was_closed_hard_first_requests_at_once_share_one_session() -> None:
+    client, opened = client_with(), []
+    open_session = client._open_session
+    client._open_session = lambda: opened.append(open_session()) or opened[-1]  # type: ignore[func-returns-value,method-assign]
+
+    with JudgeServer(lambda call: 0.5) as server:
+
+        async def ask() -> Any:
+            body = b'{"model": "m", "messages": [{"role": "user", "content": "?"}]}'
+            url = Url(server.base_url + "/chat/completions")
+            return await client.post(url, body, on_sent=nothing, max_reply_bytes=10_000)
+
+        async def main() -> list[Any]:
+            replies = await asyncio.gather(*[ask() for _ in range(8)])
+            await client.aclose()
+            await asyncio.sleep(0.05)
+            return replies
+
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(ask())
+        loop.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # the hard end of the first loop
+            assert len(asyncio.run(main())) == 8
+            gc.collect()
+    assert len(opened) == 2
+    assert all(session.closed for session in opened[1:])
+
+
+@each_of(
+    ("settings", "path"),
+    [
+        ({"api_key_env": "QREWARD_TEST_UNSET"}, "api_key_env"),
+        ({"api_key": "a\nb"}, "api_key"),
+        ({"api_key": "schlüssel"}, "api_key"),
+        ({"api_key": "k", "headers": {"authorization": "x"}}, "api_key"),
+        ({"headers": {"Content-Length": "3"}}, "headers.Content-Length"),
+        ({"headers": {"a b": "3"}}, 'headers["a b"]'),
+        ({"headers": {"X-A": "3\r\nX-B: 4"}}, "headers.X-A"),
+        ({"base_url": ["http://g/v1", "http://h/v1/chat/completions/"]}, "base_url"),
+    ],
+)
+def test_mistakes_that_only_the_environment_shows(
+    settings: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("QREWARD_TEST_UNSET", raising=False)
+    node = {"kind": "openai", "base_url": "https://h/v1", "model": "m", **settings}
+    with pytest.raises(ConfigurationError) as caught:
+        OpenAISource("s", OpenAISource.Config.model_validate(node))
+    assert [mistake.path for mistake in caught.value.mistakes] == [f"sources.s.{path}"]
+    assert "X-B" not in str(caught.value)
+
+
+async def test_a_key_from_the_environment_loses_its_newline(open_source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QREWARD_TEST_KEY", "sk-from-a-file\n")
+    async with serving(completion()) as server:
+        source = open_source(server.base_url, api_key=None, api_key_env="QREWARD_TEST_KEY")
+        await asked(source)
+        assert repr(source) == f"OpenAISource('fast', {server.base_url})"
+    assert server.exchanges[0].headers["authorization"] == "Bearer sk-from-a-file"
+
+
+async def test_the_proxy_of_the_environment_is_used_and_netrc_is_not(
+    open_source: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    netrc = tmp_path / "netrc"
+    netrc.write_text("default login somebody password netrc-password\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setenv("no_proxy", "direct.example")
+    refuses = b"proxy-password-1 was wrong", "407 Proxy Authentication Required"
+    async with serving([completion(), lambda exchange: exchange.reply(*refuses)]) as server:
+        monkeypatch.setenv("http_proxy", f"http://me:proxy-password-1@127.0.0.1:{server.port}")
+        assert http.proxy_for(Url("http://direct.example/v1")) is None
+        reply, error = await asked(open_source("http://judge.example/v1"), request_of(), request_of())
+    assert reply.text == "fine"
+    assert isinstance(error, SourceUnusable)
+    assert "proxy-password-1" not in str(error)
+    first = server.exchanges[0]
+    assert first.head.startswith("POST http://judge.example/v1/chat/completions HTTP/1.1")
+    assert first.headers["proxy-authorization"].startswith("Basic ")
+    assert first.headers["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_second_reply_to_one_request_is_not_the_reply_to_the_next(open_source: Any, late: bool) -> None:
+    read, written = asyncio.Event(), asyncio.Event()
+
+    async def script(exchange: Any) -> None:
+        exchange.reply(completion("own"))
+        if late:
+            await read.wait()
+            read.clear()
+        exchange.reply(completion("another's"))
+        written.set()
+
+    async with serving(script) as server:
+        source = open_source(server.base_url)
+        for number in range(1, 4):
+            assert (await text_of(source), server.connections) == ("own", number)
+            read.set()
+            await written.wait()
+            written.clear()
+            # Both ends are in this loop, which hands over what was written in its next turns.
+            for _ in range(3):
+                await asyncio.sleep(0)
+        await source.aclose()
+
+
+# Compressed replies: read whole, or not at all
+
+
+def members(data: bytes) -> bytes:
+    return b"".join(gzip.compress(data[place : place + 1]) for place in range(len(data)))
+
+
+def raw_deflated(data: bytes) -> bytes:
+    compressor = zlib.compressobj(wbits=-15)
+    return compressor.compress(data) + compressor.flush()
+
+
+def decoded(coding: str, body: bytes) -> bytes | None:
+    """The text of a body that comes byte by byte; None if it cannot be read."""
+    try:
+        decoder = decoder_of(coding)
+        assert decoder is not None
+        pieces = [piece for place in range(len(body)) for piece in decoder.feed(body[place : place + 1])]
+        decoder.end()
+    except Undecodable:
+        return None
+    return b"".join(pieces)
+
+
+@each_of(
+    ("coding", "compress"),
+    [
+        ("gzip", gzip.compress),
+        ("X-Gzip", gzip.compress),
+        ("gzip", members),
+        ("identity, gzip", gzip.compress),
+        ("deflate", zlib.compress),
+        ("deflate", raw_deflated),
+    ],
+)
+def test_a_bare_number_is_never_read_short(coding: str, compress: Callable[[bytes], bytes]) -> None:
+    whole = compress(b"0.9")
+    assert decoded(coding, whole) == b"0.9"
+    # Between two members nobody can tell, except that "0." is no JSON.
+    ends = {len(members(b"0.9"[:count])): b"0.9"[:count] for count in (1, 2)} if compress is members else {}
+    for length in range(1, len(whole)):
+        assert decoded(coding, whole[:length]) == ends.get(length), length
+    if coding == "gzip" or compress is zlib.compress:
+        assert decoded(coding, whole + b"9") is None
+
+
+def test_compressions_that_nobody_asked_for_and_words_that_are_none() -> None:
+    for coding in ("br", "zstd", "gzip, gzip", "gzip, br"):
+        with pytest.raises(Undecodable):
+            decoder_of(coding)
+    assert [decoder_of(coding) for coding in ("", "identity", "utf-8", "none", None)] == [None] * 5
+
+
+def test_pieces_are_of_bounded_size_and_an_empty_body_is_whole() -> None:
+    decoder = decoder_of("gzip")
+    assert decoder is not None
+    decoder.end()
+    sizes = [len(piece) for piece in decoder.feed(gzip.compress(b" " * 10_000_000))]
+    decoder.end()
+    assert (max(sizes), sum(sizes)) == (65_536, 10_000_000)
+
+
+async def test_a_compression_in_a_second_header_is_read(open_source: Any) -> None:
+    body = gzip.compress(json.dumps(completion()).encode())
+
+    def script(exchange: Any) -> None:
+        exchange.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: identity\r\nContent-Encoding: gzip\r\n")
+        exchange.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    async with serving(script) as server:
+        [reply] = await asked(open_source(server.base_url))
+    assert reply.text == "fine"
+
+
+async def test_a_stream_of_events_that_is_compressed_is_read_as_it_comes(open_source: Any) -> None:
+    choices = [{"delta": {"content": "fi"}}, {"delta": {"content": "ne"}}, {"delta": {}, "finish_reason": "stop"}]
+    pieces = [f"data: {json.dumps({'choices': [{'index': 0, **choice}]})}" for choice in choices] + ["data: [DONE]"]
+
+    async def script(exchange: Any) -> None:
+        assert exchange.headers["accept-encoding"] == "gzip, deflate"
+        exchange.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: gzip\r\n")
+        exchange.write(b"Transfer-Encoding: chunked\r\n\r\n")
+        compressor = zlib.compressobj(wbits=31)
+        for piece in pieces:
+            data = compressor.compress(f"{piece}\n\n".encode()) + compressor.flush(zlib.Z_SYNC_FLUSH)
+            exchange.write(b"%x\r\n%s\r\n" % (len(data), data))
+            await exchange.writer.drain()
+        rest = compressor.flush()
+        exchange.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(rest), rest))
+
+    async with serving(script) as server:
+        replies = await asked(open_source(server.base_url, stream=True), request_of(), request_of())
+    assert [reply.text for reply in replies] == ["fine", "fine"]
+    # Its end was read, too, so the connection was used again.
+    assert server.connections == 1
+
+
+# Posts of aiohttp that are prepared: they send what aiohttp sends, and no connection stays behind
+
+BODY = b'{"question": "\xc3\xa9"}'
+BEYOND_ALL_BUFFERS = b"x" * 2**24
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nSet-Cookie: session=1\r\n\r\n{}"
+WAYS = pytest.mark.parametrize("options", [{}, {"headers": {"X-Further": "1"}}], ids=["prepared", "by the session"])
+
+
+def client_with(headers: dict[str, str] | None = None, *, verify_tls: bool = True) -> AiohttpClient:
+    return AiohttpClient(Connecting("judge", headers or {}, {}, (), verify_tls, 5.0, {}))
+
+
+async def post(client: AiohttpClient, url: Url, on_sent: Callable[[], None] = nothing, **options: Any) -> Any:
+    return await asyncio.wait_for(client.post(url, BODY, on_sent=on_sent, max_reply_bytes=1000, **options), PATIENCE_S)
+
+
+def acquired(client: AiohttpClient) -> int:
+    """Connections that are not given back."""
+    return sum(len(session.connector._acquired) for session, _ in client._sessions.values())  # type: ignore[union-attr]
+
+
+async def test_a_request_has_the_same_bytes_as_one_of_aiohttp() -> None:
+    headers = {"Authorization": "Bearer key", "X-Name": "J\xfcrgen"}
+    async with serving(lambda exchange: exchange.write(OK)) as server:
+        client, url = client_with(headers), Url(f"{server.base_url}?version=1")
+        await post(client, url)
+        await post(client, url, headers={"X-Further": "1"})
+        await client.aclose()
+        async with aiohttp.ClientSession(headers={"Accept-Encoding": ACCEPTED, **headers}) as session:
+            await session.post(url, data=aiohttp.BytesPayload(BODY, content_type="application/json"))
+    prepared, further, usual = (sorted(each.head.split("\r\n")) for each in server.exchanges)
+    assert prepared == usual
+    assert set(further) - set(usual) == {"X-Further: 1"}
+    assert {exchange.body for exchange in server.exchanges} == {BODY}
+
+
+@each_of(
+    ("reply", "status"),
+    [
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + OK, 200),
+        (b"HTTP/1.1 000 Odd\r\nContent-Length: 2\r\n\r\n{}", 0),
+        (b"HTTP/1.1 099 Odd\r\nContent-Length: 2\r\n\r\n{}", 99),
+        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n", 101),
+    ],
+)
+async def test_interim_and_odd_statuses(reply: bytes, status: int) -> None:
+    gone = asyncio.Event()
+
+    async def script(exchange: Any) -> None:
+        exchange.write(reply)
+        if status == 101:
+            await exchange.hung_up()
+            gone.set()
+
+    async with serving(script) as server:
+        client = client_with()
+        assert (await post(client, Url(server.base_url))).status == status
+        if status == 101:
+            await asyncio.wait_for(gone.wait(), PATIENCE_S)
+        assert acquired(client) == 0
+        await client.aclose()
+
+
+async def test_nothing_is_written_if_the_call_must_not_be_sent_any_more() -> None:
+    def withheld() -> None:
+        raise asyncio.CancelledError
+
+    async with serving(lambda exchange: exchange.write(OK)) as server:
+        client, url = client_with(), Url(server.base_url)
+        await post(client, url)
+        with pytest.raises(asyncio.CancelledError):
+            await client.post(url, BODY, on_sent=withheld, max_reply_bytes=1000)
+        assert acquired(client) == 0
+        await client.aclose()
+    assert len(server.exchanges) == 1
+
+
+@WAYS
+@pytest.mark.parametrize("ending", ["cancelled", "closed"])
+async def test_the_rest_of_a_request_that_has_ended_is_never_written(ending: str, options: Any) -> None:
+    async def arrived() -> int:
+        """The bytes that arrive on the first connection from now on, until its client closes it."""
+        loop, total = asyncio.get_running_loop(), 0
+        connection, _ = await loop.sock_accept(listening)
+        with connection, contextlib.suppress(ConnectionError):
+            while chunk := await loop.sock_recv(connection, 2**20):
+                total += len(chunk)
+        return total
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        client, sent = client_with(), asyncio.Event()
+        url = Url(f"http://127.0.0.1:{listening.getsockname()[1]}/v1")
+        posting = client.post(url, BEYOND_ALL_BUFFERS, on_sent=sent.set, max_reply_bytes=1000, **options)
+        task = asyncio.create_task(posting)
+        await asyncio.wait_for(sent.wait(), PATIENCE_S)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if ending == "cancelled":
+            task.cancel()
+        else:
+            await asyncio.wait_for(client.aclose(), PATIENCE_S)
+        with pytest.raises(asyncio.CancelledError if ending == "cancelled" else TransientError):
+            await asyncio.wait_for(task, PATIENCE_S)
+        assert await asyncio.wait_for(arrived(), PATIENCE_S) < len(BEYOND_ALL_BUFFERS)
+        await client.aclose()
+
+
+@WAYS
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+async def test_the_connection_of_a_request_that_was_answered_before_it_was_written_is_not_used_again(
+    tls: bool, options: Any, self_signed: ssl.SSLContext
+) -> None:
+    connections = 0
+
+    async def refuse_unread(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Content Too Large\r\nContent-Length: 2\r\n\r\n{}" if connections == 1 else OK)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        with contextlib.suppress(ConnectionError):
+            await over.wait()
+        writer.transport.abort()
+
+    over = asyncio.Event()
+    async with await asyncio.start_server(refuse_unread, "127.0.0.1", 0, ssl=self_signed if tls else None) as server:
+        client = client_with(verify_tls=False)
+        url = Url(f"http{'s' * tls}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+        refused = await client.post(url, BEYOND_ALL_BUFFERS, on_sent=nothing, max_reply_bytes=1000, **options)
+        assert (refused.status, refused.body) == (413, b"{}")
+        assert (await post(client, url)).status == 200
+        await client.aclose()
+        over.set()
+    assert connections == 2
+
+
+async def test_headers_that_change_how_a_body_is_sent_or_end_a_line() -> None:
+    for name, value in (("Transfer-Encoding", "chunked"), ("Content-Encoding", "gzip"), ("Expect", "100-continue")):
+        async with aiohttp.ClientSession(headers={name: value}) as session:
+            assert not PreparedPost(session, Url(URL)).can_send
+    for value in ("a\r\nX-Other: b", "a\nX-Other: b", "a\rb", "a\0b", "a\x7fb"):
+        async with aiohttp.ClientSession(headers={"X-Name": value}) as session:
+            with pytest.raises(ValueError, match="line break"):
+                PreparedPost(session, Url(URL))
+
+
+async def test_requests_to_many_replicas_are_not_kept_for_ever() -> None:
+    client = client_with()
+    async with serving(lambda exchange: exchange.write(OK)) as server:
+        for number in range(200):
+            await post(client, Url(f"{server.url}/{number}"))
+        assert 0 < sum(map(len, client._prepared.values())) <= 64
+        await client.aclose()
+    assert not client._prepared

@@ -1,0 +1,165 @@
+"""The hand-on of streams: events stay whole and unchanged, in whatever pieces they come.
+
+What a client sees of it is in `server/test_passing.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from qreward_plugins.errors import TransientError
+from qreward_plugins.samples import Sample
+from qreward_plugins.secrets import Redactor
+from qreward_plugins.sources import Request
+from qreward_plugins.sources.passed_requests import PassedRequest
+from qreward_plugins.sources.stream_passing import StreamPassing, progress_of
+from qreward_plugins.sources.streams import StreamBroken
+
+from ..kit import each_of
+from .wire import asked, serving
+
+CHAT = ['data: {"choices":[{"delta":{"role":"assistant","content":""}}]}', ": comment", "event: ping\ndata: {}"]
+CHAT += ['data: {"choices":[{"delta":{"content":"é中\\ud800"}}]}', 'data: {"choices":[{"finish_reason":"stop"}]}']
+CHAT += ['data: {"usage":{"prompt_tokens":3,"completion_tokens":2},"model":"m"}', "data: [DONE]"]
+
+
+def passing(dialect: str = "openai", **options: Any) -> tuple[StreamPassing, list[int], list[str]]:
+    begun: list[int] = []
+    pieces: list[str] = []
+    found = StreamPassing(
+        progress_of(dialect),
+        on_begin=lambda status, headers: begun.append(len(pieces)),
+        on_piece=pieces.append,
+        **options,
+    )
+    found.begin(200, {}, 1000)
+    return found, begun, pieces
+
+
+def fed(stream: StreamPassing, data: bytes, sizes: Iterator[int]) -> None:
+    at = 0
+    while at < len(data):
+        size = next(sizes)
+        stream.take(data[at : at + size])
+        at += size
+    stream.finish()
+
+
+@each_of("end", ["\n\n", "\r\n\r\n", "\r\r", "\n\r\n"])
+def test_bytes_are_kept_however_they_come(end: str) -> None:
+    data = b"\xef\xbb\xbf: \xff\xfe" + end.encode() + end.join(CHAT).encode() + end.encode()
+    rng = random.Random(1)
+    for most in (1, 2, 7, 40, 1000):
+        stream, begun, pieces = passing()
+        fed(stream, data, iter(lambda most=most: rng.randint(1, most), 0))  # type: ignore[misc]
+        assert "".join(pieces).encode("utf-8", "surrogateescape") == data
+        assert begun == [0]
+        assert stream.facts() == {"model": "m", "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+
+
+def test_nothing_is_handed_on_before_the_answer_or_after_its_end() -> None:
+    stream, begun, pieces = passing()
+    for event in CHAT[:3]:
+        stream.take(event.encode() + b"\n\n")
+    assert (begun, pieces) == ([], [])
+    stream.take(CHAT[3].encode() + b"\n")
+    assert pieces == []
+    stream.take(b"\n")
+    assert "".join(pieces) == "".join(f"{event}\n\n" for event in CHAT[:4])
+    for rest in (b"data: junk\n\n", b"data: junk", b'data: {"error": "late"}\n\n', b"x" * 9999):
+        stream, _, pieces = passing()
+        events = b"".join(event.encode() + b"\n\n" for event in CHAT)
+        stream.take(events + rest)
+        assert stream.ended
+        stream.finish()
+        assert "".join(pieces).encode() == events
+
+
+FIRST = '{"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}]}'
+SECOND = '{"choices":[{"index":1,"delta":{"content":"a"}%s}]}'
+CANDIDATE = '{"candidates":[{"index":%d,"content":{}%s}]}'
+
+
+@each_of(
+    ("dialect", "events", "whole"),
+    [
+        ("openai", ['{"choices":[{"delta":{"content":"a"}}]}'], False),
+        ("openai", ['{"choices":[{"delta":{"tool_calls":[{}]},"finish_reason":"tool_calls"}]}'], True),
+        # A stream of several answers is whole when each of them is.
+        ("openai", [SECOND % "", FIRST], False),
+        ("openai", [SECOND % "", FIRST, SECOND % ',"finish_reason":"stop"'], True),
+        ("anthropic", ['{"type":"message_start","message":{"usage":{"input_tokens":1}}}'], False),
+        ("anthropic", ['{"type":"content_block_delta","delta":{"text":"a"}}'], False),
+        ("anthropic", ['{"type":"content_block_delta"}', '{"type":"message_stop"}'], True),
+        ("responses", ['{"type":"response.created"}', '{"type":"response.output_text.delta"}'], False),
+        ("responses", ['{"type":"response.incomplete","response":{"usage":{"input_tokens":1}}}'], True),
+        ("gemini", ['{"candidates":[{"content":{}}]}'], False),
+        ("gemini", [CANDIDATE % (1, ""), CANDIDATE % (0, ',"finishReason":"STOP"')], False),
+        ("gemini", ['{"candidates":[{"content":{},"finishReason":"STOP"}]}'], True),
+        ("gemini", ['{"promptFeedback":{"blockReason":"SAFETY"}}'], True),
+    ],
+)
+def test_a_stream_is_whole_only_if_its_server_says_so(dialect: str, events: list[str], whole: bool) -> None:
+    stream, _, pieces = passing(dialect)
+    for event in events:
+        stream.take(f"data: {event}\n\n".encode())
+    if whole:
+        stream.finish()
+        assert pieces
+    else:
+        with pytest.raises(StreamBroken, match="ended before the answer was whole"):
+            stream.finish()
+
+
+@each_of(
+    ("dialect", "event"),
+    [
+        ("openai", b'data: {"error":{"message":"overloaded"}}\n\n'),
+        ("anthropic", b'event: error\ndata: {"type":"error","error":{"message":"overloaded"}}\n\n'),
+        ("responses", b'data: {"type":"response.failed","response":{"error":{"message":"overloaded"}}}\n\n'),
+        ("gemini", b'data: {"error":{"message":"overloaded"}}\n\n'),
+    ],
+)
+def test_an_error_first_is_not_handed_on(dialect: str, event: bytes) -> None:
+    stream, begun, pieces = passing(dialect)
+    with pytest.raises(StreamBroken, match=r"an error instead of an answer \(overloaded\)"):
+        stream.take(event)
+    assert (begun, pieces) == ([], [])
+
+
+def test_secrets_and_sizes() -> None:
+    stream, _, pieces = passing(clean=Redactor(["sk-0123456789abcdef"]).clean)
+    stream.take(b'data: {"choices":[{"delta":{"content":"my sk-0123456789abcdef"}}]}\n\n')
+    assert "my ***" in pieces[0]
+    with pytest.raises(StreamBroken, match="an event larger than 1,000 bytes"):
+        stream.take(b"data: " + b"x" * 1000)
+    held, _, _ = passing()
+    with pytest.raises(StreamBroken, match="larger than"):
+        held.take(b": keep alive, nothing else\n\n" * 100)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("begun", [b"", b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'], ids=["first", "late"])
+async def test_what_a_server_says_in_a_stream_is_one_line_without_secrets(open_source: Any, begun: bytes) -> None:
+    secret = "pin-42"  # too short to be redacted in a text, where it may be a word
+    error = {"error": {"message": f"{secret} is\nwrong: {'x' * 190} sk-0123456789abcdef"}}
+
+    async def script(exchange: Any) -> None:
+        exchange.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + begun)
+        exchange.write(b"data: " + json.dumps(error).encode() + b"\n\n")
+        await exchange.writer.drain()
+        exchange.writer.close()
+
+    async with serving(script) as server:
+        source = open_source(server.base_url, api_key=secret, headers={"X-Key": "sk-0123456789abcdef"})
+        passed = PassedRequest({"model": "m", "messages": [], "stream": True}, stream=True)
+        [outcome] = await asked(source, Request(Sample([], ""), passed=passed, on_text=lambda piece: None))
+    assert isinstance(outcome, TransientError)
+    said = str(outcome)
+    assert "*** is\\nwrong: xxx" in said
+    assert not any(part in said for part in (secret, "sk-", "\n"))

@@ -85,7 +85,7 @@ class Embeddings(Dialect):
     prompt_keys: ClassVar[tuple[str, ...]] = ("input", "stream")
     answers_in = "data"
 
-    def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
+    def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"model": model, "input": [text_of(message["content"]) for message in request.messages]}
 
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
@@ -108,7 +108,6 @@ class EmbeddingsSource(OpenAISource):
         URL_KEY: ClassVar[str] = "base_url"
         dialect: ClassVar[str] = _DIALECT.name
         stream: ClassVar[bool] = False
-        structured_output: ClassVar[str] = "native"
 
         base_url: BaseURLs
         """URL up to and including the version, e.g. `https://api.example.com/v1`; or a list of replicas that share the

@@ -61,10 +61,6 @@ class OpenAISource(Endpoint):
         generateContent. `parameters` holds keys of the dialect. Only `openai` and `gemini` send the judge's
         `temperature`. `qreward init` finds the dialect of a server."""
 
-        structured_output: Literal["native", "tool"] = "native"
-        """How the dialect `anthropic` asks for a judge's `json_schema`. `native` (default): by `output_config`. `tool`:
-        by a tool whose input is the verdict, for models and servers without `output_config`."""
-
         vision: Flag = False
         """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
         says otherwise. Default: false."""
@@ -84,7 +80,6 @@ class OpenAISource(Endpoint):
         settings: dict[str, Any] = without_secrets(config.parameters)
         self._settings = settings
         self._thinks = dialect.thinks(settings)
-        self._as_tool = config.structured_output == "tool"
         super().__init__(
             name,
             config,
@@ -215,7 +210,7 @@ class OpenAISource(Endpoint):
         parameters = dict(request.parameters)
         if self._thinks and request.thinking_tokens and isinstance(parameters.get("max_tokens"), int):
             parameters["max_tokens"] += request.thinking_tokens
-        return self._dialect.body(self._model, request, parameters, as_tool=self._as_tool)
+        return self._dialect.body(self._model, request, parameters)
 
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
         return self._dialect.prompt(body)
@@ -266,13 +261,6 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
     headers = {name.lower(): _revealed(value) for name, value in config.headers.items()}
     for refusal in dialect.refusals(without_secrets(config.parameters), headers):
         mistakes.append(Mistake(f"{path}.parameters.{refusal.key}", refusal.problem, refusal.remedy))
-    if config.structured_output == "tool":
-        if dialect.name != "anthropic":
-            problem = f"only the dialect anthropic has this choice, not {dialect.name}."
-            mistakes.append(Mistake(f"{path}.structured_output", problem, "Leave it out."))
-        elif config.parameters.get("thinking") and dialect.thinks(config.parameters):
-            problem = "a tool cannot be forced with thinking."
-            mistakes.append(Mistake(f"{path}.structured_output", problem, "Write native, or turn thinking off."))
     return mistakes
 
 

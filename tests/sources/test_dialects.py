@@ -117,19 +117,16 @@ def test_responses_are_what_openai_s_package_would_send(response_format: str) ->
     assert "temperature" not in body
 
 
-@pytest.mark.parametrize("structured_output", ["native", "tool"])
 @pytest.mark.parametrize("response_format", ["json_schema", "none"])
-def test_messages_are_what_anthropic_s_package_would_send(structured_output: str, response_format: str) -> None:
+def test_messages_are_what_anthropic_s_package_would_send(response_format: str) -> None:
     from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
 
-    settings = {"parameters": {"output_config": {"effort": "low"}}, "structured_output": structured_output}
+    settings = {"parameters": {"output_config": {"effort": "low"}}}
     body = sent("anthropic", settings=settings, response_format=response_format)
     check(MessageCreateParamsNonStreaming, body)
     assert "temperature" not in body
     assert body["output_config"]["effort"] == "low"
-    native = response_format == "json_schema" and structured_output == "native"
-    assert ("format" in body["output_config"]) is native
-    assert ("tools" in body) is (response_format == "json_schema" and structured_output == "tool")
+    assert ("format" in body["output_config"]) is (response_format == "json_schema")
     assert body["max_tokens"] == 8192
 
 
@@ -435,33 +432,6 @@ def test_a_reply_without_an_answer_is_tried_again(dialect: str, body: Any) -> No
     assert len(str(caught.value)) < 400
 
 
-def test_the_input_of_the_tool_is_the_verdict() -> None:
-    tool = {"type": "tool_use", "id": "t", "name": "verdict", "input": {"id": "x", "score": 7}}
-    reply = read("anthropic", message({"type": "text", "text": "Here:"}, tool, stop="tool_use"))
-    assert json.loads(reply.text.removeprefix("Here:")) == {"id": "x", "score": 7}
-    assert reply.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("other", ["tool", "text"])
-def test_a_second_verdict_beside_a_tool_makes_the_reply_invalid(other: str) -> None:
-    asked = judge(criteria={})
-    request = asked.request(SAMPLE, attempt=0)
-    first, second = ({"id": request.nonce, "rationale": "ok", "score": score} for score in (1, 9))
-    blocks = [{"type": "tool_use", "id": "t", "name": "verdict", "input": verdict} for verdict in (first, second)]
-    if other == "text":
-        blocks[0] = {"type": "text", "text": json.dumps(first)}
-    assert asked.verdict(request, read("anthropic", message(blocks[1], stop="tool_use"))).score == 0.9
-    with pytest.raises(InvalidReply, match="2 verdicts"):
-        asked.verdict(request, read("anthropic", message(*blocks, stop="tool_use")))
-
-
-def test_a_duplicate_key_in_the_input_of_a_tool_makes_the_reply_invalid() -> None:
-    tool = {"type": "tool_use", "id": "t", "name": "verdict", "input": {"id": "x", "score": 7}}
-    body = json.dumps(message(tool, stop="tool_use")).replace('"score": 7', '"score": 7, "score": 9').encode()
-    with pytest.raises(InvalidReply, match="duplicate key"):
-        read("anthropic", body)
-
-
 @pytest.mark.parametrize("reason", ["max_tool_calls", "", None, "a reason of next year"])
 def test_a_response_that_is_incomplete_for_any_reason_is_not_whole(reason: str | None) -> None:
     body = response(output_text("fine"), status="incomplete", incomplete_details={"reason": reason})
@@ -681,7 +651,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"parameters": {"input": "x"}}, "parameters.input"),
     ("responses", {"parameters": {"background": True}}, "parameters.background"),
     ("responses", {"parameters": {"reasoning_effort": "low"}}, "parameters.reasoning_effort"),
-    ("responses", {"structured_output": "tool"}, "structured_output"),
     ("anthropic", {"parameters": {"system": "x"}}, "parameters.system"),
     ("anthropic", {"parameters": {"max_tokens": None}}, "parameters.max_tokens"),
     ("anthropic", {"parameters": {"max_completion_tokens": 9}}, "parameters.max_completion_tokens"),
@@ -700,7 +669,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("anthropic", {"parameters": {"thinking": {"type": "adaptive"}, "temperature": 0}}, "parameters.temperature"),
     ("anthropic", {"parameters": {"thinking": {"type": "adaptive"}, "top_k": 5}}, "parameters.top_k"),
-    ("anthropic", {"parameters": {"thinking": {"type": "adaptive"}}, "structured_output": "tool"}, "structured_output"),
     (
         "anthropic",
         {"parameters": {"temperature": 0}, "headers": {"Anthropic-Version": "2026-10-21"}},
@@ -731,7 +699,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("gemini", {"base_url": "http://h/v1beta/models/m:generateContent"}, "base_url"),
     ("anthropic", {"base_url": "http://h/v1/messages"}, "base_url"),
     ("openai", {"base_url": "http://h/v1/responses"}, "base_url"),
-    ("openai", {"structured_output": "tool"}, "structured_output"),
 ]
 
 
@@ -1076,19 +1043,6 @@ def test_thoughts_among_the_parts_of_a_content_are_apart_from_the_answer() -> No
     for part in ({"type": "thinking", "thinking": [{"type": "text", "text": "9"}]}, {"type": "reasoning", "text": "9"}):
         reader = streamed("openai", piece_of_chat([part]), piece_of_chat([{"type": "text", "text": "a"}], "stop"))
         assert (reader.text, bool(reader.thoughts), reader.tokens) == ("a", True, 2)
-
-
-def test_the_input_of_a_streamed_tool_is_read_as_it_was_written() -> None:
-    call = [
-        *block(1, type="tool_use", id="t", name="verdict", input={}),
-        delta(1, "input_json_delta", partial_json='{"score": '),
-        delta(1, "input_json_delta", partial_json='7, "score": 8}'),
-    ]
-    call_alone = [{**event, "index": 0} for event in call[:2]]
-    reader = streamed("anthropic", STARTED, *TEXT, closed(0), *call, closed(1), stopped("tool_use"))
-    assert read("anthropic", reader.body()).text == 'fine\n{"score": 7, "score": 8}\n'
-    reply = read("anthropic", streamed("anthropic", STARTED, *call_alone, stopped("max_tokens")).body())
-    assert (reply.text, reply.finish_reason) == ('\n{"score": ', "length")
 
 
 @each_of(

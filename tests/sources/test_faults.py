@@ -294,15 +294,6 @@ async def test_cancelling_a_stream_closes_its_connection(open_source: Any) -> No
         await source.aclose()
 
 
-async def test_a_tool_that_is_streamed_is_the_verdict(open_source: Any) -> None:
-    schema = {"type": "object", "properties": {"score": {"type": "number"}}, "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
-    with JudgeServer(lambda call: '{"score": 5}') as server:
-        source = open_source(server.base_url, stream=True, dialect="anthropic", structured_output="tool")
-        [reply] = await asked(source, request_of(response_format=form, **LONG))
-    assert json.loads(reply.text) == {"score": 5}
-
-
 TWO = {"generationConfig": {"candidateCount": 2}}
 
 

@@ -154,12 +154,9 @@ def config(server: JudgeServer, dialect: str, **settings: Any) -> dict[str, Any]
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("structured_output", ["native", "tool"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_every_dialect_scores(server: JudgeServer, dialect: str, structured_output: str) -> None:
-    if structured_output == "tool" and dialect != "anthropic":
-        return
-    async with RewardEngine(config(server, dialect, structured_output=structured_output)) as engine:
+async def test_every_dialect_scores(server: JudgeServer, dialect: str) -> None:
+    async with RewardEngine(config(server, dialect)) as engine:
         outcomes = await engine.score_all(SAMPLES)
     assert all(isinstance(outcome, Scored) and outcome.verdict.score == 0.5 for outcome in outcomes)
     assert all(isinstance(outcome, Scored) and outcome.verdict.components == {"style": 0.5} for outcome in outcomes)

@@ -68,11 +68,8 @@ class Dialect(ABC):
     `json_object` of `response_format` is listed as a parameter of its own."""
 
     @abstractmethod
-    def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
-        """Return the body of a request, before the configured parameters. `parameters` are the judge's, as a copy.
-
-        `as_tool`: ask for structured output by a tool, if the dialect has this choice.
-        """
+    def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of a request, before the configured parameters. `parameters` are the judge's, as a copy."""
 
     @abstractmethod
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:

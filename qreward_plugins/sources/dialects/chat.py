@@ -204,7 +204,7 @@ class Completions(Dialect):
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages",)
     answers_in = "choices"
 
-    def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
+    def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"model": model, "messages": request.messages, **parameters}
 
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
@@ -237,11 +237,11 @@ class ReasoningCompletions(Completions):
     sends_temperature = False
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"logprobs": ()}
 
-    def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
+    def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         parameters.pop("temperature", None)
         if "max_tokens" in parameters:
             parameters[_REASONING_BOUND] = parameters.pop("max_tokens")
-        return super().body(model, request, parameters, as_tool=as_tool)
+        return super().body(model, request, parameters)
 
     def thinks(self, parameters: Mapping[str, Any]) -> bool:
         return parameters.get("reasoning_effort") != NO_EFFORT

@@ -248,7 +248,7 @@ class Gemini(Dialect):
         **dict.fromkeys(_SNAKE[5:], f"Write it in camel case, in {_CONFIG}."),
     }
 
-    def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
+    def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         system, turns = system_and_turns(request.messages)
         settings: dict[str, Any] = {}
         for key, name in _NAMES.items():

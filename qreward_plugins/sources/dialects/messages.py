@@ -8,34 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import orjson
-
 from ...errors import InvalidReply, QRewardError
 from ...samples.spent import Usage
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, Problem, counted, name_of
 from ..streams import StreamBroken, StreamReader, object_in, text_in
-from ..values import read_json
 from .base import Dialect, Refusal, image_data, is_on, parts_of, prompt_in, schema_in, system_and_turns, text_of
 
-_PARTS = {
-    "text_delta": ("text", "text"),
-    "thinking_delta": ("thinking", "thinking"),
-    "input_json_delta": ("tool_use", "partial_json"),
-}
-"""Kinds of parts: the type of their block, and the key of their text."""
+_PARTS = {"text_delta": "text", "thinking_delta": "thinking"}
+"""Kinds of parts: the type of their block, which is the key of their text, too."""
 
 
 class MessageStream(StreamReader):
-    """The events of one message. The answer is its text, and the input of the tool `tool`, as it was written.
+    """The events of one message. The answer is its text.
 
     A server may leave out `message_stop`, but not the `stop_reason`. A part of a block that is not open, and any part
     after the `stop_reason`, are refused: then it is unknown what the answer is. Events and parts of unknown types are
     ignored, as the API reference demands.
     """
-
-    tool = "verdict"
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +51,6 @@ class MessageStream(StreamReader):
         elif kind == "content_block_delta":
             self._take_part(event.get("index"), object_in(event, "delta"))
         elif kind == "content_block_stop":
-            if self._kind == "tool_use":
-                self.text += "\n"
             self._kind = ""
         elif kind == "message_delta":
             self._take_usage(object_in(event, "usage"))
@@ -83,12 +72,7 @@ class MessageStream(StreamReader):
         self._begun += 1
         kind = block.get("type")
         self._kind = "other"
-        if kind == "tool_use" and block.get("name") == self.tool:
-            self._kind, self._has_text = "tool_use", True
-            self.text += "\n"
-            if block.get("input"):
-                self.add(orjson.dumps(block["input"]).decode())
-        elif kind == "text":
+        if kind == "text":
             self._kind, self._has_text = "text", True
             self.add(text_in(block, "text"))
         elif kind == "thinking":
@@ -102,13 +86,13 @@ class MessageStream(StreamReader):
             raise StreamBroken("a part of a content block after the stop_reason")
         if not self._kind or index != self._begun - 1:
             raise StreamBroken("a part of a content block that is not open")
-        of_block, key = _PARTS.get(str(part.get("type")), ("", ""))
+        key = _PARTS.get(str(part.get("type")), "")
         if not key or self._kind == "other":
             return
-        if self._kind != of_block:
+        if self._kind != key:
             raise StreamBroken("a part of a content block of another type")
         text = text_in(part, key)
-        self.add(*(("", text) if of_block == "thinking" else (text, "")))
+        self.add(*(("", text) if key == "thinking" else (text, "")))
 
     def body(self) -> dict[str, Any]:
         if self.error is not None:
@@ -117,7 +101,6 @@ class MessageStream(StreamReader):
         if self.thoughts:
             content.append({"type": "thinking", "thinking": self.thoughts})
         if self._has_text:
-            # The input of the tool stays a text: parsed here, a duplicate key could give another score.
             content.append({"type": "text", "text": self.text})
         body = {"type": "message", "model": self._model, "content": content, **self._stop}
         return {**body, "usage": self._known_usage()}
@@ -132,7 +115,6 @@ _WITHOUT_SAMPLING = "2026-10-21"
 """The API version from which on sampling parameters are refused."""
 _SAMPLING = ("temperature", "top_p", "top_k")
 _SMALLEST_BUDGET = 1024
-_TOOL = MessageStream.tool
 _ENDS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -162,11 +144,6 @@ class MessagesAnswer(Answer):
         if stop.lower() in _BROKEN_OFF:
             return self.unreadable(f"a reply that the provider broke off (stop_reason {stop!r})")
         text, thinking, is_answered = _text_and_thoughts(content)
-        if any(map(_is_verdict, content)):
-            # The input of a tool is read as strictly as a text: parsed twice, a duplicate key could give two scores.
-            strict = read_json(self)
-            if isinstance(strict, QRewardError):
-                return strict
         if stop == "refusal":
             details = body.get("stop_details")
             reason = name_of(details.get("explanation")) if isinstance(details, dict) else ""
@@ -197,15 +174,7 @@ def _text_and_thoughts(content: list[Any]) -> tuple[str, str, bool]:
             thoughts.append(block["thinking"] or "...")
         elif kind == "redacted_thinking":
             thoughts.append("...")
-        elif _is_verdict(block):
-            # A text beside it is a remark. It stays in the answer, because a second verdict makes a reply invalid.
-            texts.append(f"\n{orjson.dumps(block['input']).decode()}\n")
     return "".join(texts), "\n".join(thoughts), bool(texts)
-
-
-def _is_verdict(block: Mapping[str, Any]) -> bool:
-    """Whether a block calls the tool whose input is the verdict."""
-    return block.get("type") == "tool_use" and block.get("name") == _TOOL and isinstance(block.get("input"), dict)
 
 
 def _usage(stated: Any) -> Usage | None:
@@ -258,7 +227,7 @@ class Messages(Dialect):
         "json_object": ("output_config",),
     }
 
-    def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
+    def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         for key in ("temperature", "seed", "logprobs", "top_logprobs"):
             parameters.pop(key, None)
         schema = schema_in(parameters.pop("response_format", None))
@@ -272,10 +241,7 @@ class Messages(Dialect):
         if "stop" in parameters:
             stop = parameters.pop("stop")
             body["stop_sequences"] = [stop] if isinstance(stop, str) else stop
-        if schema is not None and as_tool:
-            body["tools"] = [{"name": _TOOL, "description": "States the verdict.", "input_schema": plain(schema)}]
-            body["tool_choice"] = {"type": "tool", "name": _TOOL}
-        elif schema is not None:
+        if schema is not None:
             body["output_config"] = {"format": {"type": "json_schema", "schema": plain(schema)}}
         return {**body, **parameters}
 

@@ -213,7 +213,7 @@ class Responses(Dialect):
     sends_temperature = False
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"seed": (), "logprobs": ()}
 
-    def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
+    def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         parameters.pop("temperature", None)
         system, turns = system_and_turns(request.messages)
         # A provider would keep the prompts for 30 days otherwise.

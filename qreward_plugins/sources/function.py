@@ -8,7 +8,8 @@ connections are tried again, and errors of this package keep their meaning. A ca
 the sample's fault. It is the source's fault only if no worker process starts, or if none can load the function.
 
 With `devices`, only the workers load the function, each with its device in its environment. This process often sees no
-device: there, a file that loads its model when it is imported would fail, or load the model on the CPU.
+device: there, a file that loads its model when it is imported would fail, or load the model on the CPU. A ready-made
+check is loaded here, too, so that a misspelt option is refused at the start.
 """
 
 from __future__ import annotations
@@ -52,7 +53,15 @@ from ..system.functions import (
 )
 from . import worker_program as program
 from .base import Reply, Request
-from .function_arguments import FunctionArguments, may_take, options_of, takes_plurals, unpicklable, with_plurals
+from .function_arguments import (
+    FunctionArguments,
+    is_ready_made,
+    may_take,
+    options_of,
+    takes_plurals,
+    unpicklable,
+    with_plurals,
+)
 from .kind import VALUE, Provider, SourceKind
 from .ray_methods import RayMethod, is_ray_method
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
@@ -168,7 +177,8 @@ class FunctionSource(SourceKind):
         if loader is None:
             loader = RayMethod(config.function) if is_ray_method(config.function) else PathLoader(config.function)
         self._loader = loader
-        self._function = _unloaded if config.devices else load(loader, key=key, excerpt=self._excerpt)
+        unseen = bool(config.devices) and not is_ready_made(config.function)
+        self._function = _unloaded if unseen else load(loader, key=key, excerpt=self._excerpt)
         if config.batch is not None and config.batch.max_tokens is not None:
             problem = "the tokens of a function are not counted."
             raise ConfigurationError([Mistake(f"sources.{name}.batch.max_tokens", problem, "Leave it out.")])

@@ -66,9 +66,14 @@ class FunctionArguments:
         return ""
 
 
+def is_ready_made(path: str) -> bool:
+    """Whether a function at this path, or of this module, is one of the ready-made checks."""
+    return path.startswith("qreward_plugins.checks")
+
+
 def options_of(function: Callable[..., Any]) -> list[str]:
     """The arguments of a ready-made check that a configuration may set; empty for another function."""
-    if not str(getattr(function, "__module__", "")).startswith("qreward_plugins.checks"):
+    if not is_ready_made(str(getattr(function, "__module__", ""))):
         return []
     parameters = inspect.signature(function).parameters.values()
     return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]

@@ -305,8 +305,9 @@ class WorkerPool:
     def _give_back(self, worker: Worker) -> None:
         if self._closed or not worker.usable:
             self._discard(worker)
-            # Replaced even if no call waits, so that the next call need not wait for an import.
-            self._start_workers(max(len(self._workers) < self._size, len(self._waiters)))
+            # Replaced even if no call waits, so that the next call need not wait for an import. Another one may be
+            # starting, in place of another worker.
+            self._start_workers(max(len(self._starts) + 1, len(self._waiters)))
             return
         while self._waiters:
             waiter = self._waiters.popleft()

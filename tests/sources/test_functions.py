@@ -192,6 +192,15 @@ async def test_a_worker_that_is_lost_is_replaced(response: str, kind: type, says
     assert (await value(source, request()))["score"] == 1.0
 
 
+async def test_two_workers_that_crash_together_are_both_replaced(opened: Any) -> None:
+    source = opened("misbehave", workers=2)
+    crashes = [source.send(request("crash"), on_sent=nothing) for _ in range(2)]
+    outcomes = await asyncio.wait_for(asyncio.gather(*crashes, return_exceptions=True), PATIENCE_S)
+    assert all(isinstance(outcome, SampleFault) for outcome in outcomes)
+    # Nobody waits for a worker.
+    await until(lambda: len(source._pool.pids) == 2)
+
+
 async def test_arguments_that_do_not_pickle(opened: Any) -> None:
     source = opened("fields")
     with pytest.raises(SampleRefused, match="ground_truth cannot be pickled for a worker"):
@@ -683,6 +692,15 @@ async def test_a_call_may_carry_several_samples(tree):
     async with RewardEngine(tree("plurals", batch={"max_size": 4})) as engine:
         outcomes = await engine.score_all(samples("a", "bb", "ccc"))
     assert [outcome.reward for outcome in outcomes] == [1.0, 2.0, 3.0]
+
+
+def test_a_misspelt_option_of_a_ready_made_check_is_refused_at_the_start(tree: Any) -> None:
+    config = tree(function="qreward_plugins.checks:number", kwargs={"tolerence": 0.1})
+    with pytest.raises(ConfigurationError) as caught:
+        RewardEngine(config)
+    (mistake,) = caught.value.mistakes
+    assert mistake.path == "sources.rm.kwargs.tolerence"
+    assert "tolerance" in str(mistake)
 
 
 async def test_workers_that_all_die_while_they_load_stop_the_start(tree, tmp_path):

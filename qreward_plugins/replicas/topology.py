@@ -28,12 +28,6 @@ VARIABLES: Mapping[Platform, tuple[str, ...]] = {
 }
 """The variables by which a process of a platform finds its devices."""
 
-_REFUSED = {
-    "pipeline_parallel": "a judge that needs several devices gets them by tensor_parallel, because the stages of a "
-    "pipeline idle at the batch sizes of judges.",
-    "expert_parallel": "experts are spread by tensor_parallel, because each replica is an independent server.",
-}
-
 
 class TopologyError(ValueError):
     """A topology that cannot be. `key` is the setting, `problem` and `remedy` are sentences."""
@@ -59,18 +53,13 @@ class Topology:
     tensor_parallel: int = 1
     devices: tuple[Device, ...] = ()
     platform: Platform = "cpu"
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
     assigned: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("data_parallel", "tensor_parallel", *_REFUSED):
+        for key in ("data_parallel", "tensor_parallel"):
             size = getattr(self, key)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise TopologyError(key, f"it must be a whole number from 1 on, not {size!r}.")
-        for key, reason in _REFUSED.items():
-            if getattr(self, key) > 1:
-                raise TopologyError(key, f"only 1 is possible: {reason}", "Leave it out.")
         wrong = next((device for device in self.devices if isinstance(device, int) and device < 0), None)
         if wrong is not None:
             raise TopologyError("devices", f"{wrong} is no index of a device.", "Indices begin with 0.")

@@ -24,12 +24,12 @@ from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter, Lists, ParameterDemands
 from .clients import open_client, slots_of
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
-from .http_reading import HTTPReply, Streaming
+from .http_reading import HTTPReply
 from .kind import Provider, SourceKind, class_path, provider_of
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints, TriedReplicas
 from .replies import Answer
 from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix
-from .stream_passing import StreamPassing
+from .streams import EventSink, Streaming
 
 
 class EndpointKind(SourceKind):
@@ -217,23 +217,12 @@ class Endpoint(EndpointKind):
         Raises a SourceError, or InvalidReply for an answer that cannot be a verdict.
         """
         streaming = self.streaming(request)
-        if streaming is not None:
-            return await self._send_streamed(request, streaming, on_sent)
+        asks = None if streaming is None else streaming.reader.ASKS
         # No coroutine for the usual body: this runs for every request.
-        body = self._bodies.text_only(request) or await self._bodies.with_images(request)
-        url, http, lease = await self._post([request], body, on_sent)
-        reply = lease.read(asyncio.get_running_loop().time(), self.answer(url, http).reply)
-        self._replicas.used(lease.replica, reply.usage)
-        return self._finished(reply, lease)
-
-    async def _send_streamed(self, request: Request, streaming: Streaming, on_sent: Callable[[], None]) -> Reply:
-        asks = streaming.reader.ASKS
         body = self._bodies.text_only(request, asks) or await self._bodies.with_images(request, asks)
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
-        now = asyncio.get_running_loop().time()
-        reply = self._finished(lease.read(now, self.answer(url, http).reply), lease)
-        self._replicas.used(lease.replica, reply.usage)
-        return reply if http.stream is None else replace(reply, first_token_s=http.stream.first_token_s)
+        reply = lease.read(asyncio.get_running_loop().time(), self.answer(url, http).reply)
+        return self._finished(reply, lease, http)
 
     async def send_batch(
         self, requests: Sequence[Request], *, on_sent: Callable[[], None]
@@ -254,9 +243,7 @@ class Endpoint(EndpointKind):
             answer, lists = self.answer(url, http), self.lists
             replies = lease.read(asyncio.get_running_loop().time(), lambda: answer.replies(lists, sent, self))
             for number, reply in zip(bodies, replies, strict=True):
-                if isinstance(reply, Reply):
-                    self._replicas.used(lease.replica, reply.usage)
-                results[number] = self._finished(reply, lease) if isinstance(reply, Reply) else reply
+                results[number] = self._finished(reply, lease, http) if isinstance(reply, Reply) else reply
         return [result for result in results if result is not None]
 
     async def _post(
@@ -265,7 +252,7 @@ class Endpoint(EndpointKind):
         body: bytes,
         on_sent: Callable[[], None],
         *,
-        streaming: Streaming | StreamPassing | None = None,
+        streaming: EventSink | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[URL, HTTPReply, Lease]:
         """Post the body of these requests to a replica; return the URL, the reply, and the lease, which is released.
@@ -319,18 +306,23 @@ class Endpoint(EndpointKind):
         """
         return self._replicas.statistics(now) if self._replicas.were_several else ()
 
-    def _finished(self, reply: Reply, lease: Lease) -> Reply:
-        """Redact the reply, and attach the redactor: a server may echo secrets into rationales and component names.
-        `lease`: that of its request, whose weights it is given, and which is told whether the reply was valid.
+    def _finished(self, reply: Reply, lease: Lease, http: HTTPReply) -> Reply:
+        """Count the usage of a reply, redact it, and attach the redactor: a server may echo secrets into rationales and
+        component names. `lease`: that of its request, whose weights it is given, and which is told whether the reply
+        was valid.
         """
+        self._replicas.used(lease.replica, reply.usage)
+        more: dict[str, Any] = {}
         if lease.weights is not None:
-            reply = replace(reply, weights=lease.weights)
+            more["weights"] = lease.weights
         if self._replicas.several:
-            reply = replace(reply, on_judged=lease.judged)
+            more["on_judged"] = lease.judged
+        if http.stream is not None:
+            more["first_token_s"] = http.stream.first_token_s
         clean = self._http.redactor.clean
-        if clean is None:
-            return reply
-        return replace(reply, model=clean(reply.model), finish_reason=clean(reply.finish_reason), clean=clean)
+        if clean is not None:
+            more |= {"model": clean(reply.model), "finish_reason": clean(reply.finish_reason), "clean": clean}
+        return replace(reply, **more) if more else reply
 
     def question(self, request: Request) -> object:
         """Return the identity of this source and the body that would be sent, for the journal's key.

@@ -23,8 +23,8 @@ from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
 from ..secrets import Redactor
-from .http_reading import HTTPReply, Reading, Streaming
-from .stream_passing import StreamPassing
+from .http_reading import HTTPReply, Reading
+from .streams import EventSink
 
 KEEP_ALIVE_S = 4.0
 """Seconds for which an idle connection is kept. uvicorn, and with it vLLM and SGLang, closes one after 5 s. The client
@@ -86,7 +86,7 @@ class HTTPClient(ABC, Generic[S]):
         *,
         on_sent: Callable[[], None],
         max_reply_bytes: int,
-        streaming: Streaming | StreamPassing | None = None,
+        streaming: EventSink | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HTTPReply:
         """Post `body` and read the reply, at most `max_reply_bytes` of it after decompression.

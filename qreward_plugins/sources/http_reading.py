@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,8 +18,7 @@ import orjson
 from yarl import URL
 
 from ..errors import SourceError, TransientError
-from .stream_passing import StreamPassing
-from .streams import MEDIA_TYPE, EventParser, StreamBroken, StreamReader
+from .streams import MEDIA_TYPE, EventSink, StreamBroken
 
 ACCEPTED = "gzip, deflate"
 """The `Accept-Encoding` of requests: what this module decompresses."""
@@ -120,17 +119,6 @@ class HTTPReply:
     stream: StreamFacts | None = None
 
 
-@dataclass(slots=True)
-class Streaming:
-    """How a streamed reply is read. `idle_s`: most seconds between two events; None: any number. `on_text` is that of
-    the request.
-    """
-
-    reader: StreamReader
-    idle_s: float | None = None
-    on_text: Callable[[str], None] | None = None
-
-
 class Timer(Protocol):
     """A time limit on reading. `expired` is set when it ended the reading."""
 
@@ -174,7 +162,7 @@ class Reading:
 
     __slots__ = ("_name", "_streaming", "_url", "limit", "sent_at")
 
-    def __init__(self, name: str, url: URL, limit: int, streaming: Streaming | StreamPassing | None) -> None:
+    def __init__(self, name: str, url: URL, limit: int, streaming: EventSink | None) -> None:
         self._name = name
         self._url = url
         self.sent_at = 0.0
@@ -201,9 +189,7 @@ class Reading:
             return await self._error(incoming)
         if self._streaming is not None:
             media_type = incoming.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-            if media_type == MEDIA_TYPE and isinstance(self._streaming, StreamPassing):
-                return await self._pass_on(incoming, self._streaming)
-            if media_type == MEDIA_TYPE and isinstance(self._streaming, Streaming):
+            if media_type == MEDIA_TYPE:
                 return await self._stream(incoming, self._streaming)
         body = await incoming.body(self.limit)
         if body is None:
@@ -226,76 +212,36 @@ class Reading:
             pass
         return HTTPReply(incoming.status, incoming.headers, bytes(body[:limit]))
 
-    async def _stream(self, incoming: Incoming, streaming: Streaming) -> HTTPReply | SourceError:
-        reader, parser, loop = streaming.reader, EventParser(self.limit), asyncio.get_running_loop()
-        size, first_at, passed_on = 0, None, 0
-        try:
-            with incoming.within(None) as timer:
-                async for chunk in incoming.chunks():
-                    size += len(chunk)
-                    if size > self.limit * _STREAM_FACTOR:
-                        raise StreamBroken(f"more than {self.limit * _STREAM_FACTOR:,} bytes of events")
-                    for event in parser.feed(chunk):
-                        if event.keeps_alive:
-                            continue
-                        timer.restart(streaming.idle_s)
-                        reader.read(event)
-                        if reader.ended:
-                            break
-                    if len(reader.text) + len(reader.thoughts) > self.limit:
-                        raise StreamBroken(f"a text larger than {self.limit:,} bytes")
-                    if first_at is None and reader.tokens:
-                        first_at = loop.time()
-                    if streaming.on_text is not None and reader.error is None and len(reader.text) > passed_on:
-                        streaming.on_text(reader.text[passed_on:])
-                        passed_on = len(reader.text)
-                    if reader.ended:
-                        break
-            if timer.expired:
-                raise StreamBroken(f"no event within {streaming.idle_s:g} s")
-            if not reader.whole:
-                raise StreamBroken("a stream that ended before the answer was whole")
-        except Exception as error:
-            incoming.abort()
-            if isinstance(error, StreamBroken):
-                return TransientError(f"{self.where} answered with {error}", status=incoming.status)
-            raise
-        if reader.ended:
-            await self._drain(incoming)
-        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, reader.tokens)
-        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(reader.body()), facts)
-
-    async def _pass_on(self, incoming: Incoming, passing: StreamPassing) -> HTTPReply | SourceError:
-        """Pass each event of a stream on at once."""
+    async def _stream(self, incoming: Incoming, sink: EventSink) -> HTTPReply | SourceError:
         size, first_at = 0, None
         try:
             with incoming.within(None) as timer:
-                passing.begin(incoming.status, incoming.headers, self.limit)
+                sink.begin(incoming.status, incoming.headers, self.limit)
                 async for chunk in incoming.chunks():
                     size += len(chunk)
                     if size > self.limit * _STREAM_FACTOR:
                         raise StreamBroken(f"more than {self.limit * _STREAM_FACTOR:,} bytes of events")
-                    if passing.take(chunk):
-                        timer.restart(passing.idle_s)
-                    if first_at is None and passing.begun:
+                    if sink.take(chunk):
+                        timer.restart(sink.idle_s)
+                    if first_at is None and sink.begun:
                         first_at = asyncio.get_running_loop().time()
-                    if passing.ended:
+                    if sink.ended:
                         break
-                    if not passing.has_room:
+                    if not sink.has_room:
                         timer.restart(None)
-                        await passing.wait_for_room()
-                        timer.restart(passing.idle_s)
-            if timer.expired and not passing.ended:
-                raise StreamBroken(f"no event within {passing.idle_s:g} s")
-            passing.finish()
+                        await sink.wait_for_room()
+                        timer.restart(sink.idle_s)
+            if timer.expired and not sink.ended:
+                raise StreamBroken(f"no event within {sink.idle_s:g} s")
+            sink.finish()
         except Exception as error:
             incoming.abort()
             if isinstance(error, StreamBroken):
                 return TransientError(f"{self.where} answered with {error}", status=incoming.status)
             raise
         await self._drain(incoming)
-        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, passing.events)
-        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(passing.facts()), facts)
+        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, sink.events)
+        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(sink.body()), facts)
 
     async def _drain(self, incoming: Incoming) -> None:
         """Read to the end of a stream after its last event, so that its connection can be used again."""

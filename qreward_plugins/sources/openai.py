@@ -26,12 +26,13 @@ from .base import Reply, Request
 from .dialects import DIALECTS, Dialect, Refusal
 from .dialects.chat import CompletionAnswer
 from .endpoint import Endpoint
-from .http_reading import HTTPReply, Streaming
+from .http_reading import HTTPReply
 from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, json_of, name_of
 from .stream_passing import StreamPassing, progress_of
+from .streams import Streaming
 
 _GENERATES = (":generateContent", ":streamGenerateContent")
 

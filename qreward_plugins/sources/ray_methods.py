@@ -60,7 +60,7 @@ class RayMethod(PathLoader):
                     raise NotStarted(f"{self.path}: {error}") from None
             if not answered and await in_thread(lambda: _is_pending(method)):
                 # A call would only wait for its time limit, as if the method hung.
-                raise NotStarted(f"{self.path}: Ray has not placed its actor yet (`ray status` shows what it waits for)")
+                raise NotStarted(f"{self.path}: Ray has not placed its actor yet (see `ray status`)")
             reference = method.remote(*args, **kwargs)
             try:
                 value = await reference

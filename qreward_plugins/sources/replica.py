@@ -50,34 +50,6 @@ class Prefix:
 class Replica:
     """One base URL. Times are seconds of the event loop's clock."""
 
-    __slots__ = (
-        "_backoff_s",
-        "_cache_use",
-        "_cached",
-        "_draining",
-        "_failed_at",
-        "_failures",
-        "_failures_in_a_row",
-        "_invalid_in_a_row",
-        "_prefix_hits",
-        "_prefix_tokens",
-        "_prefixes",
-        "_prompt",
-        "_read_at",
-        "_trial",
-        "answered_at",
-        "base_url",
-        "in_flight",
-        "last_used",
-        "mark",
-        "pending_tokens",
-        "refuses_alone",
-        "requests",
-        "seed",
-        "waiting",
-        "weights",
-    )
-
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
         self.seed = int.from_bytes(hashlib.blake2b(base_url.encode(), digest_size=8).digest(), "big")

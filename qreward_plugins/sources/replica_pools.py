@@ -216,8 +216,6 @@ def _topology(config: ReplicaSetConfig) -> Topology:
         config.tensor_parallel,
         devices,
         platform,
-        config.pipeline_parallel,
-        config.expert_parallel,
         assigned=config.placement == "ray",
     )
 

@@ -56,16 +56,6 @@ class ReplicaSetConfig(EndpointConfig):
     tensor_parallel: PositiveInt = 1
     """Devices of each replica; on a CPU, its processes. Default: 1."""
 
-    pipeline_parallel: PositiveInt = 1
-    """Only 1 (default): a replica spreads over devices by `tensor_parallel`."""
-
-    expert_parallel: PositiveInt = 1
-    """Only 1 (default): a replica spreads over devices by `tensor_parallel`."""
-
-    platform: Literal["auto", "cuda", "rocm", "xpu", "cpu"] = "auto"
-    """The devices of the servers. `auto` (default): what this machine has; with `placement: ray`, `cuda` if the
-    cluster has GPUs."""
-
     devices: Annotated[tuple[Annotated[Device, Field(union_mode="left_to_right")], ...], Field(min_length=1)] | None = (
         None
     )
@@ -118,7 +108,7 @@ class ReplicaSetConfig(EndpointConfig):
     vision: Flag = False
     """Whether the model reads images; as in the kinds `openai` and `reward_model`. Default: false."""
 
-    stream: Annotated[Literal["auto"] | Flag, takes("`auto`, true or false")] = False
+    stream: Flag = False
     """Read replies as server-sent events, for `task: chat`; as in the kind `openai`. Default: false."""
 
     chat_template: Annotated[str, Field(min_length=1)] | None = None

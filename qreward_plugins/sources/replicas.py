@@ -71,22 +71,6 @@ class Lease:
     block. Of `answered`, `failed` and `cancelled`, the first one that is called counts.
     """
 
-    __slots__ = (
-        "_began_at",
-        "_cancelling",
-        "_key",
-        "_of",
-        "_open",
-        "_recorded",
-        "_task",
-        "_tokens",
-        "_tried",
-        "aborted",
-        "mixed",
-        "replica",
-        "weights",
-    )
-
     def __init__(self, of: Replicas, replica: Replica, hints: RoutingHints, tokens: int, now: float) -> None:
         self._of = of
         self.replica = replica

@@ -7,12 +7,10 @@ number or an object.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field, ValidationInfo, field_validator
 from yarl import URL
 
@@ -153,7 +151,7 @@ class HTTPSource(Endpoint):
         self._images = config.images
         self._score_key = config.score_key
         self._results_key, self._index_key = config.results_key, config.index_key
-        self._model = _named(config)
+        self._model = config.model or config.url[0].partition("://")[2]
 
     @property
     def model(self) -> str:
@@ -229,16 +227,6 @@ class HTTPSource(Endpoint):
         return ValueAnswer(
             self._name, url, self._model, self._url_key, http, self._http.redactor, score_key=self._score_key
         )
-
-
-def _named(config: HTTPSource.Config) -> str:
-    name = config.model or config.url[0].partition("://")[2]
-    settings = {"body": config.body, "score_key": config.score_key}
-    fields = type(config).model_fields
-    if settings == {key: fields[key].get_default(call_default_factory=True) for key in settings}:
-        return name
-    canonical = orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)
-    return f"{name}#{hashlib.blake2b(canonical, digest_size=4).hexdigest()}"
 
 
 def _prompt(sample: Sample) -> Any:

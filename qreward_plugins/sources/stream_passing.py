@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from .passed_requests import loads_leniently
-from .streams import Event, EventParser, StreamBroken
+from .streams import Event, EventParser, EventSink, StreamBroken
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
 _LONGEST_BLANK_LINE = 4
@@ -133,7 +133,7 @@ def progress_of(dialect: str) -> Progress:
     return _PROGRESS.get(dialect, Progress)()
 
 
-class StreamPassing:
+class StreamPassing(EventSink):
     """Hands on one stream. `on_begin` is called with status and headers before the first `on_piece`, which is called
     with one or several whole events. `clean` redacts the source's long secrets in each event. A secret that a server
     spreads over several events reaches the client, but no message: those have what a server says instead of an answer,
@@ -156,8 +156,6 @@ class StreamPassing:
         wait_for_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.idle_s = idle_s
-        self.events = 0
-        """Events with a part of the answer."""
         self._progress = progress
         self._on_begin, self._on_piece, self._clean, self._shown = on_begin, on_piece, clean, shown
         self._room, self._wait = has_room, wait_for_room
@@ -173,12 +171,10 @@ class StreamPassing:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can follow, so that reading may stop."""
         return self._progress.ended
 
     @property
     def begun(self) -> bool:
-        """Whether a part of the answer has come."""
         return self._progress.begun
 
     @property
@@ -192,15 +188,11 @@ class StreamPassing:
             await self._wait()
 
     def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
-        """Begin with the head of the reply. `most_bytes` bounds one event, and what is held back."""
         self._head, self._most = (status, headers), most_bytes
         self._parser = EventParser(most_bytes)
 
     def take(self, chunk: bytes) -> bool:
-        """Take in bytes, and hand on the whole events among them. Return whether there was an event that is more than a
-        sign of life. Raises StreamBroken for an error before the answer, and for what is no event. What follows the end
-        of the answer is ignored.
-        """
+        """Take in bytes, and hand on the whole events among them. What follows the end of the answer is ignored."""
         self._rest += chunk
         has_event = False
         for block in self._blocks():
@@ -249,7 +241,6 @@ class StreamPassing:
         self._on_piece(piece)
 
     def finish(self) -> None:
-        """The server has ended the stream. Raises StreamBroken if the answer is not whole."""
         if self._rest and not self._progress.ended:
             # The last event may end without a blank line.
             block, self._rest = bytes(self._rest) + b"\n\n", bytearray()
@@ -257,8 +248,8 @@ class StreamPassing:
         if not self._progress.whole:
             raise StreamBroken("a stream that ended before the answer was whole")
 
-    def facts(self) -> dict[str, Any]:
-        """Return the body that states model and usage, as a reply that is not streamed does."""
+    def body(self) -> dict[str, Any]:
+        """Return model and usage, as a reply that is not streamed states them."""
         return {"model": self._progress.model, self._progress.USAGE: self._progress.usage or None}
 
 

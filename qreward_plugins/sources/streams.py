@@ -10,7 +10,7 @@ bounds neither an event nor a stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -151,6 +151,101 @@ class StreamReader(ABC):
     @abstractmethod
     def body(self) -> dict[str, Any]:
         """Return the body of the same reply without streaming; it has the key `error` only if the server sent one."""
+
+
+class EventSink(ABC):
+    """Takes in the events of one streamed reply as they come. `idle_s`: most seconds between two events; None: any
+    number.
+    """
+
+    idle_s: float | None = None
+    events = 0
+    """Events with a part of the answer."""
+
+    @abstractmethod
+    def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
+        """Begin with the head of the reply. `most_bytes` bounds one event, and what is kept."""
+
+    @abstractmethod
+    def take(self, chunk: bytes) -> bool:
+        """Take in bytes. Return whether there was an event that is more than a sign of life. Raises StreamBroken for
+        what cannot be read.
+        """
+
+    @property
+    @abstractmethod
+    def begun(self) -> bool:
+        """Whether a part of the answer has come."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether nothing that counts can follow, so that reading may stop."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may come. False: read on after `wait_for_room`."""
+        return True
+
+    async def wait_for_room(self) -> None:  # noqa: B027 -- a default
+        """Wait until more may come."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The server has ended the stream. Raises StreamBroken if the answer is not whole."""
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """Return the body of the same reply without streaming, as far as it is known."""
+
+
+class Streaming(EventSink):
+    """Reads a streamed answer by the reader of its dialect. `on_text` is that of the request."""
+
+    def __init__(
+        self, reader: StreamReader, idle_s: float | None = None, on_text: Callable[[str], None] | None = None
+    ) -> None:
+        self.reader = reader
+        self.idle_s = idle_s
+        self._on_text = on_text
+        self._most = self._passed_on = 0
+        self._parser = EventParser(0)
+
+    def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
+        self._most = most_bytes
+        self._parser = EventParser(most_bytes)
+
+    def take(self, chunk: bytes) -> bool:
+        reader, heard = self.reader, False
+        for event in self._parser.feed(chunk):
+            if event.keeps_alive:
+                continue
+            heard = True
+            reader.read(event)
+            if reader.ended:
+                break
+        if len(reader.text) + len(reader.thoughts) > self._most:
+            raise StreamBroken(f"a text larger than {self._most:,} bytes")
+        if self._on_text is not None and reader.error is None and len(reader.text) > self._passed_on:
+            self._on_text(reader.text[self._passed_on :])
+            self._passed_on = len(reader.text)
+        self.events = reader.tokens
+        return heard
+
+    @property
+    def begun(self) -> bool:
+        return self.reader.tokens > 0
+
+    @property
+    def ended(self) -> bool:
+        return self.reader.ended
+
+    def finish(self) -> None:
+        if not self.reader.whole:
+            raise StreamBroken("a stream that ended before the answer was whole")
+
+    def body(self) -> dict[str, Any]:
+        return self.reader.body()
 
 
 def text_in(part: Mapping[str, Any], key: str) -> str:

@@ -204,7 +204,6 @@ async def test_a_start_that_fails_says_what_the_machine_lacks(source, said):
         ({"server": "llama_cpp", "platform": "cuda"}, "sources.own.devices", "1 x 1 = 1, and there are 0 devices"),
         ({"server": "vllm", "data_parallel": 0}, "sources.own.data_parallel", "must be above 0"),
         ({"server": "vllm", "tensor_parallel": True}, "sources.own.tensor_parallel", "not true"),
-        ({"server": "vllm", "pipeline_parallel": 2}, "sources.own.pipeline_parallel", "only 1 is possible"),
         ({"server": "vllm", "arguments": {"port": 80}}, "sources.own.arguments.port", "gets a free one. Leave it out"),
         ({"server": "vllm", "environment": {"A=B": "x"}}, "sources.own.environment.A=B", "no name of a variable"),
         ({"server": "vllm", "environment": {"AB": "x\0"}}, "sources.own.environment.AB", "a null character"),

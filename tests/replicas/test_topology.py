@@ -39,8 +39,6 @@ def test_each_replica_gets_its_own_devices(topology, groups, variables):
         ({"tensor_parallel": -2}, "tensor_parallel", "not -2"),
         ({"tensor_parallel": True}, "tensor_parallel", "not True"),
         ({"data_parallel": 1.5}, "data_parallel", "not 1.5"),
-        ({"pipeline_parallel": 2}, "pipeline_parallel", "only 1 is possible: a judge that needs several devices"),
-        ({"expert_parallel": 8}, "expert_parallel", "only 1 is possible: experts are spread by tensor_parallel"),
         ({"platform": "cuda", "devices": (0, 0), "data_parallel": 2}, "devices", "device 0 is named twice"),
         ({"platform": "cuda"}, "devices", r"1 x 1 = 1, and there are 0 devices \(none\)"),
         (

@@ -59,7 +59,7 @@ def test_bytes_are_kept_however_they_come(end: str) -> None:
         fed(stream, data, iter(lambda most=most: rng.randint(1, most), 0))  # type: ignore[misc]
         assert "".join(pieces).encode("utf-8", "surrogateescape") == data
         assert begun == [0]
-        assert stream.facts() == {"model": "m", "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+        assert stream.body() == {"model": "m", "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
 
 
 def test_nothing_is_handed_on_before_the_answer_or_after_its_end() -> None:

@@ -356,19 +356,13 @@ async def test_an_engine_scores_around_a_sample_that_the_service_refuses() -> No
 CONFIG: dict[str, Any] = {"kind": "http", "url": "https://h:8000/score"}
 
 
-def test_the_name_of_what_answers_tells_apart_what_may_answer_otherwise() -> None:
+def test_a_service_is_named_by_its_model_or_its_url() -> None:
     def model(**settings: Any) -> str:
         return HTTPSource("s", HTTPSource.Config(**{**CONFIG, **settings})).model
 
     assert model() == "h:8000/score"
     assert model(url=["http://a/", "http://b/"]) == "a/"
     assert model(model="rm-7b", api_key="k", headers={"x": "y"}, parameters={"key": "secret"}) == "rm-7b"
-    default = {"label": "ground_truth", "response": "response", "prompt": "prompt"}
-    assert model(body=default) == "h:8000/score"
-    others = [model(score_key="a.b"), model(score_key="a.c"), model(body={"response": "response"}), model()]
-    assert len(set(others)) == 4
-    assert all(name.startswith("h:8000/score") for name in others)
-    assert model(model="rm-7b", score_key="a.b").startswith("rm-7b#")
 
 
 @each_of(

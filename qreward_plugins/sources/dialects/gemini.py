@@ -129,24 +129,6 @@ _NAMES = {
     "top_logprobs": "logprobs",
 }
 """A judge's parameters and the settings that they become."""
-_SNAKE = (
-    "generation_config",
-    "system_instruction",
-    "safety_settings",
-    "tool_config",
-    "cached_content",
-    "max_output_tokens",
-    "candidate_count",
-    "response_schema",
-    "response_mime_type",
-    "thinking_config",
-    "thinking_budget",
-    "thinking_level",
-    "stop_sequences",
-    "top_p",
-    "top_k",
-    "response_logprobs",
-)
 
 
 class GeminiAnswer(Answer):
@@ -237,15 +219,12 @@ class Gemini(Dialect):
         "thinkingConfig": f"Write {_CONFIG}: {{thinkingConfig: ...}}.",
         "candidateCount": f"Write {_CONFIG}: {{candidateCount: ...}}.",
         "n": "Leave it out; the judge reads one answer.",
-        "stream_options": "Leave it out.",
         "messages": "Leave it out; the judge writes the prompt.",
         "model": "The model stands in the URL; set the key model of the source.",
         "response_format": f"Write {_CONFIG}: {{responseSchema: ...}}.",
         "reasoning_effort": f"Write {_CONFIG}: {{thinkingConfig: {{thinkingLevel: ...}}}}.",
         "reasoning": f"Write {_CONFIG}: {{thinkingConfig: {{thinkingLevel: ...}}}}.",
         "thinking": f"Write {_CONFIG}: {{thinkingConfig: {{thinkingLevel: ...}}}}.",
-        **{key: f"Write {''.join((key[:1], key.title().replace('_', '')[1:]))}." for key in _SNAKE[:5]},
-        **dict.fromkeys(_SNAKE[5:], f"Write it in camel case, in {_CONFIG}."),
     }
 
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -287,11 +266,12 @@ class Gemini(Dialect):
     def refusals(self, parameters: Mapping[str, Any], headers: Mapping[str, str]) -> list[Refusal]:
         found = super().refusals(parameters, headers)
         settings = parameters.get(_CONFIG)
-        if not isinstance(settings, Mapping):
+        own = settings if isinstance(settings, Mapping) else {}
+        snakes = [key for key in parameters if "_" in str(key) and key not in self.foreign]
+        for key in (*snakes, *(f"{_CONFIG}.{key}" for key in own if "_" in str(key))):
+            found.append(Refusal(key, "Gemini's keys are written in camel case.", f"See {_CONFIG}.{_BOUND}."))
+        if settings is not own:
             return found
-        for key in settings:
-            if "_" in str(key):
-                found.append(Refusal(f"{_CONFIG}.{key}", "settings are written in camel case.", "See maxOutputTokens."))
         thinking = settings.get("thinkingConfig")
         if isinstance(thinking, Mapping):
             bound, budget = settings.get(_BOUND), thinking.get("thinkingBudget")

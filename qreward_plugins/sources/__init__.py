@@ -12,7 +12,7 @@ from .base import Reply, Request, Source
 
 if TYPE_CHECKING:
     from ..config.source_models import BaseURLs, EndpointConfig, FreeMapping, ModelName, SourceConfig, URLs
-    from .endpoint import Endpoint, EndpointKind
+    from .endpoint import Endpoint
     from .function import FunctionSource
     from .http_reading import HTTPReply
     from .kind import LOGITS, RUN, TEXT, VALUE, VECTORS, Provider, SourceKind
@@ -34,7 +34,6 @@ __all__ = [
     "BaseURLs",
     "Endpoint",
     "EndpointConfig",
-    "EndpointKind",
     "FreeMapping",
     "FunctionSource",
     "HTTPReply",
@@ -60,7 +59,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    ".endpoint": "Endpoint EndpointKind",
+    ".endpoint": "Endpoint",
     ".function": "FunctionSource",
     ".http_reading": "HTTPReply",
     ".kind": "LOGITS RUN TEXT VALUE VECTORS Provider SourceKind",

@@ -187,14 +187,7 @@ class BodyWriter:
         asks: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Return the body as bytes. `image` writes an image, as in `encoded`. Raises `SampleRefused`."""
-        try:
-            return encoded(self.whole(request, asks), image=image)
-        except InputError as error:
-            reason = str(error)
-        except Exception as error:
-            # The error's message may hold secrets.
-            reason = f"the body cannot be written: {type(error).__name__}"
-        raise SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
+        return _or_raised(self._encoded(request, image, asks))
 
     def text_only(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes | None:
         """Return the body as bytes, with the keys that ask for a stream; None if it has images. Raises
@@ -211,15 +204,8 @@ class BodyWriter:
 
     async def with_images(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
         """Return a body with images as bytes, written in a thread. Raises `SampleRefused`."""
-        body: bytes | SampleRefused
-        body = await self._threads.run(partial(self._encode_or_error, request, asks), on_start=_nothing)
-        if isinstance(body, SampleRefused):
-            try:
-                raise body
-            finally:
-                # Breaks the reference cycle of error, traceback and frame.
-                del body
-        return body
+        encode = partial(self._encoded, request, str, asks)
+        return _or_raised(await self._threads.run(encode, on_start=_nothing))
 
     async def each(self, requests: Sequence[Request]) -> list[dict[str, Any] | SampleRefused]:
         """Return the body of each request that is sent in one with others, with its images as texts, or its error.
@@ -241,25 +227,30 @@ class BodyWriter:
         self, bodies: Sequence[Mapping[str, Any]], lists: Lists, *, image: Callable[[EncodedImage], str] = str
     ) -> bytes:
         """Return one body of several calls as bytes, from what `each` returned."""
+        found: bytes | SampleRefused
         try:
-            return encoded(lists.join(bodies), image=image)
+            found = encoded(lists.join(bodies), image=image)
         except Exception as error:
-            reason = f"the body cannot be written: {type(error).__name__}"
-        raise SampleRefused(f"source {self._name!r}: {reason}")
+            found = self._refusal(error)
+        return _or_raised(found)
 
     async def aclose(self) -> None:
         """Wait for the threads, for up to one second."""
         await self._threads.aclose()
 
+    def _encoded(
+        self, request: Request, image: Callable[[EncodedImage], str], asks: Mapping[str, Any] | None
+    ) -> bytes | SampleRefused:
+        try:
+            return encoded(self.whole(request, asks), image=image)
+        except Exception as error:
+            return self._refusal(error)
+
     def _body_or_error(self, request: Request) -> dict[str, Any] | SampleRefused:
         try:
             return self.whole(request)
-        except InputError as error:
-            reason = str(error)
         except Exception as error:
-            # The error's message may hold secrets.
-            reason = f"the body cannot be written: {type(error).__name__}"
-        return SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
+            return self._refusal(error)
 
     def _images_written(self, body: dict[str, Any]) -> dict[str, Any] | SampleRefused:
         """Return a body with its images as texts, or the error of an image that cannot be sent."""
@@ -267,13 +258,23 @@ class BodyWriter:
             written: dict[str, Any] = images_written(body)
             return written
         except InputError as error:
-            return SampleRefused(f"source {self._name!r}: {self._redact(str(error))}")
+            return self._refusal(error)
 
-    def _encode_or_error(self, request: Request, asks: Mapping[str, Any] | None) -> bytes | SampleRefused:
-        try:
-            return self.encode(request, asks=asks)
-        except SampleRefused as error:
-            return SampleRefused(str(error))
+    def _refusal(self, error: Exception) -> SampleRefused:
+        # The message of an error that is not ours may hold secrets.
+        ours = isinstance(error, InputError)
+        reason = str(error) if ours else f"the body cannot be written: {type(error).__name__}"
+        return SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
+
+
+def _or_raised(outcome: bytes | SampleRefused) -> bytes:
+    if isinstance(outcome, bytes):
+        return outcome
+    try:
+        raise outcome
+    finally:
+        # Breaks the reference cycle of error, traceback and frame.
+        del outcome
 
 
 def _nothing() -> None:

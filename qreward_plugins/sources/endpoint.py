@@ -1,7 +1,7 @@
 """Defines `Endpoint`, the base class of every source over HTTP: replicas, key, headers, sending, errors.
 
 The constructor checks the whole configuration and reports all mistakes at once. `send` only encodes, posts (`http`) and
-reads (`replies`). What differs from kind to kind are the methods of `EndpointKind`.
+reads (`replies`). What differs from kind to kind are the methods from `body` to `streaming`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,24 @@ from .replies import Answer
 from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix
 from .streams import EventSink, Streaming
 
+_SHUTS_DOWN = b"cannot schedule new futures after shutdown"
+"""How vLLM answers new requests while it finishes the others; its `/health` still says 200."""
 
-class EndpointKind(SourceKind):
-    """The protocol of a kind of source over HTTP: path, headers, body, and how replies are read.
 
-    `Config` has the key `url: URLs`, or the key that its `URL_KEY` names.
+class Endpoint(SourceKind):
+    """A source that is asked by POST, at one URL or at several replicas that share its limits.
+
+    A kind defines the protocol: `answers`, `ANSWER`, `body`, and what of path, headers and body differs from the
+    defaults. `Config` has the key `url: URLs`, or the key that its `URL_KEY` names. This class does the rest: replicas,
+    the key, TLS, proxies of the environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`; `~/.netrc` is not read), the size
+    limit of replies, errors by status, `Retry-After`, and redaction of secrets.
+
+    `name` is its name in the configuration. `mistakes` are the mistakes that the kind found in `config`. `path`
+    replaces `PATH` if the path depends on the configuration; `stream_path` is that of streamed replies, if it is
+    another one.
+
+    Raises ConfigurationError with `mistakes` and those that depend on the environment: an unset variable for the key,
+    a URL or header that cannot be sent.
     """
 
     Config: ClassVar[type[EndpointConfig]] = EndpointConfig
@@ -110,26 +123,6 @@ class EndpointKind(SourceKind):
     def streaming(self, request: Request) -> Streaming | None:
         """Return how the reply to `request` is streamed. Default: None, it is not."""
         return None
-
-
-_SHUTS_DOWN = b"cannot schedule new futures after shutdown"
-"""How vLLM answers new requests while it finishes the others; its `/health` still says 200."""
-
-
-class Endpoint(EndpointKind):
-    """A source that is asked by POST, at one URL or at several replicas that share its limits.
-
-    A kind defines what `EndpointKind` leaves to it. This class does the rest: replicas, the key, TLS, proxies of the
-    environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`; `~/.netrc` is not read), the size limit of replies, errors by
-    status, `Retry-After`, and redaction of secrets.
-
-    `name` is its name in the configuration. `mistakes` are the mistakes that the kind found in `config`. `path`
-    replaces `PATH` if the path depends on the configuration; `stream_path` is that of streamed replies, if it is
-    another one.
-
-    Raises ConfigurationError with `mistakes` and those that depend on the environment: an unset variable for the key,
-    a URL or header that cannot be sent.
-    """
 
     def __init__(
         self,

@@ -42,7 +42,6 @@ from ..replicas.topology import Device, TopologyError, variables_of_each
 from ..secrets import Redactor, secrets_in, without_secrets
 from ..system.functions import (
     Function,
-    FunctionNotFound,
     Loader,
     PathLoader,
     describe,
@@ -55,12 +54,12 @@ from . import worker_program as program
 from .base import Reply, Request
 from .function_arguments import (
     FunctionArguments,
+    WorkerLoader,
+    as_list,
     is_ready_made,
     may_take,
     options_of,
-    takes_plurals,
     unpicklable,
-    with_plurals,
 )
 from .kind import VALUE, Provider, SourceKind
 from .ray_methods import RayMethod, is_ray_method
@@ -208,7 +207,7 @@ class FunctionSource(SourceKind):
             return
         try:
             batched = config.batch is not None
-            own = _WorkerLoader(loader, batched, unseen=bool(devices)) if devices or batched else loader
+            own = WorkerLoader(loader, batched, unseen=bool(devices)) if devices or batched else loader
             self._pool = WorkerPool(own, self._slots, variables_of_each(devices) if devices else ({},))
         except Exception as error:
             problem = (
@@ -301,7 +300,7 @@ class FunctionSource(SourceKind):
         Raises what `send` raises for all of them, and `InvalidReply` if it does not return a value for each sample.
         """
         args, kwargs = self._arguments.of_batch([request.sample for request in requests])
-        values = _as_list(await self._call(args, kwargs, on_sent))
+        values = as_list(await self._call(args, kwargs, on_sent))
         if not isinstance(values, (list, tuple)):
             kind = type(values).__name__
             problem = f"{self._where} returned a value of type {kind}; with `batch` it must return a list of values"
@@ -371,8 +370,6 @@ class FunctionSource(SourceKind):
             ) from None
         except PoolClosed:
             raise SourceUnusable(f"source {self._name!r} is closed", certain=True) from None
-        except OSError as error:
-            raise NotStarted(f"{self._where}: no worker process can be started ({error.strerror})") from None
         try:
             carried = pickle.loads(payload)
         except Exception as error:
@@ -422,36 +419,6 @@ class FunctionSource(SourceKind):
 
 def _unloaded(*_: Any, **__: Any) -> Any:
     """Stands for a function that only the workers load."""
-
-
-class _WorkerLoader:
-    """Loads a function in a worker process; picklable. What it returns becomes a list there, so that this process need
-    not import torch to read a tensor. `batched`: a call gets lists. `unseen`: this process has not loaded the function,
-    so it is checked there.
-    """
-
-    def __init__(self, loader: Loader, batched: bool, *, unseen: bool) -> None:
-        self._loader = loader
-        self._batched = batched
-        self._unseen = unseen
-
-    def __call__(self) -> Function:
-        function = self._loader()
-        if self._unseen and is_async(function):
-            raise FunctionNotFound("it is async, and would run in a process without devices; define it with `def`.")
-        plural = self._unseen and self._batched and takes_plurals(function)
-
-        @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return _as_list(function(*args, **(with_plurals(kwargs) if plural else kwargs)))
-
-        return called
-
-
-def _as_list(values: Any) -> Any:
-    """Convert an array or a tensor to a list. Anything else is returned as it is."""
-    tolist: Callable[[], Any] | None = getattr(values, "tolist", None)
-    return tolist() if callable(tolist) else values
 
 
 def processors() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ..samples import Sample
-from ..system.functions import Function
+from ..system.functions import Function, FunctionNotFound, Loader, is_async
 
 _FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -135,3 +135,33 @@ def takes_plurals(function: Callable[..., Any]) -> bool:
         return "solution_strs" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # its signature cannot be read
         return False
+
+
+class WorkerLoader:
+    """Loads a function in a worker process; picklable. What it returns becomes a list there, so that this process need
+    not import torch to read a tensor. `batched`: a call gets lists. `unseen`: this process has not loaded the function,
+    so it is checked there.
+    """
+
+    def __init__(self, loader: Loader, batched: bool, *, unseen: bool) -> None:
+        self._loader = loader
+        self._batched = batched
+        self._unseen = unseen
+
+    def __call__(self) -> Function:
+        function = self._loader()
+        if self._unseen and is_async(function):
+            raise FunctionNotFound("it is async, and would run in a process without devices; define it with `def`.")
+        plural = self._unseen and self._batched and takes_plurals(function)
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return as_list(function(*args, **(with_plurals(kwargs) if plural else kwargs)))
+
+        return called
+
+
+def as_list(values: Any) -> Any:
+    """Convert an array or a tensor to a list. Anything else is returned as it is."""
+    tolist: Callable[[], Any] | None = getattr(values, "tolist", None)
+    return tolist() if callable(tolist) else values

@@ -174,7 +174,7 @@ _KILLED_WITHIN_S = 1.0
 
 
 class CannotStart(Exception):
-    """A worker process died or took too long before it had loaded the function. No call caused it."""
+    """No process can be started, or one died or took too long before it had loaded the function. No call caused it."""
 
 
 class PoolClosed(Exception):
@@ -235,8 +235,8 @@ class WorkerPool:
         It has `limit_s` seconds from its start. `on_start` is called when it has a worker. Cancelling kills the worker,
         and what it started, before it returns.
 
-        Raises WorkerDied, CallOverdue or ValueTooLarge if this call failed; PoolClosed, CannotLoad, CannotStart or
-        OSError if no worker can run any call.
+        Raises WorkerDied, CallOverdue or ValueTooLarge if this call failed; PoolClosed, CannotLoad or CannotStart if no
+        worker can run any call.
         """
         worker = await self._acquire()
         try:
@@ -323,7 +323,7 @@ class WorkerPool:
             try:
                 worker = Worker(self._boot, self._places, min(self._variables, key=self._users))
             except OSError as error:
-                self._fail_waiters(error)
+                self._fail_waiters(CannotStart(error.strerror))
                 return
             self._workers.add(worker)
             self._starts[worker] = self._loop.create_task(self._start(worker))

@@ -41,7 +41,7 @@ CEILINGS = {
     "modules above 450 lines": 0,
     "names of modules that are no nouns": 2,
     "floors of files in scheduling": 10,
-    "floors of files in sources": 10,
+    "floors of files in sources": 8,
 }
 """What may only fall. Lower a number with the commit that reaches it."""
 

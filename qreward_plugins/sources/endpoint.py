@@ -21,11 +21,12 @@ from ..observers.statistics import ReplicaStatistics
 from ..quotas.demand import Demand, Texture, completion_bound, of_messages
 from ..secrets import Redactor, masked, names_secret, secrets_in
 from .base import Reply, Request, apart, identity_of
-from .body_writer import BodyWriter, Lists, ParameterDemands
+from .body_writer import BodyWriter, ParameterDemands
 from .clients import open_client, slots_of
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply
 from .kind import Provider, SourceKind, class_path, provider_of
+from .lists import Lists
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints, TriedReplicas
 from .replies import Answer
 from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix

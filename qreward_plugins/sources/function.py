@@ -54,7 +54,7 @@ from . import worker_program as program
 from .base import Reply, Request
 from .function_arguments import (
     FunctionArguments,
-    WorkerLoader,
+    ListLoader,
     as_list,
     is_ready_made,
     may_take,
@@ -207,7 +207,7 @@ class FunctionSource(SourceKind):
             return
         try:
             batched = config.batch is not None
-            own = WorkerLoader(loader, batched, unseen=bool(devices)) if devices or batched else loader
+            own = ListLoader(loader, batched, unseen=bool(devices)) if devices or batched else loader
             self._pool = WorkerPool(own, self._slots, variables_of_each(devices) if devices else ({},))
         except Exception as error:
             problem = (

@@ -137,7 +137,7 @@ def takes_plurals(function: Callable[..., Any]) -> bool:
         return False
 
 
-class WorkerLoader:
+class ListLoader:
     """Loads a function in a worker process; picklable. What it returns becomes a list there, so that this process need
     not import torch to read a tensor. `batched`: a call gets lists. `unseen`: this process has not loaded the function,
     so it is checked there.

@@ -19,8 +19,8 @@ from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable,
 from ..samples.spent import Usage
 from ..secrets import Redactor
 from .base import Logprobs, Reply, Request, Source
-from .body_writer import Lists, divided
 from .http_reading import HTTPReply
+from .lists import Lists, divided
 from .rate_limit_headers import pause_of, retry_after_s
 
 _UNUSABLE = {

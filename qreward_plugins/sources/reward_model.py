@@ -18,10 +18,10 @@ from ..config.source_models import BaseURLs, Batch, EndpointConfig, ModelName
 from ..errors import InputError, InvalidReply, Mistake, QRewardError
 from ..samples import Message
 from .base import Reply, Request
-from .body_writer import Lists
 from .endpoint import Endpoint
 from .http_reading import HTTPReply
 from .kind import LOGITS
+from .lists import Lists
 from .rendering import ChatTemplate, StepTokenizer, Tokens, step_logits
 from .reward_protocols import PROTOCOLS, TOKEN_CLASSIFY, LogitsAnswer, Protocol, ProtocolName, is_logit
 

@@ -19,7 +19,7 @@ from ..errors import InvalidReply, QRewardError
 from ..samples import fits_float32
 from ..samples.spent import Usage
 from .base import Reply
-from .body_writer import Lists, in_order, numbered, one, several
+from .lists import Lists, in_order, numbered, one, several
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, name_of, usage_of
 from .values import read_json

@@ -23,11 +23,11 @@ from ..samples.images import EncodedImage
 from ..samples.images.encoded import Form
 from ..samples.json_values import as_json
 from .base import Reply, Request
-from .body_writer import Lists, in_order, one
 from .endpoint import Endpoint
 from .http_reading import HTTPReply
 from .image_parts import folder_mistakes, has_images, has_urls, shown_images, with_images
 from .kind import VALUE
+from .lists import Lists, in_order, one
 from .values import ValueAnswer, at_path
 
 SamplePart = Literal[

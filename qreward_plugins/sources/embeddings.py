@@ -16,6 +16,7 @@ from ..samples import fits_float32
 from ..samples.spent import Usage
 from .base import Reply, Request
 from .dialects.base import Dialect, text_of
+from .dialects.chat import CompletionProgress
 from .kind import VECTORS
 from .openai import OpenAISource
 from .rate_limit_headers import announced_limits
@@ -80,6 +81,7 @@ class Embeddings(Dialect):
     title = "embeddings"
     path = "/embeddings"
     answer = EmbeddingsAnswer
+    progress = CompletionProgress
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     """Nothing is generated, so the key is never sent."""
     prompt_keys: ClassVar[tuple[str, ...]] = ("input", "stream")

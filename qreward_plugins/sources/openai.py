@@ -31,7 +31,7 @@ from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, json_of, name_of
-from .stream_passing import StreamPassing, progress_of
+from .stream_passing import StreamPassing
 from .streams import Streaming
 
 _GENERATES = (":generateContent", ":streamGenerateContent")
@@ -117,7 +117,7 @@ class OpenAISource(Endpoint):
         streaming: StreamPassing | None = None
         if passed.stream and request.on_text is not None:
             streaming = StreamPassing(
-                progress_of(self._dialect.name),
+                self._dialect.progress(),
                 on_begin=lambda status, headers: passed.on_head(
                     RawReply(status, returned_headers(headers, clean), source=self._name)
                 ),

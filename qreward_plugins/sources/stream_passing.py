@@ -8,6 +8,7 @@ dialect (`Progress`).
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,10 +20,11 @@ _LONGEST_BLANK_LINE = 4
 _DONE = b"[DONE]"
 
 
-class Progress:
-    """What the events of one stream tell, in the format of chat completions; subclasses read other dialects."""
+class Progress(ABC):
+    """What the events of one stream of a dialect tell. A dialect defines `take`."""
 
     USAGE = "usage"
+    """The key of the usage in a reply."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -46,91 +48,23 @@ class Progress:
         if content is None:
             raise StreamBroken("an event that is not a JSON object")
         if content.get("error") or event.name == "error" or content.get("type") == "error":
-            self.error = _words(content.get("error") or content)
+            self.error = words_of(content.get("error") or content)
             return
         self.take(content, event.name)
 
+    @abstractmethod
     def take(self, event: dict[str, Any], name: str) -> None:
-        self.model = event.get("model") or self.model
-        self._add_usage(event.get("usage"))
-        choices = event.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            if not isinstance(choice, dict):
-                continue
-            delta = choice.get("delta")
-            delta = delta if isinstance(delta, dict) else {}
-            self.begun |= any(value for key, value in delta.items() if key != "role")
-            finished = bool(choice.get("finish_reason"))
-            self.begun |= finished
-            self._note_choice(choice.get("index"), finished)
+        """Take in the data of an event of this name."""
 
-    def _note_choice(self, index: Any, finished: bool) -> None:
+    def note_choice(self, index: Any, finished: bool) -> None:
         """Note a part of one of several answers. All of them have to be whole."""
         number = index if isinstance(index, int) else 0
         self._unfinished[number] = self._unfinished.get(number, True) and not finished
         self.whole = not any(self._unfinished.values())
 
-    def _add_usage(self, stated: Any) -> None:
+    def add_usage(self, stated: Any) -> None:
         if isinstance(stated, Mapping):
             self.usage.update((key, value) for key, value in stated.items() if value is not None)
-
-
-class MessagesProgress(Progress):
-    """Anthropic's messages."""
-
-    def take(self, event: dict[str, Any], name: str) -> None:
-        kind = event.get("type") or name
-        message = event.get("message")
-        if kind == "message_start" and isinstance(message, dict):
-            self.model = message.get("model")
-            self._add_usage(message.get("usage"))
-        elif kind == "message_stop":
-            self.whole = self.ended = True
-        elif kind != "ping":
-            self._add_usage(event.get("usage"))
-            self.begun = True
-
-
-class ResponsesProgress(Progress):
-    """OpenAI's responses."""
-
-    def take(self, event: dict[str, Any], name: str) -> None:
-        kind = event.get("type") or name
-        response = event.get("response")
-        response = response if isinstance(response, dict) else {}
-        self.model = response.get("model") or self.model
-        self._add_usage(response.get("usage"))
-        if kind == "response.failed":
-            self.error = _words(response.get("error") or {})
-        elif kind in ("response.completed", "response.incomplete"):
-            self.begun = self.whole = self.ended = True
-        elif kind not in ("response.created", "response.queued", "response.in_progress"):
-            self.begun = True
-
-
-class GeminiProgress(Progress):
-    """Gemini."""
-
-    USAGE = "usageMetadata"
-
-    def take(self, event: dict[str, Any], name: str) -> None:
-        self.begun = True
-        self.model = event.get("modelVersion") or self.model
-        self._add_usage(event.get("usageMetadata"))
-        candidates = event.get("candidates")
-        for candidate in candidates if isinstance(candidates, list) else ():
-            if isinstance(candidate, dict):
-                self._note_choice(candidate.get("index"), bool(candidate.get("finishReason")))
-        feedback = event.get("promptFeedback")
-        self.whole |= isinstance(feedback, dict) and bool(feedback.get("blockReason"))
-
-
-_PROGRESS = {"anthropic": MessagesProgress, "responses": ResponsesProgress, "gemini": GeminiProgress}
-
-
-def progress_of(dialect: str) -> Progress:
-    """Return the reader of the events of a dialect."""
-    return _PROGRESS.get(dialect, Progress)()
 
 
 class StreamPassing(EventSink):
@@ -253,7 +187,8 @@ class StreamPassing(EventSink):
         return {"model": self._progress.model, self._progress.USAGE: self._progress.usage or None}
 
 
-def _words(error: Any) -> str:
+def words_of(error: Any) -> str:
+    """Return what an error object says."""
     if isinstance(error, Mapping):
         error = error.get("message") or error.get("code") or error.get("type")
     return error if isinstance(error, str) and error else "no reason given"

@@ -817,3 +817,11 @@ def test_an_error_names_the_users_line_or_none(tmp_path: Path) -> None:
         load(PathLoader(f"{path}:score"), key="k")
     assert "rewards.py, line 1" in str(caught.value)
     assert "importlib" not in str(caught.value)
+
+
+def test_a_worker_needs_neither_the_http_client_nor_the_configuration() -> None:
+    program = (
+        "import sys, qreward_plugins.sources.worker_program, qreward_plugins.system.functions\n"
+        "print(sorted({'aiohttp', 'pydantic', 'asyncio'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

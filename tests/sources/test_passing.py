@@ -16,8 +16,9 @@ from qreward_plugins.errors import TransientError
 from qreward_plugins.samples import Sample
 from qreward_plugins.secrets import Redactor
 from qreward_plugins.sources import Request
+from qreward_plugins.sources.dialects import DIALECTS
 from qreward_plugins.sources.passed_requests import PassedRequest
-from qreward_plugins.sources.stream_passing import StreamPassing, progress_of
+from qreward_plugins.sources.stream_passing import StreamPassing
 from qreward_plugins.sources.streams import StreamBroken
 
 from ..kit import each_of
@@ -32,7 +33,7 @@ def passing(dialect: str = "openai", **options: Any) -> tuple[StreamPassing, lis
     begun: list[int] = []
     pieces: list[str] = []
     found = StreamPassing(
-        progress_of(dialect),
+        DIALECTS[dialect].progress(),
         on_begin=lambda status, headers: begun.append(len(pieces)),
         on_piece=pieces.append,
         **options,

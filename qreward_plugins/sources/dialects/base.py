@@ -11,6 +11,7 @@ from ...quotas.demand import of_messages
 from ...samples.images import EncodedImage
 from ..base import Request
 from ..replies import Answer
+from ..stream_passing import Progress
 from ..streams import StreamReader
 
 NO_EFFORT = "none"
@@ -47,6 +48,8 @@ class Dialect(ABC):
     """The class that reads a reply."""
     stream: ClassVar[type[StreamReader]]
     """The class that reads a streamed reply."""
+    progress: ClassVar[type[Progress]]
+    """The class that follows a streamed reply to a client's own request."""
     stream_path: ClassVar[str | None] = None
     """What is appended to the URL for a streamed reply, if that is another path."""
     bound: ClassVar[tuple[str, ...]]

@@ -11,6 +11,7 @@ from ...quotas.demand import of_messages
 from ..base import Logprobs, Reply, Request
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, Problem, logprobs_of, name_of, usage_of
+from ..stream_passing import Progress
 from ..streams import StreamBroken, StreamReader, text_in
 from .base import NO_EFFORT, Dialect, Refusal, is_on
 
@@ -188,6 +189,24 @@ def _text_of(delta: dict[str, Any], key: str) -> str:
     return text_in(delta, key)
 
 
+class CompletionProgress(Progress):
+    """What the chunks of one chat completion tell."""
+
+    def take(self, event: dict[str, Any], name: str) -> None:
+        self.model = event.get("model") or self.model
+        self.add_usage(event.get("usage"))
+        choices = event.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if not isinstance(choice, dict):
+                continue
+            delta = choice.get("delta")
+            delta = delta if isinstance(delta, dict) else {}
+            self.begun |= any(value for key, value in delta.items() if key != "role")
+            finished = bool(choice.get("finish_reason"))
+            self.begun |= finished
+            self.note_choice(choice.get("index"), finished)
+
+
 _REASONING_BOUND = "max_completion_tokens"
 
 
@@ -199,6 +218,7 @@ class Completions(Dialect):
     path = "/chat/completions"
     answer = CompletionAnswer
     stream = CompletionStream
+    progress = CompletionProgress
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     bound_holds_budget = False
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages",)

@@ -13,6 +13,7 @@ from ...samples.spent import Usage
 from ..base import Logprobs, Reply, Request
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, counted, json_of, logprobs_of, name_of
+from ..stream_passing import Progress
 from ..streams import StreamBroken, StreamReader, object_in, text_in
 from .base import Dialect, Refusal, image_data, parts_of, prompt_in, schema_in, system_and_turns
 
@@ -91,6 +92,23 @@ class GeminiStream(StreamReader):
         if text is not None:
             parts.append({"text": text})
         return {"index": 0, "content": {"role": "model", "parts": parts}, "finishReason": self._finish}
+
+
+class GeminiProgress(Progress):
+    """What the objects of one reply tell."""
+
+    USAGE = "usageMetadata"
+
+    def take(self, event: dict[str, Any], name: str) -> None:
+        self.begun = True
+        self.model = event.get("modelVersion") or self.model
+        self.add_usage(event.get("usageMetadata"))
+        candidates = event.get("candidates")
+        for candidate in candidates if isinstance(candidates, list) else ():
+            if isinstance(candidate, dict):
+                self.note_choice(candidate.get("index"), bool(candidate.get("finishReason")))
+        feedback = event.get("promptFeedback")
+        self.whole |= isinstance(feedback, dict) and bool(feedback.get("blockReason"))
 
 
 _CONFIG = "generationConfig"
@@ -208,6 +226,7 @@ class Gemini(Dialect):
     key_header: ClassVar[tuple[str, str]] = ("x-goog-api-key", "")
     answer = GeminiAnswer
     stream = GeminiStream
+    progress = GeminiProgress
     bound: ClassVar[tuple[str, ...]] = (_CONFIG, _BOUND)
     prompt_keys: ClassVar[tuple[str, ...]] = ("contents", "systemInstruction")
     answers_in = "candidates"

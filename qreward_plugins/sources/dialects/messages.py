@@ -13,6 +13,7 @@ from ...samples.spent import Usage
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, Problem, counted, name_of
+from ..stream_passing import Progress
 from ..streams import StreamBroken, StreamReader, object_in, text_in
 from .base import Dialect, Refusal, image_data, is_on, parts_of, prompt_in, schema_in, system_and_turns, text_of
 
@@ -110,6 +111,22 @@ class MessageStream(StreamReader):
         return self._usage if self.whole else None
 
 
+class MessagesProgress(Progress):
+    """What the events of one message tell."""
+
+    def take(self, event: dict[str, Any], name: str) -> None:
+        kind = event.get("type") or name
+        message = event.get("message")
+        if kind == "message_start" and isinstance(message, dict):
+            self.model = message.get("model")
+            self.add_usage(message.get("usage"))
+        elif kind == "message_stop":
+            self.whole = self.ended = True
+        elif kind != "ping":
+            self.add_usage(event.get("usage"))
+            self.begun = True
+
+
 VERSION_HEADER = "anthropic-version"
 _WITHOUT_SAMPLING = "2026-10-21"
 """The API version from which on sampling parameters are refused."""
@@ -201,6 +218,7 @@ class Messages(Dialect):
     headers: ClassVar[Mapping[str, str]] = {VERSION_HEADER: "2023-06-01"}
     answer = MessagesAnswer
     stream = MessageStream
+    progress = MessagesProgress
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages", "system")
     answers_in = "content"

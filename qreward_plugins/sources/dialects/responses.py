@@ -13,6 +13,7 @@ from ...samples.spent import Usage
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, name_of, usage_of
+from ..stream_passing import Progress, words_of
 from ..streams import StreamBroken, StreamReader, object_in, text_in
 from .base import Dialect, Refusal, is_on, parts_of, prompt_in, system_and_turns, text_of
 
@@ -94,6 +95,23 @@ class ResponseStream(StreamReader):
         if self._has_message:
             output.append(_message({"type": "output_text", "text": self.text}))
         return output
+
+
+class ResponsesProgress(Progress):
+    """What the events of one response tell."""
+
+    def take(self, event: dict[str, Any], name: str) -> None:
+        kind = event.get("type") or name
+        response = event.get("response")
+        response = response if isinstance(response, dict) else {}
+        self.model = response.get("model") or self.model
+        self.add_usage(response.get("usage"))
+        if kind == "response.failed":
+            self.error = words_of(response.get("error") or {})
+        elif kind in ("response.completed", "response.incomplete"):
+            self.begun = self.whole = self.ended = True
+        elif kind not in ("response.created", "response.queued", "response.in_progress"):
+            self.begun = True
 
 
 def _thoughts_of(thoughts: str) -> list[dict[str, Any]]:
@@ -195,6 +213,7 @@ class Responses(Dialect):
     path = "/responses"
     answer = ResponsesAnswer
     stream = ResponseStream
+    progress = ResponsesProgress
     bound: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
     prompt_keys: ClassVar[tuple[str, ...]] = ("input", "instructions")
     answers_in = "output"

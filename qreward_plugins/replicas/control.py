@@ -54,13 +54,13 @@ class Control(ABC):
         self._headers = {**headers, "Content-Type": "application/json"}
         self._within_s = within_s
 
-    @abstractmethod
-    async def pause(self, within_s: float) -> None:
-        """Wait until the requests under way have ended, and start no other one until `resume`."""
+    async def pause(self, within_s: float) -> None:  # noqa: B027 -- a default
+        """Wait until the requests under way have ended, and start no other one until `resume`. Default: does nothing,
+        because the pool has drained the server.
+        """
 
-    @abstractmethod
-    async def resume(self) -> None:
-        """Start requests again after `pause`."""
+    async def resume(self) -> None:  # noqa: B027 -- a default
+        """Start requests again after `pause`. Default: does nothing."""
 
     @abstractmethod
     async def sleep(self, level: int) -> None:
@@ -236,13 +236,7 @@ class VLLMControl(Control):
 
 
 class SGLangControl(Control):
-    """SGLang; for `sleep` it is started with `--enable-memory-saver`."""
-
-    async def pause(self, within_s: float) -> None:
-        """Do nothing: the pool has drained the server, and SGLang updates its weights between two steps."""
-
-    async def resume(self) -> None:
-        """Do nothing, as `pause` does nothing."""
+    """SGLang, which updates its weights between two steps; for `sleep` it is started with `--enable-memory-saver`."""
 
     async def sleep(self, level: int) -> None:
         await self._post("/release_memory_occupation", within_s=SLEEP_WITHIN_S)

@@ -183,7 +183,6 @@ class PoolActor:
 
     async def _start(self, pool: Pool) -> None:
         try:
-            make_folder(pool.spec.log_folder)
             await pool.start()
         except PoolFailed as error:
             self._failed = error
@@ -209,13 +208,3 @@ class PoolActor:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def make_folder(logs: str | None) -> None:
-    """Make the folder for the logs of servers, if one is named. Raises `PoolFailed`."""
-    try:
-        if logs is not None:
-            Path(logs).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"the folder {logs} for the logs of its servers cannot be made ({error.strerror}). See `log_folder`"
-        raise PoolFailed(problem) from None

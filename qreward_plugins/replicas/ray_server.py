@@ -79,7 +79,6 @@ class ReplicaActor(LocalServer):
 
         self._own_logs = tempfile.mkdtemp(prefix="qreward-logs-") if spec.log_folder is None else None
         folder = Path(spec.log_folder or self._own_logs or "")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Ray may not have set the variables of the devices in this process (RAY_EXPERIMENTAL_NOSET_...).
         devices = replace(spec.topology, data_parallel=1, devices=tuple(ray.get_gpu_ids()), assigned=False)
         host = ray.util.get_node_ip_address()

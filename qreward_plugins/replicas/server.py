@@ -173,9 +173,11 @@ class LocalServer:
         """Start the server under a guard. Return the future with its exit code."""
         spec, self._said = self._spec, b""
         try:
+            self._log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
-            raise ServerFailed(f"its log {self._log_path} cannot be written ({error.strerror})") from None
+            problem = f"its log {self._log_path} cannot be written ({error.strerror}). See `log_folder`"
+            raise ServerFailed(problem) from None
         try:
             self._log_from = os.fstat(log).st_size
             started = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(spec.stop_within_s)]

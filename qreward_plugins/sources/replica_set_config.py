@@ -56,6 +56,10 @@ class ReplicaSetConfig(EndpointConfig):
     tensor_parallel: PositiveInt = 1
     """Devices of each replica; on a CPU, its processes. Default: 1."""
 
+    platform: Literal["auto", "cuda", "rocm", "xpu", "cpu"] = "auto"
+    """The devices of the servers. `auto` (default): what this machine has; with `placement: ray`, `cuda` if the
+    cluster has GPUs."""
+
     devices: Annotated[tuple[Annotated[Device, Field(union_mode="left_to_right")], ...], Field(min_length=1)] | None = (
         None
     )

@@ -169,7 +169,7 @@ async def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path):
     (tmp_path / "file").touch()
     source = {"command": ["/bin/false", "{port}", "{name}"], "log_folder": str(tmp_path / "file")}
     async with RewardEngine(tree(source)) as engine:
-        with pytest.raises(ReplicasNotStarted, match=r"the folder .*file for the logs .* \(File exists\)\. See `log_f"):
+        with pytest.raises(ReplicasNotStarted, match=r"its log .*file/own-0\.log .* \(File exists\)\. See `log_f"):
             await engine.upstreams["own"].source.start()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import pytest
 
-from qreward_plugins import RewardEngine
+from qreward_plugins import RewardEngine, sources
 from qreward_plugins.errors import (
     ConfigurationError,
     InvalidReply,
@@ -825,3 +825,7 @@ def test_a_worker_needs_neither_the_http_client_nor_the_configuration() -> None:
         "print(sorted({'aiohttp', 'pydantic', 'asyncio'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_every_public_name_of_sources_loads() -> None:
+    assert all(hasattr(sources, name) for name in sources.__all__)

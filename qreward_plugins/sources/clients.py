@@ -18,6 +18,8 @@ from ..system.functions import PathLoader, load
 from .aiohttp_client import AiohttpClient
 from .http import Connecting, HTTPClient, proxy_for
 
+_PACKAGES = ("httpx", "h2", "socksio")
+"""What the client over httpx needs, for HTTP/2 and SOCKS, too."""
 _EXTRA = "Install it: pip install 'qreward-plugins[httpx]'."
 
 
@@ -56,7 +58,11 @@ def slots_of(config: EndpointConfig) -> int | None:
 
 
 def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions, urls: tuple[URL, ...]) -> HTTPClient[Any]:
-    mistakes = list(_missing(path, options))
+    mistakes = []
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            mistakes.append(Mistake(f"{path}.client", f"the package {package} is not installed.", _EXTRA))
+            break
     plain = [url for url in urls if url.scheme != "https"]
     for key, given in (("http2", options.http2), ("cert", options.cert is not None)):
         if given and len(plain) == len(urls):
@@ -78,18 +84,6 @@ def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions, urls: 
             problem = f"the factory {options.auth} returned an object of type {type(auth).__name__}, not an httpx.Auth."
             raise ConfigurationError([Mistake(f"{path}.httpx.auth", problem)])
     return HttpxClient(connecting, context=_context(path, connecting, options), http2=options.http2, auth=auth)
-
-
-def _missing(path: str, options: HttpxOptions) -> Iterable[Mistake]:
-    """Find the packages that the options need and that are not installed."""
-    proxy = "" if options.proxy is None else options.proxy.get_secret_value()
-    needed = {"httpx": "client", **({"h2": "httpx.http2"} if options.http2 else {})}
-    if proxy.startswith("socks5"):
-        needed["socksio"] = "httpx.proxy"
-    for package, key in needed.items():
-        if importlib.util.find_spec(package) is None:
-            yield Mistake(f"{path}.{key}", f"the package {package} is not installed.", _EXTRA)
-            return
 
 
 def _made(path: str, key: str) -> Any:

@@ -20,26 +20,17 @@ from .dialects.chat import CompletionProgress
 from .kind import VECTORS
 from .openai import OpenAISource
 from .rate_limit_headers import announced_limits
-from .replies import Answer, Problem, name_of, usage_of
-from .values import read_json
+from .replies import name_of, usage_of
+from .values import StrictAnswer
 
 _MARKS = 4
 """Tokens that the limits allow for the marks which a model adds to each text."""
 
 
-class EmbeddingsAnswer(Answer):
+class EmbeddingsAnswer(StrictAnswer):
     """One HTTP reply with vectors: `Reply.value` is a list of lists of floats, in the order of the texts."""
 
     __slots__ = ()
-
-    def parsed(self) -> Any:
-        # A reply with NaN is an answer to these texts, which another try would not change.
-        content = read_json(self)
-        if isinstance(content, QRewardError):
-            return content
-        if not isinstance(content, dict):
-            return self.unreadable("JSON that is not an object", self.http.body)
-        return self.error_of(Problem.of(content)) if content.get("error") else content
 
     def usage_in(self, content: Any) -> Usage | None:
         stated = content.get("usage") if isinstance(content, Mapping) else None
@@ -47,7 +38,7 @@ class EmbeddingsAnswer(Answer):
         return usage_of({"completion_tokens": 0, **stated}) if isinstance(stated, Mapping) else None
 
     def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
-        items = body.get("data")
+        items = body.get("data") if isinstance(body, Mapping) else None
         if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
             return self.unreadable("no list of embeddings in `data`", self.http.body)
         by_index = {

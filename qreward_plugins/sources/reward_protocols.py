@@ -21,8 +21,8 @@ from ..samples.spent import Usage
 from .base import Reply
 from .lists import Lists, in_order, numbered, one, several
 from .rate_limit_headers import announced_limits
-from .replies import Answer, Problem, name_of, usage_of
-from .values import read_json
+from .replies import name_of, usage_of
+from .values import StrictAnswer
 
 ProtocolName = Literal[
     "vllm_classify",
@@ -61,16 +61,10 @@ class Protocol:
 
 
 @dataclass(slots=True, eq=False)
-class LogitsAnswer(Answer):
+class LogitsAnswer(StrictAnswer):
     """One HTTP reply of a reward model."""
 
     protocol: Protocol
-
-    def parsed(self) -> Any:
-        content = read_json(self)
-        if isinstance(content, Mapping) and content.get("error"):
-            return self.error_of(Problem.of(content))
-        return content
 
     def usage_in(self, content: Any) -> Usage | None:
         return _usage(content)

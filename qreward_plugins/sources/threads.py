@@ -12,8 +12,9 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
+
+from ..system.threads import in_thread
 
 _log = logging.getLogger(__name__)
 
@@ -51,16 +52,17 @@ class ThreadSlots:
         async with self._free:
             if self.abandoned >= max(self._slots, _MOST_ABANDONED):
                 raise TooManyAbandoned(f"{self.abandoned} abandoned calls still run")
-            done: asyncio.Future[Any] = loop.create_future()
-            call = _Call(function, loop, done)
-            thread = threading.Thread(target=self._run, args=(call,), name=f"qreward-{self._name}", daemon=True)
+            call = _Call(function)
             on_start()
-            thread.start()
             try:
-                return await done
+                value, error = await in_thread(lambda: self._run(call))
             except asyncio.CancelledError:
                 self._abandon(call)
                 raise
+        if error is not None:
+            # Wrapped: a coroutine cannot raise StopIteration, and SystemExit would stop the event loop.
+            raise FunctionRaised(error)
+        return value
 
     @property
     def abandoned(self) -> int:
@@ -91,19 +93,17 @@ class ThreadSlots:
                 count,
             )
 
-    def _run(self, call: _Call) -> None:
-        value, error = call.run()
+    def _run(self, call: _Call) -> tuple[Any, BaseException | None]:
+        ended = call.run()
         with self._lock:
             call.over = True
             self._abandoned.discard(call)
-        call.report(value, error)
+        return ended
 
 
 class _Call:
-    def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._loop = loop
-        self._done = done
         self._context = contextvars.copy_context()
         self.over = False
 
@@ -112,20 +112,6 @@ class _Call:
             return self._context.run(self._function), None
         except BaseException as error:
             return None, error
-
-    def report(self, value: Any, error: BaseException | None) -> None:
-        # The loop of an abandoned call may be closed by now.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._settle, value, error)
-
-    def _settle(self, value: Any, error: BaseException | None) -> None:
-        if self._done.done():
-            return
-        if error is None:
-            self._done.set_result(value)
-        else:
-            # Wrapped: a future rejects StopIteration, and SystemExit would stop the event loop.
-            self._done.set_exception(FunctionRaised(error))
 
 
 class FunctionRaised(Exception):

@@ -87,6 +87,20 @@ _FLAWLESS = _decoder(_refuse)
 """Raises `_FlawError` for a flaw. It has no state, so all threads share it."""
 
 
+class StrictAnswer(Answer):
+    """One HTTP reply with numbers, whose body is read strictly: one with NaN is an answer to this sample, which another
+    try would not change.
+    """
+
+    __slots__ = ()
+
+    def parsed(self) -> Any:
+        content = read_json(self)
+        if isinstance(content, Mapping) and content.get("error"):
+            return self.error_of(Problem.of(content))
+        return content
+
+
 NOTHING = object()
 
 

@@ -472,7 +472,7 @@ async def test_a_thread_that_ends_after_its_loop_is_harmless() -> None:
     await asyncio.to_thread(run_and_leave)
     gate.opened.set()
     for thread in threading.enumerate():
-        if thread.name == "qreward-f":
+        if thread.name == "qreward-thread":
             await asyncio.to_thread(thread.join, PATIENCE_S)
             assert not thread.is_alive()
 

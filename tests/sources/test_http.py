@@ -22,7 +22,7 @@ import pytest
 from yarl import URL as Url
 
 from qreward_plugins.errors import ConfigurationError, SourceUnusable, Throttled, TransientError
-from qreward_plugins.sources import OpenAISource, http, http_reading
+from qreward_plugins.sources import OpenAISource, aiohttp_client, http, http_reading
 from qreward_plugins.sources.aiohttp_client import AiohttpClient, PreparedPost
 from qreward_plugins.sources.http import Connecting
 from qreward_plugins.sources.http_reading import ACCEPTED, Undecodable, decoder_of
@@ -618,6 +618,16 @@ async def test_a_request_has_the_same_bytes_as_one_of_aiohttp() -> None:
     assert prepared == usual
     assert set(further) - set(usual) == {"X-Further: 1"}
     assert {exchange.body for exchange in server.exchanges} == {BODY}
+
+
+async def test_another_version_of_aiohttp_sends_by_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert aiohttp_client.TESTED_VERSION
+    monkeypatch.setattr(aiohttp_client, "TESTED_VERSION", False)
+    monkeypatch.setattr(PreparedPost, "send", None)
+    async with serving(lambda exchange: exchange.write(OK)) as server:
+        client = client_with()
+        assert (await post(client, Url(server.base_url))).body == b"{}"
+        await client.aclose()
 
 
 @each_of(

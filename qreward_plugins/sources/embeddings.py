@@ -12,16 +12,14 @@ from typing import Any, ClassVar
 from ..config.nodes import PositiveInt
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName
 from ..errors import InvalidReply, QRewardError
-from ..samples import fits_float32
-from ..samples.spent import Usage
 from .base import Reply, Request
 from .dialects.base import Dialect, text_of
 from .dialects.chat import CompletionProgress
 from .kind import VECTORS
 from .openai import OpenAISource
 from .rate_limit_headers import announced_limits
-from .replies import name_of, usage_of
-from .values import StrictAnswer
+from .replies import name_of
+from .values import StrictAnswer, is_number
 
 _MARKS = 4
 """Tokens that the limits allow for the marks which a model adds to each text."""
@@ -32,11 +30,6 @@ class EmbeddingsAnswer(StrictAnswer):
 
     __slots__ = ()
 
-    def usage_in(self, content: Any) -> Usage | None:
-        stated = content.get("usage") if isinstance(content, Mapping) else None
-        # Nothing is generated, and not every server says so.
-        return usage_of({"completion_tokens": 0, **stated}) if isinstance(stated, Mapping) else None
-
     def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         items = body.get("data") if isinstance(body, Mapping) else None
         if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
@@ -46,7 +39,7 @@ class EmbeddingsAnswer(StrictAnswer):
             for place, item in enumerate(items)
         }
         vectors = [by_index.get(place) for place in range(len(items))]
-        if not all(isinstance(vector, list) and vector and all(map(_is_number, vector)) for vector in vectors):
+        if not all(isinstance(vector, list) and vector and all(map(is_number, vector)) for vector in vectors):
             return InvalidReply(f"source {self.name!r} gave an embedding that is no list of finite numbers")
         if len({len(vector) for vector in vectors if vector}) > 1:
             return InvalidReply(f"source {self.name!r} gave embeddings of different lengths")
@@ -59,10 +52,6 @@ class EmbeddingsAnswer(StrictAnswer):
             model=name_of(body.get("model")),
             announced=announced_limits(self.http.headers),
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and fits_float32(value)
 
 
 class Embeddings(Dialect):

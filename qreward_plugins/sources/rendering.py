@@ -13,7 +13,7 @@ import datetime
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ import jinja2.sandbox
 
 from ..errors import ConfigurationError, InputError, InvalidReply, Mistake
 from ..samples import Message
+from .values import is_number
 
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -270,9 +271,7 @@ class StepTokenizer:
         return spans or [(0, len(response))]
 
 
-def step_logits(
-    rows: Sequence[Any], tokens: Tokens, name: str, is_logit: Callable[[Any], bool]
-) -> list[tuple[int, dict[str, float]]]:
+def step_logits(rows: Sequence[Any], tokens: Tokens, name: str) -> list[tuple[int, dict[str, float]]]:
     """Return the offset and the logits of each step from the numbers of every token.
 
     Raises `InvalidReply` if the source `name` gave numbers for other tokens, or numbers that are no logits.
@@ -285,7 +284,7 @@ def step_logits(
     found: list[tuple[int, dict[str, float]]] = []
     for offset, position in tokens.steps:
         row = rows[position]
-        if not isinstance(row, list) or not 0 < len(row) <= MOST_LABELS or not all(map(is_logit, row)):
+        if not isinstance(row, list) or not 0 < len(row) <= MOST_LABELS or not all(map(is_number, row)):
             raise InvalidReply(
                 f"source {name!r} gave no list of finite logits for the step that ends at character {offset:,}"
             )

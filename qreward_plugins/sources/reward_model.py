@@ -23,7 +23,7 @@ from .http_reading import HTTPReply
 from .kind import LOGITS
 from .lists import Lists
 from .rendering import ChatTemplate, StepTokenizer, Tokens, step_logits
-from .reward_protocols import PROTOCOLS, TOKEN_CLASSIFY, LogitsAnswer, Protocol, ProtocolName, is_logit
+from .reward_protocols import PROTOCOLS, TOKEN_CLASSIFY, LogitsAnswer, Protocol, ProtocolName
 
 _TOKENIZED_KEPT = 64
 
@@ -167,7 +167,7 @@ class RewardModelSource(Endpoint):
         """Reduce the numbers of every token to those of the steps. Raises `InvalidReply`."""
         if self._tokens is None:
             return reply
-        steps = step_logits(reply.value, self._tokens(_turns(request)), self._name, is_logit)
+        steps = step_logits(reply.value, self._tokens(_turns(request)), self._name)
         return replace(reply, value=steps)
 
     def body(self, request: Request) -> Mapping[str, Any]:

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import InvalidReply, QRewardError
-from ..samples import fits_float32
-from ..samples.spent import Usage
 from .base import Reply
 from .lists import Lists, in_order, numbered, one, several
 from .rate_limit_headers import announced_limits
-from .replies import name_of, usage_of
-from .values import StrictAnswer
+from .replies import name_of
+from .values import StrictAnswer, is_number
 
 ProtocolName = Literal[
     "vllm_classify",
@@ -66,9 +64,6 @@ class LogitsAnswer(StrictAnswer):
 
     protocol: Protocol
 
-    def usage_in(self, content: Any) -> Usage | None:
-        return _usage(content)
-
     def read_content(self, content: Any) -> Reply | QRewardError:
         try:
             numbers = self.protocol.logits(content)
@@ -86,7 +81,7 @@ class LogitsAnswer(StrictAnswer):
                 f"source {self.name!r} gave {len(logits):,} numbers for one response: it is not served as a "
                 "reward model"
             )
-        wrong = [label for label, logit in logits.items() if not is_logit(logit)]
+        wrong = [label for label, logit in logits.items() if not is_number(logit)]
         if wrong:
             return InvalidReply(f"source {self.name!r} gave a logit that is no finite number (label {wrong[0]!r})")
         return self._reply(content, {label: float(logit) for label, logit in logits.items()})
@@ -94,7 +89,7 @@ class LogitsAnswer(StrictAnswer):
     def _reply(self, content: Any, value: Any) -> Reply:
         return Reply(
             value=value,
-            usage=_usage(content),
+            usage=self.usage_in(content),
             model=name_of(content.get("model")) if isinstance(content, Mapping) else "",
             announced=announced_limits(self.http.headers),
         )
@@ -110,17 +105,6 @@ class LogitsAnswer(StrictAnswer):
         if len(logits) < len(pairs):
             raise ValueError("a label occurs twice")
         return logits
-
-
-def _usage(content: Any) -> Usage | None:
-    # SGLang states it in `meta_info`. Nothing is generated, and not every server says so.
-    stated = (content.get("usage") or content.get("meta_info")) if isinstance(content, Mapping) else None
-    return usage_of({"completion_tokens": 0, **stated}) if isinstance(stated, Mapping) else None
-
-
-def is_logit(logit: Any) -> bool:
-    """Whether a value of a reply is a number that float32 holds."""
-    return isinstance(logit, (int, float)) and not isinstance(logit, bool) and fits_float32(logit)
 
 
 def _input(read: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidReply, QRewardError
+from ..samples import fits_float32
+from ..samples.spent import Usage
 from .base import Reply
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, name_of, usage_of
@@ -99,6 +101,16 @@ class StrictAnswer(Answer):
         if isinstance(content, Mapping) and content.get("error"):
             return self.error_of(Problem.of(content))
         return content
+
+    def usage_in(self, content: Any) -> Usage | None:
+        # SGLang states it in `meta_info`. Nothing is generated, and not every server says so.
+        stated = (content.get("usage") or content.get("meta_info")) if isinstance(content, Mapping) else None
+        return usage_of({"completion_tokens": 0, **stated}) if isinstance(stated, Mapping) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a reply is a number that float32 holds."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and fits_float32(value)
 
 
 NOTHING = object()

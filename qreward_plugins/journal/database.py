@@ -30,7 +30,9 @@ _APPLICATION_ID: Final = 0x71526A31
 _MAGIC: Final = b"SQLite format 3\0"
 
 _CREATE: Final = (
-    "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, " + ", ".join(f"{name} {kind}" for name, kind in COLUMNS) + ")",
+    "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, "
+    + ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+    + ")",
     # The index holds only rows that `get` may return.
     "CREATE INDEX outcomes_by_key ON outcomes (key, id) WHERE outcome = 'scored' AND cached = 0",
     "CREATE INDEX outcomes_by_step ON outcomes (step)",

@@ -78,7 +78,7 @@ ROOM: Final = 4096
 """Number of unwritten entries above which `put` waits, while the file can be written."""
 
 _SELECT: Final = (
-    f"SELECT {', '.join(entries.VERDICT_COLUMNS)} FROM outcomes "
+    f"SELECT {entries.VERDICT_COLUMNS} FROM outcomes "
     "WHERE key IN ({marks}) AND outcome = 'scored' AND cached = 0 ORDER BY id DESC LIMIT 1"
 )
 

@@ -64,8 +64,7 @@ _FAULTS_OF_A_ROW: Final = (
 )
 
 _INSERT: Final = (
-    f"INSERT INTO outcomes ({', '.join(name for name, _ in entries.COLUMNS)}) "
-    f"VALUES ({', '.join('?' for _ in entries.COLUMNS)})"
+    f"INSERT INTO outcomes ({', '.join(entries.COLUMNS)}) VALUES ({', '.join('?' for _ in entries.COLUMNS)})"
 )
 
 

@@ -22,9 +22,8 @@ from pydantic import Field
 
 from ..config.judge_models import AskingConfig, Interval
 from ..config.nodes import Flag, PositiveFloat, PositiveInt
-from ..errors import ConfigurationError, InputError, InvalidReply, Mistake, input_problem
+from ..errors import ConfigurationError, InputError, InvalidReply, Mistake, input_problem, kind_of
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
-from ..samples.check import kind_of
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
 from ..sources.kind import RUN

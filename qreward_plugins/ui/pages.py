@@ -25,7 +25,7 @@ from markupsafe import Markup
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding
 from ..journal.live_sources import hold_source, live_sources
-from ..journal.stories import Stories, deciding, last_sent, lines_of, turns_of
+from ..journal.stories import Stories, deciding, judge_of, last_sent, lines_of, turns_of
 from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
@@ -229,6 +229,7 @@ class RunPage:
         parts = [
             {
                 "entry": entry,
+                "judge": judge_of(entry, attempts),
                 "components": json.loads(entry.components or "{}"),
                 "attempts": attempts,
                 "timeline": charts.attempts(attempts) if attempts else "",

@@ -11,10 +11,10 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from ..errors import JournalError
@@ -83,6 +83,14 @@ def reading(path: str) -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.Error as error:
         raise JournalError(explained(error, path)) from None
+
+
+def rows_of(paths: Sequence[str], query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows that a query finds in journals, each after the number of its journal. Raises `JournalError`."""
+    for number, path in enumerate(paths):
+        with reading(path) as connection:
+            for row in connection.execute(query, values):
+                yield (number, *row)
 
 
 def _for_queries(path: str) -> sqlite3.Connection:

@@ -150,7 +150,7 @@ class Stories:
         seen: set[tuple[Any, ...]] = set()
         for path, connection in self._connections.items():
             query = f"SELECT ({where}\n), {_COLUMNS} FROM outcomes ORDER BY {_PLACE}, id"
-            rows = ((Entry(*row[1:], journal=path), row[0]) for row in connection.execute(query))
+            rows = ((Entry(*(*row[1:], path)), row[0]) for row in connection.execute(query))
             for _, group in itertools.groupby(rows, lambda row: _place(row[0])):
                 for entries in _samples(list(group), latest=latest):
                     first = entries[0]
@@ -229,7 +229,7 @@ class Stories:
         """Read entries, of all journals or `only` one."""
         for path in self._paths if only is None else [only]:
             for row in self._connections[path].execute(f"SELECT {_COLUMNS} FROM outcomes WHERE {where}", values):
-                yield Entry(*row, journal=path)
+                yield Entry(*(*row, path))
 
     def _attempts(self, entry: Entry) -> Iterator[Mapping[str, Any]]:
         if entry.history is None and entry.cached and entry.key is not None:

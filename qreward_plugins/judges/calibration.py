@@ -7,21 +7,23 @@ and a judge refuses the file of another model, template or label.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
+from pydantic import BaseModel, Field
+
+from ..config.nodes import Number
 from ..errors import ConfigurationError, InputError, Mistake
-from ..samples import Sample, fits_float32
+from ..samples import Sample
 from ..sources.base import Request
 from ..system.output_files import check_writable
 
-_KIND = "qreward calibration 1"
+_KIND: Final = "qreward calibration 1"
 SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """The quantiles in a file. 0 and 1 are the lowest and the highest score."""
 FEWEST = 2
@@ -98,35 +100,24 @@ class Calibration:
     @classmethod
     def read(cls, path: str, where: str) -> Calibration:
         """Read a file. `where` is the configuration key that names it. Raises `ConfigurationError`."""
-        problem = ""
         try:
-            try:
-                file = Path(path).expanduser()
-            except RuntimeError:  # an unknown user
-                raise FileNotFoundError from None
-            return cls._parsed(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            return cls._parsed(Path(path).expanduser().read_bytes())
+        except (FileNotFoundError, RuntimeError):  # an unknown user
             problem = "does not exist"
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             problem = f"cannot be read ({type(error).__name__})"
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except ValueError:
             problem = "is no calibration"
         raise ConfigurationError([Mistake(where, f"{path!r} {problem}.", REMEDY)])
 
     @classmethod
-    def _parsed(cls, text: str) -> Calibration:
-        content = json.loads(text)
-        if content["kind"] != _KIND:
+    def _parsed(cls, text: bytes) -> Calibration:
+        """Raises ValueError."""
+        file = _File.model_validate_json(text)
+        if not _is_spread(file.mean, file.std):
             raise ValueError
-        identity = Identity(*(_text(content[name]) for name in ("model", "reading", "sent")))
-        quantiles = {float(share): _number(score) for share, score in content["quantiles"].items()}
-        n = content["n"]
-        if type(n) is not int or n < FEWEST:
-            raise ValueError
-        found = cls(identity, n, _number(content["mean"]), _number(content["std"]), quantiles)
-        if not _is_spread(found.mean, found.std):
-            raise ValueError
-        return found
+        quantiles = {float(share): score for share, score in file.quantiles.items()}
+        return cls(Identity(file.model, file.reading, file.sent), file.n, file.mean, file.std, quantiles)
 
     @classmethod
     def check_place(cls, path: Path) -> None:
@@ -134,30 +125,36 @@ class Calibration:
         check_writable(path)
         if path.exists():
             try:
-                cls._parsed(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                cls._parsed(path.read_bytes())
+            except (OSError, ValueError):
                 raise InputError(f"{path}: exists and is no calibration; name another file") from None
 
     def write(self, path: Path) -> None:
         """Write the file in one step. Raises `InputError` if that fails."""
-        content = {
-            "kind": _KIND,
-            "model": self.identity.model,
-            "reading": self.identity.reading,
-            "sent": self.identity.sent,
-            "n": self.n,
-            "mean": self.mean,
-            "std": self.std,
-            "quantiles": {f"{share:g}": score for share, score in self.quantiles.items()},
-        }
+        quantiles = {f"{share:g}": score for share, score in self.quantiles.items()}
+        numbers = {"n": self.n, "mean": self.mean, "std": self.std, "quantiles": quantiles}
+        file = _File.model_validate({"kind": _KIND, **asdict(self.identity), **numbers})
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            beside.write_text(file.model_dump_json(indent=2) + "\n", encoding="utf-8")
             beside.replace(path)
         except OSError as error:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
             raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None
+
+
+class _File(BaseModel, strict=True):
+    """What a file holds."""
+
+    kind: Literal["qreward calibration 1"]
+    model: str
+    reading: str
+    sent: str
+    n: Annotated[int, Field(ge=FEWEST)]
+    mean: Number
+    std: Number
+    quantiles: dict[str, Number]
 
 
 def _is_spread(mean: float, std: float) -> bool:
@@ -171,15 +168,3 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits_float32(value):
-        raise TypeError
-    return float(value)

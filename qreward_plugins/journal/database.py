@@ -138,22 +138,14 @@ def check_place(path: str) -> None:
         raise JournalError(explained(sqlite3.OperationalError("readonly"), path))
 
 
-def is_database(path: str) -> bool:
-    """Return whether a file is one of SQLite. Raises nothing."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
-
-
-def is_journal(path: str) -> bool:
-    """Return whether a file is a journal of this version, by its header (sqlite.org/fileformat). Raises nothing."""
+def is_database(path: str, *, ours: bool = False) -> bool:
+    """Return whether a file is one of SQLite, and with `ours` a journal of this version, by its header
+    (sqlite.org/fileformat). Raises nothing.
+    """
     with suppress(OSError), open(path, "rb") as file:
         header = file.read(100)
-        version, application = header[60:64], header[68:72]
-        numbers = (int.from_bytes(version, "big"), int.from_bytes(application, "big"))
-        return header.startswith(_MAGIC) and numbers == (SCHEMA_VERSION, _APPLICATION_ID)
+        numbers = [int.from_bytes(each, "big") for each in (header[60:64], header[68:72])]
+        return header.startswith(_MAGIC) and (not ours or numbers == [SCHEMA_VERSION, _APPLICATION_ID])
     return False
 
 

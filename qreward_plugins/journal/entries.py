@@ -111,27 +111,23 @@ VERDICT_COLUMNS = (
 
 
 def row(
-    key: str | None,
+    about: Mapping[str, Value],
     sample: Sample,
     outcome: Outcome,
-    history: Sequence[PastAttempt],
-    texts: Texts | None,
-    *,
-    recorded_at: float,
-    process_id: int,
-    run_id: str,
+    history: Sequence[PastAttempt] = (),
+    texts: Texts | None = None,
 ) -> tuple[Value, ...]:
-    """Return the values of `COLUMNS` for an outcome. The texts of the sample are added to `texts`; None: not kept."""
+    """Return the values of `COLUMNS` for an outcome. `about` has the key, the time, the process and the run. The texts
+    of the sample are added to `texts`; None: not kept.
+    """
     values: dict[str, Value] = {
-        "key": _text(key, None),
-        "recorded_at": recorded_at,
-        "process_id": process_id,
+        **about,
+        "key": _text(about["key"], None),
         "sample_id": _text(sample.id),
         "data_source": _text(sample.data_source),
         "group_id": _text(sample.group_id),
         "step": _integer(sample.step),
         "split": _text(sample.split),
-        "run_id": _text(run_id),
         "history": _history(sample, history, texts),
         "response_chars": len(sample.response) if isinstance(sample.response, str) else None,
         **({} if texts is None else texts.of_sample(sample)),

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import InputError, JournalError
 from ..samples.messages import text_of
 from ..secrets import one_line
-from .database import is_database, is_journal, reading
+from .database import is_database, reading
 from .entries import COLUMNS, Entry
 from .texts import restored
 from .training import Trained
@@ -83,7 +83,7 @@ def journals_in(paths: Sequence[str]) -> list[str]:
                 raise JournalError(f"{path} is not a journal; its journal is {path}.journal")
             found.append(path)
             continue
-        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_journal(entry.path)]
+        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_database(entry.path, ours=True)]
         if not files:
             raise JournalError(f"there is no journal in the directory {path}")
         found += sorted(files)

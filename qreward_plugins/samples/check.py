@@ -219,22 +219,17 @@ def _turns(value: Any) -> Sequence[Any]:
 def _images(value: Any) -> Sequence[Image]:
     if value is None or (type(value) is tuple and not value):
         return ()
+    if not isinstance(value, (list, tuple)):
+        raise InputError(f"is of type {kind_of(value)}; write a list of images")
     if type(value) in (tuple, list) and all(type(image) is Image for image in value):
-        return value  # type: ignore[no-any-return]
-    return [_image(image, number) for number, image in enumerate(_listed_images(value))]
-
-
-def _listed_images(value: Any) -> Sequence[Any]:
-    if isinstance(value, (list, tuple)):
         return value
-    raise InputError(f"is of type {kind_of(value)}; write a list of images")
-
-
-def _image(image: Any, number: int) -> Image:
-    try:
-        return Image.of(image)
-    except InputError as error:
-        raise InputError(f"[{number}] {error}") from None
+    images: list[Image] = []
+    for number, image in enumerate(value):
+        try:
+            images.append(Image.of(image))
+        except InputError as error:
+            raise InputError(f"[{number}] {error}") from None
+    return images
 
 
 def _anything(value: Any) -> Any:

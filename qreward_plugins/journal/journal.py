@@ -204,7 +204,7 @@ class Journal:
         verdict: Verdict | None = None
         if key is not None and isinstance(outcome, Scored) and entries.is_answer(outcome.verdict):
             verdict = entries.as_cached(outcome.verdict)
-        self._writer.add(row, key, verdict, {} if texts is None else texts.by_hash)
+        self._writer.add(row, verdict, {} if texts is None else texts.by_hash)
 
     def watch(self, look: Callable[[frozenset[str]], None]) -> None:
         """Call the method `look` about once a second, in a thread, with the sources that are held from outside. It does

@@ -30,8 +30,7 @@ from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
 from . import charts
-from .comparison import choice, comparison, name_of
-from .figures import Figures, audited
+from .figures import Figures, audited, choice, comparison, name_of
 from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, histogram, page_of, sources_of, waits
 from .totals import StepSummary, Totals
 

@@ -91,7 +91,16 @@ class InputError(QRewardError):
 
 def input_problem(error: Exception) -> str:
     """Why a sample cannot be turned into a request. Of other errors only the type: their text may hold the sample."""
-    return str(error) if isinstance(error, InputError) else f"the sample cannot be read ({type(error).__name__})"
+    return str(error) if isinstance(error, InputError) else f"the sample cannot be read ({kind_of(error)})"
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of a value's type for messages: printable, at most 60 characters."""
+    try:
+        name = str.__str__(type(value).__name__)
+    except Exception:
+        return "object"
+    return "".join(letter if letter.isprintable() else "?" for letter in name[:60])
 
 
 class JournalError(QRewardError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from dataclasses import FrozenInstanceError, InitVar, dataclass, field, replace
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -67,29 +67,3 @@ def test_defaults_are_made_for_each_object_and_what_no_parameter_sets_has_its_de
     for wrong in (lambda: Made(), lambda: Made(1, [], 4), lambda: Made(1, kept=4)):  # type: ignore[call-arg,misc]
         with pytest.raises(TypeError, match="__init__"):
             wrong()
-
-
-def test_a_class_that_cannot_be_made_quickly_is_refused_when_it_is_defined() -> None:
-    @dataclass(frozen=True, slots=True)
-    class Parent:
-        a: int = 1
-
-    @dataclass(frozen=True, slots=True)
-    class Child(Parent):
-        b: int = 2
-
-    @dataclass(frozen=True, slots=True)
-    class WithVariable:
-        a: InitVar[int] = 1
-
-    @dataclass(frozen=True)
-    class WithoutSlots:
-        a: int = 1
-
-    @dataclass(frozen=True, slots=True, weakref_slot=True)
-    class WithWeakReferences:
-        a: int = 1
-
-    for cls in (Child, WithVariable, WithoutSlots, WithWeakReferences):
-        with pytest.raises(TypeError):
-            quick(cls)

@@ -31,15 +31,9 @@ from ..judges import compares_siblings, refuse_comparing, refuse_parts, tells_st
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, Facts, flat_rate, summary
 from ..samples import SCREENED, ResponseTurn, fits_float32
-from ..samples.check import (
-    Unreadable,
-    dialogue,
-    mapping_or_unreadable,
-    messages_of,
-    name_or_unreadable,
-    read_or_unreadable,
-)
+from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
 from ..samples.images import Image, attach, is_image_part
+from ..samples.messages import dialogue, messages_of
 from ..scheduling.budgets import ENDS_RUN
 from ..secrets import Redactor, described_error, environment_secrets, secrets_in, with_secrets
 from ..sources import LOGITS, VALUE, FunctionSource

@@ -31,7 +31,8 @@ from rich.text import Text
 from ..errors import InputError
 from ..files import partial_path
 from ..files.tables import pyarrow_modules
-from ..journal.stories import Entry, Stories, Story, turns_of
+from ..journal.entries import Entry
+from ..journal.stories import Stories, Story, turns_of
 from ..system.output_files import check_new
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, say
 from .engines import ended_by_a_signal

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
-from ..journal.stories import Entry, Stories, Story, Wanted, deciding, last_sent, lines_of, turns_of
+from ..journal.entries import Entry
+from ..journal.stories import Stories, Story, Wanted, deciding, judge_of, last_sent, lines_of, turns_of
 from ..secrets import one_line
 from .console import OK, OUT, Journals, number_of, print_whole, say, seconds, short
 
@@ -95,7 +96,7 @@ def _tell(story: Story) -> None:
         say(OUT, Text("its texts are not kept; engine.journal.keep: all keeps those of every sample", style="dim"))
     for entry, attempts in zip(story.entries, story.attempts, strict=True):
         OUT.print()
-        say(OUT, _verdict(entry))
+        say(OUT, _verdict(entry, judge_of(entry, attempts)))
         if attempts:
             print_whole(OUT, _time_line(attempts))
         _exchanges(attempts)
@@ -124,8 +125,8 @@ def _siblings(story: Story) -> Text:
     return shown
 
 
-def _verdict(entry: Entry) -> Text:
-    shown = Text(f"{_line(entry.judge) or 'no judge'}: ", style="bold")
+def _verdict(entry: Entry, judge: str) -> Text:
+    shown = Text(f"{_line(judge)}: ", style="bold")
     if entry.outcome == "scored":
         shown.append(f"reward {_number(entry.score)}", style="bold green")
         if entry.raw_score is not None and entry.raw_score != entry.score:

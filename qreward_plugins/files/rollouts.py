@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import InputError
 from ..samples import Message, Sample
-from ..samples.check import dialogue
 from ..samples.images import Image, attach, is_empty_part, is_image_part
+from ..samples.messages import dialogue
 from ..secrets import Redactor
 from .tables import RESULT, as_json, check_output, format_of, read_rows, type_of
 

@@ -16,9 +16,9 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean, variance
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import InputError
 from ..secrets import one_line
@@ -110,6 +110,12 @@ class AuditFinding:
     are no steps."""
 
 
+_TOO_FEW = f"too few: it takes {_FEWEST_STEPS} steps, and {_FEWEST_GROUPS} groups in each third of them"
+
+_Found: TypeAlias = tuple[bool | None, str, Mapping[str, float | str]]
+"""The alarm, what was found, and its figures."""
+
+
 def _judges(entries: _Entries) -> set[str]:
     """The judges that give rewards: sums, or all if there are none."""
     where = "coalesce(split, 'train') = 'train' AND outcome = 'scored'"
@@ -194,29 +200,31 @@ class _Judged:
     def findings(self) -> Iterator[AuditFinding]:
         enough = min(len(third.groups) for third in (self._first, self._last)) >= _FEWEST_GROUPS
         for check in (self._length, self._component, self._groups, self._phrases):
-            if enough:
-                yield replace(check(), step=self._last_from)
-            else:
-                said = f"too few: it takes {_FEWEST_STEPS} steps, and {_FEWEST_GROUPS} groups in each third of them"
-                yield AuditFinding(check.__name__[1:], self._name, None, said)
+            alarm, said, figures = check() if enough else (None, _TOO_FEW, {})
+            step = self._last_from if enough else None
+            yield AuditFinding(check.__name__[1:], self._name, alarm, said, figures, step)
 
-    def _length(self) -> AuditFinding:
+    def _thirds(self, of: Callable[[Sequence[_Scored]], float]) -> tuple[list[float], list[float]]:
+        """A figure of each group that has it, in the first and in the last third."""
+        return self._first.each(of), self._last.each(of)
+
+    def _length(self) -> _Found:
         """Rewards follow length, and responses grow."""
-        first, last = (third.each(_mean_chars) for third in (self._first, self._last))
+        first, last = self._thirds(_mean_chars)
         follows = self._last.each(_length_correlation)
         if min(len(first), len(last), len(follows)) < 2:
-            return AuditFinding("length", self._name, None, "too few: no group has rewards and lengths that differ")
+            return None, "too few: no group has rewards and lengths that differ", {}
         growth, correlation = fmean(last) / max(1.0, fmean(first)), fmean(follows)
         grown = _surely_above(last, first, fmean(first) * (_GROWTH - 1))
         alarm = grown and _surely_above(follows, [0.0, 0.0], _FOLLOWS)
         said = f"responses grew by {growth - 1:+.0%}; rank correlation of length and reward in groups {correlation:.2f}"
-        return AuditFinding("length", self._name, alarm, said, {"growth": growth, "correlation": correlation})
+        return alarm, said, {"growth": growth, "correlation": correlation}
 
-    def _component(self) -> AuditFinding:
+    def _component(self) -> _Found:
         """One component explains the rewards, and did not before, while another one falls."""
         names = sorted({name for group in self._last.groups[:50] for each in group for name in each.components})
         if len(names) < 2:
-            return AuditFinding("component", self._name, None, "the judge has fewer than two components")
+            return None, "the judge has fewer than two components", {}
         shares = {name: [_explained(third.groups, name) for third in (self._first, self._last)] for name in names}
         top = max(names, key=lambda name: shares[name][1])
         fallen = [name for name in names if name != top and self._falls(name)]
@@ -224,33 +232,31 @@ class _Judged:
         alarm = now >= _EXPLAINS > before and now - before >= 1 - _EXPLAINS and bool(fallen)
         also = f", while {' and '.join(one_line(name, 60) for name in fallen)} fell" if fallen else ""
         said = f"{one_line(top, 60)} explains {now:.0%} of the variance in groups, at first {before:.0%}{also}"
-        return AuditFinding(
-            "component", self._name, alarm, said, {"component": top, "explained": now, "before": before}
-        )
+        return alarm, said, {"component": top, "explained": now, "before": before}
 
     def _falls(self, name: str) -> bool:
-        first, last = (third.each(lambda group: _mean_of(group, name)) for third in (self._first, self._last))
+        first, last = self._thirds(lambda group: _mean_of(group, name))
         if min(len(first), len(last)) < 2:
             return False
         return _surely_above(first, last, _FALLS * math.sqrt(variance(first)))
 
-    def _groups(self) -> AuditFinding:
+    def _groups(self) -> _Found:
         """Groups whose rewards are all equal, from which a trainer learns nothing."""
-        first, last = (third.each(_is_flat) for third in (self._first, self._last))
+        first, last = self._thirds(_is_flat)
         if min(len(first), len(last)) < 2:
-            return AuditFinding("groups", self._name, None, "too few: no group has two samples")
+            return None, "too few: no group has two samples", {}
         before, now = fmean(first), fmean(last)
         alarm = now > _FLAT and _surely_above(last, first, 0.0) and now - before >= _FLATTER
         said = f"{now:.0%} of the groups have equal rewards, at first {before:.0%}"
-        return AuditFinding("groups", self._name, alarm, said, {"flat": now, "before": before})
+        return alarm, said, {"flat": now, "before": before}
 
-    def _phrases(self) -> AuditFinding:
+    def _phrases(self) -> _Found:
         """Phrases that pay, and that spread."""
         last = [text for text in self._texts if text.is_last]
         first = Counter(phrase for text in self._texts if not text.is_last for phrase in text.phrases)
         first_count = len(self._texts) - len(last)
         if min(first_count, len(last)) < _FEWEST_GROUPS:
-            return AuditFinding("phrases", self._name, None, "too few responses are kept (engine.journal.keep)")
+            return None, "too few responses are kept (engine.journal.keep)", {}
         counts = Counter(phrase for text in last for phrase in text.phrases)
         spread = [
             (phrase, count)
@@ -271,13 +277,12 @@ class _Judged:
             if _surely_above(having, others, 0.0, sure) and effect >= _PAYS * deviation:
                 best = max(best or (effect, phrase, count), (effect, phrase, count))
         if best is None:
-            said = f"none of {len(spread):,} phrases that spread pays"
-            return AuditFinding("phrases", self._name, False, said)
+            return False, f"none of {len(spread):,} phrases that spread pays", {}
         effect, phrase, count = best
         words = (words for text in last for words in _phrases_of(text.body) if _digest(words) == phrase)
         shown = one_line(" ".join(next(words)), 80)
         said = f'"{shown}" is in {count:,} of {len(last):,} responses, and goes with {effect:+.2f} reward'
-        return AuditFinding("phrases", self._name, True, said, {"phrase": shown, "effect": effect, "responses": count})
+        return True, said, {"phrase": shown, "effect": effect, "responses": count}
 
 
 def _flips(entries: _Entries, only: str | None) -> Iterator[AuditFinding]:

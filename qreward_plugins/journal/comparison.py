@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..errors import InputError
 from ..observers.batch_report import percentile
-from .database import reading
+from .database import reading, rows_of
 
 DRAWS = 1_000
 """Samples of the bootstrap."""
@@ -78,13 +78,10 @@ class Judged:
         columns = "sample_id, step, coalesce(split, 'train'), coalesce(score, floor), group_id, "
         columns += "coalesce(rationale, detail, ''), response, id"
         where = "run_id IS ? AND judge = ? AND sample_id IS NOT NULL"
+        query = f"SELECT * FROM (SELECT {columns} FROM outcomes WHERE {where} ORDER BY id DESC LIMIT ?) ORDER BY id"
         found: dict[tuple[Any, ...], Judgement] = {}
-        for number, path in enumerate(paths):
-            with reading(path) as connection:
-                query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY id DESC LIMIT ?"
-                rows = connection.execute(query, (run, judge, most)).fetchall()
-            for *place, reward, group, said, response, row in reversed(rows):
-                found[tuple(place)] = Judgement(reward, group, said, response, EntryPlace(number, row))
+        for number, *place, reward, group, said, response, row in rows_of(paths, query, (run, judge, most)):
+            found[tuple(place)] = Judgement(reward, group, said, response, EntryPlace(number, row))
         return cls(run, judge, found)
 
 

@@ -11,10 +11,10 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from ..errors import JournalError
@@ -30,7 +30,9 @@ _APPLICATION_ID: Final = 0x71526A31
 _MAGIC: Final = b"SQLite format 3\0"
 
 _CREATE: Final = (
-    "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, " + ", ".join(f"{name} {kind}" for name, kind in COLUMNS) + ")",
+    "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, "
+    + ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+    + ")",
     # The index holds only rows that `get` may return.
     "CREATE INDEX outcomes_by_key ON outcomes (key, id) WHERE outcome = 'scored' AND cached = 0",
     "CREATE INDEX outcomes_by_step ON outcomes (step)",
@@ -83,6 +85,14 @@ def reading(path: str) -> Iterator[sqlite3.Connection]:
         raise JournalError(explained(error, path)) from None
 
 
+def rows_of(paths: Sequence[str], query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows that a query finds in journals, each after the number of its journal. Raises `JournalError`."""
+    for number, path in enumerate(paths):
+        with reading(path) as connection:
+            for row in connection.execute(query, values):
+                yield (number, *row)
+
+
 def _for_queries(path: str) -> sqlite3.Connection:
     try:
         return _queried(path, "mode=rw")
@@ -128,22 +138,14 @@ def check_place(path: str) -> None:
         raise JournalError(explained(sqlite3.OperationalError("readonly"), path))
 
 
-def is_database(path: str) -> bool:
-    """Return whether a file is one of SQLite. Raises nothing."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
-
-
-def is_journal(path: str) -> bool:
-    """Return whether a file is a journal of this version, by its header (sqlite.org/fileformat). Raises nothing."""
+def is_database(path: str, *, ours: bool = False) -> bool:
+    """Return whether a file is one of SQLite, and with `ours` a journal of this version, by its header
+    (sqlite.org/fileformat). Raises nothing.
+    """
     with suppress(OSError), open(path, "rb") as file:
         header = file.read(100)
-        version, application = header[60:64], header[68:72]
-        numbers = (int.from_bytes(version, "big"), int.from_bytes(application, "big"))
-        return header.startswith(_MAGIC) and numbers == (SCHEMA_VERSION, _APPLICATION_ID)
+        numbers = [int.from_bytes(each, "big") for each in (header[60:64], header[68:72])]
+        return header.startswith(_MAGIC) and (not ours or numbers == [SCHEMA_VERSION, _APPLICATION_ID])
     return False
 
 

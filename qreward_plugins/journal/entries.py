@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import orjson
@@ -29,95 +29,106 @@ _TEXT_CHARS = 1000
 
 Value: TypeAlias = str | int | float | None
 
-COLUMNS = (
-    ("key", "TEXT"),
-    ("recorded_at", "REAL NOT NULL"),
-    ("process_id", "INTEGER NOT NULL"),
-    ("sample_id", "TEXT"),
-    ("data_source", "TEXT NOT NULL"),
-    ("group_id", "TEXT"),
-    ("step", "INTEGER"),
-    ("split", "TEXT"),
-    ("outcome", "TEXT NOT NULL"),
-    ("judge", "TEXT NOT NULL"),
-    ("source", "TEXT NOT NULL"),
-    ("model", "TEXT"),
-    ("score", "REAL"),
-    ("components", "TEXT"),
-    ("rationale", "TEXT"),
-    ("correct", "INTEGER"),
-    ("cached", "INTEGER NOT NULL"),
-    ("cause", "TEXT"),
-    ("reason", "TEXT"),
-    ("detail", "TEXT"),
-    ("floor", "REAL"),
-    ("attempts", "INTEGER NOT NULL"),
-    ("prompt_tokens", "INTEGER NOT NULL"),
-    ("completion_tokens", "INTEGER NOT NULL"),
-    ("latency_s", "REAL NOT NULL"),
-    ("cost_usd", "REAL NOT NULL"),
-    ("raw_score", "REAL"),
-    ("raw_components", "TEXT"),
-    ("service_s", "REAL"),
-    ("weight_version", "TEXT"),
-    ("cached_tokens", "INTEGER"),
-    ("thinking_tokens", "INTEGER"),
-    ("run_id", "TEXT"),
-    ("history", "TEXT"),
-    ("prompt", "TEXT"),
-    ("response", "TEXT"),
-    ("ground_truth", "TEXT"),
-    ("extras", "TEXT"),
-    ("response_chars", "INTEGER"),
-)
-"""Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` is the
-time from the sample to its outcome, waiting included; `service_s` is the time of the answered attempt alone.
-`raw_score` and `raw_components` are the judge's numbers before they were mapped to the reward range. `weight_version`
-is the version of the weights that judged; "" for those of the configuration, and for sources without versions.
-`cached_tokens` are the part of `prompt_tokens` that the server read from its cache, `thinking_tokens` the part of
-`completion_tokens` that the model spent on thoughts; 0 if the server did not say. `run_id` is the training job.
-`history` has the attempts as a JSON list, see `_history`. `prompt`, `response`, `ground_truth` and `extras` (the rest
-of the sample, JSON) are hashes of texts; NULL if the texts of this sample are not kept."""
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of a journal. Without `journal`, its fields are the columns."""
+
+    id: int
+    key: str | None
+    recorded_at: float
+    """In seconds since 1970 (UTC)."""
+    process_id: int
+    run_id: str
+    """The training job."""
+    sample_id: str | None
+    data_source: str
+    group_id: str | None
+    step: int | None
+    split: str | None
+    outcome: str
+    """"scored" or "failed"."""
+    judge: str
+    source: str
+    model: str | None
+    score: float | None
+    raw_score: float | None
+    """The judge's number before it was mapped to the reward range, and `raw_components`."""
+    raw_components: str | None
+    components: str | None
+    rationale: str | None
+    correct: int | None
+    cached: int
+    cause: str | None
+    reason: str | None
+    detail: str | None
+    floor: float | None
+    attempts: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+    """The part of `prompt_tokens` that the server read from its cache; 0 if it did not say."""
+    thinking_tokens: int | None
+    """The part of `completion_tokens` that the model spent on thoughts; 0 if the server did not say."""
+    latency_s: float
+    """The time from the sample to its outcome, waiting included."""
+    service_s: float | None
+    """The time of the answered attempt alone."""
+    cost_usd: float
+    weight_version: str | None
+    """The version of the weights that judged; "" for those of the configuration, and for sources without versions."""
+    history: str | None
+    """The attempts as a JSON list, see `_history`."""
+    prompt: str | None
+    """A hash of a text, as `response`, `ground_truth` and `extras` (the rest of the sample, JSON); None if the texts of
+    this sample are not kept. In a `Story`, the texts."""
+    response: str | None
+    ground_truth: str | None
+    extras: str | None
+    response_chars: int | None
+    journal: str = ""
+    """The path of its file."""
+
+    @property
+    def reward(self) -> float | None:
+        """The score, or the floor that stands for it; None if the sample failed."""
+        return self.score if self.outcome == "scored" else self.floor
+
+
+_TYPES = {"str": "TEXT", "int": "INTEGER", "float": "REAL"}
+
+COLUMNS = {
+    field.name: _TYPES[field.type.split()[0]] + ("" if "None" in field.type else " NOT NULL")
+    for field in fields(Entry)
+    if isinstance(field.type, str) and field.name not in ("id", "journal")
+}
+"""Names and types, without the id."""
 
 VERDICT_COLUMNS = (
-    "score",
-    "components",
-    "rationale",
-    "correct",
-    "judge",
-    "source",
-    "model",
-    "reason",
-    "raw_score",
-    "raw_components",
-    "weight_version",
+    "score, components, rationale, correct, judge, source, model, reason, raw_score, raw_components, weight_version"
 )
 """Columns that a verdict is read from."""
 
 
 def row(
-    key: str | None,
+    about: Mapping[str, Value],
     sample: Sample,
     outcome: Outcome,
-    history: Sequence[PastAttempt],
-    texts: Texts | None,
-    *,
-    recorded_at: float,
-    process_id: int,
-    run_id: str,
+    history: Sequence[PastAttempt] = (),
+    texts: Texts | None = None,
 ) -> tuple[Value, ...]:
-    """Return the values of `COLUMNS` for an outcome. The texts of the sample are added to `texts`; None: not kept."""
+    """Return the values of `COLUMNS` for an outcome. `about` has the key, the time, the process and the run. The texts
+    of the sample are added to `texts`; None: not kept.
+    """
     values: dict[str, Value] = {
-        "key": _text(key, None),
-        "recorded_at": recorded_at,
-        "process_id": process_id,
+        **about,
+        "key": _text(about["key"], None),
         "sample_id": _text(sample.id),
         "data_source": _text(sample.data_source),
         "group_id": _text(sample.group_id),
         "step": _integer(sample.step),
         "split": _text(sample.split),
-        "run_id": _text(run_id),
-        "history": _history(history, texts),
+        "history": _history(sample, history, texts),
         "response_chars": len(sample.response) if isinstance(sample.response, str) else None,
         **({} if texts is None else texts.of_sample(sample)),
     }
@@ -129,7 +140,7 @@ def row(
         values |= {**_failed(failed), "floor": float(outcome.verdict.score)}
     else:
         values |= _scored(outcome.verdict)
-    return tuple(values.get(name) for name, _ in COLUMNS)
+    return tuple(map(values.get, COLUMNS))
 
 
 def redacted(outcome: Outcome, history: Sequence[PastAttempt], redact: Redact) -> tuple[Outcome, Sequence[PastAttempt]]:
@@ -195,9 +206,10 @@ def _failed(failed: Failed) -> dict[str, Value]:
     }
 
 
-def _history(attempts: Sequence[PastAttempt], texts: Texts | None) -> str | None:
-    """Write attempts as JSON, in the order in which they started. Times are seconds since the call. `request`, `reply`
-    and `thinking` are hashes of texts, where these are kept; see `texts.restored` for what was sent.
+def _history(sample: Sample, attempts: Sequence[PastAttempt], texts: Texts | None) -> str | None:
+    """Write attempts as JSON, in the order in which they started. Times are seconds since the call. `turn` is the turn
+    of the policy that was judged, from 1, if it was one of several. `request`, `reply` and `thinking` are hashes of
+    texts, where these are kept; see `texts.restored` for what was sent.
     """
     if not attempts:
         return None
@@ -213,7 +225,8 @@ def _history(attempts: Sequence[PastAttempt], texts: Texts | None) -> str | None
             **({"hedge": True} if attempt.hedge else {}),
             **({"problem": _text(attempt.problem)} if attempt.problem else {}),
             **_finish(attempt),
-            **({} if texts is None else texts.of_attempt(attempt)),
+            **_turn(sample, attempt.request.sample),
+            **({} if texts is None else texts.of_attempt(sample, attempt)),
         }
         for attempt in attempts
     ]
@@ -224,6 +237,14 @@ def _finish(attempt: PastAttempt) -> dict[str, Any]:
     """Why the reply ended, unless by itself: a reply that was cut off may be a draft."""
     reason = "" if attempt.reply is None else attempt.reply.finish_reason
     return {"finish": _text(reason, 100)} if reason not in ("", "stop") else {}
+
+
+def _turn(whole: Sample, judged: Sample) -> dict[str, int]:
+    """The number of the turn that was judged: a judge of kind `turns` shows what was said before it as the prompt."""
+    if not whole.turns or judged.turns:
+        return {}
+    before = whole.turns[: len(judged.messages) - len(whole.messages)]
+    return {"turn": 1 + sum(turn["role"] == "assistant" for turn in before)}
 
 
 def _spent(spent: Spent) -> dict[str, Value]:

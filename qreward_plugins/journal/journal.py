@@ -78,7 +78,7 @@ ROOM: Final = 4096
 """Number of unwritten entries above which `put` waits, while the file can be written."""
 
 _SELECT: Final = (
-    f"SELECT {', '.join(entries.VERDICT_COLUMNS)} FROM outcomes "
+    f"SELECT {entries.VERDICT_COLUMNS} FROM outcomes "
     "WHERE key IN ({marks}) AND outcome = 'scored' AND cached = 0 ORDER BY id DESC LIMIT 1"
 )
 
@@ -186,15 +186,17 @@ class Journal:
         if self._redact is not None:
             outcome, history = entries.redacted(outcome, history, self._redact)
         texts: Texts | None = None
+        about: dict[str, entries.Value] = {"key": key, "recorded_at": self._clock(), "run_id": self.run_id}
+        about["process_id"] = self._writer.process_id
         try:
             if self._interest.in_texts(sample, outcome, history):
                 texts = Texts(self._redact)
-            row = self._row(key, sample, outcome, history, texts)
+            row = entries.row(about, sample, outcome, history, texts)
         except Exception:
             # Texts come from outside, and must not cost the numbers.
             texts = None
             try:
-                row = self._row(key, sample, outcome, (), None)
+                row = entries.row(about, sample, outcome)
             except Exception as error:
                 # A step that is not a number may lose the row, but not the reward.
                 self._writer.lost(1, f"an outcome cannot be written ({type(error).__name__})")
@@ -202,26 +204,7 @@ class Journal:
         verdict: Verdict | None = None
         if key is not None and isinstance(outcome, Scored) and entries.is_answer(outcome.verdict):
             verdict = entries.as_cached(outcome.verdict)
-        self._writer.add(row, key, verdict, {} if texts is None else texts.by_hash)
-
-    def _row(
-        self,
-        key: str | None,
-        sample: Sample,
-        outcome: Outcome,
-        history: Sequence[PastAttempt],
-        texts: Texts | None,
-    ) -> tuple[entries.Value, ...]:
-        return entries.row(
-            key,
-            sample,
-            outcome,
-            history,
-            texts,
-            recorded_at=self._clock(),
-            process_id=self._writer.process_id,
-            run_id=self.run_id,
-        )
+        self._writer.add(row, verdict, {} if texts is None else texts.by_hash)
 
     def watch(self, look: Callable[[frozenset[str]], None]) -> None:
         """Call the method `look` about once a second, in a thread, with the sources that are held from outside. It does

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from ..config.several_keys import configured_name
 from ..errors import InputError, JournalError
-from .database import explained, open_database, reading
+from .database import explained, open_database, rows_of
 
 STALE_S = 10.0
 """Seconds after which a process that has written nothing is not under way any more."""
@@ -65,14 +65,11 @@ def live_sources(paths: Sequence[str], now: float) -> list[LiveSource]:
 
     Raises `JournalError`.
     """
+    held = {tuple(place) for _, *place in rows_of(paths, "SELECT run_id, source FROM holds")}
     states: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    held: set[tuple[str, str]] = set()
-    for path in paths:
-        with reading(path) as connection:
-            held.update(connection.execute("SELECT run_id, source FROM holds"))
-            query = "SELECT run_id, source, state FROM live WHERE recorded_at >= ? ORDER BY 1, 2"
-            for run_id, source, state in connection.execute(query, (now - STALE_S,)):
-                states.setdefault((run_id, source), []).append(json.loads(state))
+    query = "SELECT run_id, source, state FROM live WHERE recorded_at >= ? ORDER BY 1, 2"
+    for _, run_id, source, state in rows_of(paths, query, (now - STALE_S,)):
+        states.setdefault((run_id, source), []).append(json.loads(state))
     return [_together(run_id, name, rows, (run_id, name) in held) for (run_id, name), rows in sorted(states.items())]
 
 
@@ -105,15 +102,10 @@ def hold_source(paths: Sequence[str], source: str, now: float, *, held: bool) ->
 def _together(run_id: str, name: str, rows: Sequence[Mapping[str, Any]], held: bool) -> LiveSource:
     worst = min(rows, key=lambda row: _WORST.index(row["state"]) if row["state"] in _WORST else 0)
     numbers: dict[str, Any] = {key: sum(row[key] for row in rows) for key in _SUMMED}
-    for key in ("concurrency", "requests_per_minute"):
-        numbers[key] = math.fsum(_numbers(rows, key, math.inf))
+    for key in ("concurrency", "requests_per_minute"):  # JSON has neither NaN nor infinity
+        numbers[key] = math.fsum(math.inf if row[key] is None else row[key] for row in rows)
     for key in ("latency_p50_s", "latency_p95_s"):
         numbers[key] = max((row[key] for row in rows if row[key] is not None), default=math.nan)
     learned = next((row["learned"] for row in rows if row["learned"]), "")
     by_program = any(row["by_program"] for row in rows)
     return LiveSource(run_id, name, len(rows), worst["state"], held, by_program, worst["problem"], learned, **numbers)
-
-
-def _numbers(rows: Sequence[Mapping[str, Any]], key: str, missing: float) -> Iterator[float]:
-    """JSON has neither NaN nor infinity."""
-    return (missing if row[key] is None else row[key] for row in rows)

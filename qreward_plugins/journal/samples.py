@@ -15,8 +15,9 @@ import orjson
 
 from ..samples import Sample
 from ..samples.images import is_image_part
+from .entries import Entry
 from .keys import question_of
-from .stories import NOT_KEPT, Entry, Story
+from .stories import NOT_KEPT, Story
 from .texts import MOST_CHARS
 
 

@@ -13,12 +13,14 @@ import sqlite3
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError, JournalError
+from ..samples.messages import text_of
 from ..secrets import one_line
-from .database import is_database, is_journal, reading
+from .database import is_database, reading
+from .entries import COLUMNS, Entry
 from .texts import restored
 from .training import Trained
 
@@ -28,55 +30,7 @@ LOOKED_AT = 20_000
 NOT_KEPT = "(this text is not kept any more)"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A row of a journal, see `entries.COLUMNS`. The texts are None if those of its sample are not kept."""
-
-    id: int
-    key: str | None
-    recorded_at: float
-    run_id: str
-    sample_id: str | None
-    data_source: str
-    group_id: str | None
-    step: int | None
-    split: str | None
-    outcome: str
-    judge: str
-    source: str
-    model: str | None
-    score: float | None
-    raw_score: float | None
-    components: str | None
-    rationale: str | None
-    correct: int | None
-    cached: int
-    cause: str | None
-    reason: str | None
-    detail: str | None
-    floor: float | None
-    attempts: int
-    prompt_tokens: int
-    completion_tokens: int
-    latency_s: float
-    cost_usd: float
-    history: str | None
-    prompt: str | None
-    response: str | None
-    ground_truth: str | None
-    extras: str | None
-    response_chars: int | None
-    journal: str = ""
-    """The path of its file."""
-
-    @property
-    def reward(self) -> float | None:
-        """The score, or the floor that stands for it; None if the sample failed."""
-        return self.score if self.outcome == "scored" else self.floor
-
-
-_NAMES = tuple(field.name for field in fields(Entry) if field.name != "journal")
-_COLUMNS = ", ".join(_NAMES)
+_COLUMNS = ", ".join(["id", *COLUMNS])
 _REWARD = "coalesce(score, floor)"
 _TEXTS = ("request", "reply", "thinking", "said")
 _PLACE = "step, split, coalesce(sample_id, id)"
@@ -129,7 +83,7 @@ def journals_in(paths: Sequence[str]) -> list[str]:
                 raise JournalError(f"{path} is not a journal; its journal is {path}.journal")
             found.append(path)
             continue
-        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_journal(entry.path)]
+        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_database(entry.path, ours=True)]
         if not files:
             raise JournalError(f"there is no journal in the directory {path}")
         found += sorted(files)
@@ -196,7 +150,7 @@ class Stories:
         seen: set[tuple[Any, ...]] = set()
         for path, connection in self._connections.items():
             query = f"SELECT ({where}\n), {_COLUMNS} FROM outcomes ORDER BY {_PLACE}, id"
-            rows = ((self._entry(path, row[1:]), row[0]) for row in connection.execute(query))
+            rows = ((Entry(*(*row[1:], path)), row[0]) for row in connection.execute(query))
             for _, group in itertools.groupby(rows, lambda row: _place(row[0])):
                 for entries in _samples(list(group), latest=latest):
                     first = entries[0]
@@ -275,11 +229,7 @@ class Stories:
         """Read entries, of all journals or `only` one."""
         for path in self._paths if only is None else [only]:
             for row in self._connections[path].execute(f"SELECT {_COLUMNS} FROM outcomes WHERE {where}", values):
-                yield self._entry(path, row)
-
-    @staticmethod
-    def _entry(path: str, row: Sequence[Any]) -> Entry:
-        return Entry(journal=path, **dict(zip(_NAMES, row, strict=True)))
+                yield Entry(*(*row, path))
 
     def _attempts(self, entry: Entry) -> Iterator[Mapping[str, Any]]:
         if entry.history is None and entry.cached and entry.key is not None:
@@ -315,15 +265,18 @@ def turns_of(text: str | None) -> list[tuple[str, str]]:
     role, and None is no turn.
     """
     try:
-        return [(str(turn["role"]), _content(turn["content"])) for turn in json.loads(text or "[]")]
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return [
+            (str(turn["role"]), text_of(turn.get("content"), turn.get("tool_calls")))
+            for turn in json.loads(text or "[]")
+        ]
+    except (InputError, ValueError, TypeError, KeyError, AttributeError):
         return [("", text or "")]
 
 
-def _content(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text", json.dumps(part))) for part in content)
+def judge_of(entry: Entry, attempts: Sequence[Mapping[str, Any]]) -> str:
+    """The judge of an entry, and the turn that it judged, if that is one of several: "quality, turn 2"."""
+    turn = next((attempt["turn"] for attempt in attempts if "turn" in attempt), None)
+    return (entry.judge or "no judge") + (f", turn {turn}" if turn else "")
 
 
 def last_sent(attempts: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:

@@ -149,16 +149,16 @@ class Texts:
                 found[name] = None
         return found
 
-    def of_attempt(self, attempt: PastAttempt) -> dict[str, str | None]:
-        """Add the texts of an attempt; return their hashes: what was sent, the reply and the thoughts before it, or
-        what the server said instead.
+    def of_attempt(self, sample: Sample, attempt: PastAttempt) -> dict[str, str | None]:
+        """Add the texts of an attempt for a sample; return their hashes: what was sent, the reply and the thoughts
+        before it, or what the server said instead.
         """
         found: dict[str, str | None] = {}
         request = attempt.request
         written = "" if attempt.sent_s is None else _body(attempt)
         if request.nonce and _ESCAPED_NULL not in written:
             # With marks in place of the response and the nonce, the siblings of a group share this text.
-            written, found["nonce"] = _marked(written, request), request.nonce
+            written, found["nonce"] = _marked(written, request, sample.response), request.nonce
         if written:
             found["request"] = self._add_written(written)
         if attempt.said:
@@ -234,11 +234,10 @@ def _body(attempt: PastAttempt) -> str:
     return _json({"messages": list(request.messages), **request.parameters}) if request.messages else ""
 
 
-def _marked(body: str, request: Request) -> str:
-    """Replace the response and the nonce in JSON, as they are written there. Requests without a nonce may be joined,
-    and all of their samples share the text as it is.
+def _marked(body: str, request: Request, response: Any) -> str:
+    """Replace the response of the sample and the nonce in JSON, as they are written there. Requests without a nonce may
+    be joined, and all of their samples share the text as it is.
     """
-    response = request.sample.response
     if isinstance(response, str) and _SHORT < len(response) < MOST_CHARS and _is_utf8(response):
         body = body.replace(_written(response), _written(_RESPONSE))
     return body.replace(request.nonce, _written(_NONCE))

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeAlias
 
 from ..errors import JournalError
 from ..samples import Verdict
@@ -54,6 +54,9 @@ LOOK_EVERY_S: Final = 1.0
 _ROW_CHARS: Final = 500
 """Assumed size of a row without its texts, in characters."""
 
+_Row: TypeAlias = tuple[entries.Value, ...]
+"""The values of `COLUMNS`; the first is the key."""
+
 _FAULTS_OF_A_ROW: Final = (
     sqlite3.ProgrammingError,
     sqlite3.InterfaceError,
@@ -64,8 +67,7 @@ _FAULTS_OF_A_ROW: Final = (
 )
 
 _INSERT: Final = (
-    f"INSERT INTO outcomes ({', '.join(name for name, _ in entries.COLUMNS)}) "
-    f"VALUES ({', '.join('?' for _ in entries.COLUMNS)})"
+    f"INSERT INTO outcomes ({', '.join(entries.COLUMNS)}) VALUES ({', '.join('?' for _ in entries.COLUMNS)})"
 )
 
 
@@ -88,20 +90,18 @@ class Writer:
         self._most_bytes = most_bytes
         self._on_last = on_last
         self._changed = threading.Condition()
-        self._waiting: list[tuple[entries.Value, ...]] = []
-        self._unwritten_verdicts: dict[str, Verdict] = {}
-        self._verdicts_being_written: dict[str, Verdict] = {}
-        self._kept: list[tuple[entries.Value, ...]] = []
-        self._waiting_texts: dict[str, bytes] = {}
+        self._rows: list[_Row] = []
+        """Rows that are not written yet, in their order."""
+        self._row_chars = 0
+        self._verdicts: dict[entries.Value, tuple[_Row, Verdict]] = {}
+        """The verdicts of these rows, by their keys."""
         self._texts: dict[str, bytes] = {}
-        """Texts that are written next, with the kept entries."""
+        """Texts that are written next, with the rows."""
+        self._text_bytes = 0
         self._is_full = False
         """Whether the last write failed because the disk is full."""
-        self._text_bytes = 0
-        """Size of both."""
-        self._unwritten = 0
-        self._unwritten_chars = 0
         self._failing: str | None = None
+        """Why the last write failed; None if it did not."""
         self._retry_s = FIRST_RETRY_S
         self._calls: list[Future[None]] = []
         self._closing = False
@@ -117,19 +117,13 @@ class Writer:
 
     def verdict(self, keys: Iterable[str]) -> Verdict | None:
         """Return the verdict of a row that is not written yet."""
-        for unwritten in (self._unwritten_verdicts, self._verdicts_being_written):
-            for key in keys:
-                if key in unwritten:
-                    return unwritten[key]
-        return None
+        return next((found[1] for found in map(self._verdicts.get, keys) if found is not None), None)
 
-    def add(
-        self, row: tuple[entries.Value, ...], key: str | None, verdict: Verdict | None, texts: Mapping[str, bytes]
-    ) -> None:
-        """Accept a row and its texts, by their hashes. Until it is written, `verdict` is found under `key`. The row is
-        lost if memory is full, and the texts before it.
+    def add(self, row: _Row, verdict: Verdict | None, texts: Mapping[str, bytes]) -> None:
+        """Accept a row and its texts, by their hashes. Until it is written, `verdict` is found under its key. The row
+        is lost if memory is full, and the texts before it.
         """
-        if self._unwritten_chars > KEPT_CHARS and self._failing is not None:
+        if self._row_chars > KEPT_CHARS and self._failing is not None:
             self.lost(1, self._failing)
             self._say_once(
                 "room", f"{self._failing}; the memory for unwritten outcomes is full, further outcomes are lost"
@@ -137,15 +131,14 @@ class Writer:
             return
         with self._changed:
             self.check()
-            self._waiting.append(row)
-            self._unwritten += 1
-            self._unwritten_chars += _chars(row)
-            if key is not None and verdict is not None:
-                self._unwritten_verdicts[key] = verdict
+            self._rows.append(row)
+            self._row_chars += _chars(row)
+            if verdict is not None:
+                self._verdicts[row[0]] = (row, verdict)
             if self._text_bytes <= KEPT_BYTES:
-                self._waiting_texts.update(texts)
+                self._texts.update(texts)
                 self._text_bytes += sum(map(len, texts.values()))
-            if len(self._waiting) in (1, COMMIT_ENTRIES):
+            if len(self._rows) in (1, COMMIT_ENTRIES):
                 self._changed.notify()
 
     def room(self, most: int) -> Future[None] | None:
@@ -153,12 +146,12 @@ class Writer:
         or if they cannot be written.
         """
         with self._changed:
-            return self._call() if self._unwritten > most and self._failing is None else None
+            return self._call() if len(self._rows) > most and self._failing is None else None
 
     def is_behind(self, most: int) -> bool:
         """Whether more than `most` rows are unwritten, or rows cannot be written."""
         with self._changed:
-            return self._unwritten > most or self._failing is not None
+            return len(self._rows) > most or self._failing is not None
 
     def written(self) -> Future[None]:
         """Return a future that is done when the rows that wait now are written, or could not be."""
@@ -170,7 +163,7 @@ class Writer:
         """Raise `JournalError` if rows were lost since this was last raised, or cannot be written now."""
         self.raise_failure()
         with self._changed:
-            kept, why = self._unwritten, self._failing
+            kept, why = len(self._rows), self._failing
         if why is not None:
             raise JournalError(f"{kept:,} outcomes are not recorded yet: {why}; they are kept in memory and retried")
 
@@ -231,20 +224,19 @@ class Writer:
             self._closed.set_result(None)
 
     def _write_once(self) -> bool:
-        """Wait for entries and write them; return whether they were the last."""
+        """Wait for rows and write them; return whether they were the last."""
         with self._changed:
-            if self._kept:
-                # The last write failed: wait before the next try, unless `flush` or `aclose` asks for one now.
+            if self._failing is not None:
+                # Wait before the next try, unless `flush` or `aclose` asks for one now.
                 self._changed.wait_for(lambda: self._calls or self._closing, self._retry_s)
             else:
-                self._changed.wait_for(lambda: self._waiting or self._calls or self._closing, LOOK_EVERY_S)
+                self._changed.wait_for(lambda: self._rows or self._calls or self._closing, LOOK_EVERY_S)
                 self._changed.wait_for(
-                    lambda: len(self._waiting) >= COMMIT_ENTRIES or self._calls or self._closing, COMMIT_AFTER_S
+                    lambda: len(self._rows) >= COMMIT_ENTRIES or self._calls or self._closing, COMMIT_AFTER_S
                 )
-            self._take()
             calls, self._calls = self._calls, []
             last = self._closing
-        self._commit_kept()
+        self._commit_all()
         if self.every_second is not None and time.monotonic() >= self._looked_at + LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             with suppress(Exception):  # what looks at a run must not cost its record
@@ -255,39 +247,28 @@ class Writer:
             call.set_result(None)
         return last
 
-    def _take(self) -> None:
-        """Move the waiting entries to the kept ones, which are written next. The lock must be held."""
-        self._kept += self._waiting
-        self._waiting = []
-        self._texts |= self._waiting_texts
-        self._waiting_texts = {}
-        # `get` reads both mappings without the lock, in the opposite order, so this one is filled first.
-        self._verdicts_being_written = {**self._verdicts_being_written, **self._unwritten_verdicts}
-        self._unwritten_verdicts = {}
-
-    def _commit_kept(self) -> None:
-        """Try to write the kept entries. Those that cannot be written now stay kept."""
-        why = None
-        while self._kept and why is None:
-            rows = self._kept[:COMMIT_MOST]
-            why = self._commit(rows, self._texts)
-            if self._is_full and self._texts:
+    def _commit_all(self) -> None:
+        """Try to write the rows that are there. Those that cannot be written now stay."""
+        why, left = None, len(self._rows)
+        while left and why is None:
+            with self._changed:
+                rows, texts = self._rows[: min(left, COMMIT_MOST)], dict(self._texts)
+            why, is_full = self._commit(rows, texts), self._is_full
+            if is_full and texts:
                 # Numbers take little room.
-                self._texts = {}
-                why = self._commit(rows, self._texts)
-            if why is None:
-                self._texts = {}
-                del self._kept[: len(rows)]
-                self._let_go(rows)
+                why = self._commit(rows, {})
+            with self._changed:
+                if why is None or is_full:
+                    for name in texts:
+                        del self._texts[name]
+                    self._text_bytes = sum(map(len, self._texts.values()))
+                if why is None:
+                    left -= len(rows)
+                    self._let_go(rows)
         with self._changed:
             recovered, self._failing = self._failing and why is None, why
-            self._text_bytes = sum(map(len, (*self._texts.values(), *self._waiting_texts.values())))
-            if why is None:
-                self._verdicts_being_written = {}
-                self._retry_s = FIRST_RETRY_S
-            else:
-                self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
-            kept = len(self._kept)
+            self._retry_s = FIRST_RETRY_S if why is None else min(2 * self._retry_s, LONGEST_RETRY_S)
+            kept = len(self._rows)
         if why is not None:
             self._say_once("write", f"{why}; {kept:,} outcomes are kept in memory and retried, and scoring goes on")
         elif recovered:
@@ -295,23 +276,25 @@ class Writer:
             _log.warning("the journal %s can be written again; all kept outcomes are recorded", self._path)
 
     def _commit_before_closing(self) -> None:
-        """Retry for up to `CLOSE_WITHIN_S`, then count the remaining entries as lost."""
+        """Retry for up to `CLOSE_WITHIN_S`, then count the remaining rows as lost."""
         give_up_at = time.monotonic() + CLOSE_WITHIN_S
-        while self._kept and time.monotonic() < give_up_at:
+        while self._rows and time.monotonic() < give_up_at:
             threading.Event().wait(min(self._retry_s, CLOSE_WITHIN_S / 10))
-            self._commit_kept()
-        if self._kept:
-            rows, self._kept = self._kept, []
-            self._let_go(rows)
-            self.lost(len(rows), self._failing or "the journal was closed")
+            self._commit_all()
+        if self._rows:
+            self.lost(len(self._rows), self._failing or "the journal was closed")
+            self._let_go(list(self._rows))
             _log.error("%s", self._failure)
 
-    def _let_go(self, rows: list[tuple[entries.Value, ...]]) -> None:
-        with self._changed:
-            self._unwritten -= len(rows)
-            self._unwritten_chars -= sum(map(_chars, rows))
+    def _let_go(self, rows: list[_Row]) -> None:
+        """Forget the first rows. Nobody else may change them meanwhile."""
+        del self._rows[: len(rows)]
+        self._row_chars -= sum(map(_chars, rows))
+        for row in rows:
+            if self._verdicts.get(row[0], (None,))[0] is row:
+                del self._verdicts[row[0]]
 
-    def _commit(self, rows: list[tuple[entries.Value, ...]], texts: Mapping[str, bytes]) -> str | None:
+    def _commit(self, rows: list[_Row], texts: Mapping[str, bytes]) -> str | None:
         """Write all `rows` and `texts` or none; return why they cannot be written now. Invalid rows are dropped."""
         self._is_full = False
         try:
@@ -343,7 +326,7 @@ class Writer:
         if (pages - free) * size > self._most_bytes:
             execute("DELETE FROM texts WHERE rowid <= (SELECT min(rowid) + (max(rowid) - min(rowid)) / 8 FROM texts)")
 
-    def _insert_one_by_one(self, rows: list[tuple[entries.Value, ...]]) -> None:
+    def _insert_one_by_one(self, rows: list[_Row]) -> None:
         for row in rows:
             try:
                 self._connection.execute(_INSERT, row)
@@ -386,6 +369,6 @@ def _started() -> Future[None]:
     return future
 
 
-def _chars(row: tuple[entries.Value, ...]) -> int:
+def _chars(row: _Row) -> int:
     """Estimate the size of a row in memory, in characters."""
     return _ROW_CHARS + sum(len(value) for value in row if isinstance(value, str))

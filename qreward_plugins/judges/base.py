@@ -10,7 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from ..config import Config
 from ..config.judge_models import JudgeConfig
@@ -19,8 +19,6 @@ from ..samples import Failed, Sample, Verdict
 from ..scheduling.calls import Answer, Call, T
 from ..sources.base import Reply, Request, Source
 from .calibration import Identity, Measurement
-
-_Name = TypeVar("_Name", str, int)
 
 
 class JudgeFailed(QRewardError):
@@ -208,34 +206,17 @@ class GroupJudge(Judge):
 
 
 async def together(
-    judges: Sequence[Judge],
-    sample: Sample,
-    ask: Ask,
-    *,
-    dispensable: Collection[str] = (),
-    run: Callable[[Judge], Awaitable[Verdict]] | None = None,
+    running: Mapping[str, Awaitable[Verdict]], *, dispensable: Collection[str] = ()
 ) -> dict[str, Verdict | Failed]:
-    """Run several judges on a sample at the same time; return their verdicts and failures by name, in their order.
-
-    The first failure of a judge that is not `dispensable` cancels the judges that still run; these are missing from the
-    result. Cancelling cancels all. `run` runs one of them; default: its `judge`.
-    """
-    running = {judge.name: judge.judge(sample, ask) if run is None else run(judge) for judge in judges}
-    return await all_of(running, dispensable=dispensable)
-
-
-async def all_of(
-    running: Mapping[_Name, Awaitable[Verdict]], *, dispensable: Collection[_Name] = ()
-) -> dict[_Name, Verdict | Failed]:
     """Await several verdicts at the same time; return them and the failures by name, in their order.
 
     The first failure that is not `dispensable` cancels what still runs; this is missing from the result. Cancelling
     cancels all.
     """
-    verdicts: dict[_Name, Verdict | Failed] = {}
+    verdicts: dict[str, Verdict | Failed] = {}
     stopped = False
 
-    async def one(name: _Name, verdict: Awaitable[Verdict]) -> None:
+    async def one(name: str, verdict: Awaitable[Verdict]) -> None:
         try:
             verdicts[name] = await verdict
         except JudgeFailed as error:
@@ -282,4 +263,4 @@ def _bug(task: asyncio.Task[None]) -> BaseException | None:
     return None if task.cancelled() else task.exception()
 
 
-__all__ = ["Ask", "GroupJudge", "Judge", "JudgeFailed", "Opening", "all_of", "together"]
+__all__ = ["Ask", "GroupJudge", "Judge", "JudgeFailed", "Opening", "together"]

@@ -1,4 +1,5 @@
-"""The reference scores of a reward model: the file that `qreward calibrate` writes and the step `zscore` reads.
+"""Maps the score of a reward model to a reward, by the steps of `transform`; and its reference scores: the file that
+`qreward calibrate` writes and the step `zscore` reads.
 
 Mean and standard deviation belong to one model and one way to ask it. So the file holds the identity of what was asked,
 and a judge refuses the file of another model, template or label.
@@ -7,21 +8,24 @@ and a judge refuses the file of another model, template or label.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+
+from ..config.judge_models import Interval
+from ..config.nodes import Node, Number, takes
 from ..errors import ConfigurationError, InputError, Mistake
-from ..samples import Sample, fits_float32
+from ..samples import Sample
 from ..sources.base import Request
 from ..system.output_files import check_writable
 
-_KIND = "qreward calibration 1"
+_KIND: Final = "qreward calibration 1"
 SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """The quantiles in a file. 0 and 1 are the lowest and the highest score."""
 FEWEST = 2
@@ -98,35 +102,24 @@ class Calibration:
     @classmethod
     def read(cls, path: str, where: str) -> Calibration:
         """Read a file. `where` is the configuration key that names it. Raises `ConfigurationError`."""
-        problem = ""
         try:
-            try:
-                file = Path(path).expanduser()
-            except RuntimeError:  # an unknown user
-                raise FileNotFoundError from None
-            return cls._parsed(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            return cls._parsed(Path(path).expanduser().read_bytes())
+        except (FileNotFoundError, RuntimeError):  # an unknown user
             problem = "does not exist"
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             problem = f"cannot be read ({type(error).__name__})"
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except ValueError:
             problem = "is no calibration"
         raise ConfigurationError([Mistake(where, f"{path!r} {problem}.", REMEDY)])
 
     @classmethod
-    def _parsed(cls, text: str) -> Calibration:
-        content = json.loads(text)
-        if content["kind"] != _KIND:
+    def _parsed(cls, text: bytes) -> Calibration:
+        """Raises ValueError."""
+        file = _File.model_validate_json(text)
+        if not _is_spread(file.mean, file.std):
             raise ValueError
-        identity = Identity(*(_text(content[name]) for name in ("model", "reading", "sent")))
-        quantiles = {float(share): _number(score) for share, score in content["quantiles"].items()}
-        n = content["n"]
-        if type(n) is not int or n < FEWEST:
-            raise ValueError
-        found = cls(identity, n, _number(content["mean"]), _number(content["std"]), quantiles)
-        if not _is_spread(found.mean, found.std):
-            raise ValueError
-        return found
+        quantiles = {float(share): score for share, score in file.quantiles.items()}
+        return cls(Identity(file.model, file.reading, file.sent), file.n, file.mean, file.std, quantiles)
 
     @classmethod
     def check_place(cls, path: Path) -> None:
@@ -134,30 +127,36 @@ class Calibration:
         check_writable(path)
         if path.exists():
             try:
-                cls._parsed(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                cls._parsed(path.read_bytes())
+            except (OSError, ValueError):
                 raise InputError(f"{path}: exists and is no calibration; name another file") from None
 
     def write(self, path: Path) -> None:
         """Write the file in one step. Raises `InputError` if that fails."""
-        content = {
-            "kind": _KIND,
-            "model": self.identity.model,
-            "reading": self.identity.reading,
-            "sent": self.identity.sent,
-            "n": self.n,
-            "mean": self.mean,
-            "std": self.std,
-            "quantiles": {f"{share:g}": score for share, score in self.quantiles.items()},
-        }
+        quantiles = {f"{share:g}": score for share, score in self.quantiles.items()}
+        numbers = {"n": self.n, "mean": self.mean, "std": self.std, "quantiles": quantiles}
+        file = _File.model_validate({"kind": _KIND, **asdict(self.identity), **numbers})
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            beside.write_text(file.model_dump_json(indent=2) + "\n", encoding="utf-8")
             beside.replace(path)
         except OSError as error:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
             raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None
+
+
+class _File(BaseModel, strict=True):
+    """What a file holds."""
+
+    kind: Literal["qreward calibration 1"]
+    model: str
+    reading: str
+    sent: str
+    n: Annotated[int, Field(ge=FEWEST)]
+    mean: Number
+    std: Number
+    quantiles: dict[str, Number]
 
 
 def _is_spread(mean: float, std: float) -> bool:
@@ -173,13 +172,117 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
+def _not_zero(scale: float) -> float:
+    if scale == 0:
+        raise ValueError("0 would give every response the same reward")
+    return scale
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits_float32(value):
-        raise TypeError
-    return float(value)
+def _as_mapping(step: Any) -> Any:
+    """Read the step `sigmoid`, which has no settings."""
+    if isinstance(step, str) and step != "sigmoid":
+        raise ValueError("only the step `sigmoid` has no settings; write the others as {zscore: FILE}")
+    return {step: True} if isinstance(step, str) else step
+
+
+def _as_list(steps: Any) -> Any:
+    """Read a single step."""
+    return [steps] if isinstance(steps, (str, dict)) else steps
+
+
+class Affine(Node):
+    """scale * score + shift."""
+
+    scale: Annotated[Number, AfterValidator(_not_zero)] = 1.0
+    """Factor on the score; below 0 for a model that gives good responses low scores. Default: 1."""
+
+    shift: Number = 0.0
+    """Added after the factor. Default: 0."""
+
+
+class TransformStep(Node):
+    """One step; exactly one of its keys is set."""
+
+    affine: Affine | None = None
+    """`{scale: 0.5, shift: 1}`: scale * score + shift."""
+
+    clip: Interval | None = None
+    """`[-3, 3]`: scores beyond this range are set to its end."""
+
+    sigmoid: Literal[True] | None = None
+    """`sigmoid`: 1 / (1 + exp(-score)), 0 to 1."""
+
+    zscore: Annotated[str, Field(min_length=1)] | None = None
+    """Path to a file of reference scores that `qreward calibrate` has written: (score - mean) / standard deviation. It
+    must be the first step, because the file describes the scores as they come from the model."""
+
+    @model_validator(mode="after")
+    def _one(self) -> TransformStep:
+        keys = sorted(self.model_fields_set)
+        if len(keys) != 1:
+            raise ValueError("a step has exactly one of the keys affine, clip, sigmoid and zscore")
+        return self
+
+
+def _zscore_first(steps: tuple[TransformStep, ...]) -> tuple[TransformStep, ...]:
+    if any(step.zscore is not None for step in steps[1:]):
+        raise ValueError("zscore must be the first step")
+    return steps
+
+
+TransformSteps = Annotated[
+    tuple[Annotated[TransformStep, BeforeValidator(_as_mapping)], ...],
+    AfterValidator(_zscore_first),
+    BeforeValidator(_as_list),
+    takes("a step, or a list of steps"),
+]
+"""A list of steps, or a single one."""
+
+
+def zscore_file(steps: Sequence[TransformStep]) -> str | None:
+    """Return the path of the calibration that the steps use; None if they use none."""
+    return next((step.zscore for step in steps if step.zscore is not None), None)
+
+
+class Transform:
+    """The steps of a judge. `calibration` holds the reference scores of the step `zscore`, if there is one."""
+
+    def __init__(self, steps: Sequence[TransformStep], calibration: Calibration | None) -> None:
+        self._apply = [_function(step, calibration) for step in steps]
+
+    def __call__(self, score: float) -> float:
+        """Return the reward. It may be infinite."""
+        for apply in self._apply:
+            score = apply(score)
+        return score
+
+    def inverse(self, reward: float, *, low: float = -1e6, high: float = 1e6) -> float:
+        """Return a score from `low` to `high` whose reward is near `reward`. All steps are monotone."""
+        rising = self(high) >= self(low)
+        for _ in range(80):
+            middle = (low + high) / 2
+            if (self(middle) < reward) == rising:
+                low = middle
+            else:
+                high = middle
+        return high if rising else low
+
+
+def sigmoid(score: float) -> float:
+    """Return 1 / (1 + exp(-score)) without overflow."""
+    return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+
+
+def _function(step: TransformStep, calibration: Calibration | None) -> Callable[[float], float]:
+    if step.affine is not None:
+        scale, shift = step.affine.scale, step.affine.shift
+        return lambda score: scale * score + shift
+    if step.clip is not None:
+        low, high = step.clip
+        return lambda score: min(max(score, low), high)
+    if step.zscore is not None:
+        if calibration is None:
+            raise ValueError("the step zscore needs a calibration")
+        mean, deviation = calibration.mean, calibration.std
+        return lambda score: (score - mean) / deviation
+    return sigmoid

@@ -1,8 +1,10 @@
-"""Defines `CascadeJudge`: stages from the cheapest to the best; the first that is sure of a sample decides it."""
+"""Defines `GateJudge` and `CascadeJudge`, which ask one judge after the other: a second one only if a first, cheap one
+gives enough, and stages from the cheapest to the best, of which the first that is sure of a sample decides it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -12,22 +14,83 @@ from ..config.judge_models import JudgeConfig
 from ..config.nodes import JudgeName, Node, Number, PositiveFloat, mapping_or_other, refuse_repeated, takes
 from ..errors import Mistake
 from ..samples import Sample, Verdict
-from .base import Ask, Judge, JudgeFailed, Opening
-from .parts import (
-    asked,
-    bar_mistakes,
-    check_names,
-    check_own_names,
-    combined,
-    component_names,
-    in_time,
-    mask_mistakes,
-    range_of,
-    refuse,
-)
+from .base import Ask, Judge, JudgeFailed
+from .parts import Whole, bar_mistakes, combined, in_time, mask_mistakes, range_of
 
+PASSED = "passed"
+"""The component that is 1 for a sample that passed the gate, and 0 for another one."""
 STAGE = "stage"
 """The component with the number of the stage that decided, from 1."""
+
+
+class GateJudge(Whole):
+    """Asks a cheap judge first, and another one only if the first gives enough.
+
+    If the first fails, the sample fails: neither `otherwise` nor the second judge would be right.
+    """
+
+    class Config(JudgeConfig):
+        """A cheap condition before an expensive judge: format before quality, correctness before style. Samples that do
+        not pass cost no further call."""
+
+        when: JudgeName
+        """The judge that is asked first."""
+
+        at_least: Number
+        """The reward of `when` from which a sample passes."""
+
+        then: JudgeName
+        """The judge of the samples that pass. Its reward is the reward."""
+
+        otherwise: Annotated[JudgeName | Number, takes("a number, or the name of a judge")] = 0.0
+        """The reward of the samples that do not pass, or the judge that gives it. Default: 0."""
+
+    own = (PASSED,)
+    _config: Config
+
+    @classmethod
+    def summary(cls, config: Any) -> str:
+        return f"{config.then} if {config.when} is at least {config.at_least:g}, otherwise {config.otherwise}"
+
+    def part_mistakes(self) -> Iterable[Mistake]:
+        config = self._config
+        return bar_mistakes(f"judges.{self.name}.at_least", self._parts[0], config.at_least, "passes")
+
+    @property
+    def _otherwise(self) -> Judge | float:
+        return self._parts[2] if len(self._parts) > 2 else float(self._config.otherwise)
+
+    @property
+    def calls(self) -> int:
+        return self._parts[0].calls + max(part.calls for part in self._parts[1:])
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        end = self._otherwise
+        return range_of((self._parts[1].reward_range, end.reward_range if isinstance(end, Judge) else (end, end)))
+
+    @property
+    def defines_correct(self) -> bool:
+        return any(part.defines_correct for part in self._parts[:2])
+
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        when, then = self._parts[:2]
+        first = await self.ask_part(when, sample, ask)
+        verdicts = {when.name: first}
+        passed = first.score >= self._config.at_least
+        chosen = then if passed else self._otherwise
+        own = {PASSED: float(passed)}
+        self.skip((part for part in self._parts[1:] if part is not chosen), ask)
+        if not isinstance(chosen, Judge):
+            # The condition has judged it.
+            correct = False if then.defines_correct else first.correct
+            return combined(self.name, verdicts, chosen, correct=correct, own=own)
+        # The same judge may be the condition and the judge of what passes.
+        verdict = first if chosen is when else await self.ask_part(chosen, sample, ask)
+        verdicts[chosen.name] = verdict
+        correct = verdict.correct if passed or verdict.correct is None else False
+        correct = correct if then.defines_correct else first.correct
+        return combined(self.name, verdicts, verdict.score, correct=correct, own=own, weights={chosen.name: 1.0})
 
 
 class Sure(Node):
@@ -71,7 +134,7 @@ class Stage(Node):
     time for the next stage if a source is down."""
 
 
-class CascadeJudge(Judge):
+class CascadeJudge(Whole):
     """Asks one judge after the other until one of them is sure.
 
     A stage that fails decides nothing, so the next one is asked. The sample fails if the last stage fails.
@@ -97,69 +160,58 @@ class CascadeJudge(Judge):
         def _differ(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
             names = [stage.judge for stage in stages]
             refuse_repeated(names, "the judge {} is a stage twice; it would give the same answer")
-            check_names(names, "cascade")
             if stages[-1].within_s is not None:
                 raise ValueError("within_s is for an earlier stage; after the last one nobody is asked")
             return stages
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> CascadeJudge:
-        return cls(name, config, [opening.judge(stage.judge) for stage in config.stages])
+    own = (STAGE,)
+    _config: Config
 
     @classmethod
     def summary(cls, config: Any) -> str:
         return "the first that decides: " + ", ".join(stage.judge for stage in config.stages)
 
-    def __init__(self, name: str, config: Config, judges: Sequence[Judge]) -> None:
-        super().__init__(name)
-        self._stages = [(judge, stage.decides) for judge, stage in zip(judges, config.stages, strict=True)]
-        self._within_s = [stage.within_s for stage in config.stages]
-        check_own_names(name, [judge.name for judge in judges], (STAGE,))
-        mistakes: list[Mistake] = []
-        for number, (judge, decides) in enumerate(self._stages[:-1]):
-            place = f"judges.{name}.stages[{number}]"
-            mistakes += mask_mistakes(place, name, judge)
+    @property
+    def _early(self) -> Sequence[tuple[Judge, Stage]]:
+        """The stages but the last, with their settings."""
+        return list(zip(self._parts[:-1], self._config.stages, strict=False))
+
+    def part_mistakes(self) -> Iterator[Mistake]:
+        for number, (judge, stage) in enumerate(self._early):
+            place, decides = f"judges.{self.name}.stages[{number}]", stage.decides
+            yield from mask_mistakes(place, self.name, judge)
             if isinstance(decides, Sure):
-                mistakes += bar_mistakes(f"{place}.decides.above", judge, decides.above, "decides")
-                mistakes += bar_mistakes(f"{place}.decides.below", judge, decides.below, "decides", below=True)
+                yield from bar_mistakes(f"{place}.decides.above", judge, decides.above, "decides")
+                yield from bar_mistakes(f"{place}.decides.below", judge, decides.below, "decides", below=True)
             elif not judge.defines_correct:
                 problem = f"judge {judge.name} defines no correctness, so it cannot decide by it."
                 remedy = "Set its `correct_at`, or write {above: ..., below: ...}."
-                mistakes.append(Mistake(f"{place}.decides", problem, remedy))
-        refuse(mistakes)
-
-    @property
-    def parts(self) -> tuple[Judge, ...]:
-        return tuple(judge for judge, _ in self._stages)
-
-    @property
-    def reward_range(self) -> tuple[float, float] | None:
-        return range_of(judge.reward_range for judge in self.parts)
+                yield Mistake(f"{place}.decides", problem, remedy)
 
     @property
     def defines_correct(self) -> bool:
-        return all(judge.defines_correct for judge, _ in self._stages)
-
-    def component_names(self) -> tuple[str, ...]:
-        return component_names(self.parts, (STAGE,))
+        return all(judge.defines_correct for judge in self._parts)
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         verdicts: dict[str, Verdict] = {}
-        *early, (last, _) = self._stages
-        for (judge, decides), within_s in zip(early, self._within_s, strict=False):
+        for number, (judge, stage) in enumerate(self._early, start=1):
             with suppress(JudgeFailed):
-                verdicts[judge.name] = await in_time(judge, sample, ask, within_s)
-                if _is_sure(verdicts[judge.name], decides):
-                    for later in self.parts[self.parts.index(judge) + 1 :]:
-                        if later.comparing:
-                            ask.skip(later)
-                    return self._decided(judge, verdicts)
-        verdicts[last.name] = await asked(self.name, last, sample, ask)
-        return self._decided(last, verdicts)
+                asking = judge.judge(sample, ask)
+                if stage.within_s is not None:
+                    asking = in_time(judge.name, asking, stage.within_s)
+                verdicts[judge.name] = await asking
+                if _is_sure(verdicts[judge.name], stage.decides):
+                    self.skip(self._parts[number:], ask)
+                    return self._decided(number, verdicts)
+        last = self._parts[-1]
+        verdicts[last.name] = await self.ask_part(last, sample, ask)
+        return self._decided(len(self._parts), verdicts)
 
-    def _decided(self, judge: Judge, verdicts: Mapping[str, Verdict]) -> Verdict:
-        verdict, own = verdicts[judge.name], {STAGE: 1.0 + self.parts.index(judge)}
-        return combined(self.name, verdicts, verdict.score, correct=verdict.correct, own=own, weights={judge.name: 1.0})
+    def _decided(self, stage: int, verdicts: Mapping[str, Verdict]) -> Verdict:
+        name = self._parts[stage - 1].name
+        score, correct = verdicts[name].score, verdicts[name].correct
+        own, weights = {STAGE: float(stage)}, {name: 1.0}
+        return combined(self.name, verdicts, score, correct=correct, own=own, weights=weights)
 
 
 def _is_sure(verdict: Verdict, decides: Decides) -> bool:

@@ -22,16 +22,15 @@ from pydantic import Field
 
 from ..config.judge_models import AskingConfig, Interval
 from ..config.nodes import Flag, PositiveFloat, PositiveInt
-from ..errors import ConfigurationError, InputError, InvalidReply, Mistake, input_problem
+from ..errors import ConfigurationError, InputError, InvalidReply, Mistake, input_problem, kind_of
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
-from ..samples.check import kind_of
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
 from ..sources.kind import RUN
-from .base import Ask, Judge, JudgeFailed, Opening, together
+from .base import Ask, Judge, JudgeFailed, Opening
 from .fence import draw_nonces
 from .leaf import Leaf, checked, fingerprint
-from .parts import combined, part_failed
+from .parts import combined, verdicts_of
 from .sample_texts import json_column, readable
 from .thinking import after_thoughts
 from .verdicts import excerpt
@@ -307,7 +306,8 @@ class CodeJudge(Judge):
         alone = 1 if self.config.all or self.config.language != "python" else len(leaves)
         verdicts: dict[str, Verdict] = {}
         for several in (leaves[:alone], leaves[alone:]):
-            verdicts |= await self._run(several, sample, ask)
+            running = {test.name: test.judge(sample, ask) for test in several}
+            verdicts |= (await verdicts_of(self.name, running))[0]
             ends = Counter(end for verdict in verdicts.values() for end in verdict.components)
             if ends["compile_error"] or (self.config.all and not ends["passed"]):
                 break
@@ -317,14 +317,6 @@ class CodeJudge(Judge):
         bar = self.config.correct_at
         whole = combined(self.name, verdicts, reward, correct=share == 1 if bar is None else reward >= bar)
         return replace(whole, components={end: ends[end] / len(verdicts) for end in ENDS})
-
-    async def _run(self, leaves: Sequence[Leaf], sample: Sample, ask: Ask) -> dict[str, Verdict]:
-        """Run several tests at once. Raises `JudgeFailed` if the sandbox fails one of them."""
-        said = await together(leaves, sample, ask)
-        for name, each in said.items():
-            if isinstance(each, Failed):
-                raise part_failed(self.name, name, each)
-        return {name: each for name, each in said.items() if isinstance(each, Verdict)}
 
 
 class _Run(Leaf):

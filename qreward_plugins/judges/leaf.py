@@ -11,6 +11,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -140,7 +141,7 @@ class Leaf(Judge):
         """Return the call for a sample."""
         return Call(
             self.sources,
-            _Asking(self, sample),
+            partial(self._attempt, sample),
             self._read,
             name=self.name,
             invalid_retries=self._asking.invalid_retries,
@@ -149,6 +150,9 @@ class Leaf(Judge):
             recall=self._recalled,
             instead=self._instead,
         )
+
+    def _attempt(self, sample: Sample, attempt: int) -> Request:
+        return self.request(sample, attempt=attempt)
 
     def judged(self, answer: Answer[Verdict]) -> Verdict:
         """Return the verdict of an answer, with its source, model and spending."""
@@ -201,19 +205,6 @@ class Leaf(Judge):
         )
 
 
-class _Asking:
-    """Makes the requests for one sample: `Call.request`."""
-
-    __slots__ = ("_leaf", "_sample")
-
-    def __init__(self, leaf: Leaf, sample: Sample) -> None:
-        self._leaf = leaf
-        self._sample = sample
-
-    def __call__(self, attempt: int) -> Request:
-        return self._leaf.request(self._sample, attempt=attempt)
-
-
 def judged(answer: Answer[Verdict], judge: str) -> Verdict:
     """Return the verdict of an answer to the judge of this name, with its source, model and spending."""
     verdict = answer.value
@@ -258,21 +249,14 @@ def number_mistakes(name: str, config: AskingConfig) -> list[Mistake]:
     mistakes: list[Mistake] = []
     if config.reward_range is not None:
         low, high = config.reward_range
+        remedy = "It is compared with rewards, not with the judge's scores."
         for key, value in (("floor", config.floor), ("correct_at", config.correct_at)):
             if value is not None and not low <= value <= high:
-                mistakes.append(
-                    Mistake(
-                        f"judges.{name}.{key}",
-                        f"{value:g} is outside the reward range {low:g} to {high:g}.",
-                        "It is compared with rewards, not with the judge's scores.",
-                    )
-                )
+                problem = f"{value:g} is outside the reward range {low:g} to {high:g}."
+                mistakes.append(Mistake(f"judges.{name}.{key}", problem, remedy))
     elif config.on_invalid == "floor" and config.floor is None:
-        mistakes.append(
-            Mistake(
-                f"judges.{name}.on_invalid", "there is no floor.", "Set `floor`, or `reward_range` for its low end."
-            )
-        )
+        remedy = "Set `floor`, or `reward_range` for its low end."
+        mistakes.append(Mistake(f"judges.{name}.on_invalid", "there is no floor.", remedy))
     return mistakes
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from ..config.judge_models import Interval
 from ..errors import InvalidReply
 from ..samples import RawScore, Sample
-from .tasks import Task, braces, closed, plain
+from .tasks import AnswerField, Task, mapping_in, number_field, of_each, plain
 from .verdicts import excerpt, number_in
 
 _ANCHORS = 4
@@ -44,49 +44,35 @@ class ListTask(Task):
     """A score for each of several responses, by their numbers."""
 
     def __init__(self, score_range: Interval) -> None:
-        super().__init__()
-        self._range = score_range
-
-    @property
-    def range(self) -> Interval:
-        return self._range
-
-    @property
-    def identity(self) -> Sequence[Any]:
-        return ["list", self._range]
+        super().__init__(score_range, ["list", score_range])
 
     def count(self, sample: Sample) -> int:
         return len(sample.responses) if isinstance(sample, ListSample) else 0
 
     def told(self, sample: Sample) -> str:
-        low, high = map(plain, self._range)
+        low, high = map(plain, self.range)
         return (
             f"Compare the {self.count(sample)} responses with each other before you score any. Give a better response "
             f"a higher score, from {low} to {high}, and equal scores only to responses that are equally good. They "
             "stand in an order drawn by chance."
         )
 
-    def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
-        low, high = map(plain, self._range)
-        names = [str(number) for number in range(1, count + 1)]
-        number = {"type": "number", "minimum": low, "maximum": high}
-        written = braces(dict.fromkeys(names, f"<number from {low} to {high}>"))
-        return {"scores": (written, closed({name: dict(number) for name in names}))}
+    def fields(self, count: int) -> Mapping[str, AnswerField]:
+        return {"scores": of_each([str(number) for number in range(1, count + 1)], number_field(self.range))}
 
     def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
-        names, values = [str(number) for number in range(1, self.count(sample) + 1)], answer.get("scores")
-        if not isinstance(values, dict):
-            raise InvalidReply(f"the verdict has no scores: {excerpt(source)}")
+        names = [str(number) for number in range(1, self.count(sample) + 1)]
+        values = mapping_in("scores", answer, source)
         unknown = [name for name in values if name not in names]
         if unknown:
             told = f"the verdict scores {excerpt(unknown[0])}, but the responses are 1 to {len(names)}"
             raise InvalidReply(f"{told}: {excerpt(source)}")
-        scores = {name: number_in(name, values, self._range, source) for name in names}
+        scores = {name: number_in(name, values, self.range, source) for name in names}
         # A mean of floats may round to a number outside of the range.
-        return RawScore(min(max(math.fsum(scores.values()) / len(names), self._range[0]), self._range[1]), scores)
+        return RawScore(min(max(math.fsum(scores.values()) / len(names), self.range[0]), self.range[1]), scores)
 
     def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
-        low, high = self._range
+        low, high = self.range
         count = self.count(sample)
         return {"scores": {str(n): low + (share + n / count) % 1.0 * (high - low) for n in range(1, count + 1)}}
 

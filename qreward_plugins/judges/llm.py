@@ -20,7 +20,6 @@ from .base import Opening
 from .control_tokens import is_blank
 from .fence import NONCE_LENGTH, draw_nonces, occurs_in
 from .forms import Read, form_of
-from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
 from .lists import ListSample, ListTask
 from .prompt import Prompt, PromptConfig
@@ -29,7 +28,7 @@ from .tasks import LabelTask, ReferenceTask, RubricTask, ScoreTask, Task
 from .templates import Page
 from .thinking import in_thoughts
 from .verdicts import ParsedVerdict, Scale, excerpt, why_no_verdict
-from .views import Show, View
+from .views import ImageRules, Show, View, vision_sources
 
 DEFAULT_TOKENS = 512
 """Longest completion of a model that does not think, in tokens."""

@@ -1,42 +1,38 @@
-"""Defines `PanelJudge`: several judges score a sample, and their rewards become one.
+"""Defines `PanelJudge` and `ScreenJudge`, which ask several judges at once: members whose rewards become one, and a
+monitor beside a judge that takes samples out of the training.
 
 A panel of small judges from several families agrees with people better than one large judge, and favours no family
-(Verga et al., Replacing Judges with Juries, 2404.18796).
+(Verga et al., Replacing Judges with Juries, 2404.18796). A reward that punishes what a monitor sees teaches the policy
+to hide it (Baker et al., Monitoring Reasoning Models for Misbehavior, 2503.11926). So by default a flagged sample has
+no reward: trainers leave it out as they leave out one whose judge failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import JudgeName, Number, PositiveFloat, no_bool, refuse_repeated
-from ..errors import ConfigurationError, Mistake
-from ..samples import Failed, Sample, Verdict
-from .base import Ask, Judge, Opening, together
-from .parts import (
-    check_names,
-    check_own_names,
-    combined,
-    component_names,
-    correct_at_mistakes,
-    in_time,
-    mask_mistakes,
-    part_failed,
-    range_of,
-    refuse,
-)
+from ..config.nodes import Flag, JudgeName, Number, PositiveFloat, no_bool, refuse_repeated
+from ..errors import Mistake
+from ..samples import SCREENED, Cause, Failed, Sample, Verdict
+from .base import Ask, JudgeFailed
+from .parts import Whole, bar_mistakes, combined, correct_at_mistakes, mask_mistakes, part_failed
 
 DISAGREEMENT = "disagreement"
 """The component with the difference of the highest and the lowest reward of the members."""
 
+_REASON = SCREENED.rpartition("/")[2]
+"""The `Failed.reason` of a flagged sample, and the component that is 1 for one that got the floor."""
+
 _REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median": median, "min": min}
 
 
-class PanelJudge(Judge):
+class PanelJudge(Whole):
     """Asks several judges at once, and reduces their rewards to one."""
 
     class Config(JudgeConfig):
@@ -64,7 +60,6 @@ class PanelJudge(Judge):
         @classmethod
         def _differ(cls, judges: tuple[JudgeName, ...]) -> tuple[JudgeName, ...]:
             refuse_repeated(judges, "the judge {} is a member twice; it would give the same answer")
-            check_names(judges, "panel")
             return judges
 
         @model_validator(mode="after")
@@ -75,67 +70,135 @@ class PanelJudge(Judge):
                 raise ValueError("within_s is for members that a quorum can do without, and this panel needs all")
             return self
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> PanelJudge:
-        return cls(name, config, [opening.judge(member) for member in config.judges])
+    own = (DISAGREEMENT,)
+    _config: Config
 
     @classmethod
     def summary(cls, config: Any) -> str:
         quorum = "" if config.quorum is None else f", of at least {config.quorum}"
         return f"the {config.reduce} of {', '.join(config.judges)}{quorum}"
 
-    def __init__(self, name: str, config: Config, members: Sequence[Judge]) -> None:
-        super().__init__(name)
-        self._members = tuple(members)
-        self._reduce = config.reduce
-        self._quorum = len(self._members) if config.quorum is None else config.quorum
-        self._correct_at = config.correct_at
-        self._within_s = config.within_s
-        names = [member.name for member in members]
-        check_own_names(name, names, (DISAGREEMENT,))
-        silent = next((member.name for member in members if not member.defines_correct), None)
-        if config.reduce == "majority" and silent is not None:
+    def part_mistakes(self) -> Iterator[Mistake]:
+        place = f"judges.{self.name}"
+        silent = next((member.name for member in self._parts if not member.defines_correct), None)
+        if self._config.reduce == "majority" and silent is not None:
             problem = f"judge {silent} defines no correctness, so it has no vote."
-            raise ConfigurationError([Mistake(f"judges.{name}.reduce", problem, "Set its `correct_at`.")])
-        forgiven = members if self._quorum < len(self._members) else ()
-        masking = [mistake for member in forgiven for mistake in mask_mistakes(f"judges.{name}.judges", name, member)]
-        refuse(masking, correct_at_mistakes(self, config.correct_at))
+            yield Mistake(f"{place}.reduce", problem, "Set its `correct_at`.")
+        for member in self._parts if self._quorum < len(self._parts) else ():
+            yield from mask_mistakes(f"{place}.judges", self.name, member)
+        yield from correct_at_mistakes(self, self._config.correct_at)
 
     @property
-    def parts(self) -> tuple[Judge, ...]:
-        return self._members
+    def _quorum(self) -> int:
+        return self._config.quorum or len(self._parts)
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
-        if self._reduce == "majority":
-            return 0.0, 1.0
-        return range_of(member.reward_range for member in self._members)
+        return (0.0, 1.0) if self._config.reduce == "majority" else super().reward_range
 
     @property
     def defines_correct(self) -> bool:
-        return self._correct_at is not None or self._reduce == "majority"
-
-    def component_names(self) -> tuple[str, ...]:
-        return component_names(self._members, (DISAGREEMENT,))
+        return self._config.correct_at is not None or self._config.reduce == "majority"
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        spare = len(self._members) > self._quorum
-        names = [member.name for member in self._members]
-
-        def run(member: Judge) -> Awaitable[Verdict]:
-            return in_time(member, sample, ask, self._within_s if spare else None)
-
-        said = await together(self._members, sample, ask, dispensable=names if spare else (), run=run)
-        verdicts = {name: each for name, each in said.items() if isinstance(each, Verdict)}
+        config = self._config
+        spare = [member.name for member in self._parts] if self._quorum < len(self._parts) else []
+        within_s = dict.fromkeys(spare, config.within_s)
+        verdicts, failures = await self.ask_parts(sample, ask, dispensable=spare, within_s=within_s)
         if len(verdicts) < self._quorum:
-            failed = next((name, each) for name, each in said.items() if isinstance(each, Failed))
-            raise part_failed(self.name, *failed)
+            raise part_failed(self.name, *next(iter(failures.items())))
         scores = [verdict.score for verdict in verdicts.values()]
-        reward = self._majority(verdicts) if self._reduce == "majority" else _REDUCE[self._reduce](scores)
-        correct = reward > 0.5 if self._correct_at is None else reward >= self._correct_at
+        reward = _majority(verdicts) if config.reduce == "majority" else _REDUCE[config.reduce](scores)
+        correct = reward > 0.5 if config.correct_at is None else reward >= config.correct_at
         own = {DISAGREEMENT: max(scores) - min(scores)}
         return combined(self.name, verdicts, reward, correct=correct if self.defines_correct else None, own=own)
 
-    def _majority(self, verdicts: Mapping[str, Verdict]) -> float:
-        votes = sum(1 if verdict.correct else -1 for verdict in verdicts.values())
-        return 0.5 + 0.5 * ((votes > 0) - (votes < 0))
+
+def _majority(verdicts: Mapping[str, Verdict]) -> float:
+    votes = sum(1 if verdict.correct else -1 for verdict in verdicts.values())
+    return 0.5 + 0.5 * ((votes > 0) - (votes < 0))
+
+
+class ScreenJudge(Whole):
+    """Asks a judge and a monitor at once, and takes out what the monitor flags."""
+
+    class Config(JudgeConfig):
+        """A monitor beside a judge, for reward hacking or unwanted content. A flagged sample is left out of the
+        training, or gets a floor."""
+
+        judge: JudgeName
+        """The judge of the samples that are not flagged. Its reward is the reward."""
+
+        monitor: JudgeName
+        """The judge that flags samples."""
+
+        flags: Literal["above", "below"] = "above"
+        """Whether the monitor flags with rewards of `at` or more (`above`, default), or of `at` or less (`below`)."""
+
+        at: Number
+        """The reward of the monitor from which it flags."""
+
+        on: Literal["mask", "floor"] = "mask"
+        """What a flagged sample gets. `mask` (default): no reward (`policy/screened`). `floor`: the low end of the
+        judge's reward range."""
+
+        closed: Flag = False
+        """Whether a monitor that fails takes the sample out, too. Default: false, and the sample gets its reward."""
+
+        @model_validator(mode="after")
+        def _differ(self) -> ScreenJudge.Config:
+            if self.judge == self.monitor:
+                raise ValueError("the judge is its own monitor; `gate` is for one judge and a bar")
+            return self
+
+    own = (_REASON,)
+    _config: Config
+
+    @classmethod
+    def summary(cls, config: Any) -> str:
+        than = "more" if config.flags == "above" else "less"
+        return f"{config.judge}, unless {config.monitor} is {config.at:g} or {than}"
+
+    @classmethod
+    def takes_out(cls, config: Any) -> bool:
+        return bool(config.on == "mask")
+
+    def part_mistakes(self) -> Iterator[Mistake]:
+        config, (judge, monitor), place = self._config, self._parts, f"judges.{self.name}"
+        if config.on == "floor" and judge.reward_range is None:
+            problem = f"judge {judge.name} has no reward range, so there is no floor."
+            yield Mistake(f"{place}.on", problem, "Set its `reward_range`, or `on: mask`.")
+        yield from bar_mistakes(f"{place}.at", monitor, config.at, "flags", below=config.flags == "below")
+        if not config.closed:
+            yield from mask_mistakes(f"{place}.monitor", self.name, monitor)
+
+    @property
+    def masks(self) -> bool:
+        return self.takes_out(self._config) or super().masks
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        return self._parts[0].reward_range
+
+    @property
+    def defines_correct(self) -> bool:
+        return self._parts[0].defines_correct
+
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        judge, monitor = self._parts
+        dispensable = () if self._config.closed else (monitor.name,)
+        verdicts, _ = await self.ask_parts(sample, ask, dispensable=dispensable)
+        verdict, seen = verdicts[judge.name], verdicts.get(monitor.name)
+        if seen is None or not self._flags(seen.score):
+            score, weights = verdict.score, {judge.name: 1.0}
+            return combined(self.name, verdicts, score, correct=verdict.correct, own={_REASON: 0.0}, weights=weights)
+        screened = Failed(Cause.POLICY, _REASON, f"{monitor.name} gave {seen.score:g}", judge=self.name)
+        if self._config.on == "mask" or judge.reward_range is None:
+            raise JudgeFailed(screened)
+        correct = False if judge.defines_correct else None
+        low = judge.reward_range[0]
+        whole = combined(self.name, verdicts, low, correct=correct, own={_REASON: 1.0}, weights={})
+        return replace(whole, basis="floor", failure=screened)
+
+    def _flags(self, score: float) -> bool:
+        return score >= self._config.at if self._config.flags == "above" else score <= self._config.at

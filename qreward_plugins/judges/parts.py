@@ -1,5 +1,5 @@
-"""What judges of judges share: how the verdicts of parts become one, what each step or turn adds to a score, how a
-failed part is told, and which names parts may have.
+"""Defines `Whole`, the base of judges of judges: how the verdicts of parts become one, what each step or turn adds to a
+score, how a failed part is told, and which parts are refused.
 
 The components of a whole are the score of each part that was asked, by its name, and the components of the part below
 it: `reward/quality/proof`. A part that was not asked has none.
@@ -8,61 +8,130 @@ it: `reward/quality/proof`. A part that was not asked has none.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import anyio
-from pydantic import ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from ..config.nodes import judges_named
 from ..errors import ConfigurationError, Mistake
 from ..samples import Cause, Failed, Sample, Verdict
-from .base import Ask, Judge, JudgeFailed
+from .base import Ask, Judge, JudgeFailed, Opening, together
 
 Reduction: TypeAlias = Literal["last", "min", "mean", "sum", "prod"]
 """How the scores of steps or turns become one."""
 
 
-def check_names(parts: Iterable[Any], title: str) -> None:
-    """Raise `ValidationError` for the name of a part that begins with that of another one and a slash, because it would
-    look like a component of it.
+class Whole(Judge):
+    """A judge that awaits other judges: the base class of such kinds.
+
+    `parts` are the judges that its configuration names, in the order of its keys. `own` are the names of the components
+    that a kind has beside those of its parts. Raises `ConfigurationError` with all mistakes that `part_mistakes` finds.
     """
-    names = [part for part in parts if isinstance(part, str)]
-    mistakes: list[InitErrorDetails] = []
-    for name in names:
-        whole = next((other for other in names if name.startswith(f"{other}/")), None)
-        if whole is not None:
-            problem = f"the name looks like a component of `{whole}`, another part of this judge; rename this judge"
-            error = PydanticCustomError("like_component", "{problem}", {"problem": problem})
-            mistakes.append({"type": error, "loc": (name,), "input": name})
-    if mistakes:
-        raise ValidationError.from_exception_data(title, mistakes)
+
+    own: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def open(cls, name: str, config: Any, opening: Opening) -> Judge:
+        return cls(name, config, [opening.judge(part) for part in judges_named(config)])
+
+    def __init__(self, name: str, config: Any, parts: Sequence[Judge]) -> None:
+        super().__init__(name)
+        self._config = config
+        self._parts = tuple(parts)
+        if mistakes := [*self._name_mistakes(), *self.part_mistakes()]:
+            raise ConfigurationError(mistakes)
+
+    def part_mistakes(self) -> Iterable[Mistake]:
+        """Find parts that this kind cannot work with. Default: there are none."""
+        return ()
+
+    def _name_mistakes(self) -> Iterator[Mistake]:
+        """Find parts whose names are, or look like, those of components."""
+        names = {part.name for part in self._parts}
+        for name in sorted(names & {*self.own}):
+            problem = f"a part of it is named {name!r}, as a component of this kind is."
+            yield Mistake(f"judges.{self.name}", problem, "Rename the part.")
+        for name in sorted(names):
+            whole = next((other for other in names if name.startswith(f"{other}/")), None)
+            if whole is not None:
+                problem = f"the name looks like a component of {whole}, another part of {self.name}."
+                yield Mistake(f"judges.{name}", problem, "Rename this judge.")
+
+    @property
+    def parts(self) -> Sequence[Judge]:
+        return self._parts
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        return range_of(part.reward_range for part in self._parts)
+
+    def component_names(self) -> tuple[str, ...]:
+        """Return its own components, the name of each part, and its components as `<part>/<component>`, as far as they
+        are known in advance.
+        """
+        below = [(part.name, *(f"{part.name}/{each}" for each in part.component_names())) for part in self._parts]
+        return tuple(dict.fromkeys([*self.own, *(name for names in below for name in names)]))
+
+    async def ask_part(self, part: Judge, sample: Sample, ask: Ask) -> Verdict:
+        """Return the verdict of a part. Raises `JudgeFailed` in the name of the whole."""
+        try:
+            return await part.judge(sample, ask)
+        except JudgeFailed as error:
+            raise part_failed(self.name, part.name, error.failed) from None
+
+    async def ask_parts(
+        self,
+        sample: Sample,
+        ask: Ask,
+        *,
+        dispensable: Collection[str] = (),
+        within_s: Mapping[str, float | None] | None = None,
+    ) -> tuple[dict[str, Verdict], dict[str, Failed]]:
+        """Ask all parts at once; see `verdicts_of`. `within_s`: the longest waits for dispensable parts, by name."""
+        running: dict[str, Awaitable[Verdict]] = {part.name: part.judge(sample, ask) for part in self._parts}
+        for name, limit_s in (within_s or {}).items():
+            if limit_s is not None:
+                running[name] = in_time(name, running[name], limit_s)
+        return await verdicts_of(self.name, running, dispensable=dispensable)
+
+    @staticmethod
+    def skip(parts: Iterable[Judge], ask: Ask) -> None:
+        """Say that the sample does not come to these parts."""
+        for part in parts:
+            if part.comparing:
+                ask.skip(part)
 
 
-def check_own_names(judge: str, parts: Collection[str], own: Sequence[str]) -> None:
-    """Raise `ConfigurationError` for a part that has the name of one of the judge's own components."""
-    taken = [name for name in own if name in parts]
-    if taken:
-        problem = f"a part of it is named {taken[0]!r}, as a component of this kind is."
-        raise ConfigurationError([Mistake(f"judges.{judge}", problem, "Rename the part.")])
+async def verdicts_of(
+    whole: str, running: Mapping[str, Awaitable[Verdict]], *, dispensable: Collection[str] = ()
+) -> tuple[dict[str, Verdict], dict[str, Failed]]:
+    """Await the verdicts of parts at the same time; return them and the failures, by name. Raises `JudgeFailed` in the
+    name of the whole for a part that is not dispensable, and cancels the others.
+    """
+    said = await together(running, dispensable=dispensable)
+    failures = {name: each for name, each in said.items() if isinstance(each, Failed)}
+    for name, failed in failures.items():
+        if name not in dispensable:
+            raise part_failed(whole, name, failed)
+    return {name: each for name, each in said.items() if isinstance(each, Verdict)}, failures
 
 
-def component_names(parts: Iterable[Judge], own: Sequence[str] = ()) -> tuple[str, ...]:
-    """The names of the components of a whole, as far as they are known in advance."""
-    return tuple(
-        dict.fromkeys(
-            [
-                *own,
-                *(
-                    name
-                    for part in parts
-                    for name in (part.name, *(_below(part.name, component) for component in part.component_names()))
-                ),
-            ]
-        )
-    )
+async def in_time(part: str, asking: Awaitable[Verdict], within_s: float) -> Verdict:
+    """Return the verdict of a part that the whole can do without. Raises `JudgeFailed` (`infra/deadline`) after
+    `within_s` seconds.
+    """
+    with anyio.move_on_after(within_s):
+        return await asking
+    detail = f"no reward within {within_s:g} s (within_s)"
+    raise JudgeFailed(Failed(Cause.INFRA, "deadline", detail, judge=part))
+
+
+def part_failed(whole: str, part: str, failed: Failed) -> JudgeFailed:
+    """The failure of a whole because of a part, whose name begins the detail."""
+    return JudgeFailed(replace(failed, detail=f"{part}: {failed.detail or failed.reason}", judge=whole))
 
 
 def range_of(ranges: Iterable[tuple[float, float] | None]) -> tuple[float, float] | None:
@@ -101,35 +170,6 @@ def mask_mistakes(place: str, whole: str, part: Judge) -> list[Mistake]:
     return [Mistake(place, problem, f"Put the screen around {whole}.")] if part.masks else []
 
 
-def refuse(*found: Iterable[Mistake]) -> None:
-    """Raise `ConfigurationError` with all mistakes, if there are any."""
-    if mistakes := [mistake for each in found for mistake in each]:
-        raise ConfigurationError(mistakes)
-
-
-async def asked(whole: str, part: Judge, sample: Sample, ask: Ask) -> Verdict:
-    """Return the verdict of a part. Raises `JudgeFailed` in the name of the whole."""
-    try:
-        return await part.judge(sample, ask)
-    except JudgeFailed as error:
-        raise part_failed(whole, part.name, error.failed) from None
-
-
-async def in_time(part: Judge, sample: Sample, ask: Ask, within_s: float | None) -> Verdict:
-    """Return the verdict of a part that the whole can do without. Raises `JudgeFailed` (`infra/deadline`) after
-    `within_s` seconds; None: the deadline of the sample is the only limit.
-    """
-    with anyio.move_on_after(math.inf if within_s is None else within_s):
-        return await part.judge(sample, ask)
-    detail = f"no reward within {within_s:g} s (within_s)"
-    raise JudgeFailed(Failed(Cause.INFRA, "deadline", detail, judge=part.name))
-
-
-def part_failed(whole: str, part: str, failed: Failed) -> JudgeFailed:
-    """The failure of a whole because of a part, whose name begins the detail."""
-    return JudgeFailed(replace(failed, detail=f"{part}: {failed.detail or failed.reason}", judge=whole))
-
-
 def combined(
     whole: str,
     verdicts: Mapping[str, Verdict],
@@ -148,7 +188,7 @@ def combined(
     components: dict[str, float] = dict(own or {})
     for name, verdict in verdicts.items():
         components[name] = verdict.score
-        components |= {_below(name, component): value for component, value in verdict.components.items()}
+        components |= {f"{name}/{component}": value for component, value in verdict.components.items()}
     rationales = {name: verdict.rationale for name, verdict in verdicts.items() if verdict.rationale}
     deciding = [name for name in verdicts if weights is None or name in weights]
     failure = _failure({name: failed for name in deciding if (failed := verdicts[name].failure)}, whole)
@@ -202,10 +242,6 @@ def _failure(failures: Mapping[str, Failed], judge: str) -> Failed | None:
     first = next(iter(failures.values()))
     detail = "; ".join(f"{name}: {failed.detail or failed.reason}" for name, failed in failures.items())
     return replace(first, detail=detail, judge=judge)
-
-
-def _below(part: str, component: str) -> str:
-    return f"{part}/{component}"
 
 
 def _beside(names: Iterable[str]) -> str:

@@ -29,16 +29,8 @@ from .tasks import NONCE, Reference, Rubric, Task, plain
 from .templates import Page, Template
 
 INSTRUCTIONS_VARIABLES = (
-    "question",
-    "conversation",
-    "reference",
-    "response",
-    "data_source",
-    "extras",
-    "criteria",
-    "score_min",
-    "score_max",
-)
+    "question", "conversation", "reference", "response", "data_source", "extras", "criteria", "score_min", "score_max",
+)  # fmt: skip
 """The variables of `instructions`. Texts of the sample are written in fences: `question` (the one turn of the prompt,
 or all turns with their roles), `conversation` (all turns, with the system message), `reference` (the ground truth;
 falsy without one), `response`, `data_source`, and `extras` (the further columns by name). `criteria` maps names to
@@ -178,24 +170,20 @@ class Prompt:
         system = DEFAULT_SYSTEM if config.system is None else config.system
         max_chars = _TEMPLATE_ROOM + 3 * config.max_prompt_chars + config.max_response_chars
         mistakes: list[Mistake] = []
-        try:
-            path = f"judges.{name}.instructions"
-            self._instructions = Template(
-                path, instructions, allowed=INSTRUCTIONS_VARIABLES, max_chars=max_chars, constants=self._constants
-            )
-            self._try_out(self._instructions, fences=True)
-        except ConfigurationError as error:
-            mistakes.extend(error.mistakes)
-        try:
-            path = f"judges.{name}.system"
-            self._system = Template(
-                path, system, allowed=SYSTEM_VARIABLES, max_chars=max_chars, constants=self._constants
-            )
-            self._try_out(self._system, fences=False)
-        except ConfigurationError as error:
-            mistakes.extend(error.mistakes)
+        made: list[Template] = []
+        for key, source, allowed in (
+            ("instructions", instructions, INSTRUCTIONS_VARIABLES),
+            ("system", system, SYSTEM_VARIABLES),
+        ):
+            path = f"judges.{name}.{key}"
+            try:
+                made.append(Template(path, source, allowed=allowed, max_chars=max_chars, constants=self._constants))
+                self._try_out(made[-1], fences=key == "instructions")
+            except ConfigurationError as error:
+                mistakes.extend(error.mistakes)
         if mistakes:
             raise ConfigurationError(mistakes)
+        self._instructions, self._system = made
 
     def write(self, sample: Sample, shown: SampleTexts, page: Page) -> tuple[str, str]:
         """Return the instructions with the texts of `sample`, and the rules."""
@@ -242,7 +230,8 @@ class Prompt:
         """Return the content of the user's message. With images it is a list of parts."""
         if images is None:
             return f"{texts}\n\n{rules}"
-        return [_text_part(texts), *images.parts(), _text_part(f"{_IMAGES}\n\n{rules}")]
+        first, last = ({"type": "text", "text": text} for text in (texts, f"{_IMAGES}\n\n{rules}"))
+        return [first, *images.parts(), last]
 
     def _values(self, sample: Sample, shown: SampleTexts, template: Template, page: Page) -> dict[str, Any]:
         room, response_room = self._config.max_prompt_chars, self._config.max_response_chars
@@ -277,7 +266,3 @@ def _default(config: PromptConfig) -> str:
     if config.reference:
         return DEFAULT_FOR_REFERENCES
     return DEFAULT_FOR_RUBRICS if config.rubric else DEFAULT_FOR_LABELS if config.labels else DEFAULT_INSTRUCTIONS
-
-
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}

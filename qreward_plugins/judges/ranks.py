@@ -8,7 +8,7 @@ call. A sample without siblings is scored by itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -16,18 +16,18 @@ from pydantic import BeforeValidator, Field
 
 from ..config.judge_models import JudgeConfig
 from ..config.nodes import JudgeName, no_bool
-from ..errors import ConfigurationError, Mistake
+from ..errors import Mistake
 from ..samples import Cause, Failed, Sample, Verdict
-from .base import Ask, GroupJudge, Judge, JudgeFailed, Opening
+from .base import Ask, GroupJudge, Judge, JudgeFailed
 from .lists import ListSample, lists_of, merged, shares_of_ranks
 from .llm import LLMJudge
-from .parts import asked, check_own_names, combined, component_names, part_failed
+from .parts import Whole, combined, part_failed
 
 SIBLINGS = "siblings"
 """The component with the number of samples that were compared; 1 for one without siblings."""
 
 
-class RankJudge(GroupJudge):
+class RankJudge(Whole, GroupJudge):
     """Compares the responses of a group.
 
     Siblings that fail, or that go to another judge, get no place. A call that fails costs the samples of its list
@@ -50,38 +50,31 @@ class RankJudge(GroupJudge):
         """`places` (default): evenly spaced over the judge's reward range, the best at its high end; equal scores share
         a place. `scores`: what the judge gave."""
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> RankJudge:
-        return cls(name, config, opening.judge(config.judge))
+    own = (SIBLINGS,)
+    _config: Config
 
     @classmethod
     def summary(cls, config: Any) -> str:
         return f"{config.rewards} of a group, compared by {config.judge}"
 
-    def __init__(self, name: str, config: Config, judge: Judge) -> None:
-        super().__init__(name)
-        if not isinstance(judge, LLMJudge):
-            problem = f"judge {judge.name} is not of kind llm, so it cannot compare responses."
-            raise ConfigurationError([Mistake(f"judges.{name}.judge", problem, "Name a judge of kind llm.")])
-        check_own_names(name, (judge.name,), (SIBLINGS,))
-        self._config = config
-        self._judge = judge
-        self._lists = judge.for_lists()
+    def __init__(self, name: str, config: Config, parts: Sequence[Judge]) -> None:
+        super().__init__(name, config, parts)
+        self._lists = self._judge.for_lists()
+
+    def part_mistakes(self) -> Iterator[Mistake]:
+        if not isinstance(self._parts[0], LLMJudge):
+            problem = f"judge {self._parts[0].name} is not of kind llm, so it cannot compare responses."
+            yield Mistake(f"judges.{self.name}.judge", problem, "Name a judge of kind llm.")
 
     @property
-    def parts(self) -> tuple[Judge, ...]:
-        return (self._judge,)
-
-    @property
-    def reward_range(self) -> tuple[float, float] | None:
-        return self._judge.reward_range
-
-    def component_names(self) -> tuple[str, ...]:
-        return component_names(self.parts, (SIBLINGS,))
+    def _judge(self) -> LLMJudge:
+        (judge,) = self._parts
+        assert isinstance(judge, LLMJudge)
+        return judge
 
     async def judge_group(self, samples: Sequence[Sample], ask: Ask) -> Sequence[Verdict | Failed]:
         if len(samples) == 1:
-            return [await self._alone(samples[0], ask)]
+            return [self._whole(await self.ask_part(self._judge, samples[0], ask), 1)]
         results: dict[int, Verdict | Failed] = {}
         responses: dict[str, list[int]] = {}
         for place, sample in enumerate(samples):
@@ -103,10 +96,6 @@ class RankJudge(GroupJudge):
             for place in places[index]:
                 results[place] = told if isinstance(told, Failed) else self._whole(told, count)
         return [results[place] for place in range(len(samples))]
-
-    async def _alone(self, sample: Sample, ask: Ask) -> Verdict:
-        verdict = await asked(self.name, self._judge, sample, ask)
-        return self._whole(verdict, 1)
 
     async def _compared(
         self, sample: Sample, texts: Sequence[str], places: Sequence[Sequence[int]], ask: Ask

@@ -25,13 +25,12 @@ from ..sources.base import Reply, Request, Source
 from ..sources.image_parts import ShownImage, with_images
 from ..sources.kind import LOGITS
 from .base import Opening
-from .calibration import REMEDY, Calibration, Identity, Measurement
+from .calibration import REMEDY, Calibration, Identity, Measurement, Transform, TransformSteps, sigmoid, zscore_file
 from .control_tokens import is_blank, neutralise
-from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
 from .parts import split
 from .sample_texts import SampleTexts, conversation_turns
-from .transforms import Transform, TransformSteps, sigmoid, zscore_file
+from .views import ImageRules, vision_sources
 
 _INSIDE = (0.25, 0.75)
 """Rewards of a rehearsal without a reward range; every kind of step can have them."""

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, kind_of
 from ..samples import Message, Sample
-from ..samples.check import blamed, kind_of, plain_messages
-from ..samples.json_values import as_json, encoded
+from ..samples.check import blamed
+from ..samples.json_values import as_json, json_text
+from ..samples.messages import plain_messages, text_of
 
 TURN = "\udc1e"
 """Stands before and after the role of a turn, until the id of its fence is known (`Page.show`). A lone surrogate, which
@@ -25,8 +26,6 @@ TURN = "\udc1e"
 """
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-_ATTACHMENT = re.compile(r"image|video|audio|file")
-_MOST_BITS = 4096
 _LONGEST_ROLE_CHARS = 32
 
 
@@ -111,7 +110,7 @@ def reference_text(ground_truth: Any) -> str | None:
         return None
     if issubclass(type(ground_truth), str):
         return readable(str.__str__(ground_truth))
-    return _json_text(ground_truth, "ground_truth")
+    return readable(json_text(ground_truth, "ground_truth"))
 
 
 def column_of(sample: Sample, column: str) -> Any:
@@ -156,38 +155,4 @@ def _role(message: Mapping[str, Any]) -> str:
 
 
 def _turn_text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    pieces: list[str] = []
-    if isinstance(content, str):
-        pieces.append(content)
-    elif content is not None:
-        pieces.extend(_part_text(part) for part in content)
-    calls = message.get("tool_calls")
-    if calls:
-        pieces.append(f"[tool calls] {_json_text(calls, 'messages.tool_calls')}")
-    return readable("\n".join(filter(None, pieces)))
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping):
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-        types = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
-        kind = next(filter(None, map(_ATTACHMENT.search, types)), None)
-        if kind is None and "type" not in part:
-            raise InputError("messages has a content part without text and without type")
-        return f"[{kind.group()}]" if kind else "[attachment]"
-    raise InputError(f"messages has a content part of type {kind_of(part)}; write text or a mapping with type")
-
-
-def _json_text(value: Any, name: str) -> str:
-    if issubclass(type(value), int) and type(value) is not bool:
-        # A single integer is written as text and not as JSON, so the limit of 64 bits does not apply.
-        exact = int.__add__(value, 0)
-        if exact.bit_length() <= _MOST_BITS:
-            return f"{exact}"
-    plain = as_json(value, name, sets=True)
-    return readable(plain) if isinstance(plain, str) else encoded(plain).decode()
+    return readable(text_of(message.get("content"), message.get("tool_calls")))

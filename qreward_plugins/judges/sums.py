@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from ..config.judge_models import JudgeConfig
 from ..config.nodes import Flag, JudgeName, Node, Number, PositiveFloat, mapping_or_other, takes
 from ..errors import Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32
-from .base import Ask, Judge, JudgeFailed, Opening, together
+from .base import Ask, Judge, JudgeFailed
 from .leaf import Leaf
-from .parts import (
-    check_names,
-    combined,
-    component_names,
-    correct_at_mistakes,
-    in_time,
-    mask_mistakes,
-    part_failed,
-    refuse,
-)
+from .parts import Whole, combined, correct_at_mistakes, mask_mistakes
 
 
 def _ascending(schedule: dict[int, float]) -> dict[int, float]:
@@ -103,7 +94,7 @@ _Weight = Annotated[
 ]
 
 
-class SumJudge(Judge):
+class SumJudge(Whole):
     """The weighted sum of several judges' rewards for one sample.
 
     `parts` are in the order of the weights, and may be sums. Raises `ConfigurationError` if the sum can never reach
@@ -123,12 +114,6 @@ class SumJudge(Judge):
         """The sum from which a response counts as correct; it may follow the training step, too. Default: correctness
         is not defined."""
 
-        @field_validator("weights", mode="before")
-        @classmethod
-        def _tells_parts_from_components(cls, weights: Any) -> Any:
-            check_names(weights if isinstance(weights, Mapping) else (), "weights")
-            return weights
-
         @model_validator(mode="after")
         def _can_be_shared_out(self) -> SumJudge.Config:
             parts = list(map(_part, self.weights.values()))
@@ -141,9 +126,7 @@ class SumJudge(Judge):
                 raise ValueError("one part at least must not be optional")
             return self
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> SumJudge:
-        return cls(name, config, parts=[opening.judge(part) for part in config.weights])
+    _config: Config
 
     @classmethod
     def summary(cls, config: Any) -> str:
@@ -153,18 +136,10 @@ class SumJudge(Judge):
 
         return "the sum of " + " and ".join(f"{told(_part(given))} x {name}" for name, given in config.weights.items())
 
-    def __init__(self, name: str, config: Config, *, parts: Sequence[Judge]) -> None:
-        super().__init__(name)
-        self._parts = tuple(parts)
+    def __init__(self, name: str, config: Config, parts: Sequence[Judge]) -> None:
         self._weights: Mapping[str, Part] = {f"{name}": _part(given) for name, given in config.weights.items()}
-        self._optional = frozenset(name for name, part in self._weights.items() if part.optional)
-        self._correct_at = config.correct_at
-        bars = () if config.correct_at is None else _values(config.correct_at)
-        refuse(self._part_mistakes(), correct_at_mistakes(self, *bars))
-
-    @property
-    def parts(self) -> Sequence[Judge]:
-        return self._parts
+        self._optional = {name: part.within_s for name, part in self._weights.items() if part.optional}
+        super().__init__(name, config, parts)
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
@@ -178,23 +153,11 @@ class SumJudge(Judge):
 
     @property
     def defines_correct(self) -> bool:
-        return self._correct_at is not None
-
-    def component_names(self) -> tuple[str, ...]:
-        """Return the name of each part, and its components as `<part>/<component>`, as far as they are known in
-        advance.
-        """
-        return component_names(self._parts)
+        return self._config.correct_at is not None
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        def run(part: Judge) -> Awaitable[Verdict]:
-            return in_time(part, sample, ask, self._weights[part.name].within_s)
-
-        said = await together(self._parts, sample, ask, dispensable=self._optional, run=run if self._optional else None)
-        for part, each in said.items():
-            if isinstance(each, Failed) and part not in self._optional:
-                raise part_failed(self.name, part, each)
-        return self.added({part: each for part, each in said.items() if isinstance(each, Verdict)}, sample.step)
+        verdicts, _ = await self.ask_parts(sample, ask, dispensable=self._optional, within_s=self._optional)
+        return self.added(verdicts, sample.step)
 
     def added(self, verdicts: Mapping[str, Verdict], step: int | None = None) -> Verdict:
         """Add up the verdicts of the parts at a training step. If the reward of a part is a floor, the basis of the sum
@@ -208,11 +171,14 @@ class SumJudge(Judge):
         if reward is None:
             detail = "the weighted sum is not finite in float32; set other weights"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
-        correct = None if self._correct_at is None else reward >= at_step(self._correct_at, step)
+        bar = self._config.correct_at
+        correct = None if bar is None else reward >= at_step(bar, step)
         return combined(self.name, ordered, reward, correct=correct, weights=weights)
 
-    def _part_mistakes(self) -> Iterator[Mistake]:
+    def part_mistakes(self) -> Iterator[Mistake]:
         """Find parts that may be missing and must not, and penalties whose floor is a reward."""
+        bars = () if self._config.correct_at is None else _values(self._config.correct_at)
+        yield from correct_at_mistakes(self, *bars)
         known = [part.reward_range for part in self._parts if part.reward_range is not None]
         scales = {(round(low, 9), round(high, 9)) for low, high in known}
         for part in self._parts:

@@ -11,10 +11,10 @@ import functools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -34,6 +34,9 @@ _FORM = """\
 Answer with exactly one JSON object in this form, and with nothing before or after it:
 {form}"""
 
+AnswerField: TypeAlias = tuple[str, Mapping[str, Any]]
+"""How a field of an answer is written in the form, and its schema."""
+
 MOST_CRITERIA = 100
 """Most criteria of a rubric: each takes tokens of the answer."""
 _MOST_CHARS = 4_000
@@ -41,31 +44,26 @@ _SPACE = re.compile(r"\s+")
 
 
 class Task(ABC):
-    """What the judge answers. `components` are the names of the numbers that every answer has."""
+    """What the judge answers."""
 
-    components: tuple[str, ...] = ()
     single: str = ""
     """The only field of the answer, for forms that hold one value; "" if there are several."""
     scales_components: bool = False
     """Whether components are in the range of the score, and are mapped as it is. Otherwise they are 1 or 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, score_range: Interval, identity: Sequence[Any], components: Iterable[str] = ()) -> None:
+        self.range = score_range
+        """The range of the score that it reads."""
+        self.identity = identity
+        """All that changes which numbers are read from an answer, for the fingerprint of the judge."""
+        self.components = tuple(components)
+        """The names of the numbers that every answer has."""
         # A judge asks thousands of times for the same few counts.
         self.form = functools.cache(self._form)
         self.schema = functools.cache(self._schema)
 
-    @property
     @abstractmethod
-    def range(self) -> Interval:
-        """The range of the score that it reads."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> Sequence[Any]:
-        """All that changes which numbers are read from an answer, for the fingerprint of the judge."""
-
-    @abstractmethod
-    def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+    def fields(self, count: int) -> Mapping[str, AnswerField]:
         """The fields of the answer beside `id` and `rationale`, for so many criteria: how each is written in the form,
         and its schema.
         """
@@ -115,46 +113,27 @@ class ScoreTask(Task):
     scales_components = True
 
     def __init__(self, score_range: Interval, criteria: Mapping[str, str]) -> None:
-        super().__init__()
-        self._range = score_range
-        self.components = tuple(criteria)
+        super().__init__(score_range, (score_range, sorted(criteria)), criteria)
         self.single = "" if criteria else "score"
         lines = [f"- {name}: {description}" for name, description in criteria.items()]
         self._told = "Beside the total, score these criteria, each in the same range:\n" + "\n".join(lines)
         self._told = self._told if criteria else ""
-        low, high = map(plain, score_range)
-        number = f"<number from {low} to {high}>"
-        schema = {"type": "number", "minimum": low, "maximum": high}
-        self._fields: dict[str, tuple[str, Mapping[str, Any]]] = {}
-        if criteria:
-            written = braces(dict.fromkeys(criteria, number))
-            self._fields["components"] = (written, closed({name: dict(schema) for name in criteria}))
-        self._fields["score"] = (number, schema)
-
-    @property
-    def range(self) -> Interval:
-        return self._range
-
-    @property
-    def identity(self) -> Sequence[Any]:
-        return self._range, sorted(self.components)
+        number = number_field(score_range)
+        self._fields = ({"components": of_each(criteria, number)} if criteria else {}) | {"score": number}
 
     def told(self, sample: Sample) -> str:
         return self._told
 
-    def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+    def fields(self, count: int) -> Mapping[str, AnswerField]:
         return self._fields
 
     def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
-        score = number_in("score", answer, self._range, source)
-        values = answer.get("components") if self.components else {}
-        if not isinstance(values, dict):
-            names = ", ".join(self.components)
-            raise InvalidReply(f"the verdict has no components; expected {names}: {excerpt(source)}")
-        return RawScore(score, {name: number_in(name, values, self._range, source) for name in self.components})
+        score = number_in("score", answer, self.range, source)
+        values = mapping_in("components", answer, source) if self.components else {}
+        return RawScore(score, {name: number_in(name, values, self.range, source) for name in self.components})
 
     def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
-        low, high = self._range
+        low, high = self.range
         score = low + share * (high - low)
         return {"score": score, **({"components": dict.fromkeys(self.components, score)} if self.components else {})}
 
@@ -165,19 +144,11 @@ class LabelTask(Task):
     single = "label"
 
     def __init__(self, labels: Mapping[str, float]) -> None:
-        super().__init__()
+        rewards = labels.values()
+        super().__init__((min(rewards), max(rewards)), ["labels", *sorted(labels.items())], labels)
         self.labels = dict(labels)
-        self.components = tuple(labels)
 
-    @property
-    def range(self) -> Interval:
-        return min(self.labels.values()), max(self.labels.values())
-
-    @property
-    def identity(self) -> Sequence[Any]:
-        return ["labels", *sorted(self.labels.items())]
-
-    def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+    def fields(self, count: int) -> Mapping[str, AnswerField]:
         names = list(self.labels)
         written = "<one of " + ", ".join(json.dumps(name, ensure_ascii=False) for name in names) + ">"
         return {"label": (written, {"type": "string", "enum": names})}
@@ -276,21 +247,13 @@ class RubricTask(Task):
     """Which criteria of a rubric a response meets."""
 
     def __init__(self, rubric: Rubric) -> None:
-        super().__init__()
         self._rubric = rubric
         self._items = tuple(
             _Item(criterion.name or f"criterion_{number}", criterion.text, criterion.points)
             for number, criterion in enumerate(rubric.criteria, 1)
         )
-        self.components = tuple(item.name for item in self._items) or ("criteria_met",)
-
-    @property
-    def range(self) -> Interval:
-        return 0.0, 1.0
-
-    @property
-    def identity(self) -> Sequence[Any]:
-        return ["rubric", self._rubric.evidence, [(item.name, item.points) for item in self._items]]
+        identity = ["rubric", rubric.evidence, [(item.name, item.points) for item in self._items]]
+        super().__init__((0.0, 1.0), identity, [item.name for item in self._items] or ["criteria_met"])
 
     def identity_of(self, sample: Sample) -> Sequence[Any]:
         return () if self._items else [item.points for item in self.items(sample)]
@@ -326,19 +289,16 @@ class RubricTask(Task):
     def count(self, sample: Sample) -> int:
         return len(self.items(sample))
 
-    def fields(self, count: int) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+    def fields(self, count: int) -> Mapping[str, AnswerField]:
         names = [str(number) for number in range(1, count + 1)]
-        form, schema = "<true or false>", {"type": "boolean"}
+        form, schema = "<true or false>", dict[str, Any](type="boolean")
         if self._rubric.evidence == "quote":
             form = braces({"quote": '"<words of the response, empty if not met>"', "met": form})
             schema = closed({"quote": {"type": "string"}, "met": schema})
-        written = braces(dict.fromkeys(names, form))
-        return {"criteria": (written, closed({name: dict(schema) for name in names}))}
+        return {"criteria": of_each(names, (form, schema))}
 
     def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
-        items, values = self.items(sample), answer.get("criteria")
-        if not isinstance(values, dict):
-            raise InvalidReply(f"the verdict has no criteria: {excerpt(source)}")
+        items, values = self.items(sample), mapping_in("criteria", answer, source)
         met = [self._met(str(number), values, sample, source) for number in range(1, len(items) + 1)]
         most = sum(Fraction(item.points) for item in items if item.points > 0)
         points = sum(Fraction(item.points) for item, is_met in zip(items, met, strict=True) if is_met)
@@ -363,10 +323,8 @@ class RubricTask(Task):
         return value
 
     def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
-        met: list[bool] = []
         items = self.items(sample)
-        for number, item in enumerate(items, 1):
-            met.append(item.points > 0 and number <= round(share * len(items)))
+        met = [item.points > 0 and number <= round(share * len(items)) for number, item in enumerate(items, 1)]
         if self._rubric.evidence == "none":
             return {"criteria": {str(number): each for number, each in enumerate(met, 1)}}
         words = sample.response.split()[:1]
@@ -391,6 +349,26 @@ def _is_quoted(quote: Any, response: str) -> bool:
         return False
     quote, shown = (_SPACE.sub(" ", neutralise(text)).strip() for text in (quote, response))
     return quote in shown
+
+
+def mapping_in(name: str, answer: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Read a field of an answer that has several values, by name. Raises `InvalidReply`."""
+    values = answer.get(name)
+    if not isinstance(values, dict):
+        raise InvalidReply(f"the verdict has no {name}: {excerpt(source)}")
+    return values
+
+
+def number_field(interval: Interval) -> AnswerField:
+    """The field of a number in an interval."""
+    low, high = map(plain, interval)
+    return f"<number from {low} to {high}>", {"type": "number", "minimum": low, "maximum": high}
+
+
+def of_each(names: Iterable[str], field: AnswerField) -> AnswerField:
+    """The field of a mapping with such a field for each name."""
+    form, schema = field
+    return braces(dict.fromkeys(names, form)), closed({name: dict(schema) for name in names})
 
 
 def braces(written: Mapping[str, str]) -> str:

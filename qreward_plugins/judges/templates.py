@@ -93,16 +93,22 @@ class Untrusted:
         return f"<untrusted {self._label}>"
 
 
-class Items(Sequence[Any]):
-    """A list of the sample, or a `range`. It wraps elements on access and counts loop steps."""
+class _Several:
+    """A list or a mapping of the sample, with its label."""
 
     __slots__ = ("_label", "_max_chars", "_page", "_values")
 
-    def __init__(self, page: Page, label: str, values: Sequence[Any], max_chars: int) -> None:
+    def __init__(self, page: Page, label: str, values: Any, max_chars: int) -> None:
         self._page = page
         self._label = label
         self._values = values
         self._max_chars = max_chars
+
+
+class Items(_Several, Sequence[Any]):
+    """A list of the sample, or a `range`. It wraps elements on access and counts loop steps."""
+
+    __slots__ = ()
 
     def __getitem__(self, index: Any) -> Any:
         value = self._values[index]
@@ -119,16 +125,10 @@ class Items(Sequence[Any]):
             yield self._page.value(self._label, value, max_chars=self._max_chars)
 
 
-class Table(Mapping[Any, Any]):
+class Table(_Several, Mapping[Any, Any]):
     """A mapping of the sample. It wraps keys and values on access and counts loop steps."""
 
-    __slots__ = ("_label", "_max_chars", "_page", "_values")
-
-    def __init__(self, page: Page, label: str, values: Mapping[Any, Any], max_chars: int) -> None:
-        self._page = page
-        self._label = label
-        self._values = values
-        self._max_chars = max_chars
+    __slots__ = ()
 
     def __getitem__(self, key: Any) -> Any:
         plain = key._text if isinstance(key, Untrusted) else key
@@ -153,19 +153,6 @@ class Page:
     With `fences` false, a template can test texts of the sample but not write them. `hidden` maps further words, which
     are no control tokens, to what is written instead of them.
     """
-
-    __slots__ = (
-        "_steps_left",
-        "cut",
-        "fences",
-        "hidden",
-        "marks_turns",
-        "nonce",
-        "rewritten",
-        "shared",
-        "shown",
-        "texts",
-    )
 
     def __init__(
         self, nonce: str, *, shared: str = "", fences: bool = True, hidden: Mapping[str, str] | None = None

@@ -15,16 +15,16 @@ from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
 from ..config.judge_models import JudgeConfig
 from ..config.nodes import JudgeName, Number, no_bool
-from ..errors import ConfigurationError, Mistake
+from ..errors import Mistake
 from ..samples import Cause, Failed, Message, Sample, Verdict, fits_float32
-from .base import Ask, Judge, JudgeFailed, Opening, all_of
-from .parts import asked, check_own_names, combined, component_names, correct_at_mistakes, part_failed, refuse, split
+from .base import Ask, JudgeFailed
+from .parts import Whole, combined, correct_at_mistakes, split, verdicts_of
 
 TURNS = "turns"
 """The component with the number of turns that were judged."""
 
 
-class TurnsJudge(Judge):
+class TurnsJudge(Whole):
     """Has another judge score each turn of the policy on what was said before it.
 
     If a turn has no score, the sample has none. A response without turns (`Sample.turns`) is one turn.
@@ -54,9 +54,8 @@ class TurnsJudge(Judge):
                 raise ValueError(f"discount is for `mean` and `sum`; `{self.reduce}` takes the score of one turn")
             return self
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> TurnsJudge:
-        return cls(name, config, opening.judge(config.judge))
+    own = (TURNS,)
+    _config: Config
 
     @classmethod
     def summary(cls, config: Any) -> str:
@@ -68,46 +67,32 @@ class TurnsJudge(Judge):
     def tells_steps(cls, config: Any) -> bool:
         return True
 
-    def __init__(self, name: str, config: Config, judge: Judge) -> None:
-        super().__init__(name)
-        self._config = config
-        self._judge = judge
-        check_own_names(name, (judge.name,), (TURNS,))
+    def part_mistakes(self) -> Iterator[Mistake]:
+        (judge,) = self._parts
         if judge.comparing:
             problem = f"judge {judge.name} compares siblings, whose turns do not match."
-            raise ConfigurationError([Mistake(f"judges.{name}.judge", problem, "Name a judge of single responses.")])
-        refuse(correct_at_mistakes(self, config.correct_at))
-
-    @property
-    def parts(self) -> Sequence[Judge]:
-        return (self._judge,)
+            yield Mistake(f"judges.{self.name}.judge", problem, "Name a judge of single responses.")
+        yield from correct_at_mistakes(self, self._config.correct_at)
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
-        return None if self._config.reduce == "sum" else self._judge.reward_range
+        return None if self._config.reduce == "sum" else super().reward_range
 
     @property
     def defines_correct(self) -> bool:
         return self._config.correct_at is not None
 
-    def component_names(self) -> tuple[str, ...]:
-        return component_names(self.parts, (TURNS,))
-
     def seen(self, sample: Sample) -> Sequence[Sample]:
         return [turn for _, turn in _turns_of(sample)]
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        turns = list(_turns_of(sample))
+        (judge,), turns = self._parts, list(_turns_of(sample))
+        ends = [end for end, _ in turns]
         if len(turns) == 1:
-            ((end, only),) = turns
-            return self._whole([end], [await asked(self.name, self._judge, only, ask)])
-        said = await all_of({number: self._judge.judge(turn, ask) for number, (_, turn) in enumerate(turns, start=1)})
-        verdicts: list[Verdict] = []
-        for number, each in said.items():
-            if isinstance(each, Failed):
-                raise part_failed(self.name, f"{self._judge.name}, turn {number}", each)
-            verdicts.append(each)
-        return self._whole([end for end, _ in turns], verdicts)
+            return self._whole(ends, [await self.ask_part(judge, turns[0][1], ask)])
+        running = {f"{judge.name}, turn {number}": judge.judge(turn, ask) for number, (_, turn) in enumerate(turns, 1)}
+        verdicts, _ = await verdicts_of(self.name, running)
+        return self._whole(ends, list(verdicts.values()))
 
     def _whole(self, ends: Sequence[int], verdicts: Sequence[Verdict]) -> Verdict:
         config, scores = self._config, [verdict.score for verdict in verdicts]
@@ -117,7 +102,7 @@ class TurnsJudge(Judge):
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
         numbered = {f"turn {number}": verdict for number, verdict in enumerate(verdicts, start=1)}
         correct = None if config.correct_at is None else reward >= config.correct_at
-        name, below = self._judge.name, {key for verdict in verdicts for key in verdict.components}
+        name, below = self._parts[0].name, {key for verdict in verdicts for key in verdict.components}
         means = {
             f"{name}/{key}": fmean(each.components[key] for each in verdicts if key in each.components)
             for key in sorted(below)

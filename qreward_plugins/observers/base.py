@@ -80,14 +80,11 @@ def _registered(name: str, key: str) -> str:
     if paths:
         problem = f"several packages register the observer {name!r}: {' and '.join(paths)}."
         raise ConfigurationError([Mistake(key, problem, "Name the factory by its path.")])
-    raise ConfigurationError([Mistake(key, f"no package registers the observer {name!r}.", _remedy(name, points))])
-
-
-def _remedy(name: str, points: Iterable[Any]) -> str:
     names = sorted({str(point.name) for point in points})
-    near = difflib.get_close_matches(name, names, n=1)
     known = f"Registered: {', '.join(names)}." if names else "None is registered."
-    return f"{f'Did you mean {near[0]!r}? ' if near else ''}{known} Or write the path `package.module:factory`."
+    near = "".join(f"Did you mean {each!r}? " for each in difflib.get_close_matches(name, names, n=1))
+    remedy = f"{near}{known} Or write the path `package.module:factory`."
+    raise ConfigurationError([Mistake(key, f"no package registers the observer {name!r}.", remedy)])
 
 
 def _excerpt(text: str) -> str:

@@ -11,9 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-KEPT = 4096
-"""Most waits that are kept. Of more, an even sample is kept, so that memory does not grow with the run."""
-
 
 def percentile(values: Iterable[float], share: float) -> float:
     """The nearest-rank percentile (`share` from 0 to 1) of `values`; NaN without any."""
@@ -21,55 +18,6 @@ def percentile(values: Iterable[float], share: float) -> float:
     if not ranked:
         return math.nan
     return ranked[min(len(ranked) - 1, max(0, math.ceil(share * len(ranked)) - 1))]
-
-
-@dataclass(frozen=True)
-class WaitBySize:
-    """Seconds from submission to the first attempt, of the shortest and of the longest third of the requests.
-
-    A request that was never attempted counts with the time until it ended.
-    """
-
-    short_mean_s: float
-    short_p95_s: float
-    long_mean_s: float
-    long_p95_s: float
-
-    def describe(self) -> str:
-        """One line for logs."""
-        return (
-            f"the shortest third waited {self.short_mean_s:.1f} s for a source (p95 {self.short_p95_s:.1f}), "
-            f"the longest {self.long_mean_s:.1f} s (p95 {self.long_p95_s:.1f})"
-        )
-
-
-class Waits:
-    """Collects waits: all of them at first, then every 2nd, 4th, 8th ..., so that at most `KEPT` are kept."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[int, float]] = []
-        self._every = 1
-        self._seen = 0
-
-    def add(self, size: int, wait_s: float) -> None:
-        """Note that a request of `size` bytes waited `wait_s` seconds."""
-        if self._seen % self._every == 0:
-            self._kept.append((size, wait_s))
-            if len(self._kept) == KEPT:
-                self._kept = self._kept[::2]
-                self._every *= 2
-        self._seen += 1
-
-    def by_size(self) -> WaitBySize | None:
-        """The waits of the shortest and the longest third; None for fewer than 3 waits, or if all are of one size."""
-        sizes = sorted(size for size, _ in self._kept)
-        third = len(sizes) // 3
-        if not third or sizes[third - 1] == sizes[-third]:
-            return None
-        # Requests of one size are in the same third; otherwise chance would decide between them.
-        short = [wait_s for size, wait_s in self._kept if size <= sizes[third - 1]]
-        long = [wait_s for size, wait_s in self._kept if size >= sizes[-third]]
-        return WaitBySize(mean(short), percentile(short, 0.95), mean(long), percentile(long, 0.95))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -107,8 +55,6 @@ class BatchReport:
     hedges: int
     makespan_s: float
     parts: tuple[Part, ...]
-    waits: WaitBySize | None = None
-    """How long short and long samples waited for a source; None for fewer than 3 samples, or all of one size."""
 
     def seconds(self) -> Mapping[PartKind, float]:
         """The makespan by kind, over all sources."""
@@ -144,6 +90,4 @@ class BatchReport:
                 blames.append(f"{whole:.1f} s on {source}: {what}" if source else f"{whole:.1f} s: {what}")
         failed = f", {self.failed} failed" if self.failed else ""
         waited = "; waited " + "; ".join(blames) if blames else ""
-        waits = self.waits
-        by_size = f"; {waits.describe()}" if waits and max(waits.short_p95_s, waits.long_p95_s) >= 0.05 else ""
-        return f"{self.samples} samples in {self.makespan_s:.1f} s{failed}{waited}{by_size}"
+        return f"{self.samples} samples in {self.makespan_s:.1f} s{failed}{waited}"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
 
 from ..samples import Scored
 from ..samples.spent import NO_USAGE
-from .batch_report import BatchReport, WaitBySize, Waits, percentile
+from .batch_report import BatchReport, percentile
 from .events import AttemptEnded, AttemptStarted, BatchEnded, CallEnded, RequestBatchSent, SampleEnded, SampleSubmitted
 
 RECENT = 4096
@@ -132,8 +132,6 @@ class EngineStatistics:
     floors: Mapping[str, int] = field(default_factory=dict)
     merged: int = 0
     """Calls that an equal one, which was under way, has answered (`engine.ask_once`)."""
-    waits: WaitBySize | None = None
-    """How long short and long samples waited for a source; None for fewer than 3, or if all have one size."""
     limits_kept_by: str = ""
     """Who shares the limits between processes: "this process", "process 12 of this machine", "an actor of the Ray job"
     or a reward server; empty if nobody does, or nobody has answered yet."""
@@ -143,36 +141,13 @@ class EngineStatistics:
         return sum(self.failed.values())
 
 
-@dataclass(slots=True)
-class _Counts:
-    """The counters of one source, named as in `SourceStatistics`."""
+class _Source:
+    """The counters of one source, by the names of `SourceStatistics`, and its recent latencies."""
 
-    requests: int = 0
-    answered: int = 0
-    throttled: int = 0
-    transient: int = 0
-    timeouts: int = 0
-    permanent: int = 0
-    invalid: int = 0
-    hedges: int = 0
-    cancelled: int = 0
-    peak_in_flight: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    thinking_tokens: int = 0
-    cost_usd: float = 0.0
-    batches: int = 0
-    batched: int = 0
-
-
-class _Source(_Counts):
-    """The counters and the recent latencies of one source."""
-
-    __slots__ = ("first_tokens_s", "latencies_s")
+    __slots__ = ("counts", "first_tokens_s", "latencies_s")
 
     def __init__(self) -> None:
-        super().__init__()
+        self.counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
         self.latencies_s: deque[float] = deque(maxlen=RECENT)
         self.first_tokens_s: deque[float] = deque(maxlen=RECENT)
 
@@ -183,10 +158,18 @@ class _Source(_Counts):
             latency_p95_s=percentile(self.latencies_s, 0.95),
             first_token_p50_s=percentile(self.first_tokens_s, 0.5),
             first_token_p95_s=percentile(self.first_tokens_s, 0.95),
-            **asdict(self),
+            **cast(Any, self.counts),
             # Not `asdict`, which would turn the replicas into mappings.
             **{each.name: getattr(gauges, each.name) for each in fields(gauges)},
         )
+
+
+COUNTED = (
+    "requests", "answered", "throttled", "transient", "timeouts", "permanent", "invalid", "hedges", "cancelled",
+    "peak_in_flight", "prompt_tokens", "completion_tokens", "cached_tokens", "thinking_tokens", "cost_usd", "batches",
+    "batched",
+)  # fmt: skip
+_COUNTED_AS = {"cancelled": "cancelled", "throttled": "throttled", "refused": "permanent"}
 
 
 class Statistics:
@@ -198,7 +181,6 @@ class Statistics:
         self._submitted = self._scored = self._cached = self._attempts = self._merged = 0
         self._failed: Counter[str] = Counter()
         self._floors: Counter[str] = Counter()
-        self._waits = Waits()
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
 
     def reads(self) -> Mapping[type, Callable[[Any], None]]:
@@ -229,7 +211,6 @@ class Statistics:
             waiting=waiting,
             sources={name: self._sources[name].snapshot(name, now) for name, now in gauges.items()},
             merged=self._merged,
-            waits=self._waits.by_size(),
             limits_kept_by=limits_kept_by,
         )
 
@@ -252,44 +233,37 @@ class Statistics:
     def _call_ended(self, event: CallEnded) -> None:
         # Only an equal call answers without an attempt.
         self._merged += not (event.reason or event.attempts)
-        if event.reason != "dropped":
-            self._waits.add(event.size, event.waited_s)
 
     def _attempt_started(self, event: AttemptStarted) -> None:
-        source = self._sources[event.source]
-        source.requests += 1
-        source.hedges += event.hedge
-        if event.in_flight > source.peak_in_flight:
-            source.peak_in_flight = event.in_flight
+        counts = self._sources[event.source].counts
+        counts["requests"] += 1
+        counts["hedges"] += event.hedge
+        if event.in_flight > counts["peak_in_flight"]:
+            counts["peak_in_flight"] = event.in_flight
 
     def _request_batch_sent(self, event: RequestBatchSent) -> None:
-        source = self._sources[event.source]
-        source.batches += 1
-        source.batched += event.calls
+        counts = self._sources[event.source].counts
+        counts["batches"] += 1
+        counts["batched"] += event.calls
 
     def _attempt_ended(self, event: AttemptEnded) -> None:
         source, result = self._sources[event.source], event.result
-        if result == "answered" or result == "invalid":
-            source.answered += 1
-            source.invalid += result == "invalid"
-            source.latencies_s.append(event.seconds)
-            if event.first_token_s is not None:
-                source.first_tokens_s.append(event.first_token_s)
-            if event.usage is not NO_USAGE:
-                source.prompt_tokens += event.usage.prompt_tokens
-                source.completion_tokens += event.usage.completion_tokens
-                source.cached_tokens += event.usage.cached_tokens
-                source.thinking_tokens += event.usage.thinking_tokens
-            source.cost_usd += event.cost_usd
-        elif result == "cancelled":
-            source.cancelled += 1
-        elif result == "throttled":
-            source.throttled += 1
-        elif result == "refused":
-            source.permanent += 1
-        else:
-            source.transient += 1
-            source.timeouts += event.timed_out
+        counts = source.counts
+        if result not in ("answered", "invalid"):
+            counts[_COUNTED_AS.get(result, "transient")] += 1
+            counts["timeouts"] += event.timed_out and result == "failed"
+            return
+        counts["answered"] += 1
+        counts["invalid"] += result == "invalid"
+        counts["cost_usd"] += event.cost_usd
+        source.latencies_s.append(event.seconds)
+        if event.first_token_s is not None:
+            source.first_tokens_s.append(event.first_token_s)
+        if event.usage is not NO_USAGE:
+            counts["prompt_tokens"] += event.usage.prompt_tokens
+            counts["completion_tokens"] += event.usage.completion_tokens
+            counts["cached_tokens"] += event.usage.cached_tokens
+            counts["thinking_tokens"] += event.usage.thinking_tokens
 
     def _batch_ended(self, event: BatchEnded) -> None:
         self.last_batch = event.report

@@ -8,96 +8,17 @@ after this check can rely on the types.
 
 from __future__ import annotations
 
-import json
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from ..errors import InputError
-from .images import Image, is_image_part
-from .sample import Message, ResponseTurn, Sample
-
-_TEMPLATES = (
-    # A turn in ChatML (Qwen), Llama 3 and GLM. Each pattern stops where the next turn begins.
-    re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<content>.*?)(?:<\|im_end\|>|(?=<\|im_start\|>)|\Z)", re.DOTALL),
-    re.compile(
-        r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\s*(?P<content>.*?)"
-        r"(?:<\|eot_id\|>|(?=<\|start_header_id\|>)|\Z)",
-        re.DOTALL,
-    ),
-    re.compile(
-        r"<\|(?P<role>system|user|assistant|observation)\|>\n?(?P<content>.*?)"
-        r"(?=<\|(?:system|user|assistant|observation)\|>|\Z)",
-        re.DOTALL,
-    ),
-)
-
-
-def messages_of(prompt: Any) -> list[Message]:
-    """The messages of a prompt: a list of messages, whose content may be in parts, or a text from a chat template. Any
-    other text becomes one message of the user. The content is a text, or a list of parts if it has images.
-
-    Raises `InputError` for anything else; its text is the second argument of `blamed`.
-    """
-    if not isinstance(prompt, str):
-        return [{"role": turn["role"], "content": _joined(turn.get("content"))} for turn in plain_messages(prompt)]
-    for template in _TEMPLATES:
-        turns = [(found["role"], found["content"].strip()) for found in template.finditer(prompt)]
-        if turns and turns[-1][0] == "assistant":
-            turns.pop()  # the opening of the response
-        if turns:
-            return [{"role": role, "content": content} for role, content in turns]
-    return [{"role": "user", "content": prompt}]
-
-
-def dialogue(messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ResponseTurn, ...]]:
-    """Return the messages of a response as one text and its turns. In the text, each turn is `role: content`. A single
-    message is the text alone, without turns. Calls of tools are written as JSON.
-    """
-    texts = [_plain_text(message) for message in messages]
-    if len(texts) == 1:
-        return texts[0], ()
-    response = ""
-    turns: list[ResponseTurn] = []
-    for message, text in zip(messages, texts, strict=True):
-        response += f"{chr(10) * 2 if turns else ''}{message['role']}: {text}"
-        turns.append(ResponseTurn(role=message["role"], content=text, end=len(response)))
-    return response, tuple(turns)
-
-
-def _plain_text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    pieces = [content or ""]
-    if isinstance(content, (list, tuple)):
-        pieces = [
-            str(part.get("text", f"[{part.get('type', 'attachment')}]")) if isinstance(part, Mapping) else str(part)
-            for part in content
-        ]
-    if calls := message.get("tool_calls"):
-        pieces.append(f"[tool calls] {json.dumps(calls, ensure_ascii=False, default=str)}")
-    return "\n".join(filter(None, pieces))
-
-
-def _joined(content: Any) -> Any:
-    """A message's text. Of content in parts it joins the texts, with the kind of every other part in brackets; parts
-    with images stay as they are.
-    """
-    if isinstance(content, str):
-        return content
-    if isinstance(content, (list, tuple)) and any(map(is_image_part, content)):
-        return list(content)
-    parts = content if isinstance(content, (list, tuple)) else ()
-    return "\n".join(
-        str(part["text"]) if "text" in part else f"[{part.get('type', 'attachment')}]"
-        for part in parts
-        if isinstance(part, Mapping)
-    )
-
+from ..errors import InputError, kind_of
+from .images import Image
+from .messages import plain_messages, text_of
+from .sample import Sample
 
 _LARGEST = 2**63
-_SHOWN_CHARS = 60
 
 T = TypeVar("T")
 
@@ -227,74 +148,6 @@ def blamed(field: str, problem: str) -> str:
     return f"{field}{problem}" if problem.startswith("[") else f"{field} {problem}"
 
 
-def kind_of(value: Any) -> str:
-    """Return the name of a value's type for messages: printable, at most 60 characters."""
-    try:
-        name = str.__str__(type(value).__name__)
-    except Exception:
-        return "object"
-    return "".join(letter if letter.isprintable() else "?" for letter in name[:_SHOWN_CHARS])
-
-
-def plain_messages(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Convert messages to a list or tuple of mappings with `role` and `content`; return valid ones unchanged.
-
-    Raises `InputError`, whose text is the second argument of `blamed`.
-    """
-    messages = value if type(value) in (list, tuple) else _listed(value)
-    plain = [_message(message, number) for number, message in enumerate(messages)]
-    return messages if all(map(operator.is_, plain, messages)) else plain
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    if _is_array(value) or (isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))):
-        return list(value)
-    raise InputError(f"is of type {kind_of(value)}; write a list of mappings with role and content")
-
-
-def _message(message: Any, number: int) -> Mapping[str, Any]:
-    if type(message) is not dict and not isinstance(message, Mapping):
-        raise InputError(f"[{number}] is of type {kind_of(message)}; write a mapping with role and content")
-    plain = message if type(message) is dict else dict(message)
-    role, content = plain.get("role"), plain.get("content")
-    if not isinstance(role, str) or not role:
-        raise InputError(f"[{number}] needs a role that is a text")
-    checked = _content(plain, content, number)
-    if type(role) is not str or checked is not content:
-        plain = {**plain, "role": _text(role), "content": checked}
-    return plain
-
-
-def _content(message: Mapping[str, Any], content: Any, number: int) -> Any:
-    if type(content) is str:
-        return content
-    if isinstance(content, str):
-        return _text(content)
-    if content is None:
-        # An assistant's message may hold only tool calls, or reasoning that was removed.
-        if "content" in message and message.get("role") == "assistant":
-            return None
-        if message.get("tool_calls") or message.get("function_call"):
-            return None
-        raise InputError(f"[{number}] needs a content: a text, or a list of parts")
-    parts = content.tolist() if _is_array(content) else content
-    if isinstance(parts, str):
-        return parts
-    if not isinstance(parts, (list, tuple)):
-        raise InputError(f"[{number}].content is of type {kind_of(content)}; write a text or a list of parts")
-    for place, part in enumerate(parts):
-        if not isinstance(part, (str, Mapping)):
-            raise InputError(
-                f"[{number}].content[{place}] is of type {kind_of(part)}; write a text or a mapping with type"
-            )
-    return parts
-
-
-def _is_array(value: Any) -> bool:
-    """Return whether `value` is an array or a tensor, without importing its library."""
-    return hasattr(value, "tolist") and hasattr(value, "shape")
-
-
 def _text(value: Any) -> str:
     if type(value) is str:
         return value
@@ -356,7 +209,7 @@ def _turns(value: Any) -> Sequence[Any]:
             raise InputError(f"[{number}] needs an `end`: where the turn ends in the response, in characters")
         if turn["end"] < before:
             raise InputError(f"[{number}] ends at {turn['end']}, before the turn before it ({before})")
-        turn["content"] = _plain_text(turn)
+        turn["content"] = text_of(turn["content"], turn.get("tool_calls"))
         before = turn["end"]
     if turns and all(turn["role"] != "assistant" for turn in turns):
         raise InputError("has no turn of the role assistant, which is the policy")
@@ -366,22 +219,17 @@ def _turns(value: Any) -> Sequence[Any]:
 def _images(value: Any) -> Sequence[Image]:
     if value is None or (type(value) is tuple and not value):
         return ()
+    if not isinstance(value, (list, tuple)):
+        raise InputError(f"is of type {kind_of(value)}; write a list of images")
     if type(value) in (tuple, list) and all(type(image) is Image for image in value):
-        return value  # type: ignore[no-any-return]
-    return [_image(image, number) for number, image in enumerate(_listed_images(value))]
-
-
-def _listed_images(value: Any) -> Sequence[Any]:
-    if isinstance(value, (list, tuple)):
         return value
-    raise InputError(f"is of type {kind_of(value)}; write a list of images")
-
-
-def _image(image: Any, number: int) -> Image:
-    try:
-        return Image.of(image)
-    except InputError as error:
-        raise InputError(f"[{number}] {error}") from None
+    images: list[Image] = []
+    for number, image in enumerate(value):
+        try:
+            images.append(Image.of(image))
+        except InputError as error:
+            raise InputError(f"[{number}] {error}") from None
+    return images
 
 
 def _anything(value: Any) -> Any:

@@ -19,19 +19,16 @@ T = TypeVar("T")
 def quick(cls: type[T]) -> type[T]:
     """Give a dataclass with `frozen=True, slots=True` the same constructor, but a quicker one.
 
-    Put it above `@dataclass`. Objects of subclasses are made by the constructor of `dataclasses`. Raises TypeError for
-    a class that has no slots, a slot for weak references, an `InitVar`, or a parent class that is frozen.
+    Put it above `@dataclass`. Objects of subclasses are made by the constructor of `dataclasses`. It is for classes
+    whose parents have no fields, without an `InitVar` and without a slot for weak references.
     """
     slowly: Any = cls.__init__
-    if "__slots__" not in vars(cls):
-        raise TypeError(f"{cls.__name__} has no slots")
     names: dict[str, Any] = {
         "_cls": cls,
         "_open": type(cls.__name__, cls.__bases__, {"__slots__": cls.__slots__}),  # type: ignore[attr-defined]
         "_set": object.__setattr__,
         "_slowly": slowly,
     }
-    _check(cls, names["_open"])
     given, passed, lines = ["self"], ["self"], ["_set(self, '__class__', _open)"]
     for name, parameter in list(inspect.signature(slowly).parameters.items())[1:]:
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in given:
@@ -65,13 +62,3 @@ def quick(cls: type[T]) -> type[T]:
     exec("\n".join(source), names)
     cls.__init__ = functools.update_wrapper(names["__init__"], slowly)  # type: ignore[method-assign]
     return cls
-
-
-def _check(cls: type, open_cls: type) -> None:
-    """Raise TypeError for a class whose objects the quick constructor cannot make."""
-    object.__setattr__(object.__new__(cls), "__class__", open_cls)  # raises TypeError if the layouts differ
-    if any("__setattr__" in vars(parent) for parent in cls.__mro__[1:-1]):
-        raise TypeError(f"a parent class of {cls.__name__} is frozen")
-    unknown = inspect.signature(cls).parameters.keys() - {field.name for field in fields(cls)}
-    if unknown:
-        raise TypeError(f"{cls.__name__} has parameters that are no fields: {', '.join(sorted(unknown))}")

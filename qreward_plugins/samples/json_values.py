@@ -18,9 +18,8 @@ from typing import Any
 
 import orjson
 
-from ..errors import InputError
+from ..errors import InputError, kind_of
 from ..secrets import one_line
-from .check import kind_of
 from .images import EncodedImage
 
 MOST_VALUES = 1_000_000
@@ -30,6 +29,7 @@ MOST_NESTING = 100
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _KEY_CHARS = 40
+_MOST_BITS = 4096
 
 
 def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
@@ -46,6 +46,19 @@ def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
         raise InputError(f"{field}{writer.place}: {error}") from None
     except Exception as error:
         raise InputError(f"{field}{writer.place}: it cannot be read ({kind_of(error)})") from None
+
+
+def json_text(value: Any, field: str) -> str:
+    """Return a value as JSON, a text unchanged, and an integer of up to 4,096 bits. Raises `InputError` as `as_json`
+    does.
+    """
+    if issubclass(type(value), int) and type(value) is not bool:
+        # A single integer is written as text and not as JSON, so the limit of 64 bits does not apply.
+        exact = int.__add__(value, 0)
+        if exact.bit_length() <= _MOST_BITS:
+            return f"{exact}"
+    plain = as_json(value, field, sets=True)
+    return plain if isinstance(plain, str) else encoded(plain).decode()
 
 
 def with_parameters(

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..observers import BatchEnded, CallEnded, Observers
-from ..observers.batch_report import BatchReport, Part, PartKind, Waits
+from ..observers.batch_report import BatchReport, Part, PartKind
 from .calls import Answer, Unanswered
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ class Batch:
         self.priority = priority
         self.cutoff = cutoff
         self.last_at = started_at
-        self.waits = Waits()
         self._added_at = started_at
         self._groups: dict[Hashable, _Group] = {}
 
@@ -274,10 +273,8 @@ class Batches:
     def ended(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
         """Note the end of a job. `result` is None if its caller dropped it."""
         dropped = result is None
-        waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
-        if self._reports_read and not dropped:
-            job.batch.waits.add(job.size, waited_s)
         if self._calls_read:
+            waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
             reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""
             self._observers.emit(
                 CallEnded(now, job.sequence, job.call.name, job.last_source, reason, job.size, waited_s, job.attempts)
@@ -357,7 +354,6 @@ def report(batch: Batch, upstreams: Mapping[str, Upstream]) -> BatchReport:
         hedges=batch.hedges,
         makespan_s=batch.last_at - batch.started_at,
         parts=tuple(_parts(batch.last, batch.started_at, batch.last_at, upstreams)) if batch.last else (),
-        waits=batch.waits.by_size(),
     )
 
 

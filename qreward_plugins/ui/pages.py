@@ -25,14 +25,13 @@ from markupsafe import Markup
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding
 from ..journal.live_sources import hold_source, live_sources
-from ..journal.stories import Stories, deciding, last_sent, lines_of, turns_of
+from ..journal.stories import Stories, deciding, judge_of, last_sent, lines_of, turns_of
 from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
 from . import charts
-from .comparison import choice, comparison, name_of
-from .figures import Figures, audited
-from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, choices, histogram, rows_of, waits
+from .figures import Figures, audited, choice, comparison, name_of
+from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, histogram, page_of, sources_of, waits
 from .totals import StepSummary, Totals
 
 _T = TypeVar("_T")
@@ -169,7 +168,7 @@ class RunPage:
             raise web.HTTPNotFound(text=f"no step {name} of this judge in run {chosen['run']}")
         place, (wanted, page) = places.index(step), _list(step, chosen, query)
         bins = histogram(self._paths, wanted)
-        rows, count = rows_of(self._paths, wanted, page)
+        rows, count = page_of(self._paths, wanted, page)
         slowest = waits(self._paths, wanted)
         here = _here(chosen, query)
         every = {"low": "", "high": "", "page": ""}
@@ -184,7 +183,7 @@ class RunPage:
             name=name,
             chosen=chosen,
             here=here,
-            options=self._options(chosen["run"]) | {"sources": choices(self._paths, wanted, "source")},
+            options=self._options(chosen["run"]) | {"sources": sources_of(self._paths, wanted)},
             summary=summaries[place],
             before=f"/step/{names[place - 1]}?{urlencode(chosen)}" if place else "",
             after=f"/step/{names[place + 1]}?{urlencode(chosen)}" if place + 1 < len(places) else "",
@@ -218,8 +217,8 @@ class RunPage:
         own = next(entry for entry in story.entries if (entry.journal, entry.id) == (path, row))
         chosen = self._chosen({**query, "run": own.run_id or "", "split": own.split or "train", "judge": own.judge})
         here = _here(chosen, query)
-        rows, _ = rows_of(self._paths, *_list(own.step, chosen, query))
-        order = [(each.journal, each.id) for each in rows]
+        rows, _ = page_of(self._paths, *_list(own.step, chosen, query))
+        order = [(each["journal"], each["id"]) for each in rows]
         place = order.index((journal, row)) if (journal, row) in order else None
         links = [f"/sample/{file}/{number}{_with(here, {})}" for file, number in order]
         siblings = sorted(
@@ -229,6 +228,7 @@ class RunPage:
         parts = [
             {
                 "entry": entry,
+                "judge": judge_of(entry, attempts),
                 "components": json.loads(entry.components or "{}"),
                 "attempts": attempts,
                 "timeline": charts.attempts(attempts) if attempts else "",

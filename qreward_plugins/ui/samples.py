@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..journal.database import reading
+from ..journal.database import rows_of
 
 PAGE = 200
 """Rows of a page of the table."""
@@ -29,16 +28,22 @@ SORTS: Mapping[str, str] = {
     "tokens": "tokens",
     "row": "id",
 }
-"""What a table may be sorted by, and its expression."""
+"""What a table may be sorted by, and its column."""
 
-_COLUMNS = (
-    "id, sample_id, data_source, group_id, source, outcome, coalesce(score, floor) AS reward, cause, reason, "
-    "coalesce(rationale, detail, '') AS said, attempts, latency_s, cost_usd, "
-    "prompt_tokens + completion_tokens AS tokens, "
+_REWARD = "coalesce(score, floor)"
+_ADVANTAGE = (
     "(SELECT advantage FROM trained WHERE trained.run_id = outcomes.run_id AND trained.sample_id = outcomes.sample_id "
     "AND (trained.step IS NULL OR trained.step = outcomes.step) AND outcomes.split IS NOT 'val' "
-    "ORDER BY trained.recorded_at DESC LIMIT 1) AS advantage"
+    "ORDER BY trained.recorded_at DESC LIMIT 1)"
 )
+_PLAIN = ("id", "sample_id", "data_source", "source", "cause", "reason", "attempts", "latency_s", "cost_usd")
+_COLUMNS = {name: name for name in _PLAIN} | {
+    "reward": _REWARD,
+    "said": "coalesce(rationale, detail, '')",
+    "tokens": "prompt_tokens + completion_tokens",
+    "advantage": _ADVANTAGE,
+}
+"""The columns of the table, and their expressions."""
 
 
 @dataclass(frozen=True)
@@ -72,41 +77,19 @@ class SampleFilter:
         parts += [("data_source = ?", self.data_source)] if self.data_source else []
         parts += [("source = ?", self.source)] if self.source else []
         if self.cause == NO_REWARD:
-            parts.append(("(coalesce(score, floor) IS NULL) = ?", 1))
+            parts.append((f"({_REWARD} IS NULL) = ?", 1))
         elif self.cause == "floor":
             parts.append(("(floor IS NOT NULL) = ?", 1))
         elif self.cause:
             parts += [("cause = ?", self.cause), ("(floor IS NULL) = ?", 1)]
-        parts += [("coalesce(score, floor) >= ?", self.low)] if self.low is not None else []
-        parts += [("coalesce(score, floor) < ?", self.high)] if self.high is not None else []
+        parts += [(f"{_REWARD} >= ?", self.low)] if self.low is not None else []
+        parts += [(f"{_REWARD} < ?", self.high)] if self.high is not None else []
         values = [value for _, value in parts]
         where = " AND ".join(condition for condition, _ in parts)
         if self.text:
             where += " AND (instr(coalesce(sample_id, ''), ?) OR instr(coalesce(rationale, detail, ''), ?))"
             values += [self.text, self.text]
         return where, values
-
-
-@dataclass(frozen=True)
-class SampleRow:
-    """A row of the table. `journal` is the number of its file."""
-
-    journal: int
-    id: int
-    sample_id: str | None
-    data_source: str
-    group_id: str | None
-    source: str
-    outcome: str
-    reward: float | None
-    cause: str | None
-    reason: str | None
-    said: str
-    attempts: int
-    latency_s: float
-    cost_usd: float
-    tokens: int
-    advantage: float | None
 
 
 @dataclass(frozen=True)
@@ -118,33 +101,34 @@ class Bin:
     count: int
 
 
-def rows_of(paths: Sequence[str], wanted: SampleFilter, page: int) -> tuple[list[SampleRow], int]:
-    """Return a page (from 0) of the table, and how many rows there are. Raises `JournalError`."""
+def page_of(paths: Sequence[str], wanted: SampleFilter, page: int) -> tuple[list[Mapping[str, Any]], int]:
+    """Return a page (from 0) of the table, and how many rows there are. A row has the values of `_COLUMNS`, and the
+    number of its `journal`. Raises `JournalError`.
+    """
     where, values = wanted.condition()
     order = SORTS.get(wanted.sort, "reward")
-    direction = "DESC" if wanted.down else "ASC"
+    columns = ", ".join(f"{expression} AS {name}" for name, expression in _COLUMNS.items())
+    by = f"{order} IS NOT NULL, {order} {'DESC' if wanted.down else 'ASC'}, id"
     last = (page + 1) * PAGE
-    query = (
-        f"SELECT {_COLUMNS} FROM outcomes WHERE {where} ORDER BY {order} IS NOT NULL, {order} {direction}, id LIMIT ?"
-    )
-    parts: list[list[SampleRow]] = []
-    count = 0
-    for number, path in enumerate(paths):
-        with reading(path) as connection:
-            count += connection.execute(f"SELECT count(*) FROM outcomes WHERE {where}", values).fetchone()[0]
-            parts.append([SampleRow(number, *row) for row in connection.execute(query, [*values, last])])
+    query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY {by} LIMIT {last}"
+    rows: list[Mapping[str, Any]] = [
+        dict(zip(("journal", *_COLUMNS), row, strict=True)) for row in rows_of(paths, query, values)
+    ]
 
-    def key(row: SampleRow) -> tuple[bool, float]:
-        value: float | None = getattr(row, order)
+    def key(row: Mapping[str, Any]) -> tuple[bool, float]:
+        value = row[order]
         return value is not None, (-value if wanted.down else value) if value is not None else 0.0
 
-    return list(heapq.merge(*parts, key=key))[page * PAGE : last], count
+    # Those of each journal are sorted, and the order of equal ones stays.
+    count: int = sum(count for _, count in rows_of(paths, f"SELECT count(*) FROM outcomes WHERE {where}", values))
+    return sorted(rows, key=key)[page * PAGE : last], count
 
 
 def histogram(paths: Sequence[str], wanted: SampleFilter) -> list[Bin]:
     """Return the bars of the rewards of a step, whichever is chosen; empty without rewards. Raises `JournalError`."""
     where, values = replace(wanted, low=None, high=None).condition()
-    rewards = [reward for path in paths for reward in _rewards(path, where, values)]
+    query = f"SELECT {_REWARD} FROM outcomes WHERE {where} AND {_REWARD} IS NOT NULL"
+    rewards = [reward for _, reward in rows_of(paths, query, values)]
     if not rewards:
         return []
     low, high = min(rewards), max(rewards)
@@ -176,37 +160,19 @@ def waits(paths: Sequence[str], wanted: SampleFilter) -> list[SampleWait]:
     """Return the samples that ended last, of those that took time; the last one first. Raises `JournalError`."""
     where, values = wanted.condition()
     where += " AND NOT cached AND latency_s > 0"
-    rows: list[tuple[Any, ...]] = []
-    began = math.inf
-    for number, path in enumerate(paths):
-        with reading(path) as connection:
-            query = f"SELECT min(recorded_at - latency_s) FROM outcomes WHERE {where}"
-            first = connection.execute(query, values).fetchone()[0]
-            began = min(began, first if first is not None else began)
-            columns = "id, coalesce(sample_id, ''), recorded_at, latency_s, history"
-            query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY recorded_at DESC LIMIT {LAST}"
-            rows += ((number, *row) for row in connection.execute(query, values))
+    query = f"SELECT min(recorded_at - latency_s) FROM outcomes WHERE {where}"
+    began = min((first for _, first in rows_of(paths, query, values) if first is not None), default=0.0)
+    columns = "id, coalesce(sample_id, ''), recorded_at, latency_s, history"
+    query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY recorded_at DESC LIMIT {LAST}"
+    rows = sorted(rows_of(paths, query, values), key=lambda row: -row[3])
     return [
         SampleWait(number, row, name, at - took - began, at - began, json.loads(history or "[]"))
-        for number, row, name, at, took, history in sorted(rows, key=lambda row: -row[3])[:LAST]
+        for number, row, name, at, took, history in rows[:LAST]
     ]
 
 
-def choices(paths: Sequence[str], wanted: SampleFilter, column: str) -> list[str]:
-    """Return what a column (`data_source`, `source`) holds in a step. Raises `JournalError`."""
-    bare = SampleFilter(wanted.run, wanted.step, wanted.split, wanted.judge)
-    where, values = bare.condition()
-    found: set[str] = set()
-    for path in paths:
-        with reading(path) as connection:
-            found |= {
-                row[0] for row in connection.execute(f"SELECT DISTINCT {column} FROM outcomes WHERE {where}", values)
-            }
-    return sorted(found - {""})
-
-
-def _rewards(path: str, where: str, values: Sequence[Any]) -> Iterator[float]:
-    with reading(path) as connection:
-        query = f"SELECT coalesce(score, floor) FROM outcomes WHERE {where} AND coalesce(score, floor) IS NOT NULL"
-        for (reward,) in connection.execute(query, values):
-            yield reward
+def sources_of(paths: Sequence[str], wanted: SampleFilter) -> list[str]:
+    """Return the sources that have answered in a step. Raises `JournalError`."""
+    where, values = SampleFilter(wanted.run, wanted.step, wanted.split, wanted.judge).condition()
+    query = f"SELECT DISTINCT source FROM outcomes WHERE {where} AND source != ''"
+    return sorted({source for _, source in rows_of(paths, query, values)})

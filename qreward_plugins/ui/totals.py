@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..journal.database import reading
 from ..observers.batch_report import percentile
@@ -93,7 +93,7 @@ class Totals:
             with reading(path) as connection:
                 while rows := connection.execute(_SELECT, (self._read_up_to[path], _AT_ONCE)).fetchall():
                     for row in rows:
-                        self._add(*row[1:])
+                        self._add(row[1:])
                         self._files.setdefault(row[1], set()).add(path)
                     self._read_up_to[path] = rows[-1][0]
                     self.entries += len(rows)
@@ -136,34 +136,34 @@ class Totals:
             self._known[key] = _summed(step, parts)
         return self._known[key]
 
-    def _add(
-        self,
-        run: str,
-        at: float,
-        step: int | None,
-        split: str,
-        judge: str,
-        data_source: str,
-        source: str,
-        outcome: str,
-        reward: float | None,
-        cause: str | None,
-        floor: int,
-        group: str | None,
-        latency_s: float,
-        cost_usd: float,
-        weights: str | None,
-    ) -> None:
+    def _add(self, row: tuple[Any, ...]) -> None:
+        (
+            run,
+            at,
+            step,
+            split,
+            judge,
+            data_source,
+            source,
+            outcome,
+            reward,
+            cause,
+            floor,
+            group,
+            took_s,
+            cost,
+            weights,
+        ) = row
         self._runs[run] = max(at, self._runs.get(run, at))
         if outcome == "scored" and not source:
             self._wholes.add((run, judge))
         sums = self._sums.setdefault(Place(run, split, judge, data_source, step), _Sums())
         sums.samples += 1
         sums.floors += floor
-        sums.cost_usd += cost_usd
+        sums.cost_usd += cost
         if weights:
             sums.weights.update(weights.split("+"))
-        sums.latencies.append(latency_s)
+        sums.latencies.append(took_s)
         if reward is None:
             sums.causes[cause or "infra"] += 1
             return

@@ -439,7 +439,7 @@ def test_turns_are_a_response_and_other_columns_of_this_name_are_not(tmp_path, w
         {**GOOD, "turns": ["q2"]},
     ]
     several, single, given, other = (rollout.sample for rollout in read_rollouts(write_rows(rows)))
-    call = '[tool calls] [{"function": {"name": "look"}}]'
+    call = '[tool calls] [{"function":{"name":"look"}}]'
     assert several.response == f"assistant: I look\n{call}\n\ntool: 42\n\nassistant: It is 42"
     assert [several.response[: turn["end"]].split("\n\n")[-1] for turn in several.turns] == several.response.split(
         "\n\n"

@@ -410,8 +410,7 @@ def test_memory_does_not_grow(path: Path) -> None:
         grown = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
         assert grown < 300_000
-        assert not book._writer._unwritten_verdicts
-        assert not book._writer._verdicts_being_written
+        assert not book._writer._verdicts
         await book.aclose()
 
     asyncio.run(main())
@@ -589,7 +588,7 @@ def test_what_cannot_be_written_is_kept_and_written_when_it_can(path: Path, capl
         # Nobody asks for it: it is tried again by itself.
         await asyncio.to_thread(until, lambda: len(rows(path)) == 3)
         await book.flush()
-        assert not book._writer._verdicts_being_written
+        assert not book._writer._verdicts
         await book.put("3", SAMPLE, Scored(VERDICT))
         await book.aclose()
         assert book.write_errors == 0
@@ -636,9 +635,9 @@ def test_memory_is_bounded_and_nobody_waits_while_the_file_cannot_be_written(
                 await book.flush()
             for n in range(200):
                 await book.put(f"{n}", SAMPLE, Scored(VERDICT))
-            assert 10 < book._writer._unwritten < 40
-            assert book.write_errors == 201 - book._writer._unwritten
-            kept = book._writer._unwritten
+            kept = len(book._writer._rows)
+            assert 10 < kept < 40
+            assert book.write_errors == 201 - kept
         with pytest.raises(JournalError, match=f"{201 - kept} outcomes were not recorded"):
             await book.aclose()
         assert len(rows(path)) == kept

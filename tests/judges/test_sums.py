@@ -294,12 +294,16 @@ async def _never(call: object) -> Any:
     raise AssertionError("these parts ask nothing")
 
 
+def _running(*parts: Judge) -> dict[str, Any]:
+    return {part.name: part.judge(SAMPLE, _never) for part in parts}  # type: ignore[arg-type]
+
+
 def test_a_part_that_breaks_ends_the_others_and_its_error_is_the_sums() -> None:
     broken, waits = _Part("broken", ValueError("a bug")), _Part("waits", None)
 
     async def play() -> None:
         with pytest.raises(ValueError, match="a bug"):
-            await together([waits, broken], SAMPLE, _never)
+            await together(_running(waits, broken))
         assert waits.cancelled
         assert len(asyncio.all_tasks()) == 1
 
@@ -324,7 +328,7 @@ def test_a_part_that_is_cancelled_by_something_else_is_a_bug_and_ends_the_others
     async def main() -> float:
         loop = asyncio.get_running_loop()
         with pytest.raises(RuntimeError, match="judge cancelled was cancelled"):
-            await together([Part("cancelled"), other], SAMPLE, None)  # type: ignore[arg-type]
+            await together(_running(Part("cancelled"), other))
         return loop.time()
 
     assert run(main()) == 0.0
@@ -335,7 +339,7 @@ def test_cancelling_a_sum_ends_all_its_parts_first() -> None:
     parts = [_Part("one", None), _Part("two", None)]
 
     async def play() -> None:
-        task = asyncio.ensure_future(together(parts, SAMPLE, _never))
+        task = asyncio.ensure_future(together(_running(*parts)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         task.cancel()

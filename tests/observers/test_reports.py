@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins import Cause, Failed, Scored, Spent, Usage, Verdict
-from qreward_plugins.observers.batch_report import KEPT, BatchReport, Part, WaitBySize, Waits
+from qreward_plugins.observers.batch_report import BatchReport, Part
 from qreward_plugins.observers.facts import MOST_DATA_SOURCES, Facts, summary
 
 SCORED = Scored(Verdict(0.5, {"tone": 0.25}, judge="j", source="a", spent=Spent(2, Usage(10, 5), 1.5, 0.01)))
@@ -168,30 +168,3 @@ def test_a_group_is_flat_if_all_its_rewards_are_equal():
     assert summary(rows, [group for group, _ in pairs])["flat_rate"] == 0.5
     assert "flat_rate" not in summary(rows)
     assert "flat_rate" not in summary(rows[-4:], "abcc")
-
-
-def test_the_shortest_and_the_longest_third_are_told_apart():
-    waits = Waits()
-    for size in (9, 1, 5, 2, 8, 6):
-        waits.add(size, 10.0 * size)
-    assert waits.by_size() == WaitBySize(15.0, 20.0, 85.0, 90.0)
-    assert waits.by_size().describe() == (
-        "the shortest third waited 15.0 s for a source (p95 20.0), the longest 85.0 s (p95 90.0)"
-    )
-
-
-@pytest.mark.parametrize("sizes", [[], [1, 2], [5] * 30, [5] * 29 + [9]])
-def test_too_few_or_all_alike_say_nothing(sizes):
-    waits = Waits()
-    for size in sizes:
-        waits.add(size, 1.0)
-    assert waits.by_size() is None
-
-
-def test_memory_is_bounded_and_the_whole_run_counts():
-    waits = Waits()
-    for number in range(100_000):
-        waits.add(number % 7, float(number >= 50_000))
-    assert len(waits._kept) <= KEPT
-    told = waits.by_size()
-    assert (told.short_mean_s, told.long_mean_s) == pytest.approx((0.5, 0.5), abs=0.05)

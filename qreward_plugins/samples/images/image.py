@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ...errors import InputError
+from ...errors import InputError, kind_of
 from .pillow import (
     FOREIGN_PIXELS,
     MOST_INPUT_BYTES,
@@ -22,7 +22,6 @@ from .pillow import (
     header_of,
     is_file,
     is_picture,
-    kind_of,
     of_array,
     opened,
     read_header,

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, kind_of
 
 EXTRA = "pip install 'qreward-plugins[images]'"
 
@@ -220,11 +220,6 @@ def _pillow() -> Any:
     except ImportError:
         raise InputError(f"cannot be read, because Pillow is not installed: {EXTRA}") from None
     return PIL.Image
-
-
-def kind_of(value: Any) -> str:
-    """The name of a value's type, at most 60 characters."""
-    return type(value).__name__[:60]
 
 
 def too_large(size: int) -> str:

@@ -74,28 +74,6 @@ def test_a_process_has_one_portal_for_equal_configurations(judge):
         close_process_portals()
 
 
-PROGRAM = """
-import os, sys
-from qreward_plugins import Sample, load_config, process_portal
-portal = process_portal(load_config({
-    "sources": {"f": {"kind": "function", "function": "math:fsum", "mode": "thread", "arguments": "sample"}},
-    "judges": {"j": {"kind": "function"}},
-}))
-print(portal.score(Sample([], "x")).reward, flush=True)
-if os.fork() == 0:
-    import qreward_plugins.engine.process_portals as home
-    print("child", len(home._portals._open), flush=True)
-    os._exit(0)
-os.wait()
-"""
-
-
-def test_it_closes_when_the_process_ends_and_a_forked_child_has_none():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["None", "child", "0"]
-    assert "exception" not in done.stderr.lower().replace("typeerror", "")
-
-
 FORKED = """
 import os, signal, sys, threading
 from qreward_plugins import EngineError, RewardEngine, Sample, load_config, process_portal

@@ -138,11 +138,6 @@ def test_the_first_sure_stage_of_a_cascade_decides(early: Any, says: Any, order:
     assert set(verdict.components) - {"stage"} == {name for name in order if not isinstance(says[name], Unanswered)}
 
 
-def test_a_stage_may_be_a_name() -> None:
-    whole = opened(whole={"kind": "cascade", "stages": ["a", "b"]})
-    assert asked(whole, a=0.9)[1] == ["a"]
-
-
 def test_a_cascade_whose_last_stage_fails_has_no_reward() -> None:
     failed, order, _ = asked(opened(whole=stages("positive")), a=0.1, c=DOWN)
     assert (failed.detail, order) == ("c: no answer", ["a", "c"])
@@ -211,10 +206,6 @@ def test_a_screen_takes_out_what_its_monitor_flags(keys: Any, says: Any, result:
     assert said.score == result
     assert said.components["screened"] == float(keys.get("on") == "floor")
     assert (said.basis, said.correct) == (("floor", False) if result == 0.0 else ("judged", True))
-
-
-HASTY = {"kind": "cascade", "stages": [{"judge": "a", "within_s": 2}, {"judge": "b"}]}
-ADDED = {"kind": "sum", "weights": {"a": {"optional": True, "within_s": 2}, "b": 1}}
 
 
 @each_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -108,26 +107,12 @@ def test_rewards_are_weighted_and_added(total: Any) -> None:
     assert total({"quality": 1.0, "format": -0.5}).added({"format": form, "quality": quality}).score == 0.0
 
 
-def test_components_are_known_beforehand_and_in_the_order_of_the_weights(total: Any) -> None:
-    assert total().component_names() == ("quality", "quality/proof", "format", "format/tags")
-    verdict = total({"format": 1, "quality": 1}).added(
-        {"quality": Verdict(0.5, components={"proof": 1.0}), "format": Verdict(1.0, components={"tags": 0.0})}
-    )
-    assert tuple(verdict.components) == ("format", "format/tags", "quality", "quality/proof")
-
-
 def test_sources_are_told_in_one_order_once_each(total: Any) -> None:
     for first, second in (("a", "b"), ("b", "a"), ("a+b", "b")):
         verdict = total().added({"quality": Verdict(1, source=first), "format": Verdict(1, source=second)})
         assert verdict.source == "a+b"
     verdict = total().added({"quality": Verdict(1, source="a"), "format": Verdict(1, source="a")})
     assert verdict.source == "a"
-
-
-@each_of(("first", "second"), [*itertools.product([True, False], repeat=2)])
-def test_it_is_cached_only_if_all_of_it_is(total: Any, first: bool, second: bool) -> None:
-    verdict = total().added({"quality": Verdict(1, cached=first), "format": Verdict(1, cached=second)})
-    assert verdict.cached == (first and second)
 
 
 def test_correctness_is_the_sums_own(total: Any) -> None:
@@ -143,22 +128,6 @@ def test_a_sum_of_decimal_weights_is_what_people_expect() -> None:
     weights = {"x": 0.7, "y": 0.2, "z": 0.1}
     made: Any = router({**judges, "t": {"kind": "sum", "weights": weights, "correct_at": 1.0}}).judges["t"]
     assert made.added({name: Verdict(1.0) for name in "xyz"}).correct is True
-
-
-def test_the_parts_are_asked_at_the_same_time(total: Any) -> None:
-    asked = Asked(quality=(2.0, Verdict(0.5)), format=(1.0, Verdict(1.0)))
-    said, at = judged(total(), asked)
-    assert isinstance(said, Verdict)
-    assert (said.score, at) == (pytest.approx(0.6), 2.0)
-
-
-def test_a_part_without_a_reward_decides_at_once_is_never_zero_and_cancels_the_others(total: Any) -> None:
-    missing = Unanswered("deadline", "a had not answered", source="a")
-    asked = Asked(quality=(1.0, missing), format=(60.0, Verdict(1.0)))
-    said, at = judged(total(), asked)
-    assert isinstance(said, Failed)
-    assert (said.label, said.reward, said.detail) == ("infra/deadline", None, "quality: a had not answered")
-    assert (said.judge, said.source, at, asked.cancelled) == ("total", "a", 1.0, {"format"})
 
 
 def test_of_several_parts_without_a_reward_at_the_same_time_the_first_is_told(total: Any) -> None:
@@ -218,12 +187,6 @@ def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them() -
     assert (said.detail, at, asked.cancelled) == ("inner: quality: 500", 1.0, {"format"})
 
 
-def test_the_range_of_a_sum_of_sums_is_known() -> None:
-    nested(correct_at=3.0)
-    with pytest.raises(ConfigurationError, match="0 to 3"):
-        nested(correct_at=3.1)
-
-
 def test_a_bar_that_no_sum_can_reach_is_a_mistake(total: Any) -> None:
     for rules in ({"reward_range": [0, 1]}, {}):
         assert total(rules=rules, correct_at=0.0).name == "total"
@@ -271,41 +234,6 @@ def test_components_are_those_of_whoever_samples_go_to() -> None:
 # The parts run together
 
 
-class _Part(Judge):
-    """Ends with `error` at once, or waits until it is cancelled."""
-
-    def __init__(self, name: str, error: BaseException | None) -> None:
-        super().__init__(name)
-        self._error = error
-        self.cancelled = False
-
-    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        if self._error is not None:
-            raise self._error
-        try:
-            await asyncio.get_running_loop().create_future()
-        except asyncio.CancelledError:
-            self.cancelled = True
-            raise
-        raise AssertionError
-
-
-async def _never(call: object) -> Any:
-    raise AssertionError("these parts ask nothing")
-
-
-def test_a_part_that_breaks_ends_the_others_and_its_error_is_the_sums() -> None:
-    broken, waits = _Part("broken", ValueError("a bug")), _Part("waits", None)
-
-    async def play() -> None:
-        with pytest.raises(ValueError, match="a bug"):
-            await together([waits, broken], SAMPLE, _never)
-        assert waits.cancelled
-        assert len(asyncio.all_tasks()) == 1
-
-    run(play())
-
-
 def test_a_part_that_is_cancelled_by_something_else_is_a_bug_and_ends_the_others() -> None:
     class Part(Judge):
         ended = False
@@ -329,19 +257,3 @@ def test_a_part_that_is_cancelled_by_something_else_is_a_bug_and_ends_the_others
 
     assert run(main()) == 0.0
     assert other.ended
-
-
-def test_cancelling_a_sum_ends_all_its_parts_first() -> None:
-    parts = [_Part("one", None), _Part("two", None)]
-
-    async def play() -> None:
-        task = asyncio.ensure_future(together(parts, SAMPLE, _never))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert all(part.cancelled for part in parts)
-        assert len(asyncio.all_tasks()) == 1
-
-    run(play())

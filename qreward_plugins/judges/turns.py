@@ -6,6 +6,7 @@ turns, and so that the journal keeps the answer on each turn.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -101,7 +102,16 @@ class TurnsJudge(Judge):
         if len(turns) == 1:
             ((end, only),) = turns
             return self._whole([end], [await asked(self.name, self._judge, only, ask)])
-        said = await all_of({number: self._judge.judge(turn, ask) for number, (_, turn) in enumerate(turns, start=1)})
+        begins = asyncio.Lock()
+
+        async def judged(turn: Sample) -> Verdict:
+            # The prompt of a turn holds all that was said before. Built in one step of the event loop, those of many
+            # turns would hold up all other samples.
+            async with begins:
+                await asyncio.sleep(0)
+            return await self._judge.judge(turn, ask)
+
+        said = await all_of({number: judged(turn) for number, (_, turn) in enumerate(turns, start=1)})
         verdicts: list[Verdict] = []
         for number, each in said.items():
             if isinstance(each, Failed):

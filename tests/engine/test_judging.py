@@ -11,14 +11,14 @@ import pytest
 
 from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored, Verdict
 from qreward_plugins.errors import JournalError, TransientError
-from qreward_plugins.judges import Judge, JudgeFailed
+from qreward_plugins.judges import Judge, JudgeFailed, LLMJudge
 from qreward_plugins.samples import RawScore
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.scheduling import CallFailed, Cutoff, Unanswered
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.simulation import SimulatedSource
 
-from ..kit import MemoryJournal, Stage, now, scored_text
+from ..kit import MemoryJournal, Stage, make_config, make_sample, now, scored_text
 
 CONFIG = {
     "sources": {
@@ -214,6 +214,25 @@ def test_each_call_of_a_judge_is_on_record_by_itself():
         ("cascade", True),
     ]
     assert (second.verdict.cached, second.verdict.attempts, second.verdict.cost_usd) == (True, 0, 0.0)
+
+
+def test_the_prompt_of_each_turn_is_built_when_it_is_asked(monkeypatch):
+    """Each holds all that was said before: a hundred at once would block the event loop."""
+    built, sent = [], []
+    build = LLMJudge.request
+
+    def counted(self, sample, *, attempt):
+        built.append(sample.response)
+        return build(self, sample, attempt=attempt)
+
+    monkeypatch.setattr(LLMJudge, "request", counted)
+    tree = make_config("a", limits={"a": {"concurrency": 200}})
+    tree |= {"judges": {**tree["judges"], "whole": {"kind": "turns", "judge": "quality"}}, "routes": {"*": "whole"}}
+    turns = [{"role": "assistant", "content": f"{number} " + "x" * 2_000, "end": number} for number in range(100)]
+    played = Stage({"a": lambda *_: sent.append(len(built)) or 1.0}, tree=tree).play([make_sample(turns=turns)])
+    assert played.all_scored
+    assert (len(sent), sent[0] < 5, sent[50] < 60) == (100, True, True)
+    assert played.finished_s == 1.0
 
 
 # Judges that break the rules: each costs its own sample, at once, and whoever reads outcomes can rely on them

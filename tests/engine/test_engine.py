@@ -25,28 +25,6 @@ def server():
         yield judge
 
 
-@pytest.mark.anyio
-async def test_a_sample_is_scored_and_mapped_to_the_reward_range(server):
-    async with RewardEngine(make_config({"a": server}, judge={"correct_at": 0.9})) as engine:
-        good, bad = await engine.score_all([make_sample(1), make_sample(2, response="It is 9.")])
-    assert isinstance(good, Scored)
-    assert (good.reward, good.verdict.correct, good.verdict.source, good.verdict.attempts) == (1.0, True, "a", 1)
-    assert good.verdict.usage.prompt_tokens > 0
-    assert isinstance(bad, Scored)
-    assert (bad.reward, bad.verdict.correct) == (0.2, False)
-
-
-@pytest.mark.anyio
-async def test_outcomes_come_in_the_order_of_the_samples(server):
-    samples = [make_sample(n, response="x" * (n * 7 % 50) + (f"{n + 1}" if n % 3 else "no")) for n in range(100)]
-    async with RewardEngine(make_config({"a": server})) as engine:
-        outcomes = await engine.score_all(samples)
-        streamed = [pair async for pair in engine.score_stream(iter(samples), window=8)]
-    assert [outcome.reward for outcome in outcomes] == [1.0 if n % 3 else 0.2 for n in range(100)]
-    assert [sample for sample, _ in streamed] == samples
-    assert [outcome.reward for _, outcome in streamed] == [outcome.reward for outcome in outcomes]
-
-
 def test_connections_are_kept_and_used_again():
     with JudgeServer(by_word) as server:
         played = wired({"a": server}, make_samples(60, response="5"), limits={"a": {"concurrency": 4}})

@@ -23,7 +23,7 @@ from qreward_plugins.scheduling.jobs import MAX_RESTARTS
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import Recorder, Stage, fails, hangs, make_sample, make_samples, scored_text
+from ..kit import Recorder, Stage, fails, make_sample, make_samples, scored_text
 from ..kit.stage import NEVER_S
 
 BROKEN = TransientError("answered 503", status=503)
@@ -373,11 +373,6 @@ def test_nothing_that_one_response_provokes_takes_the_source_from_the_others(end
         assert max(outcome.verdict.latency_s for outcome in innocent) < 45.0
 
 
-def test_what_is_blocked_at_one_source_is_tried_at_the_other():
-    stage = Stage({"a": poison_is(SourceUnusable("answered 403", status=403)), "b": 1.0}, options=options(places(2)))
-    assert stage.play(poisoned(2) + make_samples(20)).all_scored
-
-
 def test_a_bug_of_ours_on_one_sample_costs_that_sample_only(monkeypatch, caplog):
     from qreward_plugins.scheduling import Upstream
 
@@ -454,9 +449,3 @@ def test_a_function_that_is_slow_for_one_sample_has_its_whole_time_limit_once_no
 def test_a_function_whose_service_is_down_for_a_while_loses_nobody():
     stage = function(down_until(20.0, TransientError("raised ConnectionResetError"), 0.05), workers=4)
     assert stage.play(make_samples(100)).all_scored
-
-
-def test_hangs_everywhere_end_every_sample_by_its_deadline():
-    played = Stage({"a": hangs, "b": hangs}, options=options(places(4), deadline_s=50.0)).play(make_samples(20))
-    assert labels(played.outcomes) == {"infra/deadline"}
-    assert played.finished_s == 50.0

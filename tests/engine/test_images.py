@@ -188,11 +188,6 @@ def test_an_image_that_is_too_large_for_the_source_names_the_keys():
     assert seen.calls == []
 
 
-def test_long_sides_are_scaled_down():
-    _, seen = score([asked(image(picture(size=(400, 100))))], judge={"images": {"max_side": 40}})
-    assert seen.images()[0].size == (40, 10)
-
-
 def test_a_url_is_passed_on_only_if_the_user_allows_it(tmp_path):
     url = "http://127.0.0.1:9/x.png"
     sample = asked("What?", {"type": "image_url", "image_url": {"url": url}})

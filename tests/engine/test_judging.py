@@ -179,23 +179,6 @@ def test_a_caller_who_cancels_ends_the_judge_and_its_calls():
     assert report is None or report.scored == 0
 
 
-def test_a_judge_may_go_on_without_a_call_that_failed():
-    async def forgiving(leaves, sample, ask):
-        try:
-            return await leaves["small"].judge(sample, ask)
-        except JudgeFailed as error:
-            return Verdict(0.75 if error.failed.cause is Cause.INFRA else 0.0, judge="own")
-
-    def broken(*_):
-        raise TransientError("reset")
-
-    async def main(engine, sources):
-        return await engine.score(sample()), len(sources["small"].arrivals)
-
-    outcome, sent = played(forgiving, main, small=broken)
-    assert (outcome.reward, outcome.verdict.attempts) == (0.75, sent)
-
-
 def test_each_call_of_a_judge_is_on_record_by_itself():
     async def main(engine, sources):
         first = await engine.score(sample())
@@ -365,17 +348,6 @@ def test_a_judge_of_its_own_may_give_a_floor():
     outcome, facts, floors = played(returns, main)
     assert (outcome.reward, facts["floor"], facts["cause"]) == (0.0, 1.0, "verdict/invalid")
     assert floors == {"verdict/invalid": 1}
-
-
-def test_a_verdict_that_says_it_was_recorded_and_was_not_is_counted():
-    async def boasts(leaves, sample, ask):
-        return replace(await leaves["small"].judge(sample, ask), cached=True)
-
-    async def main(engine, sources):
-        return await engine.score(sample()), engine.statistics().cached
-
-    outcome, cached = played(boasts, main)
-    assert (outcome.verdict.cached, outcome.verdict.attempts, cached) == (False, 1, 0)
 
 
 def test_later_stages_of_a_batch_do_not_wait_until_nobody_looks_anything_up():

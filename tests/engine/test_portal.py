@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from concurrent.futures import CancelledError
@@ -33,13 +32,6 @@ def test_futures_give_outcomes(portal):
     outcomes = portal.submit_all([make_sample(1), make_sample(2)]).result()
     assert [outcome.reward for outcome in outcomes] == [0.025, 0.025]
     assert portal.statistics().scored == 3
-
-
-def test_an_event_loop_can_await_them(portal):
-    async def main():
-        return await asyncio.wrap_future(portal.submit(make_sample()))
-
-    assert [asyncio.run(main()).reward for _ in range(2)] == [0.025, 0.025]
 
 
 def test_cancelling_a_future_cancels_its_attempts(portal, judge):

@@ -130,18 +130,6 @@ def test_mistakes(wrong, said):
     assert said in str(error.value)
 
 
-def test_a_printed_configuration_is_read_back():
-    config = load_config(
-        tree(
-            routes={"u": {"judge": "style", "priority": "high", "latency_sensitive": True}, "*": "right"},
-            judges=TWO_JUDGES,
-            priority={"validation": "low"},
-        )
-    )
-    assert load_config(config.model_dump(mode="json")) == config
-    assert (config.routes["u"].priority, config.judges["style"].priority) == (10, -10)
-
-
 def test_a_retry_keeps_its_priority():
     order = []
 

@@ -123,10 +123,6 @@ def test_pieces_come_when_the_source_sends_them():
     assert (request.messages, request.parameters) == (tuple(ASKED), {"max_tokens": 1024})
 
 
-def test_a_source_that_does_not_stream_gives_one_piece():
-    assert in_engine(lambda engine: read(engine.stream_text("a", ASKED)), StreamingSource("a", streams=False)) == [TEXT]
-
-
 @pytest.mark.parametrize(
     "error", [TransientError("broken"), Throttled("wait", retry_after_s=3.0), PermanentError("no", status=400)]
 )
@@ -182,12 +178,6 @@ def test_the_deadline_ends_the_stream_with_the_text_so_far(fails):
 
     pieces, failed = in_engine(main, source)
     assert (pieces, failed.reason, failed.text) == (WORDS[:2], "deadline", "one two ")
-
-
-def test_the_time_limit_of_a_source_ends_a_stream_once():
-    source = StreamingSource("a", fails={0: (2, "hang")})
-    pieces, failed = in_engine(lambda engine: read_until_failed(engine.stream_text("a", ASKED)), source, total_s=10)
-    assert (pieces, failed.reason, len(source.requests)) == (WORDS[:2], "broken", 1)
 
 
 def test_a_journal_keeps_no_stream_alive_after_its_deadline(tmp_path):
@@ -298,20 +288,6 @@ def test_closing_the_engine_ends_streams():
 
     pieces, failed = in_engine(main, source)
     assert (pieces, failed.reason) == (WORDS[:2], "closed")
-
-
-def test_a_slow_reader_holds_no_permit_and_gets_the_rest_at_once():
-    source = StreamingSource("a")
-
-    async def main(engine):
-        stream = engine.stream_text("a", ASKED)
-        assert await anext(stream) == "one "
-        await asyncio.sleep(1000)
-        assert source.in_flight == engine.upstreams["a"].quota.in_flight == 0
-        assert stream.answer.text == TEXT
-        return await read(stream)
-
-    assert in_engine(main, source, total_s=20) == ["two three four five"]
 
 
 def test_a_stream_waits_for_its_permit_and_goes_by_priority():

@@ -21,7 +21,7 @@ from ..observers import Observers
 from ..quotas.quota import Quota
 from ..scheduling import Breaker, Pauses, Speed, Tail
 from ..sharing.membership import Channel, Membership
-from ..system.threads import abandon, cancel_all
+from ..system.threads import cancel_all
 
 if TYPE_CHECKING:
     from .call import Attempt, PendingCall
@@ -148,7 +148,6 @@ class Limiter:
         if self._wake is not None:
             self._wake.cancel()
         for task in await cancel_all(list(tasks), within_s=within_s):
-            abandon(task)
             self.ended(tasks[task], self.now())
             _log.warning("%s: a call did not end within %g s of being cancelled, and is abandoned", self.name, within_s)
         if self.membership is not None:

@@ -31,7 +31,7 @@ from ..scheduling.upstreams import assign, open_budgets, with_draining
 from ..sharing.channels import OpenedChannel, budget_key, channel_of, source_keys
 from ..sharing.membership import Channel, Limited, Membership
 from ..sources import Source
-from ..system.threads import abandon, cancel_all
+from ..system.threads import cancel_all
 from .remote import RemoteScoring, RemoteServer, open_server
 from .scoring import Scoring
 from .source_starts import SourceStarts, has_servers
@@ -352,7 +352,6 @@ class Lifetime:
         finally:
             # Also after a cancellation, so that parts that are closing have time to end.
             for task in await cancel_all(tasks, within_s=END_WITHIN_S):
-                abandon(task)
                 _log.warning("%s could not be closed within %g s, and is abandoned", tasks[task], CLOSE_WITHIN_S)
             for task, what in tasks.items():
                 failed = task.exception() if task.done() and not task.cancelled() else None

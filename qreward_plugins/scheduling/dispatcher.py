@@ -411,10 +411,12 @@ class Dispatcher:
         self.fail(job, "deadline", f"no answer within {waited:.1f} s: {detail}")
 
     def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:
+        """End a job without an answer. `invalid`: its sources answered, but never validly."""
         now = self._loop.time()
         self.finish(job, job.unanswered(reason, detail, now, invalid=invalid), now)
 
     def finish(self, job: Job, result: Answer[Any] | Unanswered, now: float) -> None:
+        """End a job with its result at `now`. Nothing happens if it has ended already."""
         if not job.ended:
             job.ended = True
             self._forget(job, result, now)

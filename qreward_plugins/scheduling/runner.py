@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..errors import TransientError
 from ..observers import AttemptStarted, Observers
-from ..system.threads import abandon, cancel_all
+from ..system.threads import cancel_all
 from .attempts import Attempt, AttemptError, report_end
 from .jobs import Job
 from .timers import TimeLimits
@@ -93,7 +93,6 @@ class Runner:
             attempt.cancel()
         await asyncio.sleep(0)
         for task in await cancel_all(list(self._tasks), within_s=CLOSE_WITHIN_S):
-            abandon(task)
             attempt = self._tasks.pop(task)
             now = self._loop.time()
             attempt.abandon(now)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
 from typing import Any, Generic, TypeVar
 
-from .threads import abandon, cancel_all
+from .threads import cancel_all
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -69,8 +69,7 @@ class Stream(Generic[S, R]):
                     await self._changed.wait()
         finally:
             tasks = [feeder, *(task for _, task in held)]
-            for task in await cancel_all(tasks, within_s=END_WITHIN_S):
-                abandon(task)
+            await cancel_all(tasks, within_s=END_WITHIN_S)
             for task in tasks:
                 if task.done() and not task.cancelled():
                     task.exception()  # marks it as retrieved, so that asyncio does not log it after another exception

@@ -48,7 +48,7 @@ async def test_different_numbers_start_after_two_questions(serve):
         assert isinstance(await engine.score(SAMPLE), Scored)
         assert (engine.statistics().submitted, engine.statistics().sources["rm"].requests) == (4, 6)
         assert engine.last_batch() is not None
-    assert heard == [PAIRS[0].good, PAIRS[0].bad, *["four"] * 4]
+    assert heard == [PAIRS[0].bad, PAIRS[0].good, *["four"] * 4]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ async def test_many_callers_share_one_start(serve):
         waiting[0].cancel()
         outcomes = await asyncio.gather(*waiting[1:])
         assert [outcome.reward for outcome in outcomes] == [4.0] * 4
-    assert heard == [PAIRS[0].good, PAIRS[0].bad, *["four"] * 4]
+    assert heard == [PAIRS[0].bad, PAIRS[0].good, *["four"] * 4]
 
 
 async def test_check_names_the_same_cause(serve):

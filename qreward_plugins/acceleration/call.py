@@ -83,7 +83,7 @@ class PendingCall:
         self._rank: Rank = rank
         self._group, self.limiter, self._runner, self._rng, self._tally = group, limiter, runner, rng, tally
         self._on_end = on_end
-        self._live: list[Attempt] = []
+        self._live: list[FunctionAttempt] = []
         self._attempts = self._hedges = 0
         self._errors: dict[int, BaseException] = {}
         """What each attempt raised, by its number."""
@@ -134,7 +134,7 @@ class PendingCall:
     def _start(self, now: float, *, hedge: bool = False) -> None:
         limiter, options = self.limiter, self.options
         probe = not limiter.breaker.closed
-        attempt = Attempt(self, self._attempts, now, hedge, limiter.quota.reserve(0.0, 0.0, now), probe)
+        attempt = FunctionAttempt(self, self._attempts, now, hedge, limiter.quota.reserve(0.0, 0.0, now), probe)
         self._attempts += 1
         self._live.append(attempt)
         self._started_at = min(self._started_at, now)
@@ -150,7 +150,7 @@ class PendingCall:
                 attempt.expected_s = limiter.speed.expected_s(self.size)
             self._hedge_at(now + self._first_s(attempt))
 
-    async def _run(self, attempt: Attempt) -> None:
+    async def _run(self, attempt: FunctionAttempt) -> None:
         try:
             value = await self._runner(self, attempt.begin)
         except GeneratorExit:
@@ -165,7 +165,7 @@ class PendingCall:
         else:
             self._answered(attempt, value)
 
-    def _answered(self, attempt: Attempt, value: Any) -> None:
+    def _answered(self, attempt: FunctionAttempt, value: Any) -> None:
         if attempt.given_up or attempt.called_off or attempt.timed_out:
             self._raised(attempt, asyncio.CancelledError())
             return
@@ -178,13 +178,13 @@ class PendingCall:
         self._leave("", "")
         self._on_end(value)
 
-    def _settle(self, attempt: Attempt) -> None:
+    def _settle(self, attempt: FunctionAttempt) -> None:
         """Clean up after the task of an attempt: it may have been cancelled before its first step."""
         if not attempt.over:
             self._raised(attempt, asyncio.CancelledError())
         self.limiter.go()
 
-    def _raised(self, attempt: Attempt, error: BaseException) -> None:
+    def _raised(self, attempt: FunctionAttempt, error: BaseException) -> None:
         now = self._end(attempt, rejected=isinstance(error, Throttled))
         limiter = self.limiter
         if attempt.given_up:
@@ -204,17 +204,17 @@ class PendingCall:
             error = self._timeout(attempt)
         self._failed(attempt, error, now)
 
-    def give_up(self, attempt: Attempt) -> None:
+    def give_up(self, attempt: FunctionAttempt) -> None:
         """Go on without an attempt that swallows its cancellation. It keeps its place until it ends."""
         attempt.given_up = True
         self._live.remove(attempt)
         self._failed(attempt, self._timeout(attempt), self.limiter.now())
         self.limiter.go()
 
-    def _timeout(self, attempt: Attempt) -> FunctionTimeout:
+    def _timeout(self, attempt: FunctionAttempt) -> FunctionTimeout:
         return FunctionTimeout(f"{self._tally.name} took longer than {self.options.timeout_s:g} s")
 
-    def _end(self, attempt: Attempt, *, rejected: bool = False) -> float:
+    def _end(self, attempt: FunctionAttempt, *, rejected: bool = False) -> float:
         """Free what an attempt holds; return the time."""
         now = self.limiter.now()
         attempt.over = True
@@ -225,7 +225,7 @@ class PendingCall:
         self.limiter.ended(attempt, now, rejected=rejected)
         return now
 
-    def _failed(self, attempt: Attempt, error: BaseException, now: float) -> None:
+    def _failed(self, attempt: FunctionAttempt, error: BaseException, now: float) -> None:
         limiter = self.limiter
         self._errors[attempt.number] = error
         text = f"{type(error).__name__}: {one_line(text_of(error), _MESSAGE_CHARS)}"
@@ -244,7 +244,7 @@ class PendingCall:
         if opens:
             limiter.strand(now)
 
-    def _go_on(self, attempt: Attempt, text: str, now: float, *, passes: bool) -> None:
+    def _go_on(self, attempt: FunctionAttempt, text: str, now: float, *, passes: bool) -> None:
         limiter, options = self.limiter, self.options
         tries = self._attempts - self._hedges
         again = passes and tries <= options.retries
@@ -278,7 +278,7 @@ class PendingCall:
 
     # Hedges
 
-    def _first_s(self, attempt: Attempt) -> float:
+    def _first_s(self, attempt: FunctionAttempt) -> float:
         """Age, in seconds, at which an attempt is checked first."""
         hedge = self.options.hedge
         return max(FIRST_LOOK_S, attempt.expected_s) if hedge is True else float(hedge)
@@ -302,7 +302,7 @@ class PendingCall:
         self._turn = self.limiter.push(rank, self._hedge)
         self.limiter.go()
 
-    def _worth(self, attempt: Attempt, age_s: float) -> bool:
+    def _worth(self, attempt: FunctionAttempt, age_s: float) -> bool:
         """Whether a new attempt is likely to end before this one, by the ages at which others have ended."""
         speed = self.limiter.speed
         if not speed.settled:
@@ -385,7 +385,7 @@ class PendingCall:
 
 
 @dataclass(eq=False)
-class Attempt:
+class FunctionAttempt:
     """One try of a call. Times are seconds of the event loop's clock."""
 
     call: PendingCall

@@ -19,7 +19,7 @@ from .limiter import Limiter
 from .limits import ANY_NUMBER
 
 if TYPE_CHECKING:
-    from .call import Attempt
+    from .call import FunctionAttempt
 
 _log = logging.getLogger("qreward_plugins.accelerate")
 _CHARS = 300
@@ -137,7 +137,9 @@ class Tally:
         if self._observers.watched:
             self._observers.emit(AttemptStarted(now, call, attempt, self.name, self.name, hedge, in_flight))
 
-    def attempt_ended(self, call: int, attempt: Attempt, result: AttemptResult, now: float, detail: str = "") -> None:
+    def attempt_ended(
+        self, call: int, attempt: FunctionAttempt, result: AttemptResult, now: float, detail: str = ""
+    ) -> None:
         """Count the end of an attempt. `detail`: what went wrong."""
         seconds = now - attempt.started_at
         self._timeouts += attempt.timed_out

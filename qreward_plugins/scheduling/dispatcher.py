@@ -106,9 +106,7 @@ class Dispatcher:
         return (job for job in self._jobs if not (job.live or job.undecided) and job.waits)
 
     def stuck_jobs(self) -> list[Job]:
-        """Jobs that nothing will ever start or end: any is a bug. For tests; call it between two steps of the event
-        loop.
-        """
+        """Jobs that nothing will ever start or end: any is a bug. For tests, between two steps of the event loop."""
         now, arrived = self._loop.time(), set(self._arrived)
 
         def stuck(job: Job) -> bool:

@@ -17,6 +17,7 @@ from .calls import Answer, Call, Caller, Unanswered
 if TYPE_CHECKING:
     from .attempts import Attempt
     from .batches import Batch, Member
+    from .timers import Alarm
     from .upstream import Upstream
 
 MAX_HEDGES = 5
@@ -157,6 +158,7 @@ class Job:
     entry: int = 0
     """Number of its entry in the queue; 0 if it is not queued."""
     backoff_timer: asyncio.TimerHandle | None = None
+    deadline: Alarm | None = None
 
     def __post_init__(self) -> None:
         self.size = self.request.size

@@ -11,7 +11,7 @@ from ..observers import AttemptStarted, Observers
 from ..system.threads import cancel_all
 from .attempts import Attempt, AttemptError, report_end
 from .jobs import Job
-from .timers import TimeLimits
+from .timers import Alarms
 from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
@@ -40,7 +40,7 @@ class Runner:
         self._on_ended = on_ended
         self._on_settled = on_settled
         self._tasks: dict[asyncio.Task[None], Attempt] = {}
-        self._limits = TimeLimits(loop)
+        self._limits = Alarms(loop)
 
     def __len__(self) -> int:
         return len(self._tasks)

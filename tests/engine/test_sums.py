@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 
 import pytest
 
 from qreward_plugins import Cause, Failed, Scored
-from qreward_plugins.errors import PermanentError, TransientError
+from qreward_plugins.errors import PermanentError
 from qreward_plugins.samples import Sample
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource
@@ -286,58 +285,3 @@ def test_a_batch_counts_what_it_asked_for():
 
     report = engine_run(tree(), simulated(), main, journal=book)
     assert (report.samples, report.scored, report.failed) == (1, 1, 0)
-
-
-# By chance
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_whatever_happens_every_sample_has_one_outcome_in_time(seed):
-    """Parts that fail, hang and answer at random times, callers that give up, cut-offs and a journal."""
-    rng = random.Random(seed)
-    book = MemoryJournal() if rng.random() < 0.5 else None
-
-    def behaviour(number, request, now):
-        chance = rng.random()
-        if chance < 0.1:
-            return TransientError("reset") if chance < 0.05 else PermanentError("no")
-        return NEVER_S if chance < 0.15 else rng.expovariate(0.5)
-
-    def words(request):
-        return written(request) if rng.random() < 0.9 else Reply(text="nonsense")
-
-    config = tree(
-        limits={"concurrency": rng.randint(2, 20)},
-        words={"on_invalid": rng.choice(["missing", "floor"]), "invalid_retries": rng.randint(0, 2)},
-        engine={"max_attempts": rng.randint(1, 3)},
-    )
-
-    async def main(engine):
-        async def call(count):
-            await asyncio.sleep(rng.uniform(0, 3))
-            batch = [sample("" if rng.random() < 0.1 else "x" * rng.randint(1, 99)) for _ in range(count)]
-            started_at, deadline_s = now(), rng.uniform(1, 20)
-            cutoff = Cutoff(rng.uniform(0, 10), rng.random()) if rng.random() < 0.5 else None
-            scoring = asyncio.ensure_future(engine.score_all(batch, deadline_s=deadline_s, cutoff=cutoff))
-            if rng.random() < 0.2:
-                await asyncio.wait([scoring], timeout=rng.uniform(0, 5))
-                scoring.cancel()
-                await asyncio.wait([scoring])
-                return 0
-            outcomes = await scoring
-            assert now() <= started_at + deadline_s + 1e-6
-            for outcome in outcomes:
-                told = outcome.verdict if isinstance(outcome, Scored) else outcome
-                assert told.judge == "total"
-                assert isinstance(outcome, Scored) or outcome.reward is None or outcome.cause is not Cause.INFRA
-                if isinstance(outcome, Scored):
-                    assert outcome.reward == 0.75 * told.components["words"] + 0.25 * told.components["rules"]
-            return len(outcomes)
-
-        counts = await asyncio.gather(*(call(rng.randint(1, 12)) for _ in range(6)))
-        statistics = engine.statistics()
-        assert statistics.scored + statistics.failed_total >= sum(counts)
-        assert statistics.submitted >= statistics.scored + statistics.failed_total
-        assert statistics.waiting == 0
-
-    engine_run(config, simulated(llm=behaviour, rm=behaviour, words=words), main, journal=book)

@@ -1,5 +1,5 @@
-"""Random trees of judges over sources that fail in every way, with cut-offs and journals: each sample has one outcome in
-time, and nothing is left.
+"""Random trees of judges over sources that fail in every way, with cut-offs and journals: each sample has one outcome
+in time, and nothing is left.
 
 QREWARD_TREES=10000 plays so many seeds, a few minutes; the default run plays a hundred.
 """

@@ -13,10 +13,10 @@ from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.judges import Judge, JudgeFailed, JudgeRouter, SumJudge
 from qreward_plugins.judges.base import Ask, together
 from qreward_plugins.samples import Cause, Failed, Sample, Verdict
-from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
+from qreward_plugins.scheduling import Unanswered
 from qreward_plugins.simulation import run
 
-from ..kit import each_of
+from ..kit import asked, each_of
 
 KEY = b"a key that no policy can see"
 SOURCES = {
@@ -44,47 +44,6 @@ def total() -> Callable[..., SumJudge]:
         return made
 
     return build
-
-
-class Asked:
-    """Answers calls by the name of whoever asks: a verdict, or why there is none, after so many seconds."""
-
-    def __init__(self, **answers: tuple[float, Verdict | Unanswered]) -> None:
-        self.answers = answers
-        self.under_way: set[str] = set()
-        self.cancelled: set[str] = set()
-
-    async def __call__(self, call: Any) -> Any:
-        seconds, said = self.answers[call.name]
-        self.under_way.add(call.name)
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:
-            self.cancelled.add(call.name)
-            raise
-        finally:
-            self.under_way.discard(call.name)
-        if isinstance(said, Unanswered):
-            raise CallFailed(said)
-        return Answer(said, "s")
-
-
-def judged(judge: SumJudge, asked: Asked) -> tuple[Verdict | Failed, float]:
-    """What a judge says, and after how many seconds of virtual time."""
-
-    async def main() -> tuple[Verdict | Failed, float]:
-        loop = asyncio.get_running_loop()
-        said: Verdict | Failed
-        try:
-            said = await judge.judge(SAMPLE, asked)
-        except JudgeFailed as error:
-            said = error.failed
-        at = loop.time()
-        assert not asked.under_way
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return said, at
-
-    return run(main())
 
 
 def floor(score: float, reason: str = "empty", detail: str = "", cause: Cause = Cause.POLICY) -> Verdict:
@@ -131,8 +90,7 @@ def test_a_sum_of_decimal_weights_is_what_people_expect() -> None:
 
 
 def test_of_several_parts_without_a_reward_at_the_same_time_the_first_is_told(total: Any) -> None:
-    asked = Asked(format=(1.0, Unanswered("invalid", invalid=True)), quality=(1.0, Unanswered("exhausted")))
-    said, _ = judged(total(), asked)
+    said, _, _ = asked(total(), format=Unanswered("invalid", invalid=True), quality=Unanswered("exhausted"))
     assert isinstance(said, Failed)
     assert said.describe() == "infra failure (exhausted): quality: exhausted"
 
@@ -170,9 +128,7 @@ def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them() -
     top: Any = nested().judges["top"]
     assert top.component_names() == ("inner", "inner/quality", "inner/quality/proof", "inner/format", "format")
     assert top.calls == 3
-    asked = Asked(quality=(1.0, Verdict(1.0, components={"proof": 0.5})), format=(1.0, Verdict(0.5)))
-    said, _ = judged(top, asked)
-    assert isinstance(said, Verdict)
+    said, _, _ = asked(top, quality=Verdict(1.0, components={"proof": 0.5}), format=0.5)
     assert said.score == pytest.approx(2 * 0.75 + 0.5)
     assert said.components == {
         "inner": 0.75,
@@ -181,10 +137,8 @@ def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them() -
         "inner/format": 0.5,
         "format": 0.5,
     }
-    asked = Asked(quality=(1.0, Unanswered("exhausted", "500")), format=(9.0, Verdict(0.5)))
-    said, at = judged(top, asked)
-    assert isinstance(said, Failed)
-    assert (said.detail, at, asked.cancelled) == ("inner: quality: 500", 1.0, {"format"})
+    said, _, at = asked(top, quality=Unanswered("exhausted", "500"), format=(9.0, 0.5))
+    assert (said.detail, at) == ("inner: quality: 500", 1.0)
 
 
 def test_a_bar_that_no_sum_can_reach_is_a_mistake(total: Any) -> None:

@@ -3,6 +3,7 @@
 - `configs`: a configuration and samples, in one line each.
 - `stage`: an engine in virtual time over scripted sources.
 - `journals`: a journal in memory.
+- `judges`: a judge without an engine.
 - `wire`: engines against judge servers on loopback.
 - `programs`: a program in a process of its own, which ends with its test.
 - `players`: one step of each framework's fake trainer.
@@ -17,6 +18,7 @@
 from .configs import make_config, make_limits, make_sample, make_samples
 from .disks import read_only
 from .journals import MemoryJournal
+from .judges import asked
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
 from .players import FRAMEWORKS, Step, play
 from .programs import SAFETY_S, Program, wait_until
@@ -35,6 +37,7 @@ __all__ = [
     "Stage",
     "Step",
     "Wired",
+    "asked",
     "by_word",
     "children_left",
     "connections_left",

@@ -67,7 +67,10 @@ FEATURES: dict[tuple[int, str], str] = {
         engine/test_limits.py::test_a_429_pauses_the_source_as_long_as_it_says_and_is_no_failure
         engine/test_failures.py::test_retries_come_no_faster_than_their_budget
         """,
-    (12, "failover"): "engine/test_failures.py::test_another_source_takes_what_one_cannot_answer",
+    (12, "failover"): """
+        engine/test_failures.py::test_a_dead_source_is_not_asked_until_a_probe_is_answered
+        engine/test_limits.py::test_a_throttled_sample_moves_on_at_once_where_another_source_is_free
+        """,
     (13, "circuit breaker"): "engine/test_failures.py::test_a_dead_source_is_not_asked_until_a_probe_is_answered",
     (14, "hedging"): (
         "engine/test_hedging.py::test_where_nothing_waits_an_attempt_is_hedged_elsewhere_before_it_is_overdue"

@@ -71,20 +71,6 @@ def test_the_last_batch_says_what_it_waited_for(caplog):
     assert report.describe().startswith("8 samples in 4.0 s; waited 4.0 s on a: 3.0 queue, 1.0 service")
 
 
-def test_it_is_the_one_that_ended_last_and_not_the_one_that_began_last():
-    async def main(engine):
-        slow = asyncio.ensure_future(engine.score_all(samples(12)))
-        await asyncio.sleep(0.5)
-        await engine.score_all(samples(2), priority=1)
-        first = engine.last_batch()
-        await slow
-        return first, engine.last_batch()
-
-    first, last = engine_run(tree(limits={"concurrency": 1}), simulated(), main)
-    assert (first.samples, first.makespan_s) == (2, pytest.approx(2.5))
-    assert (last.samples, last.makespan_s) == (12, pytest.approx(14.0))
-
-
 def test_samples_that_are_scored_one_by_one_are_one_batch_while_they_overlap():
     async def main(engine):
         scoring = []
@@ -227,16 +213,6 @@ def test_what_the_journal_knows_counts_for_the_quorum():
     outcomes, took_s = remembering_run(simulated(behaviour=hangs_for("x" * 10)), main)
     assert [getattr(outcome, "reason", "scored") for outcome in outcomes] == ["scored"] * 9 + ["cutoff"]
     assert took_s == pytest.approx(5.0)
-
-
-def test_a_batch_that_is_cut_off_while_the_journal_is_asked_ends_all_the_same():
-    async def main(engine):
-        outcomes = await engine.score_all(samples(5), cutoff=Cutoff(0.001, quorum=0.0))
-        return {outcome.reason for outcome in outcomes}
-
-    sources = simulated()
-    assert remembering_run(sources, main) == {"cutoff"}
-    assert sources["a"].arrivals == []
 
 
 def test_an_answer_out_of_the_journal_begins_no_batch():

@@ -80,11 +80,6 @@ def test_the_class_of_an_error_decides_whether_it_is_asked_again(error, requests
     assert (len(stage.sent), played.all_scored) == (requests, scored)
 
 
-def test_another_source_takes_what_one_cannot_answer():
-    stage = Stage({"a": fails(TransientError("503")), "b": 1.0}, options=options())
-    assert stage.play(make_samples(30)).shares == {"b": 30}
-
-
 # Outages
 
 
@@ -204,12 +199,6 @@ def test_an_attempt_that_takes_far_too_long_is_started_again_a_few_times():
     (outcome,) = stage.run(main)
     assert isinstance(outcome, Scored)
     assert outcome.verdict.attempts == 1 + MAX_RESTARTS
-
-
-def test_a_sample_that_hangs_the_judge_is_asked_again_after_the_others():
-    stage = Stage({"a": poison_is(NEVER_S)}, options=options(places(1, "a"), total_s=20, deadline_s=600.0))
-    played = stage.play(poisoned(2) + make_samples(30))
-    assert labels(played.outcomes[2:]) == {"scored"}
 
 
 def test_what_something_else_cancels_has_failed_and_is_asked_again():

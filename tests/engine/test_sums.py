@@ -273,15 +273,3 @@ def test_only_what_is_not_on_record_is_asked_for():
     assert (outcome.reward, outcome.verdict.cached, outcome.verdict.attempts) == (0.375, False, 1)
     assert (report.samples, report.scored, report.attempts) == (1, 1, 1)
     assert (statistics.scored, statistics.cached) == (1, 0)
-
-
-def test_a_batch_counts_what_it_asked_for():
-    book = MemoryJournal()
-
-    async def main(engine):
-        await engine.score(sample("known"))
-        await engine.score_all([sample("known"), sample("new")])
-        return engine.last_batch()
-
-    report = engine_run(tree(), simulated(), main, journal=book)
-    assert (report.samples, report.scored, report.failed) == (1, 1, 0)

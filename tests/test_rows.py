@@ -45,9 +45,10 @@ FEATURES: dict[tuple[int, str], str] = {
         testing/test_fake_verl.py::test_a_step_has_scores_at_the_last_token_and_advantages_by_group
         test_promises.py::test_no_framework_ever_holds_a_number_that_is_none
         """,
-    (7, "connections are kept"): "engine/test_resilience.py::test_connections_are_kept_and_used_again",
+    (7, "connections are kept"): "engine/test_engine.py::test_connections_are_kept_and_used_again",
     (8, "several calls in one request"): """
-        engine/test_resilience.py::test_a_batch_of_calls_goes_in_one_request_and_a_bad_one_is_asked_again_alone
+        engine/test_request_batches.py::test_calls_that_wait_go_in_full_requests_spread_over_the_declared_places
+        engine/test_request_batches.py::test_the_one_that_fails_a_request_is_found_by_splitting_and_costs_no_neighbour
         server/test_reward_buffer.py::test_size_flush_and_merge
         server/test_reward_buffer.py::test_time_flush
         server/test_reward_buffer.py::test_split
@@ -62,15 +63,20 @@ FEATURES: dict[tuple[int, str], str] = {
         bench/test_learned_limits.py::test_workers_learn_an_undeclared_limit_with_hardly_more_429s_than_one
         """,
     (11, "retries by class of error"): """
-        engine/test_resilience.py::test_the_class_of_an_error_decides_whether_it_is_asked_again
-        engine/test_resilience.py::test_a_source_is_left_alone_for_as_long_as_it_asks
-        engine/test_resilience.py::test_retries_come_no_faster_than_their_budget
+        engine/test_failures.py::test_the_class_of_an_error_decides_whether_it_is_asked_again
+        engine/test_limits.py::test_a_429_pauses_the_source_as_long_as_it_says_and_is_no_failure
+        engine/test_failures.py::test_retries_come_no_faster_than_their_budget
         """,
-    (12, "failover"): "engine/test_resilience.py::test_another_source_takes_what_one_cannot_answer",
-    (13, "circuit breaker"): ("engine/test_resilience.py::test_a_dead_source_is_not_asked_until_a_probe_is_answered"),
-    (14, "hedging"): "engine/test_resilience.py::test_a_straggler_is_hedged_and_the_first_answer_counts",
+    (12, "failover"): """
+        engine/test_failures.py::test_a_dead_source_is_not_asked_until_a_probe_is_answered
+        engine/test_limits.py::test_a_throttled_sample_moves_on_at_once_where_another_source_is_free
+        """,
+    (13, "circuit breaker"): "engine/test_failures.py::test_a_dead_source_is_not_asked_until_a_probe_is_answered",
+    (14, "hedging"): (
+        "engine/test_hedging.py::test_where_nothing_waits_an_attempt_is_hedged_elsewhere_before_it_is_overdue"
+    ),
     (15, "priorities over one pool of sources"): """
-        engine/test_resilience.py::test_a_call_of_a_higher_priority_goes_first
+        engine/test_batches.py::test_one_sample_may_go_before_a_batch
         engine/test_priorities.py::test_what_goes_first
         """,
     (16, "model routes, strategies, cost"): """
@@ -127,7 +133,7 @@ FEATURES: dict[tuple[int, str], str] = {
         server/test_remote_engine.py::test_many_engines_keep_one_limit
         """,
     (26, "finish-time scheduling"): """
-        engine/test_resilience.py::test_a_batch_is_served_so_that_its_last_sample_ends_early
+        engine/test_order.py::test_a_slow_source_takes_short_samples_and_idles_when_it_would_end_last
         engine/test_batches.py::test_a_batch_is_cut_off_and_its_outcomes_keep_their_order
         """,
     (27, "a failure never trains"): "test_promises.py::test_no_framework_ever_holds_a_number_that_is_none",

@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CircuitOpen, EngineError, FunctionTimeout, Throttled
 from ..observers.events import AttemptResult
@@ -30,6 +30,7 @@ from .statistics import Tally
 
 if TYPE_CHECKING:
     from .options import Options
+    from .runner import FunctionRunner
 
 FAILED = "failed"
 """The reason of a call whose last attempt failed."""
@@ -44,12 +45,6 @@ FIRST_LOOK_S = 0.05
 _LATER = 1.25
 """Factor from one age at which an attempt is checked to the next."""
 _MESSAGE_CHARS = 300
-
-
-class Runner(Protocol):
-    """Calls the function once."""
-
-    async def __call__(self, call: PendingCall, on_start: Callable[[], None]) -> Any: ...
 
 
 class PendingCall:
@@ -68,7 +63,7 @@ class PendingCall:
         number: int,
         group: Group,
         limiter: Limiter,
-        runner: Runner,
+        runner: FunctionRunner,
         rng: random.Random,
         tally: Tally,
         on_end: Callable[[Any], None],
@@ -88,7 +83,7 @@ class PendingCall:
         self._rank: Rank = rank
         self._group, self.limiter, self._runner, self._rng, self._tally = group, limiter, runner, rng, tally
         self._on_end = on_end
-        self._live: list[_Attempt] = []
+        self._live: list[FunctionAttempt] = []
         self._attempts = self._hedges = 0
         self._errors: dict[int, BaseException] = {}
         """What each attempt raised, by its number."""
@@ -114,6 +109,7 @@ class PendingCall:
 
     @property
     def waits(self) -> bool:
+        """Whether no attempt of it is under way."""
         return not self._live
 
     def begin(self) -> None:
@@ -138,7 +134,7 @@ class PendingCall:
     def _start(self, now: float, *, hedge: bool = False) -> None:
         limiter, options = self.limiter, self.options
         probe = not limiter.breaker.closed
-        attempt = _Attempt(self, self._attempts, now, hedge, limiter.quota.reserve(0.0, 0.0, now), probe)
+        attempt = FunctionAttempt(self, self._attempts, now, hedge, limiter.quota.reserve(0.0, 0.0, now), probe)
         self._attempts += 1
         self._live.append(attempt)
         self._started_at = min(self._started_at, now)
@@ -154,7 +150,7 @@ class PendingCall:
                 attempt.expected_s = limiter.speed.expected_s(self.size)
             self._hedge_at(now + self._first_s(attempt))
 
-    async def _run(self, attempt: _Attempt) -> None:
+    async def _run(self, attempt: FunctionAttempt) -> None:
         try:
             value = await self._runner(self, attempt.begin)
         except GeneratorExit:
@@ -169,7 +165,7 @@ class PendingCall:
         else:
             self._answered(attempt, value)
 
-    def _answered(self, attempt: _Attempt, value: Any) -> None:
+    def _answered(self, attempt: FunctionAttempt, value: Any) -> None:
         if attempt.given_up or attempt.called_off or attempt.timed_out:
             self._raised(attempt, asyncio.CancelledError())
             return
@@ -182,13 +178,13 @@ class PendingCall:
         self._leave("", "")
         self._on_end(value)
 
-    def _settle(self, attempt: _Attempt) -> None:
+    def _settle(self, attempt: FunctionAttempt) -> None:
         """Clean up after the task of an attempt: it may have been cancelled before its first step."""
         if not attempt.over:
             self._raised(attempt, asyncio.CancelledError())
         self.limiter.go()
 
-    def _raised(self, attempt: _Attempt, error: BaseException) -> None:
+    def _raised(self, attempt: FunctionAttempt, error: BaseException) -> None:
         now = self._end(attempt, rejected=isinstance(error, Throttled))
         limiter = self.limiter
         if attempt.given_up:
@@ -208,17 +204,17 @@ class PendingCall:
             error = self._timeout(attempt)
         self._failed(attempt, error, now)
 
-    def give_up(self, attempt: _Attempt) -> None:
+    def give_up(self, attempt: FunctionAttempt) -> None:
         """Go on without an attempt that swallows its cancellation. It keeps its place until it ends."""
         attempt.given_up = True
         self._live.remove(attempt)
         self._failed(attempt, self._timeout(attempt), self.limiter.now())
         self.limiter.go()
 
-    def _timeout(self, attempt: _Attempt) -> FunctionTimeout:
+    def _timeout(self, attempt: FunctionAttempt) -> FunctionTimeout:
         return FunctionTimeout(f"{self._tally.name} took longer than {self.options.timeout_s:g} s")
 
-    def _end(self, attempt: _Attempt, *, rejected: bool = False) -> float:
+    def _end(self, attempt: FunctionAttempt, *, rejected: bool = False) -> float:
         """Free what an attempt holds; return the time."""
         now = self.limiter.now()
         attempt.over = True
@@ -229,7 +225,7 @@ class PendingCall:
         self.limiter.ended(attempt, now, rejected=rejected)
         return now
 
-    def _failed(self, attempt: _Attempt, error: BaseException, now: float) -> None:
+    def _failed(self, attempt: FunctionAttempt, error: BaseException, now: float) -> None:
         limiter = self.limiter
         self._errors[attempt.number] = error
         text = f"{type(error).__name__}: {one_line(text_of(error), _MESSAGE_CHARS)}"
@@ -248,7 +244,7 @@ class PendingCall:
         if opens:
             limiter.strand(now)
 
-    def _go_on(self, attempt: _Attempt, text: str, now: float, *, passes: bool) -> None:
+    def _go_on(self, attempt: FunctionAttempt, text: str, now: float, *, passes: bool) -> None:
         limiter, options = self.limiter, self.options
         tries = self._attempts - self._hedges
         again = passes and tries <= options.retries
@@ -282,7 +278,7 @@ class PendingCall:
 
     # Hedges
 
-    def _first_s(self, attempt: _Attempt) -> float:
+    def _first_s(self, attempt: FunctionAttempt) -> float:
         """Age, in seconds, at which an attempt is checked first."""
         hedge = self.options.hedge
         return max(FIRST_LOOK_S, attempt.expected_s) if hedge is True else float(hedge)
@@ -306,7 +302,7 @@ class PendingCall:
         self._turn = self.limiter.push(rank, self._hedge)
         self.limiter.go()
 
-    def _worth(self, attempt: _Attempt, age_s: float) -> bool:
+    def _worth(self, attempt: FunctionAttempt, age_s: float) -> bool:
         """Whether a new attempt is likely to end before this one, by the ages at which others have ended."""
         speed = self.limiter.speed
         if not speed.settled:
@@ -342,6 +338,7 @@ class PendingCall:
         self.limiter.go()
 
     def fail(self, reason: str, detail: str) -> None:
+        """Fail it: `OPEN`, "closed", "deadline" or `FAILED`."""
         error = self._error(reason, detail)
         mine = isinstance(error, EngineError) and all(error is not each for each in self._errors.values())
         self.result = Raised(error, refused=mine or self.refused)
@@ -388,7 +385,9 @@ class PendingCall:
 
 
 @dataclass(eq=False)
-class _Attempt:
+class FunctionAttempt:
+    """One try of a call. Times are seconds of the event loop's clock."""
+
     call: PendingCall
     number: int
     started_at: float
@@ -408,6 +407,7 @@ class _Attempt:
 
     @property
     def late(self) -> bool:
+        """Whether its call had ended before."""
         return self.call.over
 
     def begin(self) -> None:
@@ -419,6 +419,7 @@ class _Attempt:
         self.reservation.sent(now)
 
     def recall(self) -> None:
+        """End it, and let its call wait for another turn."""
         if not self.timed_out:
             self.call_off()
 

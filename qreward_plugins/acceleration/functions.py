@@ -12,16 +12,15 @@ import importlib
 import inspect
 import pickle
 import sys
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable
 from contextlib import aclosing
 from typing import Any, Concatenate, Generic, TypeVar, overload
 
-from anyio import to_thread
 from typing_extensions import ParamSpec, Self
 
 from ..errors import ConfigurationError, Mistake
 from ..secrets import one_line
-from ..system.streams import End, Stream
+from ..system.streams import Stream, drawn_in_threads
 from .calls import FunctionCalls
 from .options import OF_THE_FUNCTION, RETUNABLE, UNSET, Kind, Options, check_fit, check_names
 from .raised import Raised
@@ -232,6 +231,9 @@ class Accelerated:
             for result, row in zip(results, rows, strict=True)
         ]
 
+    def _stops(self, return_exceptions: bool) -> bool:
+        return not return_exceptions and self._options.default is UNSET
+
     async def _stream(
         self,
         items: Iterable[Any] | AsyncIterable[Any],
@@ -326,9 +328,6 @@ class AsyncFunction(ServedInLoop, Generic[P, T]):
         """
         return self._stream(items, kwargs, window, return_exceptions)
 
-    def _stops(self, return_exceptions: bool) -> bool:
-        return not return_exceptions and self._options.default is UNSET
-
     @overload
     def __get__(self, obj: None, owner: Any) -> Self: ...
 
@@ -361,7 +360,7 @@ class SyncFunction(ServedInThread, Generic[P, T]):
     ) -> list[T]:
         """Call it for each item, as `AsyncFunction.map` does, and block until all have ended."""
         rows = rows_of(items)
-        work = self._all(rows, kwargs, progress, not return_exceptions and self._options.default is UNSET)
+        work = self._all(rows, kwargs, progress, self._stops(return_exceptions))
         return self._values(loop_thread.run(self._calls, work), rows, kwargs, return_exceptions)
 
     async def amap(
@@ -369,7 +368,7 @@ class SyncFunction(ServedInThread, Generic[P, T]):
     ) -> list[T]:
         """Call it for each item as `map` does, without blocking the event loop."""
         rows = rows_of(items)
-        work = self._all(rows, kwargs, progress, not return_exceptions and self._options.default is UNSET)
+        work = self._all(rows, kwargs, progress, self._stops(return_exceptions))
         results = await asyncio.wrap_future(loop_thread.submit(self._calls, work))
         return self._values(results, rows, kwargs, return_exceptions)
 
@@ -377,7 +376,9 @@ class SyncFunction(ServedInThread, Generic[P, T]):
         self, items: Iterable[Any], *, window: int | None = None, return_exceptions: bool = False, **kwargs: Any
     ) -> Generator[T, None, None]:
         """Call it for each item of a stream, as `AsyncFunction.stream` does. Another thread draws the items."""
-        yield from loop_thread.iterate(self._calls, self._stream(_drawn(items), kwargs, window, return_exceptions))
+        yield from loop_thread.iterate(
+            self._calls, self._stream(drawn_in_threads(items), kwargs, window, return_exceptions)
+        )
 
     @overload
     def __get__(self, obj: None, owner: Any) -> Self: ...
@@ -412,11 +413,3 @@ def rows_of(items: tuple[Iterable[Any], ...]) -> list[tuple[Any, ...]]:
     if len({len(column) for column in columns}) > 1:
         raise ValueError(f"map got iterables of different lengths: {', '.join(str(len(each)) for each in columns)}")
     return list(zip(*columns, strict=True))
-
-
-async def _drawn(items: Iterable[Any]) -> AsyncIterator[Any]:
-    """Yield the items, drawing each in a thread, because waiting for one must not block the thread of all calls."""
-    iterator = iter(items)
-    end = End.OF_SAMPLES
-    while (item := await to_thread.run_sync(next, iterator, end, abandon_on_cancel=True)) is not end:
-        yield item

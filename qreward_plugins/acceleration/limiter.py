@@ -15,14 +15,16 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..observers import Observers
 from ..quotas.quota import Quota
-from ..quotas.reservation import Reservation
 from ..scheduling import Breaker, Pauses, Speed, Tail
 from ..sharing.membership import Channel, Membership
-from ..system.threads import abandon, cancel_all
+from ..system.threads import cancel_all
+
+if TYPE_CHECKING:
+    from .call import FunctionAttempt, PendingCall
 
 _log = logging.getLogger("qreward_plugins.accelerate")
 
@@ -81,32 +83,6 @@ class Turn:
         return False
 
 
-class Running(Protocol):
-    """An attempt that is under way."""
-
-    started_at: float
-    probe: bool
-    reservation: Reservation
-    task: asyncio.Task[None] | None
-
-    def recall(self) -> None:
-        """End it, and let its call wait for another turn."""
-        ...
-
-
-class Waiting(Protocol):
-    """A call that has not ended."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether no attempt of it is under way."""
-        ...
-
-    def fail(self, reason: str, detail: str) -> None:
-        """Fail it: `OPEN`, or "closed"."""
-        ...
-
-
 class Limiter:
     """Limits, circuit and waiting turns of one key. Times are seconds of the event loop's clock, sizes any unit.
 
@@ -124,9 +100,9 @@ class Limiter:
         self.pauses = Pauses()
         self.speed = Speed()
         self.tail = Tail()
-        self.live: dict[Running, None] = {}
+        self.live: dict[FunctionAttempt, None] = {}
         """Attempts under way."""
-        self.calls: dict[Waiting, None] = {}
+        self.calls: dict[PendingCall, None] = {}
         """Calls that have not ended."""
         self.used_at = -math.inf
         """When a call came or an attempt ended last."""
@@ -172,7 +148,6 @@ class Limiter:
         if self._wake is not None:
             self._wake.cancel()
         for task in await cancel_all(list(tasks), within_s=within_s):
-            abandon(task)
             self.ended(tasks[task], self.now())
             _log.warning("%s: a call did not end within %g s of being cancelled, and is abandoned", self.name, within_s)
         if self.membership is not None:
@@ -255,19 +230,19 @@ class Limiter:
 
     # Attempts
 
-    def started(self, attempt: Running, now: float) -> None:
+    def started(self, attempt: FunctionAttempt, now: float) -> None:
         """Note that an attempt starts."""
         self.live[attempt] = None
         self.breaker.started()
         self.pauses.started(now)
 
-    def ended(self, attempt: Running, now: float, *, rejected: bool = False) -> None:
+    def ended(self, attempt: FunctionAttempt, now: float, *, rejected: bool = False) -> None:
         """Give the place of an attempt back. `rejected`: the function asked for a pause."""
         self.live.pop(attempt, None)
         attempt.reservation.release(now, rejected=rejected)
         self.used_at = now
 
-    def answered(self, attempt: Running, size: float, now: float) -> None:
+    def answered(self, attempt: FunctionAttempt, size: float, now: float) -> None:
         """Learn from a value."""
         self.breaker.succeeded()
         self.pauses.answered(attempt.started_at)
@@ -276,7 +251,7 @@ class Limiter:
         if self.error_share is not None:
             self.error_share.note(False)
 
-    def throttled(self, attempt: Running, retry_after_s: float | None, now: float) -> None:
+    def throttled(self, attempt: FunctionAttempt, retry_after_s: float | None, now: float) -> None:
         """Pause all calls, as the function asks for, and learn its limits."""
         sent_at = attempt.started_at
         in_pause = self.pauses.covers(sent_at)
@@ -285,7 +260,7 @@ class Limiter:
             _log.warning("%s: %s", self.name, learned)
         self.pauses.throttled(retry_after_s, sent_at, now)
 
-    def failed(self, attempt: Running, error: str, now: float, *, counts: bool) -> bool:
+    def failed(self, attempt: FunctionAttempt, error: str, now: float, *, counts: bool) -> bool:
         """Note a failure; return whether it opens the circuit: then `strand` has to follow. `counts`: a retry may help,
         so that it says something of the function, and not only of the arguments.
         """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config.nodes import PRIORITIES
+from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..errors import Mistake
 from ..secrets import one_line
 
@@ -39,77 +39,24 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_rate(value: Any) -> bool:
+    try:
+        rate_of(value)
+    except ValueError:
+        return False
+    return True
 
 
-def mistakes_of(options: Any) -> Iterable[Mistake]:
-    """Find what is wrong with single options, then with those that do not go together."""
+def _above_0(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
-    def wrong(name: str, remedy: str) -> Mistake:
-        return Mistake(name, f"{one_line(repr(getattr(options, name)), 100)} is not possible.", remedy)
 
-    if options.rate is not None:
-        try:
-            rate_of(options.rate)
-        except ValueError:
-            yield wrong("rate", 'Write it as "600/min", "10/s", "5000/hour", or as a number of calls a second above 0.')
-    for name in ("timeout_s", "deadline_s"):
-        value = getattr(options, name)
-        if value is not None and not (_is_number(value) and value > 0):
-            yield wrong(name, "It is a number of seconds above 0, or None for no limit.")
-    for name in ("interval_s", "longest_interval_s"):
-        if not (_is_number(getattr(options, name)) and getattr(options, name) >= 0):
-            yield wrong(name, "It is a number of seconds, at least 0.")
-    for name in ("idle_s", "recovery_s"):
-        if not (_is_number(getattr(options, name)) and getattr(options, name) > 0):
-            yield wrong(name, "It is a number of seconds above 0.")
-    for name, least in (("burst", 1), ("concurrency", 1)):
-        value = getattr(options, name)
-        if value is not None and not _is_count(value, least):
-            yield wrong(name, f"It is a whole number from {least} on, or None.")
-    for name in ("retries", "max_hedges"):
-        if not _is_count(getattr(options, name), 0 if name == "retries" else 1):
-            yield wrong(name, f"It is a whole number from {0 if name == 'retries' else 1} on.")
-    if not (_is_number(options.backoff) and options.backoff >= 1):
-        yield wrong("backoff", "It is a factor, at least 1.")
-    for name in ("jitter", "hedge_budget"):
-        if not (_is_number(getattr(options, name)) and 0 <= getattr(options, name) <= 1):
-            yield wrong(name, "It is a share from 0 to 1.")
-    if not isinstance(options.hedge, bool) and not (_is_number(options.hedge) and options.hedge > 0):
-        yield wrong("hedge", "It is True, False, or a number of seconds above 0.")
-    if not isinstance(options.breaker, bool) and not _is_count(options.breaker, 1):
-        yield wrong("breaker", "It is True, False, or a number of failures from 1 on.")
-    if not isinstance(options.adaptive, bool) and not (_is_number(options.adaptive) and 0 < options.adaptive < 1):
-        yield wrong("adaptive", "It is True, False, or a share of errors between 0 and 1.")
-    if options.seed is not None and not _is_count(options.seed, -(2**63)):
-        yield wrong("seed", "It is a whole number, or None.")
-    if not isinstance(options.debug, bool):
-        yield wrong("debug", "It is True or False.")
-    if options.name is not None and not (isinstance(options.name, str) and options.name.strip()):
-        yield wrong("name", "It is a text, or None.")
-    if isinstance(options.priority, bool) or not (
-        isinstance(options.priority, int) or options.priority in tuple(PRIORITIES)
-    ):
-        yield wrong("priority", 'It is "high", "normal", "low", or a whole number; higher goes first.')
-    for name, words in (
-        ("window", ("pace", "sliding")),
-        ("mode", ("auto", "thread", "process")),
-        ("shared", ("off", "auto", "ray", "machine")),
-    ):
-        if not isinstance(getattr(options, name), str) or getattr(options, name) not in words:
-            yield wrong(name, f"It is one of {', '.join(words)}.")
-    for name in ("key", "size"):
-        value = getattr(options, name)
-        if value is not None and (not callable(value) or inspect.iscoroutinefunction(value)):
-            yield wrong(name, "It is a plain function of the arguments, or None.")
-    if inspect.iscoroutinefunction(options.default) or inspect.isasyncgenfunction(options.default):
-        yield wrong("default", "A function that makes a default must not be async.")
-    if not _is_retry_on(options.retry_on):
-        yield wrong("retry_on", "It is an exception class, a tuple of them, or a plain function of the error.")
-    if not isinstance(options.observers, tuple):
-        yield wrong("observers", "It is a list; put a single observer into one.")
-    yield from _conflicts(options)
+def _count_from(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_plain_function(value: Any) -> bool:
+    return callable(value) and not inspect.iscoroutinefunction(value)
 
 
 def _is_retry_on(value: Any) -> bool:
@@ -117,7 +64,77 @@ def _is_retry_on(value: Any) -> bool:
         return issubclass(value, BaseException)
     if isinstance(value, tuple):
         return all(isinstance(each, type) and issubclass(each, BaseException) for each in value)
-    return callable(value) and not inspect.iscoroutinefunction(value)
+    return _is_plain_function(value)
+
+
+def _or(other: object, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is other or fits(value)
+
+
+def _switch_or(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, bool) or fits(value)
+
+
+def _one_of(*words: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in words
+
+
+_WINDOWS, _MODES, _SHARED = ("pace", "sliding"), ("auto", "thread", "process"), ("off", "auto", "ray", "machine")
+_CHECKS: Sequence[tuple[str, Callable[[Any], bool], str]] = (
+    (
+        "rate",
+        _or(None, _is_rate),
+        'Write it as "600/min", "10/s", "5000/hour", or as a number of calls a second above 0.',
+    ),
+    ("timeout_s deadline_s", _or(None, _above_0), "It is a number of seconds above 0, or None for no limit."),
+    (
+        "interval_s longest_interval_s",
+        lambda value: _is_number(value) and value >= 0,
+        "It is a number of seconds, at least 0.",
+    ),
+    ("idle_s recovery_s", _above_0, "It is a number of seconds above 0."),
+    ("burst concurrency", _or(None, _count_from(1)), "It is a whole number from 1 on, or None."),
+    ("retries", _count_from(0), "It is a whole number from 0 on."),
+    ("max_hedges", _count_from(1), "It is a whole number from 1 on."),
+    ("backoff", lambda value: _is_number(value) and value >= 1, "It is a factor, at least 1."),
+    ("jitter hedge_budget", lambda value: _is_number(value) and 0 <= value <= 1, "It is a share from 0 to 1."),
+    ("hedge", _switch_or(_above_0), "It is True, False, or a number of seconds above 0."),
+    ("breaker", _switch_or(_count_from(1)), "It is True, False, or a number of failures from 1 on."),
+    (
+        "adaptive",
+        _switch_or(lambda value: _above_0(value) and value < 1),
+        "It is True, False, or a share of errors between 0 and 1.",
+    ),
+    ("seed", _or(None, _count_from(-(2**63))), "It is a whole number, or None."),
+    ("debug", lambda value: isinstance(value, bool), "It is True or False."),
+    ("name", _or(None, lambda value: isinstance(value, str) and bool(value.strip())), "It is a text, or None."),
+    (
+        "priority",
+        lambda value: _count_from(-MOST_PRIORITY)(value) or _one_of(*PRIORITIES)(value),
+        'It is "high", "normal", "low", or a whole number; higher goes first.',
+    ),
+    ("window", _one_of(*_WINDOWS), f"It is one of {', '.join(_WINDOWS)}."),
+    ("mode", _one_of(*_MODES), f"It is one of {', '.join(_MODES)}."),
+    ("shared", _one_of(*_SHARED), f"It is one of {', '.join(_SHARED)}."),
+    ("key size", _or(None, _is_plain_function), "It is a plain function of the arguments, or None."),
+    (
+        "default",
+        lambda value: not (inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value)),
+        "A function that makes a default must not be async.",
+    ),
+    ("retry_on", _is_retry_on, "It is an exception class, a tuple of them, or a plain function of the error."),
+    ("observers", lambda value: isinstance(value, tuple), "It is a list; put a single observer into one."),
+)
+"""The names of options, what their values must be, and how to write them."""
+
+
+def mistakes_of(options: Any) -> Iterable[Mistake]:
+    """Find what is wrong with single options, then with those that do not go together."""
+    for names, fits, words in _CHECKS:
+        for name in names.split():
+            if not fits(value := getattr(options, name)):
+                yield Mistake(name, f"{one_line(repr(value), 100)} is not possible.", words)
+    yield from _conflicts(options)
 
 
 def _conflicts(options: Options) -> Iterable[Mistake]:

@@ -231,32 +231,11 @@ def check_names(given: Mapping[str, Any]) -> None:
     mistakes = []
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1) or [_SCHEDULE_NAMES.get(str(name), "")]
-            remedy = f"Did you mean {near[0]}?" if near[0] else f"The options are {', '.join(names)}."
+            near = difflib.get_close_matches(str(name), names, n=1)
+            remedy = f"Did you mean {near[0]}?" if near else f"The options are {', '.join(names)}."
             mistakes.append(Mistake(one_line(str(name), 80), "unknown option.", remedy))
     if mistakes:
         raise ConfigurationError(mistakes, origin="accelerate")
-
-
-_SCHEDULE_NAMES = {
-    "timeout": "timeout_s",
-    "retry_times": "retries",
-    "retry_interval": "interval_s",
-    "limit_size": "rate",
-    "limit_window": "rate",
-    "key_func": "key",
-    "exception_types": "retry_on",
-    "default_result": "default",
-    "hedged_request_time": "hedge",
-    "hedged_request_proportion": "hedge_budget",
-    "hedged_request_max_times": "max_hedges",
-    "circuit_breaker_threshold": "breaker",
-    "circuit_breaker_recovery": "recovery_s",
-    "adaptive_limit": "adaptive",
-    "metrics_callback": "observers",
-    "telemetry_exporter": "observers",
-}
-"""Options of QReward's `schedule`, each with its name here."""
 
 
 class GivenOptions(TypedDict, total=False):

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..observers import AttemptEnded, AttemptStarted, CallEnded, Event, Observers, SourceStateChanged
 from ..observers.batch_report import percentile
@@ -17,6 +17,9 @@ from ..samples.spent import NO_USAGE
 from ..secrets import one_line
 from .limiter import Limiter
 from .limits import ANY_NUMBER
+
+if TYPE_CHECKING:
+    from .call import FunctionAttempt
 
 _log = logging.getLogger("qreward_plugins.accelerate")
 _CHARS = 300
@@ -134,7 +137,9 @@ class Tally:
         if self._observers.watched:
             self._observers.emit(AttemptStarted(now, call, attempt, self.name, self.name, hedge, in_flight))
 
-    def attempt_ended(self, call: int, attempt: Ended, result: AttemptResult, now: float, detail: str = "") -> None:
+    def attempt_ended(
+        self, call: int, attempt: FunctionAttempt, result: AttemptResult, now: float, detail: str = ""
+    ) -> None:
         """Count the end of an attempt. `detail`: what went wrong."""
         seconds = now - attempt.started_at
         self._timeouts += attempt.timed_out
@@ -177,16 +182,3 @@ class Tally:
             latency_p50_s=percentile(self._latencies_s, 0.5),
             latency_p95_s=percentile(self._latencies_s, 0.95),
         )
-
-
-class Ended(Protocol):
-    """An attempt that has ended."""
-
-    number: int
-    started_at: float
-    timed_out: bool
-
-    @property
-    def late(self) -> bool:
-        """Whether its call had ended before."""
-        ...

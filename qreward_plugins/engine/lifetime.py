@@ -31,7 +31,7 @@ from ..scheduling.upstreams import assign, open_budgets, with_draining
 from ..sharing.channels import OpenedChannel, budget_key, channel_of, source_keys
 from ..sharing.membership import Channel, Limited, Membership
 from ..sources import Source
-from ..system.threads import abandon, cancel_all
+from ..system.threads import cancel_all
 from .remote import RemoteScoring, RemoteServer, open_server
 from .scoring import Scoring
 from .source_starts import SourceStarts, has_servers
@@ -111,8 +111,6 @@ class Lifetime:
         self._pid = os.getpid()
         self._ended = False
         self._end: asyncio.Task[None] | None = None
-        self._closed: set[str] = set()
-        """The parts that have closed."""
         self._removed: set[str] = set()
         """Names of all sources that were ever removed."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -342,9 +340,8 @@ class Lifetime:
             await asyncio.wait(list(self._closing))
 
     async def _close_all(self, parts: Mapping[str, _Close]) -> None:
-        """Close those of `parts` that are still open, at the same time. A failure of one does not stop the others."""
-        left = {what: aclose for what, aclose in parts.items() if what not in self._closed}
-        tasks = {asyncio.ensure_future(_call(aclose)): what for what, aclose in left.items()}
+        """Close `parts` at the same time. A failure of one does not stop the others."""
+        tasks = {asyncio.ensure_future(_call(aclose)): what for what, aclose in parts.items()}
         if not tasks:
             return
         try:
@@ -352,14 +349,11 @@ class Lifetime:
         finally:
             # Also after a cancellation, so that parts that are closing have time to end.
             for task in await cancel_all(tasks, within_s=END_WITHIN_S):
-                abandon(task)
                 _log.warning("%s could not be closed within %g s, and is abandoned", tasks[task], CLOSE_WITHIN_S)
             for task, what in tasks.items():
                 failed = task.exception() if task.done() and not task.cancelled() else None
                 if failed is not None:
                     _log.warning("%s could not be closed", what, exc_info=failed)
-                elif task.done() and not task.cancelled():
-                    self._closed.add(what)
 
 
 async def _call(aclose: _Close) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anyio import to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from ..config import Config
@@ -26,7 +25,7 @@ from ..observers.batch_report import BatchReport
 from ..observers.facts import Facts
 from ..samples import Outcome, Sample
 from ..scheduling import Cutoff
-from ..system.streams import End
+from ..system.streams import drawn_in_threads
 
 if TYPE_CHECKING:
     from ..replicas.weights import Weights
@@ -87,7 +86,7 @@ class EnginePortal:
         Another thread draws the samples, so their iterator may block, even on an earlier outcome. If it blocks when the
         stream is closed, that thread runs on until the iterator returns.
         """
-        stream = self._engine.score_stream(_drawn(samples), window=window)
+        stream = self._engine.score_stream(drawn_in_threads(samples), window=window)
         try:
             while (scored := self._call(_next, stream)) is not None:
                 yield scored
@@ -183,14 +182,6 @@ class EnginePortal:
         """Return what `RewardEngine.statistics` returns."""
         statistics: EngineStatistics = self._call(self._engine.statistics)
         return statistics
-
-
-async def _drawn(samples: Iterable[Sample]) -> AsyncIterator[Sample]:
-    """Yield the samples, drawing each in a thread, because waiting for one must not block the engine's thread."""
-    iterator = iter(samples)
-    end = End.OF_SAMPLES
-    while (sample := await to_thread.run_sync(next, iterator, end, abandon_on_cancel=True)) is not End.OF_SAMPLES:
-        yield sample
 
 
 async def _next(stream: AsyncGenerator[tuple[Sample, Outcome], None]) -> tuple[Sample, Outcome] | None:

@@ -35,7 +35,7 @@ from ..scheduling import Upstream
 from ..secrets import one_line
 from ..sharing.channels import channel_of, source_keys
 from ..sources.opening import same_keys
-from ..system.threads import abandon, cancel_all, in_thread
+from ..system.threads import cancel_all, in_thread
 from .difference import Difference, difference, opened_anew, starts_servers
 from .lifetime import Lifetime
 
@@ -283,8 +283,7 @@ class Reloader:
 
     async def _stop(self) -> None:
         if self._watching is not None and self._watching.get_loop() is asyncio.get_running_loop():
-            for task in await cancel_all([self._watching], within_s=END_WITHIN_S):
-                abandon(task)
+            await cancel_all([self._watching], within_s=END_WITHIN_S)
 
 
 def _urls(config: Config, name: str) -> object:

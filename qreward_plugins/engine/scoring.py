@@ -24,7 +24,7 @@ from ..scheduling.history import PastAttempt
 from ..secrets import one_line
 from ..sources import Source
 from ..sources.base import Request, ServedWeights
-from ..system.threads import abandon, cancel_all, cancel_futures
+from ..system.threads import cancel_all, cancel_futures
 from .judging import Calling, Judging, Pending
 from .siblings import Siblings
 
@@ -187,7 +187,6 @@ class Scoring:
             each.close()
         await self.dispatcher.aclose()
         for task in await cancel_all(judging, within_s=CLOSE_WITHIN_S):
-            abandon(task)
             name = judging[task].judge.name
             _log.warning("judge %s did not end within %g s of being cancelled, and is abandoned", name, CLOSE_WITHIN_S)
 

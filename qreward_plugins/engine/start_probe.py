@@ -15,11 +15,12 @@ from typing import Any
 from ..errors import ConfigurationError, Mistake
 from ..judges import Leaf
 from ..samples import Sample
-from ..scheduling import Answer, Call, Member, Unanswered
+from ..scheduling import Batch, Call, Unanswered
 from ..sources import LOGITS, Reply
-from ..system.threads import abandon, cancel_all
+from ..system.threads import cancel_all
+from .followed_calls import answers_of
 from .scoring import Scoring
-from .trial import PAIRS, Pair, cause_of_equal
+from .trial import PAIRS, cause_of_equal
 
 _log = logging.getLogger("qreward_plugins.engine")
 
@@ -66,69 +67,36 @@ class StartProbe:
     async def aclose(self) -> None:
         """Stop asking."""
         if self._asking is not None and not self._asking.done():
-            for task in await cancel_all([self._asking], within_s=END_WITHIN_S):
-                abandon(task)
+            await cancel_all([self._asking], within_s=END_WITHIN_S)
 
     async def _ask_all(self, scoring: Scoring) -> list[Mistake]:
         due_at = scoring.now() + START_WITHIN_S
         # Never sealed: it is no batch of samples, and has no report.
         batch = scoring.batches.new(())
-        found = await asyncio.gather(
-            *(
-                self._ask(scoring, name, judge, scoring.batches.join(batch), due_at)
-                for name, judge in self._judges.items()
-            )
-        )
-        return [mistake for mistake in found if mistake is not None]
-
-    async def _ask(self, scoring: Scoring, source: str, judge: Leaf, member: Member, due_at: float) -> Mistake | None:
-        """Compare pairs until two texts get different numbers."""
-        numbers: Mapping[str, float] = {}
-        try:
-            for pair in PAIRS:
-                good = await _answer(scoring, source, judge, pair, pair.good, member, due_at)
-                bad = await _answer(scoring, source, judge, pair, pair.bad, member, due_at)
-                if isinstance(good, Unanswered) or isinstance(bad, Unanswered):
-                    why = good if isinstance(good, Unanswered) else bad
-                    _log.info("source %s was not tested at the start: %s", source, getattr(why, "detail", ""))
-                    return None
-                if good.value != bad.value:
-                    return None
-                numbers = good.value
-        finally:
-            scoring.batches.leave(member, scored=False)
-        shown = ", ".join(f"{number:.3g}" for number in list(numbers.values())[:5])
-        problem = f"it gives right answers and nonsense the same numbers ({shown}): {cause_of_equal(numbers)}."
-        return Mistake(f"sources.{source}", problem, "Compare with: qreward check.")
+        asked = (_ask(scoring, name, judge, batch, due_at) for name, judge in self._judges.items())
+        return [mistake for mistake in await asyncio.gather(*asked) if mistake is not None]
 
 
-async def _answer(
-    scoring: Scoring, source: str, judge: Leaf, pair: Pair, response: str, member: Member, due_at: float
-) -> Answer[Mapping[str, float]] | Unanswered:
-    sample = pair.sample(response, like=Sample([], ""))
-    call = Call((source,), lambda attempt: judge.request(sample, attempt=attempt), _numbers, name=judge.name)
-    waiting = _Waiting()
-    job = scoring.dispatcher.submit(call, waiting, member=member, deadline_at=due_at)
-    try:
-        result: Answer[Mapping[str, float]] | Unanswered = await waiting.future
-        return result
-    finally:
-        if job is not None:
-            scoring.dispatcher.drop(job)
+async def _ask(scoring: Scoring, source: str, judge: Leaf, batch: Batch, due_at: float) -> Mistake | None:
+    """Compare pairs until two texts get different numbers."""
+    numbers: Mapping[str, float] = {}
+    for pair in PAIRS:
+        calls = [_call(source, judge, pair.sample(text, like=Sample([], ""))) for text in (pair.good, pair.bad)]
+        good, bad = await answers_of(scoring.dispatcher, batch, calls, due_at)
+        if isinstance(good, Unanswered) or isinstance(bad, Unanswered):
+            why = good if isinstance(good, Unanswered) else bad
+            _log.info("source %s was not tested at the start: %s", source, getattr(why, "detail", ""))
+            return None
+        if good.value != bad.value:
+            return None
+        numbers = good.value
+    shown = ", ".join(f"{number:.3g}" for number in list(numbers.values())[:5])
+    problem = f"it gives right answers and nonsense the same numbers ({shown}): {cause_of_equal(numbers)}."
+    return Mistake(f"sources.{source}", problem, "Compare with: qreward check.")
 
 
-class _Waiting:
-    """The caller of one question."""
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def ended(self, result: Answer[Any] | Unanswered) -> None:
-        if not self.future.done():
-            self.future.set_result(result)
-
-    def late(self, answer: Answer[Any]) -> None:
-        """Ignore it."""
+def _call(source: str, judge: Leaf, sample: Sample) -> Call[Mapping[str, float]]:
+    return Call((source,), lambda attempt: judge.request(sample, attempt=attempt), _numbers, name=judge.name)
 
 
 def _numbers(_: object, reply: Reply) -> Mapping[str, float]:

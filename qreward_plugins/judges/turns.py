@@ -6,6 +6,7 @@ turns, and so that the journal keeps the answer on each turn.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -90,7 +91,16 @@ class TurnsJudge(Whole):
         ends = [end for end, _ in turns]
         if len(turns) == 1:
             return self._whole(ends, [await self.ask_part(judge, turns[0][1], ask)])
-        running = {f"{judge.name}, turn {number}": judge.judge(turn, ask) for number, (_, turn) in enumerate(turns, 1)}
+        begins = asyncio.Lock()
+
+        async def judged(turn: Sample) -> Verdict:
+            # The prompt of a turn holds all that was said before. Built in one step of the event loop, those of many
+            # turns would hold up all other samples.
+            async with begins:
+                await asyncio.sleep(0)
+            return await judge.judge(turn, ask)
+
+        running = {f"{judge.name}, turn {number}": judged(turn) for number, (_, turn) in enumerate(turns, 1)}
         verdicts, _ = await verdicts_of(self.name, running)
         return self._whole(ends, list(verdicts.values()))
 

@@ -30,7 +30,7 @@ from .upstream import Upstream
 
 if TYPE_CHECKING:
     from .request_batch import RequestBatch
-    from .timers import TimeLimit, TimeLimits
+    from .timers import Alarm, Alarms
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -104,7 +104,7 @@ class Attempt:
     set_aside: tuple[Reservation, ...] = ()
     """The most that it can cost, in each of its source's budgets."""
     task: asyncio.Task[None] | None = None
-    limit: TimeLimit | None = None
+    limit: Alarm | None = None
     """Its time limit, while its task runs."""
     on_end: Callable[[Attempt, AttemptError | None], None] | None = None
     """What `start` was given, if it has a time limit."""
@@ -168,7 +168,7 @@ class Attempt:
         self,
         loop: asyncio.AbstractEventLoop,
         now: float,
-        limits: TimeLimits,
+        limits: Alarms,
         on_end: Callable[[Attempt, AttemptError | None], None],
     ) -> asyncio.Task[None]:
         """Run it in a task. `on_end` is called with its end, unless the task is cancelled.
@@ -179,7 +179,7 @@ class Attempt:
         self.due_at = now + START_WITHIN_S + timeout_s
         if timeout_s < math.inf:
             # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
-            self.limit = limits.watch(self, now + timeout_s)
+            self.limit = limits.set(self.expire, now + timeout_s)
             self.on_end = on_end
         self.task = loop.create_task(self._run(on_end))
         return self.task
@@ -210,7 +210,7 @@ class Attempt:
 
     def _leave(self, now: float) -> None:
         if self.limit is not None:
-            self.limit.attempt = None
+            self.limit.act = None
             self.limit = None
         if self.reservation.held:
             self.reservation.release(now)

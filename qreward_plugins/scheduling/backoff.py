@@ -8,11 +8,15 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from .attempts import Attempt
-from .jobs import Job, Jobs
+from .jobs import Job
 from .pauses import FIRST_S, LONGEST_S
 from .upstream import Upstream
+
+if TYPE_CHECKING:
+    from .dispatcher import Dispatcher
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
@@ -31,8 +35,8 @@ LEAST_PATIENCE_S = 1.0
 class Backoff:
     """The backoff of all jobs of an event loop. Times are seconds of its clock."""
 
-    def __init__(self, jobs: Jobs, upstreams: Mapping[str, Upstream], rng: random.Random) -> None:
-        self._jobs = jobs
+    def __init__(self, dispatcher: Dispatcher, upstreams: Mapping[str, Upstream], rng: random.Random) -> None:
+        self._dispatcher = dispatcher
         self._upstreams = upstreams
         self._rng = rng
         self._until_answered: defaultdict[str, dict[Job, None]] = defaultdict(dict)
@@ -94,7 +98,7 @@ class Backoff:
     def reconsider(self, job: Job, now: float) -> None:
         """Let `job` go with the others again, unless harmless ones wait for its sources that were there before it."""
         names = set(job.call.sources) - job.barred
-        for other in self._jobs.waiting_jobs() if job.last > 1 else ():  # in the order of their submission
+        for other in self._dispatcher.waiting_jobs() if job.last > 1 else ():  # in the order of their submission
             if other.submitted_at > job.submitted_at:
                 break
             if other is not job and other.last < 2 and not names.isdisjoint(set(other.call.sources) - other.barred):
@@ -121,7 +125,7 @@ class Backoff:
             if not job.ended and upstream.name in job.backoff_until:
                 job.back_off(upstream.name, None)
                 if not (job.live or job.undecided):
-                    self._jobs.enqueue(job)
+                    self._dispatcher.enqueue(job)
 
     def alternative(self, job: Job, upstream: Upstream) -> bool:
         """Whether another source could serve `job` and is not degraded."""

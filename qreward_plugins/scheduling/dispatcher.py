@@ -33,7 +33,7 @@ from .planner import Planner
 from .request_batches import close_all, open_all, send_all_ready
 from .retry_policy import RetryPolicy
 from .runner import Runner
-from .timers import Deadlines, Pump
+from .timers import Alarms, Pump
 from .upstream import Upstream
 from .upstreams import Moves, Upstreams, listen, with_draining
 
@@ -83,7 +83,7 @@ class Dispatcher:
         self._jobs: dict[Job, None] = {}
         self._arrived: list[Job] = []
         """Jobs that were submitted and are not queued yet. Some of them may have ended."""
-        self._deadlines = Deadlines(self._loop, partial(self._safely, self.expire))
+        self._deadlines = Alarms(self._loop)
         self._max_attempts = max_attempts
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
         self._runner = Runner(self._loop, observers, on_ended=self._attempt_ended, on_settled=self._settled)
@@ -104,18 +104,6 @@ class Dispatcher:
     def waiting_jobs(self) -> Iterable[Job]:
         """Jobs that are queued, or avoid all their sources for a while."""
         return (job for job in self._jobs if not (job.live or job.undecided) and job.waits)
-
-    def stuck_jobs(self) -> list[Job]:
-        """Jobs that nothing will ever start or end: any is a bug. For tests; call it between two steps of the event
-        loop.
-        """
-        now, arrived = self._loop.time(), set(self._arrived)
-
-        def stuck(job: Job) -> bool:
-            timer = job.backoff_timer
-            return not (job.entry or job in self._equal_calls or (timer is not None and timer.when() >= now))
-
-        return [job for job in self._jobs if not (job.live or job.undecided or job in arrived) and stuck(job)]
 
     def look_again(self) -> None:
         """Pump again, because what a source allows has changed."""
@@ -204,7 +192,8 @@ class Dispatcher:
         job.probes_left = self._max_attempts
         self._jobs[job] = None
         batch.add(job)
-        self._deadlines.add(job)
+        if deadline_at < math.inf:
+            job.deadline = self._deadlines.set(partial(self._due, job), deadline_at)
         self._arrived.append(job)
         self._pump.ask()
         return job
@@ -402,6 +391,10 @@ class Dispatcher:
 
     # Ends
 
+    def _due(self, job: Job, now: float) -> float:
+        self._safely(self.expire, job)
+        return math.inf
+
     def expire(self, job: Job) -> None:
         """Fail a job whose deadline has come."""
         if job.ended or self._retry_policy.settle(job):
@@ -411,10 +404,12 @@ class Dispatcher:
         self.fail(job, "deadline", f"no answer within {waited:.1f} s: {detail}")
 
     def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:
+        """End a job without an answer. `invalid`: its sources answered, but never validly."""
         now = self._loop.time()
         self.finish(job, job.unanswered(reason, detail, now, invalid=invalid), now)
 
     def finish(self, job: Job, result: Answer[Any] | Unanswered, now: float) -> None:
+        """End a job with its result at `now`. Nothing happens if it has ended already."""
         if not job.ended:
             job.ended = True
             self._forget(job, result, now)
@@ -431,7 +426,11 @@ class Dispatcher:
             # Jobs behind it may go now.
             self._pump.ask()
         self._no_longer_waits(job)
-        self._deadlines.discard(job)
+        if job.deadline is not None:
+            job.deadline.act = None
+            job.deadline = None
+        if not self._jobs:
+            self._deadlines.clear()
         keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late and job.call.on_text is None
         for attempt in job.live:
             # A sent attempt is paid for and may still be answered. One that was not sent must not be sent any more.

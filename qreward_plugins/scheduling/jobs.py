@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..samples.spent import NO_USAGE, Spent, Usage
 from ..sources.base import Request
@@ -17,6 +17,7 @@ from .calls import Answer, Call, Caller, Unanswered
 if TYPE_CHECKING:
     from .attempts import Attempt
     from .batches import Batch, Member
+    from .timers import Alarm
     from .upstream import Upstream
 
 MAX_HEDGES = 5
@@ -157,6 +158,7 @@ class Job:
     entry: int = 0
     """Number of its entry in the queue; 0 if it is not queued."""
     backoff_timer: asyncio.TimerHandle | None = None
+    deadline: Alarm | None = None
 
     def __post_init__(self) -> None:
         self.size = self.request.size
@@ -314,23 +316,3 @@ def why_no_source(job: Job, upstreams: Mapping[str, Upstream]) -> str:
         for upstream in barred
     ]
     return "no source can take it (" + "; ".join(sorted(reasons)) + ")"
-
-
-class Jobs(Protocol):
-    """The jobs of an event loop, as the retry policy sees them. The dispatcher holds them."""
-
-    def waiting_jobs(self) -> Iterable[Job]:
-        """Jobs that are queued, or avoid all their sources for a while."""
-        ...
-
-    def enqueue(self, job: Job) -> None:
-        """Queue a job for the sources that it may go to; fail it if there is none."""
-        ...
-
-    def finish(self, job: Job, result: Answer[Any] | Unanswered, now: float) -> None:
-        """End a job with its result at `now`. Nothing happens if it has ended already."""
-        ...
-
-    def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:
-        """End a job without an answer. `invalid`: its sources answered, but never validly."""
-        ...

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Batch
 from ..observers import Observers, RequestBatchSent
-from ..system.threads import abandon, cancel_all
+from ..system.threads import cancel_all
 from .jobs import Job
 from .queue import ReadyQueue
 from .request_batch import RequestBatch
@@ -137,7 +137,6 @@ class RequestBatches:
             for attempt in batch.members:
                 batch.leave(attempt)
         for task in await cancel_all(list(tasks), within_s=CLOSE_WITHIN_S):
-            abandon(task)
             tasks[task].abandon()
             _log.warning(
                 "source %s: a request did not end within %g s of being cancelled, and is abandoned",

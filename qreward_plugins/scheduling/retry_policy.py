@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..errors import (
     InvalidReply,
@@ -57,9 +58,12 @@ from ..samples.spent import NO_USAGE
 from ..sources.base import Reply
 from .attempts import Attempt, AttemptError, is_one_replicas, report_end
 from .backoff import Backoff
-from .jobs import MAX_FAULTS, Job, Jobs
+from .jobs import MAX_FAULTS, Job
 from .preemption import Preemption
 from .upstream import Upstream
+
+if TYPE_CHECKING:
+    from .dispatcher import Dispatcher
 
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses of servers that refuse this one request."""
@@ -76,7 +80,7 @@ class RetryPolicy:
 
     def __init__(
         self,
-        jobs: Jobs,
+        dispatcher: Dispatcher,
         upstreams: Mapping[str, Upstream],
         *,
         rng: random.Random,
@@ -84,12 +88,12 @@ class RetryPolicy:
         keeps_late: bool,
         observers: Observers,
     ) -> None:
-        self._jobs = jobs
+        self._dispatcher = dispatcher
         self._observers = observers
         self._upstreams = upstreams
         self.max_attempts = max_attempts
         self.keeps_late = keeps_late
-        self.backoff = Backoff(jobs, upstreams, rng)
+        self.backoff = Backoff(dispatcher, upstreams, rng)
         self.preemption = Preemption(self, upstreams)
         self._undecided: dict[Job, None] = {}
         """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
@@ -130,7 +134,7 @@ class RetryPolicy:
         if error is None:
             answer = job.answer(attempt, now)
             if not job.ended:
-                self._jobs.finish(job, answer, now)
+                self._dispatcher.finish(job, answer, now)
             elif self.keeps_late:
                 job.caller.late(answer)
         elif isinstance(error, Throttled):
@@ -154,7 +158,7 @@ class RetryPolicy:
         most = job.call.max_attempts
         last = most is not None and (job.attempts >= most or attempt.timed_out)
         if error is not None and last and not (gone or job.ended or job.live):
-            self._jobs.fail(job, "exhausted", str(error))
+            self._dispatcher.fail(job, "exhausted", str(error))
 
     def _replied(self, attempt: Attempt, error: InvalidReply | None, now: float) -> None:
         """Learn from a reply, valid or not: cost, speed and health of its source."""
@@ -294,13 +298,13 @@ class RetryPolicy:
         judges = self._judges_others(job)
         if job.refused_at and not job.invalid_at:
             if judges and job.call.clear_blame:
-                self._jobs.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
+                self._dispatcher.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
             else:
-                self._jobs.fail(job, "no_source", problem)
+                self._dispatcher.fail(job, "no_source", problem)
         elif not judges and all(self._upstreams[name].health.degraded for name in job.invalid_at | job.refused_at):
-            self._jobs.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
+            self._dispatcher.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
         else:
-            self._jobs.fail(job, "invalid", problem, invalid=True)
+            self._dispatcher.fail(job, "invalid", problem, invalid=True)
         return True
 
     def _judges_others(self, job: Job) -> bool:
@@ -315,7 +319,7 @@ class RetryPolicy:
         names = job.invalid_at | job.refused_at
         if any(self._upstreams[name].live for name in names):
             return False
-        return not any(names & (set(other.call.sources) - other.barred) for other in self._jobs.waiting_jobs())
+        return not any(names & (set(other.call.sources) - other.barred) for other in self._dispatcher.waiting_jobs())
 
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
@@ -336,10 +340,10 @@ class RetryPolicy:
         else:
             job.failures += 1
         if not excused and job.failures >= self.max_attempts and not self._others_live(attempt):
-            self._jobs.fail(job, "exhausted", str(error))
+            self._dispatcher.fail(job, "exhausted", str(error))
             return
         if job.begun:
-            self._jobs.fail(job, "broken", str(error))
+            self._dispatcher.fail(job, "broken", str(error))
             return
         if not attempt.probe:
             # Probes need no backoff, because `probes.py` sets their pace.
@@ -355,7 +359,7 @@ class RetryPolicy:
         is_to_blame = name == upstream.name and upstream.answers > answers
         job.raised_at = upstream.name, upstream.answers
         if (is_to_blame or job.failures >= self.max_attempts) and not self._others_live(attempt):
-            self._jobs.fail(job, "exhausted", str(error))
+            self._dispatcher.fail(job, "exhausted", str(error))
             return
         self.backoff.after_raised(job, upstream, now)
         self.retry(attempt, str(error))
@@ -366,7 +370,7 @@ class RetryPolicy:
         job.faults += 1
         job.go_last()
         if (had_whole_limit or job.faults >= MAX_FAULTS) and not self._others_live(attempt):
-            self._jobs.fail(job, error.reason, str(error))
+            self._dispatcher.fail(job, error.reason, str(error))
         else:
             self.retry(attempt, str(error))
 
@@ -391,7 +395,7 @@ class RetryPolicy:
         if gone or job.ended:
             return
         if job.call.refusal_ends and not isinstance(error, (SourceUnusable, SampleRefused)):
-            self._jobs.fail(job, "refused", str(error))
+            self._dispatcher.fail(job, "refused", str(error))
         elif job.refused_at.issuperset(job.call.sources) and not self._others_live(attempt) and job.call.clear_blame:
             self._blame(attempt, str(error))
         else:
@@ -418,7 +422,7 @@ class RetryPolicy:
 
     def _fail_stranded(self) -> None:
         """Fail the waiting jobs that have no source left."""
-        for job in list(self._jobs.waiting_jobs()):
+        for job in list(self._dispatcher.waiting_jobs()):
             names = [name for name in job.call.sources if name not in job.barred]
             reasons = [
                 f"{name}: {self._upstreams[name].health.unusable}"
@@ -426,7 +430,7 @@ class RetryPolicy:
                 if self._upstreams[name].health.unusable
             ]
             if names and len(reasons) == len(names):
-                self._jobs.fail(job, "no_source", f"no source can take it ({'; '.join(reasons)})")
+                self._dispatcher.fail(job, "no_source", f"no source can take it ({'; '.join(reasons)})")
 
     def _others_live(self, attempt: Attempt) -> bool:
         return any(other is not attempt for other in attempt.job.live)
@@ -439,6 +443,6 @@ class RetryPolicy:
         if job.ended or job.live:
             return
         if job.begun:
-            self._jobs.fail(job, "broken", problem)
+            self._dispatcher.fail(job, "broken", problem)
         else:
-            self._jobs.enqueue(job)
+            self._dispatcher.enqueue(job)

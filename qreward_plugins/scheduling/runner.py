@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from ..errors import TransientError
 from ..observers import AttemptStarted, Observers
-from ..system.threads import abandon, cancel_all
+from ..system.threads import cancel_all
 from .attempts import Attempt, AttemptError, report_end
 from .jobs import Job
-from .timers import TimeLimits
+from .timers import Alarms
 from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
@@ -40,7 +40,7 @@ class Runner:
         self._on_ended = on_ended
         self._on_settled = on_settled
         self._tasks: dict[asyncio.Task[None], Attempt] = {}
-        self._limits = TimeLimits(loop)
+        self._limits = Alarms(loop)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -93,7 +93,6 @@ class Runner:
             attempt.cancel()
         await asyncio.sleep(0)
         for task in await cancel_all(list(self._tasks), within_s=CLOSE_WITHIN_S):
-            abandon(task)
             attempt = self._tasks.pop(task)
             now = self._loop.time()
             attempt.abandon(now)

@@ -11,19 +11,13 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from .jobs import Job
-
-if TYPE_CHECKING:
-    from .attempts import Attempt
 
 SHORTEST_WAKE_S = 1e-4
 """Shortest delay of a timer for the next pump, in seconds."""
 STALL_S = 0.1
 """Delay of a timer, in seconds, from which the event loop counts as blocked."""
 _LEAST_COMPACTED = 64
-"""Shortest list of time limits from which those of ended attempts are removed."""
+"""Shortest list of alarms from which those are removed that are not to happen any more."""
 
 
 class Pump:
@@ -84,81 +78,43 @@ class Pump:
             self.ask()
 
 
-class Deadlines:
-    """The deadlines of the jobs of an event loop, one timer for all jobs with the same deadline. `on_due` is called
-    with each job at its deadline, and must not raise.
+class Alarm:
+    """What is to happen at a time. `act` is called with the time, and returns when to call it again; infinity: not
+    again. It is None once nothing is to happen any more, because it refers to a sample.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_due: Callable[[Job], None]) -> None:
-        self._loop = loop
-        self._on_due = on_due
-        self._due: dict[float, tuple[asyncio.TimerHandle, dict[Job, None]]] = {}
+    __slots__ = ("act",)
 
-    def add(self, job: Job) -> None:
-        """Watch a job until it is discarded. One whose deadline is infinity needs no watching."""
-        if job.deadline_at == math.inf:
-            return
-        due = self._due.get(job.deadline_at)
-        if due is None:
-            timer = self._loop.call_at(job.deadline_at, self._expire, job.deadline_at)
-            due = self._due[job.deadline_at] = (timer, {})
-        due[1][job] = None
-
-    def discard(self, job: Job) -> None:
-        """Forget a job that was added. It may have been told already."""
-        if job.deadline_at == math.inf:
-            return
-        timer, due = self._due.get(job.deadline_at, (None, {}))
-        due.pop(job, None)
-        if timer is not None and not due:
-            timer.cancel()
-            del self._due[job.deadline_at]
-
-    def _expire(self, deadline_at: float) -> None:
-        # Event loops run timers up to a nanosecond early, and a caller may start another job with this deadline then.
-        # That one needs a timer that has not run yet.
-        _, due = self._due.pop(deadline_at)
-        for job in due:
-            self._on_due(job)
+    def __init__(self, act: Callable[[float], float]) -> None:
+        self.act: Callable[[float], float] | None = act
 
 
-class TimeLimit:
-    """The time limit of one attempt. `attempt` is None once it has ended: the limit must not keep it, because it refers
-    to its sample.
-    """
-
-    __slots__ = ("attempt",)
-
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt: Attempt | None = attempt
-
-
-class TimeLimits:
-    """The time limits of the attempts of an event loop. One timer, for the next of them, serves all."""
+class Alarms:
+    """The deadlines of jobs, or the time limits of attempts. One timer, for the next of them, serves all."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._coming: list[tuple[float, int, TimeLimit]] = []
+        self._coming: list[tuple[float, int, Alarm]] = []
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
-    def watch(self, attempt: Attempt, at: float) -> TimeLimit:
-        """Check the time limit of an attempt at this time."""
-        limit, coming = TimeLimit(attempt), self._coming
-        heapq.heappush(coming, (at, next(self._numbers), limit))
+    def set(self, act: Callable[[float], float], at: float) -> Alarm:
+        """Call `act` at this time."""
+        alarm, coming = Alarm(act), self._coming
+        heapq.heappush(coming, (at, next(self._numbers), alarm))
         if len(coming) > self._compact_at:
-            # Most attempts end long before their time limits.
-            self._coming = coming = [item for item in coming if item[2].attempt is not None]
+            # Most attempts and jobs end long before their time is up.
+            self._coming = coming = [item for item in coming if item[2].act is not None]
             heapq.heapify(coming)
             self._compact_at = max(_LEAST_COMPACTED, 2 * len(coming))
         if at < self._timer_at:
             self._set_timer(at)
-        return limit
+        return alarm
 
     def clear(self) -> None:
-        """Forget every attempt."""
+        """Forget all alarms."""
         self._coming.clear()
         self._set_timer(math.inf)
 
@@ -171,12 +127,12 @@ class TimeLimits:
     def _wake(self) -> None:
         now = self._loop.time()
         try:
-            while self._coming and (self._coming[0][0] <= now or self._coming[0][2].attempt is None):
-                limit = heapq.heappop(self._coming)[2]
-                if limit.attempt is not None:
-                    again_at = limit.attempt.expire(now)
+            while self._coming and (self._coming[0][0] <= now or self._coming[0][2].act is None):
+                alarm = heapq.heappop(self._coming)[2]
+                if alarm.act is not None:
+                    again_at = alarm.act(now)
                     if again_at < math.inf:
-                        heapq.heappush(self._coming, (again_at, next(self._numbers), limit))
+                        heapq.heappush(self._coming, (again_at, next(self._numbers), alarm))
         finally:
             # A bug at the end of one attempt must not leave the others without a limit.
             self._set_timer(self._coming[0][0] if self._coming else math.inf)

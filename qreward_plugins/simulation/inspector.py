@@ -85,7 +85,7 @@ class Inspector:
                         able.add(name)
                 elif wait_s > _LONGEST_WAIT_S:
                     stalls.append(f"at {now:.6f} s {name} asks {job.request.sample.id} to wait for {wait_s:.3f} s")
-        for job in dispatcher.stuck_jobs():
+        for job in _stuck_jobs(dispatcher, now):
             stalls.append(
                 f"at {now:.6f} s {job.request.sample.id} is lost: not queued, not in a backoff, and not in flight"
             )
@@ -152,3 +152,14 @@ class Inspector:
 
 def _name_of(tasks: set[asyncio.Task[Any]]) -> str:
     return min(getattr(task.get_coro(), "__qualname__", "unknown") for task in tasks)
+
+
+def _stuck_jobs(dispatcher: Dispatcher, now: float) -> list[Job]:
+    """Jobs that nothing will ever start or end, between two steps of the event loop."""
+    arrived, equal_calls = set(dispatcher._arrived), dispatcher._equal_calls
+
+    def stuck(job: Job) -> bool:
+        timer = job.backoff_timer
+        return not (job.entry or job in equal_calls or (timer is not None and timer.when() >= now))
+
+    return [job for job in dispatcher._jobs if not (job.live or job.undecided or job in arrived) and stuck(job)]

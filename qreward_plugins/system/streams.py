@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any, Generic, TypeVar, cast
 
-from .threads import abandon, cancel_all
+from anyio import to_thread
+
+from .threads import cancel_all
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -69,8 +71,7 @@ class Stream(Generic[S, R]):
                     await self._changed.wait()
         finally:
             tasks = [feeder, *(task for _, task in held)]
-            for task in await cancel_all(tasks, within_s=END_WITHIN_S):
-                abandon(task)
+            await cancel_all(tasks, within_s=END_WITHIN_S)
             for task in tasks:
                 if task.done() and not task.cancelled():
                     task.exception()  # marks it as retrieved, so that asyncio does not log it after another exception
@@ -104,3 +105,11 @@ async def _aiter(samples: Iterable[S] | AsyncIterable[S]) -> AsyncGenerator[S, N
             yield sample
             # A plain iterable never awaits, so without this it would block the event loop.
             await asyncio.sleep(0)
+
+
+async def drawn_in_threads(items: Iterable[S]) -> AsyncIterator[S]:
+    """Yield the items, each drawn in a thread, because waiting for one must not block the thread of the event loop."""
+    iterator = iter(items)
+    end = End.OF_SAMPLES
+    while (item := await to_thread.run_sync(next, iterator, end, abandon_on_cancel=True)) is not end:
+        yield cast(S, item)

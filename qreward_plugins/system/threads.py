@@ -21,8 +21,9 @@ AT_ONCE = 16
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> list[asyncio.Task[Any]]:
     """Cancel `tasks` and wait until they have ended, for `within_s` seconds at most.
 
-    Returns the tasks that still run. Exceptions of the tasks are not raised. If this call is cancelled, it stops
-    waiting; the tasks stay cancelled.
+    Tasks that still run then are abandoned, and returned: `asyncio.run` does not wait for them, and their exceptions
+    are not reported. Exceptions of the tasks are not raised. If this call is cancelled, it stops waiting; the tasks
+    stay cancelled.
     """
     left = [task for task in tasks if not task.done()]
     loop = asyncio.get_running_loop()
@@ -32,6 +33,8 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> 
             task.cancel()
         await asyncio.wait(left, timeout=min(CANCEL_AGAIN_S, until - loop.time()))
         left = [task for task in left if not task.done()]
+    for task in left:
+        _abandon(task)
     return left
 
 
@@ -42,8 +45,7 @@ async def cancel_futures(futures: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*futures, return_exceptions=True)
 
 
-def abandon(task: asyncio.Task[Any]) -> None:
-    """Abandon a task that does not end: `asyncio.run` does not wait for it, and its exception is not reported."""
+def _abandon(task: asyncio.Task[Any]) -> None:
     task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
     # `asyncio.run` waits without a limit for all tasks that are registered with its loop.
     asyncio._unregister_task(task)

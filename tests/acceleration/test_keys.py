@@ -63,19 +63,3 @@ def test_a_call_never_sees_the_context_variables_of_another_caller():
 
     run(main())
     assert seen == {"secret": ["secret"] * 2, "plain": ["none"] * 2, "other": ["none"] * 2}
-
-
-@pytest.mark.parametrize(("options", "starts"), [({"retries": 3}, [0, 1, 3]), ({"max_hedges": 2}, [0, 1, 1])])
-def test_a_hedge_that_failed_is_replaced_as_long_as_attempts_are_left(options, starts):
-    began = []
-
-    @accelerate(hedge=1.0, interval_s=2, jitter=0, **options)
-    async def grade():
-        began.append(now())
-        if len(began) == 2:
-            raise ConnectionError
-        await asyncio.sleep(100 if len(began) == 1 else 1)
-        return len(began)
-
-    assert run(grade()) == 3
-    assert began == starts

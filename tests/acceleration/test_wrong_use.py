@@ -66,7 +66,6 @@ WRONG = [
     (grade, {"source": "fast"}, "source: is given without config"),
     (grade, {"shared": "ray", "adaptive": True}, "adaptive: does not go with shared"),
     (grade, {"timeout": 3}, "timeout: unknown option. Did you mean timeout_s?"),
-    (grade, {"limit_size": 3}, "limit_size: unknown option. Did you mean rate?"),
     (grade, {"zzz": 3}, "zzz: unknown option. The options are rate"),
     (grade, {"mode": "process"}, r"mode: process does not go with an async function \(grade\)"),
     (letters, {"default": 0}, r"default: does not go with a generator \(letters\)"),

@@ -52,20 +52,6 @@ def test_a_default_completes_a_tree_without_judges():
     assert (list(config.judges), config.engine.deadline_s) == (["own"], 7.0)
 
 
-def test_a_default_stays_out_of_a_tree_that_has_judges(path):
-    assert list(load_layers(path, default=DEFAULT).judges) == ["quality"]
-
-
-def test_a_file_that_is_not_there_is_named():
-    with pytest.raises(ConfigurationError, match=r"nowhere\.yaml"):
-        load_layers({"config": "nowhere.yaml"})
-
-
-def test_what_is_no_tree_is_said_so():
-    with pytest.raises(ConfigurationError, match="must be a mapping or a path, not int"):
-        load_layers(3)
-
-
 def test_mistakes_of_an_inline_tree_bear_its_name():
     with pytest.raises(ConfigurationError, match="1 mistake in the flags") as caught:
         load_layers({**DEFAULT, "engin": {}}, origin="the flags")

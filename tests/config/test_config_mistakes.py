@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.config import Config, load_config
@@ -23,7 +23,6 @@ from qreward_plugins.config.check import _models
 from qreward_plugins.config.findings import HABITS
 from qreward_plugins.config.registry import rooms
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.sources import OpenAISource
 
 from ..kit import each_of
 
@@ -380,11 +379,6 @@ def test_keys_that_are_not_text() -> None:
     assert "not text but null" in found["sources.fast.headers.null"]
 
 
-def test_the_error_travels() -> None:
-    error = caught(changed("engine.seed", "x"))
-    assert pickle.loads(pickle.dumps(error)).mistakes == error.mistakes
-
-
 SECRET = "sk-SECRET"
 
 
@@ -445,12 +439,6 @@ def test_a_valid_tree_keeps_its_secrets() -> None:
     tree["sources"]["fast"]["headers"] = {"Authorization": SECRET}
     config = load_config(tree)
     assert SECRET not in f"{config!s}{config!r}{config.model_dump()}{config.model_dump_json()}"
-
-
-def test_the_models_themselves_do_not_quote_their_input() -> None:
-    with pytest.raises(ValidationError) as info:
-        OpenAISource.Config(kind="openai", base_url=("http://a",), model="m", apikey=SECRET)  # type: ignore[call-arg]
-    assert SECRET not in str(info.value)
 
 
 def paths_of(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

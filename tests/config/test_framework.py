@@ -29,11 +29,6 @@ def test_a_name_becomes_the_address_and_what_follows_stays(kind):
     assert settings.sources["a"].urls[0] == "framework://reward"
 
 
-def test_nothing_changes_without_such_urls():
-    settings = config("http://h/v1")
-    assert with_framework(settings, {}, framework="this run") is settings
-
-
 def test_a_missing_server_is_named_with_those_that_there_are():
     with pytest.raises(ConfigurationError) as caught:
         with_framework(config("framework://reward/v1"), {"ref": "http://h"}, framework="this run", remedy="Start it.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
 
@@ -11,12 +10,12 @@ import pytest
 
 from qreward_plugins import Cause, ConfigurationError, RewardEngine, Sample, Scored
 from qreward_plugins.config import Limits, load_config
-from qreward_plugins.errors import EngineError, SourceError
+from qreward_plugins.errors import EngineError
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
 
-from ..kit import tasks_left
+from ..kit import MemoryJournal, Stage, now
 
 LOGGER = "qreward_plugins.scheduling"
 
@@ -44,14 +43,8 @@ def samples(count, **fields):
     return [sample("x" * (10 + number % 7), **fields) for number in range(count)]
 
 
-def engine_run(config, sources, main):
-    """Run `main(engine)` in virtual time."""
-
-    async def runs():
-        async with RewardEngine(config, sources=sources) as engine:
-            return await main(engine)
-
-    return run(runs())
+def engine_run(config, sources, main, *, journal=None):
+    return Stage(sources, tree=config, journal=journal).run(main)
 
 
 def hangs_for(response, seconds=1.0):
@@ -78,32 +71,6 @@ def test_the_last_batch_says_what_it_waited_for(caplog):
     assert report.describe().startswith("8 samples in 4.0 s; waited 4.0 s on a: 3.0 queue, 1.0 service")
 
 
-def test_a_sample_by_itself_is_not_worth_a_line(caplog):
-    async def main(engine):
-        for response in ("a", "b"):
-            await engine.score(sample(response))
-        return engine.last_batch()
-
-    with caplog.at_level(logging.INFO, logger=LOGGER):
-        report = engine_run(tree(), simulated(), main)
-    assert report.samples == 1
-    assert report.describe() not in caplog.text
-
-
-def test_it_is_the_one_that_ended_last_and_not_the_one_that_began_last():
-    async def main(engine):
-        slow = asyncio.ensure_future(engine.score_all(samples(12)))
-        await asyncio.sleep(0.5)
-        await engine.score_all(samples(2), priority=1)
-        first = engine.last_batch()
-        await slow
-        return first, engine.last_batch()
-
-    first, last = engine_run(tree(limits={"concurrency": 1}), simulated(), main)
-    assert (first.samples, first.makespan_s) == (2, pytest.approx(2.5))
-    assert (last.samples, last.makespan_s) == (12, pytest.approx(14.0))
-
-
 def test_samples_that_are_scored_one_by_one_are_one_batch_while_they_overlap():
     async def main(engine):
         scoring = []
@@ -121,17 +88,6 @@ def test_samples_that_are_scored_one_by_one_are_one_batch_while_they_overlap():
     assert (alone.samples, alone.makespan_s) == (1, pytest.approx(1.0))
 
 
-def test_a_stream_is_one_batch():
-    async def main(engine):
-        seen = [pair async for pair in engine.score_stream(samples(40), window=4)]
-        assert len(seen) == 40
-        return engine.last_batch()
-
-    sources = simulated(behaviour=lambda number, request, now: 1.0 + 0.1 * (number % 3))
-    report = engine_run(tree(limits={"concurrency": 4}), sources, main)
-    assert (report.samples, report.scored) == (40, 40)
-
-
 def test_a_batch_of_which_nothing_was_asked_is_no_batch():
     async def main(engine):
         assert await engine.score_all([]) == []
@@ -144,38 +100,7 @@ def test_a_batch_of_which_nothing_was_asked_is_no_batch():
     assert engine_run({**tree(), "routes": {"math": "right"}}, simulated(), main) is None
 
 
-def test_a_cancelled_batch_leaves_nothing_and_the_next_one_is_told_apart():
-    sources = simulated(behaviour=lambda *_: 10.0)
-
-    async def main(engine):
-        scoring = asyncio.ensure_future(engine.score_all(samples(5), cutoff=Cutoff(1e5, quorum=0.5)))
-        await asyncio.sleep(1)
-        scoring.cancel()
-        await asyncio.wait([scoring])
-        assert scoring.cancelled()
-        assert engine.statistics().waiting == 0
-        assert engine.statistics().sources["a"].in_flight == 0
-        await engine.score_all(samples(2))
-        return engine.last_batch()
-
-    report = engine_run(tree(), sources, main)
-    assert (report.samples, report.makespan_s) == (2, 10.0)
-    assert sources["a"].in_flight == 0
-
-
 # Priorities
-
-
-@pytest.mark.parametrize(("priority", "ends"), [(0, [6.0, 9.0]), (1, [9.0, 3.0]), (-1, [6.0, 9.0])])
-def test_of_two_batches_the_higher_priority_goes_first(priority, ends):
-    async def main(engine):
-        async def ended(batch, priority):
-            await engine.score_all(batch, priority=priority)
-            return asyncio.get_running_loop().time()
-
-        return await asyncio.gather(ended(samples(6), 0), ended(samples(3), priority))
-
-    assert engine_run(tree(limits={"concurrency": 1}), simulated(), main) == ends
 
 
 @pytest.mark.parametrize("journal", [False, True])
@@ -184,7 +109,7 @@ def test_one_sample_may_go_before_a_batch(journal):
         batch = asyncio.ensure_future(engine.score_all(samples(10)))
         await asyncio.sleep(0.5)
         await engine.score(sample("urgent"), priority=1)
-        at = asyncio.get_running_loop().time()
+        at = now()
         await batch
         return at
 
@@ -203,7 +128,7 @@ def test_a_batch_is_cut_off_and_its_outcomes_keep_their_order():
 
     async def main(engine):
         outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.5))
-        return outcomes, asyncio.get_running_loop().time(), engine.last_batch()
+        return outcomes, now(), engine.last_batch()
 
     outcomes, at, report = engine_run(tree(), simulated(behaviour=hangs_for("hangs")), main)
     assert at == 5.0
@@ -220,7 +145,7 @@ def test_a_group_that_is_not_in_is_waited_for():
 
     async def main(engine):
         outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.5), deadline_s=20.0)
-        return outcomes[-1].reason, asyncio.get_running_loop().time()
+        return outcomes[-1].reason, now()
 
     assert engine_run(tree(), simulated(behaviour=hangs_for("hangs")), main) == ("deadline", 20.0)
 
@@ -245,63 +170,18 @@ def test_samples_that_were_never_asked_for_are_in_or_not_waited_for():
     async def main(engine):
         # Eight of the nine that may have a reward.
         outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.85), deadline_s=60.0)
-        return [
-            outcome.failure.reason if outcome.failure else "scored" for outcome in outcomes
-        ], asyncio.get_running_loop().time()
+        return [outcome.failure.reason if outcome.failure else "scored" for outcome in outcomes], now()
 
     reasons, at = engine_run(config, sources, main)
     assert reasons == ["scored"] * 7 + ["empty", "no_route", "cutoff"]
     assert at == 5.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"after_s": -0.1}, "after_s is a number of seconds, at least 0, not -0.1"),
-        ({"after_s": float("nan")}, "after_s"),
-        ({"quorum": 1.5}, "quorum is a share from 0 to 1, not 1.5"),
-        ({"quorum": float("nan")}, "quorum"),
-    ],
-)
-def test_a_cutoff_says_what_is_wrong_with_it(changes, told):
-    with pytest.raises(ValueError, match=told):
-        Cutoff(**{"after_s": 10.0, **changes})
-
-
 # The journal
 
 
-class Remembered:
-    """A journal in memory, so that time may be virtual; looking something up takes a moment."""
-
-    def __init__(self):
-        self.verdicts = {}
-
-    async def get(self, key):
-        await asyncio.sleep(0.01)
-        verdict = self.verdicts.get(key)
-        return verdict and dataclasses.replace(verdict, cached=True)
-
-    async def put(self, key, sample, outcome, history=()):
-        self.note(key, sample, outcome)
-
-    def note(self, key, sample, outcome, history=()):
-        if isinstance(outcome, Scored):
-            self.verdicts[key] = outcome.verdict
-
-    async def aclose(self):
-        pass
-
-
 def remembering_run(sources, main, **options):
-    """As `engine_run`, with a journal."""
-
-    async def runs():
-        async with RewardEngine(tree(**options), sources=sources) as engine:
-            engine._lifetime.journal, engine._lifetime.reuse = Remembered(), True
-            return await main(engine)
-
-    return run(runs())
+    return engine_run(tree(**options), sources, main, journal=MemoryJournal())
 
 
 @pytest.mark.parametrize("how", [{"deadline_s": 5.0}, {"cutoff": Cutoff(5.0, quorum=0.0)}], ids=["deadline", "cutoff"])
@@ -310,7 +190,7 @@ def test_a_late_verdict_is_journaled_and_found_when_it_is_asked_for_again(how):
 
     async def main(engine):
         (outcome,) = await engine.score_all([sample()], **how)
-        at = asyncio.get_running_loop().time()
+        at = now()
         await asyncio.sleep(30)
         return outcome, at, await engine.score(sample()), engine.statistics()
 
@@ -326,23 +206,13 @@ def test_what_the_journal_knows_counts_for_the_quorum():
 
     async def main(engine):
         await engine.score_all(batch[:9])
-        started_at = asyncio.get_running_loop().time()
+        started_at = now()
         outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.9), deadline_s=60.0)
-        return outcomes, asyncio.get_running_loop().time() - started_at
+        return outcomes, now() - started_at
 
     outcomes, took_s = remembering_run(simulated(behaviour=hangs_for("x" * 10)), main)
     assert [getattr(outcome, "reason", "scored") for outcome in outcomes] == ["scored"] * 9 + ["cutoff"]
     assert took_s == pytest.approx(5.0)
-
-
-def test_a_batch_that_is_cut_off_while_the_journal_is_asked_ends_all_the_same():
-    async def main(engine):
-        outcomes = await engine.score_all(samples(5), cutoff=Cutoff(0.001, quorum=0.0))
-        return {outcome.reason for outcome in outcomes}
-
-    sources = simulated()
-    assert remembering_run(sources, main) == {"cutoff"}
-    assert sources["a"].arrivals == []
 
 
 def test_an_answer_out_of_the_journal_begins_no_batch():
@@ -355,58 +225,6 @@ def test_an_answer_out_of_the_journal_begins_no_batch():
 
     report = remembering_run(simulated(), main)
     assert (report.samples, report.makespan_s) == (1, pytest.approx(1.01))
-
-
-class Patient:
-    """A source that answers when it is told to."""
-
-    name, model, slots = "a", "patient", None
-
-    def __init__(self):
-        self.asked, self.go, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.requests = 0
-
-    async def send(self, request, *, on_sent):
-        on_sent()
-        self.requests += 1
-        self.asked.set()
-        try:
-            await self.go.wait()
-            return Reply(value=0.75)
-        finally:
-            asyncio.get_running_loop().call_soon(self.left.set)
-
-    async def aclose(self):
-        pass
-
-
-@pytest.mark.anyio
-async def test_a_late_verdict_is_in_the_file(tmp_path):
-    source = Patient()
-    config = tree(journal={"path": str(tmp_path / "journal.sqlite")})
-    async with RewardEngine(config, sources={"a": source}) as engine:
-        scoring = asyncio.ensure_future(engine.score_all([sample()], deadline_s=1.0))
-        await source.asked.wait()
-        (outcome,) = await scoring
-        assert outcome.reason == "deadline"
-        source.go.set()
-        await source.left.wait()
-    async with RewardEngine(config, sources={"a": source}) as engine:
-        again = await engine.score(sample())
-    assert (again.reward, again.verdict.cached) == (0.75, True)
-    assert source.requests == 1
-
-
-@pytest.mark.anyio
-async def test_without_a_journal_nobody_waits_for_late_verdicts():
-    source = Patient()
-    async with RewardEngine(tree(), sources={"a": source}) as engine:
-        outcome = await engine.score(sample(), deadline_s=0.02)
-        assert outcome.reason == "deadline"
-        if source.requests:
-            await source.left.wait()
-        assert tasks_left() == []
-        assert engine.statistics().sources["a"].in_flight == 0
 
 
 # Configuration
@@ -437,23 +255,6 @@ def test_prefer_cost_is_taken_from_the_configuration():
     assert min(shares({"prefer": "speed"}, nodes=nodes)) > 0
 
 
-@pytest.mark.parametrize("hedge", [True, False])
-def test_hedging_is_taken_from_the_configuration(hedge):
-    def straggling(number, request, now):
-        return 20.0 if request.sample.response == "slow" and now < 30.5 else 1.0
-
-    async def main(engine):
-        for _ in range(3):  # so that it is known what to expect
-            await engine.score_all([sample("usual") for _ in range(40)])
-        await asyncio.sleep(30 - asyncio.get_running_loop().time())
-        (outcome,) = await engine.score_all([sample("slow")])
-        return outcome.verdict.latency_s, engine.last_batch().hedges
-
-    config = tree("ab", scheduling={"hedge": hedge, "hedge_budget": 0.5}, limits={"concurrency": 20})
-    latency_s, hedges = engine_run(config, simulated("ab", straggling), main)
-    assert (latency_s < 7, hedges > 0) == (hedge, hedge)
-
-
 @pytest.mark.parametrize(
     ("scheduling", "path"),
     [
@@ -469,41 +270,6 @@ def test_scheduling_that_makes_no_sense_is_refused(scheduling, path):
     with pytest.raises(ConfigurationError) as caught:
         load_config(tree(scheduling=scheduling))
     assert [mistake.path for mistake in caught.value.mistakes] == [path]
-
-
-@pytest.mark.parametrize("weight", [0, -1.0, True])
-def test_a_weight_is_above_zero(weight):
-    with pytest.raises(ConfigurationError, match="weight"):
-        load_config(tree(nodes={"a": {"weight": weight}}))
-
-
-def test_hedge_off_is_understood(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "sources: {a: {kind: function, function: 'rewards:score'}}\n"
-        "judges: {right: {kind: function}}\n"
-        "engine: {scheduling: {hedge: off, strategy: weighted}}\n"
-    )
-    scheduling = load_config(path).engine.scheduling
-    assert (scheduling.hedge, scheduling.strategy) == (False, "weighted")
-
-
-def test_defaults():
-    scheduling = load_config(tree()).engine.scheduling
-    assert (scheduling.strategy, scheduling.prefer, scheduling.hedge) == ("earliest_finish", "speed", True)
-
-
-def test_errors_of_a_source_are_in_the_blame():
-    def errs(number, request, now):
-        return SourceError("reset") if number == 0 else 1.0
-
-    async def main(engine):
-        await engine.score_all(samples(1))
-        return engine.last_batch()
-
-    report = engine_run(tree(), simulated(behaviour=errs), main)
-    assert report.attempts == 2
-    assert report.seconds()["retry"] > 0
 
 
 def test_limits_can_be_changed_while_the_engine_runs():

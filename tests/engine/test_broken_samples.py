@@ -360,27 +360,6 @@ def test_every_sample_of_any_batch_has_its_outcome_and_good_ones_are_scored(draw
                 assert isinstance(outcome, Scored), outcome
 
 
-def test_the_portal_gives_them_their_outcomes_too():
-    _, sources = opened()
-    with RewardEngine(TREE, sources=sources).portal() as portal:
-        assert portal.score(None).reason == "input"
-        assert portal.submit(good(response=None)).result(10).reason == "input"
-        outcomes = portal.score_all([good(), {"response": "4"}])
-        assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False]
-        assert [isinstance(outcome, Failed) for _, outcome in portal.score_stream([7, good()])] == [True, False]
-
-
-def test_a_broken_sample_is_recorded_as_its_own_failure(tmp_path):
-    async def main():
-        _, sources = opened()
-        config = load_config({**TREE, "engine": {**TREE["engine"], "journal": {"path": str(tmp_path / "j.sqlite")}}})
-        async with RewardEngine(config, sources=sources) as engine:
-            return await engine.score_all([good(), good(response=None), good(ground_truth=Raises())])
-
-    outcomes = asyncio.run(main())
-    assert [outcome.reward for outcome in outcomes] == [0.5, None, 0.5]
-
-
 class OddKey:
     """A key of a message whose comparison with "role" raises."""
 

@@ -60,12 +60,6 @@ def test_the_most_that_an_attempt_can_cost_is_set_aside_and_what_it_did_cost_is_
     assert labels(played.outcomes).count("infra/budget") == 100 - round(cost / 0.02)
 
 
-def test_another_source_takes_over_when_the_budget_of_the_first_is_spent():
-    stage = Stage({"a": 1.0, "b": 1.0}, tree=budgeted({"usd": 0.1}, names="ab"))
-    assert stage.play(make_samples(60)).all_scored
-    assert stage.sent_by_source["a"] == 10
-
-
 def test_another_judge_takes_over_in_a_cascade_when_the_budget_is_spent():
     tree = budgeted({"usd": 0.1}, names="ab")
     tree["judges"] = {
@@ -85,12 +79,6 @@ def test_the_budget_of_the_run_is_that_of_all_sources_together():
     played = stage.play(make_samples(60))
     assert (len(stage.sent), labels(played.outcomes).count("infra/budget")) == (30, 30)
     assert "the budget of the run is spent" in str([outcome.failure for outcome in played.outcomes])
-
-
-def test_the_limits_of_a_source_with_a_budget_hold():
-    stage = Stage(tree=budgeted({"usd": 1}, limits={"a": {"tokens_per_minute": 3000}}))
-    played = stage.play(make_samples(10))
-    assert (played.all_scored, played.finished_s > 3.0) == (True, True)
 
 
 def test_all_keys_of_a_source_have_one_budget():

@@ -60,20 +60,6 @@ def others():
     return asyncio.all_tasks() - {asyncio.current_task()}
 
 
-def test_a_source_that_fails_to_close_leaves_no_other_one_open(caplog):
-    sources = {name: Closes(name) for name in "abc"}
-    sources["a"].way = "fails"
-
-    async def main():
-        engine = engine_of(sources)
-        await engine.score(SAMPLE)
-        await engine.aclose()
-
-    run(main())
-    assert [source.closed for source in sources.values()] == [False, True, True]
-    assert "source a could not be closed" in caplog.text
-
-
 @pytest.mark.parametrize("way", ["hangs", "swallows"])
 def test_a_source_that_hangs_in_closing_is_named_and_left_to_itself(caplog, way):
     sources = {name: Closes(name) for name in "ab"}
@@ -105,13 +91,6 @@ def test_a_call_that_swallows_its_cancellation_does_not_hold_up_closing(caplog):
     assert "source a: a call did not end" in caplog.text
 
 
-def test_a_portal_closes_although_a_call_swallows_its_cancellation(monkeypatch):
-    monkeypatch.setattr("qreward_plugins.scheduling.runner.CLOSE_WITHIN_S", 0.05)
-    with engine_of({"a": Stays("a")}).portal() as portal:
-        outcome = portal.score(SAMPLE, deadline_s=0.05)
-    assert outcome.reason == "deadline"
-
-
 def test_a_close_that_was_cancelled_goes_on_and_can_be_waited_for():
     sources = {name: Closes(name) for name in "ab"}
     sources["a"].way = "slowly"
@@ -131,25 +110,6 @@ def test_a_close_that_was_cancelled_goes_on_and_can_be_waited_for():
 
     run(main())
     assert all((source.closed, source.calls) == (True, 1) for source in sources.values())
-
-
-def test_closing_whose_tasks_are_all_cancelled_is_taken_up_again():
-    sources = {name: Closes(name) for name in "ab"}
-    sources["a"].way = "slowly"
-
-    async def main():
-        engine = engine_of(sources)
-        await engine.score(SAMPLE)
-        closing = asyncio.ensure_future(engine.aclose())
-        await asyncio.sleep(0.5)
-        for task in others():
-            task.cancel()
-        await asyncio.gather(closing, return_exceptions=True)
-        await engine.aclose()
-        assert others() == set()
-
-    run(main())
-    assert all(source.closed for source in sources.values())
 
 
 def test_closed_twice_at_once_it_is_closed_once():

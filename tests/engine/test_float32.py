@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins import Cause, ConfigurationError, Failed, RewardEngine, Sample, Scored, Verdict, group_means
+from qreward_plugins import Cause, ConfigurationError, Failed, Verdict, group_means
 from qreward_plugins.adapters import RunningMeans
 from qreward_plugins.config import load_config
 from qreward_plugins.samples import FLOAT32_LIMIT, fits_float32
@@ -50,47 +50,6 @@ def test_the_limit_is_where_float32_rounds_to_infinity():
     assert fits_float32(math.nextafter(FLOAT32_LIMIT, 0))
     assert not fits_float32(FLOAT32_LIMIT)
     assert in_float32(math.nextafter(FLOAT32_LIMIT, 0)) == LARGEST
-
-
-VALUES = {"score": 1e39, "component": {"score": 0.5, "tone": -1e39}, "integer": 10**400, "nested": {"score": 1e39}}
-
-
-async def value_of(data_source, solution_str, ground_truth, extra_info):
-    return VALUES[solution_str]
-
-
-def engine(judges, **top):
-    function = f"{__name__}:value_of"
-    return RewardEngine(
-        {
-            "sources": {"rule": {"kind": "function", "function": function}},
-            "judges": judges,
-            "engine": {"seed": 0},
-            **top,
-        }
-    )
-
-
-async def outcome_of(engine, response):
-    async with engine:
-        return await engine.score(Sample([{"role": "user", "content": "q"}], response))
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("response", ["score", "integer", "nested"])
-async def test_a_score_that_is_infinite_in_float32_is_no_score(response):
-    outcome = await outcome_of(engine({"rule": {"kind": "function", "invalid_retries": 0}}), response)
-    assert isinstance(outcome, Failed)
-    assert (outcome.cause, outcome.reward) == (Cause.VERDICT, None)
-
-
-@pytest.mark.anyio
-async def test_a_component_that_is_infinite_in_float32_is_none():
-    outcome = await outcome_of(engine({"rule": {"kind": "function"}}), "component")
-    assert isinstance(outcome, Scored)
-    assert outcome.verdict.components == {}
-    named = {"rule": {"kind": "function", "components": ["tone"], "invalid_retries": 0}}
-    assert isinstance(await outcome_of(engine(named), "component"), Failed)
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,6 @@ def stage_of(source, *, judge=None, **limits):
     return Stage({source.name: source}, options=options | {"judge": judge or {}})
 
 
-def test_a_window_is_spent_at_once_and_never_exceeded():
-    source = strict(requests_per_minute=20, concurrency=8)
-    played = stage_of(source, requests_per_minute=20, concurrency=8).play(make_samples(60))
-    assert played.all_scored
-    assert source.violations == []
-    assert sum(at < 5.0 for at in source.arrivals) == 20
-    assert played.finished_s < 2 * WINDOW_S + 10
-
-
 @pytest.mark.parametrize("per_byte", [0.05, 0.25, 1.0], ids=["few", "usual", "many"])
 def test_tokens_are_reserved_so_that_no_window_is_over_whatever_the_text_is(per_byte):
     rng = random.Random(1)

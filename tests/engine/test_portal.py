@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from concurrent.futures import CancelledError
@@ -35,13 +34,6 @@ def test_futures_give_outcomes(portal):
     assert portal.statistics().scored == 3
 
 
-def test_an_event_loop_can_await_them(portal):
-    async def main():
-        return await asyncio.wrap_future(portal.submit(make_sample()))
-
-    assert [asyncio.run(main()).reward for _ in range(2)] == [0.025, 0.025]
-
-
 def test_cancelling_a_future_cancels_its_attempts(portal, judge):
     judge.hold()
     one, many = portal.submit(make_sample()), portal.submit_all([make_sample(1), make_sample(2)])
@@ -72,28 +64,6 @@ def test_a_process_has_one_portal_for_equal_configurations(judge):
         assert process_portal(config).score(make_sample()).reward == 0.025
     finally:
         close_process_portals()
-
-
-PROGRAM = """
-import os, sys
-from qreward_plugins import Sample, load_config, process_portal
-portal = process_portal(load_config({
-    "sources": {"f": {"kind": "function", "function": "math:fsum", "mode": "thread", "arguments": "sample"}},
-    "judges": {"j": {"kind": "function"}},
-}))
-print(portal.score(Sample([], "x")).reward, flush=True)
-if os.fork() == 0:
-    import qreward_plugins.engine.process_portals as home
-    print("child", len(home._portals._open), flush=True)
-    os._exit(0)
-os.wait()
-"""
-
-
-def test_it_closes_when_the_process_ends_and_a_forked_child_has_none():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["None", "child", "0"]
-    assert "exception" not in done.stderr.lower().replace("typeerror", "")
 
 
 FORKED = """

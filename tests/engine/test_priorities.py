@@ -7,13 +7,12 @@ import random
 
 import pytest
 
-from qreward_plugins import ConfigurationError, RewardEngine, Sample
+from qreward_plugins import ConfigurationError
 from qreward_plugins.config import load_config
 from qreward_plugins.errors import TransientError
-from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
 
-from ..kit import Stage, make_sample
+from ..kit import Stage, each_of, make_sample, now
 
 
 def tree(*, routes=None, judges=None, limits=None, names="a", **engine):
@@ -25,33 +24,23 @@ def tree(*, routes=None, judges=None, limits=None, names="a", **engine):
     }
 
 
-def sample(name="", **fields):
-    return Sample([{"role": "user", "content": "?"}], f"answer {name}", id=name, **fields)
+def rewarded(request):
+    return Reply(value=1.0)
 
 
-def asked_in_order(config, given, *, one_by_one=False, priority=None):
+def asked_in_order(config, ask):
     """The ids of samples in the order in which their one source was asked; the first one takes its only place."""
-    order = []
+    stage = Stage(answer=rewarded, tree=config)
 
-    def behaviour(number, request, now):
-        order.append(request.sample.id)
-        return 1.0
+    async def main(engine):
+        first = asyncio.ensure_future(engine.score(make_sample(id="first", data_source="plain"), priority=100))
+        await asyncio.sleep(0.5)
+        await ask(engine)
+        await first
 
-    source = SimulatedSource("a", behaviour=behaviour, answer=lambda request: Reply(value=1.0))
-
-    async def main():
-        async with RewardEngine(config, sources={"a": source}) as engine:
-            first = asyncio.ensure_future(engine.score(sample("first", data_source="plain"), priority=100))
-            await asyncio.sleep(0.5)
-            if one_by_one:
-                await asyncio.gather(*(engine.score(each, priority=priority) for each in given))
-            else:
-                await engine.score_all(given, priority=priority)
-            await first
-
-    run(main())
-    assert order.pop(0) == "first"
-    return order
+    stage.run(main)
+    assert stage.sent[0].id == "first"
+    return [each.id for each in stage.sent[1:]]
 
 
 ONE_PLACE = {"concurrency": 1}
@@ -59,7 +48,7 @@ TWO_JUDGES = {"right": {"kind": "function"}, "style": {"kind": "function", "prio
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
-@pytest.mark.parametrize(
+@each_of(
     ("routes", "judges", "engine", "expected"),
     [
         ({}, None, {}, "tuv"),
@@ -75,40 +64,24 @@ TWO_JUDGES = {"right": {"kind": "function"}, "style": {"kind": "function", "prio
 )
 def test_what_goes_first(routes, judges, engine, expected, one_by_one):
     """Of equal priorities, any may go first."""
-    given = [
-        sample("t", data_source="t", split="train"),
-        sample("v", data_source="v", split="val"),
-        sample("u", data_source="u"),
-    ]
-    config = tree(routes=routes, judges=judges, limits=ONE_PLACE, **engine)
-    order = iter(asked_in_order(config, given, one_by_one=one_by_one))
+    given = [make_sample(id=name, data_source=name, split={"t": "train", "v": "val"}.get(name)) for name in "tvu"]
+
+    async def ask(engine):
+        await (asyncio.gather(*map(engine.score, given)) if one_by_one else engine.score_all(given))
+
+    order = iter(asked_in_order(tree(routes=routes, judges=judges, limits=ONE_PLACE, **engine), ask))
     assert ["".join(sorted(next(order) for _ in equal)) for equal in expected.split()] == expected.split()
 
 
 def test_the_priority_of_a_call_comes_before_all():
-    config = tree(limits=ONE_PLACE, priority={"validation": "high"})
-    first = sample("t", split="train")
+    async def ask(engine):
+        await asyncio.gather(
+            engine.score(make_sample(id="v", split="val")),
+            engine.score(make_sample(id="t", split="train"), priority=11),
+            engine.score_all([make_sample(id="z", split="val")], priority=-1),
+        )
 
-    async def main():
-        order = []
-
-        def behaviour(number, request, now):
-            order.append(request.sample.id)
-            return 1.0
-
-        source = SimulatedSource("a", behaviour=behaviour, answer=lambda request: Reply(value=1.0))
-        async with RewardEngine(config, sources={"a": source}) as engine:
-            held = asyncio.ensure_future(engine.score(sample("first"), priority=100))
-            await asyncio.sleep(0.5)
-            await asyncio.gather(
-                engine.score(sample("v", split="val")),
-                engine.score(first, priority=11),
-                engine.score_all([sample("z", split="val")], priority=-1),
-            )
-            await held
-        return order
-
-    assert run(main()) == ["first", "t", "v", "z"]
+    assert asked_in_order(tree(limits=ONE_PLACE, priority={"validation": "high"}), ask) == ["t", "v", "z"]
 
 
 @pytest.mark.parametrize(
@@ -128,18 +101,6 @@ def test_mistakes(wrong, said):
     with pytest.raises(ConfigurationError) as error:
         load_config({**tree(), **wrong})
     assert said in str(error.value)
-
-
-def test_a_printed_configuration_is_read_back():
-    config = load_config(
-        tree(
-            routes={"u": {"judge": "style", "priority": "high", "latency_sensitive": True}, "*": "right"},
-            judges=TWO_JUDGES,
-            priority={"validation": "low"},
-        )
-    )
-    assert load_config(config.model_dump(mode="json")) == config
-    assert (config.routes["u"].priority, config.judges["style"].priority) == (10, -10)
 
 
 def test_a_retry_keeps_its_priority():
@@ -175,13 +136,9 @@ def makespan_of_the_few(*, many, priority="normal", latency_sensitive=False, see
     """
     rng = random.Random(seed)
 
-    def behaviour(number, request, now):
+    def behaviour(number, request, at):
         return rng.lognormvariate(0.7, 0.25) * (10 if rng.random() < 0.05 else 1)
 
-    sources = {
-        name: SimulatedSource(name, behaviour=behaviour, answer=lambda request: Reply(value=1.0), concurrency=32)
-        for name in "ab"
-    }
     config = tree(
         names="ab",
         limits={"concurrency": PLACES // 2},
@@ -192,18 +149,17 @@ def makespan_of_the_few(*, many, priority="normal", latency_sensitive=False, see
         deadline_s=3600,
     )
 
-    async def main():
-        async with RewardEngine(config, sources=sources) as engine:
-            loop = asyncio.get_running_loop()
-            others = asyncio.ensure_future(engine.score_all(sample(str(n), data_source="many") for n in range(many)))
-            await asyncio.sleep(20)
-            began_at = loop.time()
-            outcomes = await engine.score_all(sample(f"few {n}", data_source="few") for n in range(FEW))
-            took_s = loop.time() - began_at
-            assert all(outcome.reward == 1.0 for outcome in [*outcomes, *await others])
-            return took_s
+    async def main(engine):
+        many_samples = [make_sample(number, data_source="many") for number in range(many)]
+        others = asyncio.ensure_future(engine.score_all(many_samples))
+        await asyncio.sleep(20)
+        began_at = now()
+        outcomes = await engine.score_all(make_sample(number, data_source="few") for number in range(FEW))
+        took_s = now() - began_at
+        assert all(outcome.reward == 1.0 for outcome in [*outcomes, *await others])
+        return took_s
 
-    return run(main())
+    return Stage(dict.fromkeys("ab", behaviour), answer=rewarded, tree=config).run(main)
 
 
 def test_a_small_urgent_batch_among_many_samples():

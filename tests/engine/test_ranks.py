@@ -179,6 +179,7 @@ def test_only_those_that_pass_a_gate_are_compared() -> None:
     played = here.play(group(1, 2, 3, 4, 5))
     assert played.rewards == [0.5, 0.0, 0.75, 0.0, 1.0]
     assert here.sent_by_source == {"b": 5, "a": 1}
+    assert played.finished_s == 2.0  # nobody waits for those that do not pass
     nobody = gated(right=lambda text: 0.0)
     assert nobody.play(group(1, 2, 3)).rewards == [0.0] * 3
     assert nobody.sent_by_source == {"b": 3}

@@ -3,86 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
-from qreward_plugins import ConfigurationError, EngineError, Failed, RewardEngine, Sample, Scored
+from qreward_plugins import ConfigurationError, EngineError, Failed, RewardEngine, Scored
 from qreward_plugins.config import load_config
 from qreward_plugins.engine.difference import difference
-from qreward_plugins.samples.spent import Usage
-from qreward_plugins.simulation import SimulatedSource, run
-from qreward_plugins.sources.base import Reply
+from qreward_plugins.simulation import run
 from qreward_plugins.sources.openai import OpenAISource
 
-
-def tree(*names, limits=None, judge=None, engine=None, **top):
-    return {
-        "sources": {
-            name: {
-                "kind": "openai",
-                "base_url": f"http://{name}.invalid/v1",
-                "model": "m",
-                "limits": (limits or {}).get(name, {}),
-            }
-            for name in names
-        },
-        "judges": {"quality": {"kind": "llm", "score_range": [0, 1], **(judge or {})}},
-        "engine": {"seed": 1, **(engine or {})},
-        **top,
-    }
+from ..kit import MemoryJournal, Stage, make_config, make_sample, make_samples, now, scored_text
 
 
-def written(score):
-    def answer(request):
-        text = json.dumps({"id": request.nonce, "rationale": "so", "score": score})
-        return Reply(text=text, usage=Usage(10, 5), model="m")
-
-    return answer
+def tree(*names, judge=None, **options):
+    return make_config(names, judge={"score_range": [0, 1], **(judge or {})}, **options)
 
 
-class Stage:
-    """Simulated sources `a`, `b` and `c`; `sent` lists (time, source) of every request."""
+def staged(names="a", **seconds):
+    """Sources of these names, which take a second unless `seconds` says otherwise."""
+    return Stage({name: seconds.get(name, 1.0) for name in names}, answer=lambda request: scored_text(request, 0.25))
 
-    def __init__(self, **latencies):
-        self.sent = []
-        self.sources = {
-            name: SimulatedSource(
-                name, behaviour=self._behaviour(name, latencies.get(name, 1.0)), answer=written(score), model="m"
-            )
-            for name, score in (("a", 0.25), ("b", 0.5), ("c", 0.75))
-        }
 
-    def _behaviour(self, name, latency_s):
-        def behave(number, request, now):
-            self.sent.append((now, name))
-            return latency_s
+def play(stage, config, main):
+    stage.tree = config
+    return stage.run(main)
 
-        return behave
 
-    def times(self, name):
-        return [at for at, source in self.sent if source == name]
-
-    def play(self, config, main, **options):
-        async def runs():
-            async with RewardEngine(config, sources=self.sources, **options) as engine:
-                said = await main(engine)
-            assert {source.in_flight for source in self.sources.values()} == {0}
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-            return said
-
-        return run(runs())
+def times(stage, name):
+    return [each.at for each in stage.sent if each.source == name]
 
 
 NO_HEDGE = {"scheduling": {"hedge": False}}
 
 
-def sample(number=0, **fields):
-    return Sample([{"role": "user", "content": f"Is it {number}?"}], f"yes {number}", **fields)
-
-
 def batch(engine, count, **options):
-    return asyncio.ensure_future(engine.score_all([sample(n) for n in range(count)], **options))
+    return asyncio.ensure_future(engine.score_all(make_samples(count), **options))
 
 
 def most_in(times, window_s):
@@ -90,7 +45,7 @@ def most_in(times, window_s):
 
 
 def test_a_limit_that_falls_holds_at_once_and_what_was_spent_counts():
-    stage = Stage()
+    stage = staged()
 
     async def main(engine):
         scoring = batch(engine, 40)
@@ -101,16 +56,16 @@ def test_a_limit_that_falls_holds_at_once_and_what_was_spent_counts():
         assert (found.changes[0].before, found.changes[0].after, found.changes[0].effect) == ("20", "5", "at once")
         return await scoring
 
-    outcomes = stage.play(tree("a", limits={"a": {"requests_per_minute": 20, "concurrency": 64}}), main)
+    outcomes = play(stage, tree("a", limits={"a": {"requests_per_minute": 20, "concurrency": 64}}), main)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    late = [at for at in stage.times("a") if at > 1.5]
+    late = [at for at in times(stage, "a") if at > 1.5]
     assert late[0] > 60
     assert most_in(late, 60) == 5
     assert len(stage.sent) == 40
 
 
 def test_waiting_samples_go_to_a_source_that_was_added():
-    stage = Stage()
+    stage = staged("ab")
 
     async def main(engine):
         scoring = batch(engine, 30)
@@ -119,14 +74,14 @@ def test_waiting_samples_go_to_a_source_that_was_added():
         assert str(found) == "sources.b: added"
         return await scoring
 
-    outcomes = stage.play(tree("a", limits={"a": {"requests_per_minute": 10}}), main)
+    outcomes = play(stage, tree("a", limits={"a": {"requests_per_minute": 10}}), main)
     assert {outcome.verdict.source for outcome in outcomes} == {"a", "b"}
     assert len(stage.sent) == 30
-    assert max(stage.times("b")) < 10
+    assert max(times(stage, "b")) < 10
 
 
 def test_a_removed_source_drains_and_its_waiting_samples_go_elsewhere():
-    stage = Stage(a=20.0)
+    stage = staged("ab", a=15.0)
 
     async def main(engine):
         scoring = batch(engine, 12)
@@ -136,10 +91,10 @@ def test_a_removed_source_drains_and_its_waiting_samples_go_elsewhere():
         assert list(engine.upstreams) == ["b"]
         return await scoring
 
-    outcomes = stage.play(tree("a", limits={"a": {"concurrency": 4}}, engine=NO_HEDGE), main)
+    outcomes = play(stage, tree("a", limits={"a": {"concurrency": 4}}, engine=NO_HEDGE), main)
     assert [outcome.verdict.source for outcome in outcomes].count("a") == 4
-    assert stage.times("a") == [0.0] * 4
-    assert len(stage.times("b")) == 8
+    assert times(stage, "a") == [0.0] * 4
+    assert len(times(stage, "b")) == 8
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
 
 
@@ -162,7 +117,7 @@ def test_a_removed_source_is_closed_and_the_others_are_not(monkeypatch):
 
 
 def test_without_any_source_left_samples_fail_at_once_with_the_cause():
-    stage = Stage(a=5.0)
+    stage = staged("ab", a=5.0)
 
     async def main(engine):
         scoring = batch(engine, 6)
@@ -171,11 +126,11 @@ def test_without_any_source_left_samples_fail_at_once_with_the_cause():
         del other["judges"]["quality"], other["sources"]["a"]
         other["judges"]["other"] = {"kind": "llm", "score_range": [0, 1]}
         await engine.reload(other)
-        at = asyncio.get_running_loop().time()
+        at = now()
         outcomes = await scoring
         return outcomes, at
 
-    outcomes, _ = stage.play(tree("a", limits={"a": {"concurrency": 2}}, judge={"sources": "a"}), main)
+    outcomes, _ = play(stage, tree("a", limits={"a": {"concurrency": 2}}, judge={"sources": "a"}), main)
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
     assert len(failed) == 4
     assert {one.reason for one in failed} == {"no_source"}
@@ -184,15 +139,15 @@ def test_without_any_source_left_samples_fail_at_once_with_the_cause():
 
 
 def test_samples_under_way_end_by_the_judges_they_began_with():
-    stage = Stage(a=5.0)
+    stage = staged(a=5.0)
 
     async def main(engine):
         scoring = batch(engine, 2)
         await asyncio.sleep(1)
         await engine.reload(tree("a", judge={"reward_range": [0, 100], "correct_at": 20}))
-        return await scoring, await engine.score(sample(9))
+        return await scoring, await engine.score(make_sample(9))
 
-    before, after = stage.play(tree("a"), main)
+    before, after = play(stage, tree("a"), main)
     assert [outcome.reward for outcome in before] == [0.25, 0.25]
     assert [outcome.verdict.correct for outcome in before] == [None, None]
     assert (after.reward, after.verdict.correct) == (25.0, True)
@@ -200,7 +155,7 @@ def test_samples_under_way_end_by_the_judges_they_began_with():
 
 def test_numbers_are_shown_and_no_text():
     before, after = tree("a"), tree("a")
-    after["sources"]["a"] |= {"weight": 2.5, "model": "sk-1", "parameters": {"seed": 12345}}
+    after["sources"]["a"] |= {"weight": 2.5, "model": "sk-1", "parameters": {"seed": 72345}}
     found = str(difference(load_config(before), load_config(after)))
     assert "sources.a.weight: 1 -> 2.5" in found
     assert "sources.a.model: changed" in found
@@ -209,7 +164,7 @@ def test_numbers_are_shown_and_no_text():
 
 
 def test_a_removed_source_that_comes_back_has_its_window():
-    stage = Stage()
+    stage = staged("ab")
     limits = {"a": {"requests_per_minute": 10, "concurrency": 64}}
 
     async def main(engine):
@@ -220,13 +175,13 @@ def test_a_removed_source_that_comes_back_has_its_window():
         await engine.reload(tree("a", limits=limits))
         return await scoring
 
-    outcomes = stage.play(tree("a", limits=limits), main)
+    outcomes = play(stage, tree("a", limits=limits), main)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert most_in(stage.times("a"), 60) == 10
+    assert most_in(times(stage, "a"), 60) == 10
 
 
 def test_a_renamed_source_keeps_its_window():
-    stage = Stage()
+    stage = staged("ab")
     limits = {"requests_per_minute": 10, "concurrency": 64}
 
     async def main(engine):
@@ -237,23 +192,23 @@ def test_a_renamed_source_keeps_its_window():
         await engine.reload(renamed)
         return await scoring
 
-    outcomes = stage.play(tree("a", limits={"a": limits}), main)
+    outcomes = play(stage, tree("a", limits={"a": limits}), main)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert most_in([at for at, _ in stage.sent], 60) == 10
+    assert most_in([each.at for each in stage.sent], 60) == 10
 
 
 @pytest.mark.parametrize(
     ("change", "path"),
     [
         ({"engine": {"seed": 2}}, "engine.seed"),
-        ({"engine": {"seed": 1, "shared": "off"}}, "engine.shared"),
-        ({"engine": {"seed": 1, "journal": {"path": "x.sqlite"}}}, "engine.journal"),
+        ({"engine": {"seed": 7, "shared": "off"}}, "engine.shared"),
+        ({"engine": {"seed": 7, "journal": {"path": "x.sqlite"}}}, "engine.journal"),
         ({"on_failure": "raise"}, "on_failure"),
         ({"groups": {"wait_s": 7}}, "groups.wait_s"),
     ],
 )
 def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
-    stage = Stage()
+    stage = staged()
 
     async def main(engine):
         before = engine.config
@@ -263,7 +218,7 @@ def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
         assert engine.config is before
         assert list(engine.upstreams) == ["a"]
 
-    stage.play(tree("a"), main)
+    play(stage, tree("a"), main)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +232,7 @@ def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
     ],
 )
 def test_mistakes_are_raised_and_nothing_changes(wrong):
-    stage = Stage()
+    stage = staged()
 
     async def main(engine):
         scoring = batch(engine, 5)
@@ -288,20 +243,21 @@ def test_mistakes_are_raised_and_nothing_changes(wrong):
         assert (engine.config, engine.judges, dict(engine.upstreams)) == before
         return await scoring
 
-    assert all(isinstance(outcome, Scored) for outcome in stage.play(tree("a"), main))
+    assert all(isinstance(outcome, Scored) for outcome in play(stage, tree("a"), main))
 
 
 def test_a_reload_before_the_first_sample_and_between_two_loops():
-    stage = Stage()
-    engine = RewardEngine(tree("a"), sources=stage.sources)
+    stage = staged("abc")
+    stage.tree = tree("a")
+    engine = stage.engine()
 
     async def first():
         await engine.reload(tree("b"))
-        return await engine.score(sample())
+        return await engine.score(make_sample())
 
     async def second():
         await engine.reload(tree("c"))
-        return await engine.score(sample())
+        return await engine.score(make_sample())
 
     assert run(first()).verdict.source == "b"
     assert run(second()).verdict.source == "c"
@@ -315,7 +271,7 @@ def test_a_reload_before_the_first_sample_and_between_two_loops():
 
 
 def test_a_rotated_key_keeps_the_window_of_its_source():
-    stage = Stage()
+    stage = staged()
     config = tree("a", limits={"a": {"requests_per_minute": 10, "concurrency": 64}})
     config["sources"]["a"]["api_key"] = "sk-first"
 
@@ -332,40 +288,25 @@ def test_a_rotated_key_keeps_the_window_of_its_source():
         assert after is not before
         assert after.source is not before.source
         assert after.quota is before.quota
-        assert after.quota.requests.spent(asyncio.get_running_loop().time()) == 10
+        assert after.quota.requests.spent(now()) == 10
         return outcomes
 
-    stage.play(config, main)
+    play(stage, config, main)
 
 
-def test_an_answer_of_a_source_that_was_replaced_is_recorded_under_what_gave_it(tmp_path):
+def test_an_answer_of_a_source_that_was_replaced_is_recorded_under_what_gave_it():
     from qreward_plugins.journal.keys import question_keys
     from qreward_plugins.sources.opening import open_source
 
     config = tree("a")
-    recorded = []
-
-    class Remembered:
-        async def get(self, *keys):
-            return None
-
-        async def put(self, key, sample, outcome, history=()):
-            recorded.append(key)
-
-        def note(self, key, sample, outcome, history=()):
-            recorded.append(key)
-
-        async def aclose(self):
-            pass
-
-    stage = Stage(a=5.0)
+    stage = staged(a=5.0)
+    stage.journal = MemoryJournal()
 
     async def main(engine):
-        engine._lifetime.journal, engine._lifetime.reuse = Remembered(), True
         scoring = batch(engine, 1)
         await asyncio.sleep(1)
-        (call,) = [engine.judges["quality"].call(sample(0))]
-        old = question_keys(call, {"a": stage.sources["a"]})["a"]
+        (call,) = [engine.judges["quality"].call(make_sample(0))]
+        old = question_keys(call, {"a": stage.simulated["a"]})["a"]
         other = tree("a")
         other["sources"]["a"]["model"] = "another"
         engine._lifetime.given = {}
@@ -373,10 +314,10 @@ def test_an_answer_of_a_source_that_was_replaced_is_recorded_under_what_gave_it(
         engine._reloader._apply(prepared)
         new = question_keys(call, {"a": open_source("a", engine.config.sources["a"])})["a"]
         await scoring
-        assert recorded == [old]
+        assert [*stage.journal.verdicts] == [old]
         assert old != new
 
-    stage.play(config, main)
+    play(stage, config, main)
 
 
 def test_a_file_below_the_keys_of_a_framework_is_read_again_with_them(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,28 +75,6 @@ async def test_what_becomes_of_a_score_is_changed_without_paying_for_it_again(jo
             assert server.report().requests == number
 
 
-async def test_a_service_is_asked_again_for_another_prompt_and_not_for_another_step(journal: dict[str, Any]) -> None:
-    with JudgeServer(lambda call: 0.5) as server:
-        config = {
-            "sources": {"rm": {"kind": "http", "url": server.score_url}},
-            "judges": {"rm": {"kind": "function"}},
-            "engine": journal,
-        }
-        samples = [
-            SAMPLE,
-            replace(SAMPLE, prompt="<image 1>2+2?"),
-            replace(SAMPLE, prompt="<image 2>2+2?"),
-            replace(SAMPLE, prompt=[{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]),
-        ]
-        await scored(config, samples[:1])
-        assert server.report().requests == 1
-        await scored(config, samples)
-        assert server.report().requests == 4
-        again = [replace(sample, id="b", step=7, split="val", group_id="g") for sample in samples]
-        assert all(outcome.verdict.cached for outcome in await scored(config, again))
-        assert server.report().requests == 4
-
-
 async def test_one_more_source_costs_nothing_and_one_less_only_what_it_said(journal: dict[str, Any]) -> None:
     with JudgeServer(lambda call: 8.0) as one, JudgeServer(lambda call: 4.0) as two:
         config = llm(one, journal)
@@ -135,18 +111,6 @@ class Function:
 @pytest.fixture
 def function(tmp_path: Path, journal: dict[str, Any]) -> Function:
     return Function(tmp_path, journal)
-
-
-async def test_a_function_is_called_again_however_it_was_changed(function: Function, tmp_path: Path) -> None:
-    assert mean(await scored(function.config(), [SAMPLE])) == 0.25
-    function.write(0.75)
-    assert mean(await scored(function.config(), [SAMPLE])) == 0.75
-    assert mean(await scored(function.config(kwargs={"bonus": 1.0}), [SAMPLE])) == 1.75
-    assert function.called() == 2
-    with closing(sqlite3.connect(tmp_path / "verdicts.sqlite")) as connection:
-        # On record all the same.
-        found = connection.execute("SELECT key, score FROM outcomes ORDER BY id").fetchall()
-    assert found == [(None, 0.25), (None, 0.75), (None, 1.75)]
 
 
 async def test_a_function_with_a_version_is_called_once_for_the_same(function: Function) -> None:

@@ -176,27 +176,6 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
         assert secret[-8:] not in shown
 
 
-@pytest.mark.parametrize("where", ["at ${oc.env:PLANTED_WHERE} now", "at ${oc.env:PLANTED_WHERE,nowhere} now"])
-def test_a_secret_in_the_middle_of_a_text_is_known_by_itself(where):
-    secret = "Zq9 ab c1 _x 0> qZ7"
-    function = {"kind": "function", "function": "rewards:score", "kwargs": {"where": where}}
-
-    async def score(*, where, **fields):
-        raise TransientError(f"cannot reach {where[3:15]}... or {where[-14:-4]}")
-
-    async def main(config):
-        sources = {"rules": FunctionSource("rules", config.sources["rules"], loader=lambda: score)}
-        async with RewardEngine(config, sources=sources) as engine:
-            return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"), deadline_s=0.2)
-
-    with mock.patch.dict(os.environ, {"PLANTED_WHERE": secret}):
-        config = load_config({"sources": {"rules": function}, "judges": {"j": {"kind": "function"}}})
-        detail = asyncio.run(main(config)).detail
-    assert secret[:8] not in detail
-    assert secret[-8:] not in detail
-    assert "cannot reach ***" in detail
-
-
 WORDS = ("components", "rationale", "correctness", "helpful", '"score":', "12345678", "correctness of answers")
 
 
@@ -247,21 +226,6 @@ def test_a_component_that_is_configured_keeps_its_name_and_the_name_of_no_other_
     verdict = told()
     assert verdict.components == verdict.raw.components == {"***": 1.0}
     assert set(verdict.returned) == {"score", "***"}
-
-
-def test_headers_that_are_nobody_s_secret_are_struck_out_of_nothing():
-    headers = {"Accept": "application/json", "X-Title": "response judge", "X-Private": "Zq9-0123456789"}
-    said = {"rationale": "This application of the response is fine, Zq9-0123456789.", "score": 1}
-    with JudgeServer(lambda call: said) as server:
-        source = {"kind": "openai", "model": "judge", "base_url": server.base_url, "headers": headers}
-        config = load_config({"sources": {"model": source}, "judges": {"words": {"kind": "llm"}}})
-
-        async def main():
-            async with RewardEngine(config) as engine:
-                return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"))
-
-        verdict = asyncio.run(main()).verdict
-    assert verdict.rationale == "This application of the response is fine, ***."
 
 
 def test_a_mistake_in_a_configuration_shows_none(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.config import Limits, load_config
 from qreward_plugins.errors import ConfigurationError, EngineError
 from qreward_plugins.sharing.channels import source_keys
@@ -110,11 +110,6 @@ def test_a_judge_names_the_source_and_means_all_its_keys(tree, sources):
     assert engine.judges["quality"].sources == ("judge#1", "judge#2", "judge#3")
 
 
-def test_one_key_in_a_list_is_one_key(tree):
-    with JudgeServer() as server:
-        assert list(RewardEngine(tree(server, KEYS[:1])).upstreams) == ["judge"]
-
-
 @pytest.mark.parametrize(
     ("keys", "path", "said"),
     [
@@ -155,13 +150,3 @@ def test_a_source_may_not_be_called_like_a_key():
     with JudgeServer() as server:
         config = make_config({"judge#1": server})
     assert "must not end in # and a number" in wrong(config)['sources["judge#1"]']
-
-
-@pytest.mark.anyio
-async def test_a_given_source_serves_all_keys(tree):
-    with JudgeServer(lambda call: 0.5, api_key=KEYS[0]) as server:
-        one = RewardEngine(tree(server, KEYS[:1])).upstreams["judge"].source
-        async with RewardEngine(tree(server), sources={"judge": one}) as engine:
-            outcomes = await engine.score_all([make_sample(n) for n in range(4)])
-    assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert isinstance(make_sample(0), Sample)

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from qreward_plugins import EngineError, RewardEngine, Sample
+from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.simulation import SimulatedSource, run
 
 
@@ -72,33 +72,6 @@ def test_outcomes_come_in_order_whichever_is_there_first():
     assert [name for name, _ in given] == list("012345")
 
 
-def test_no_more_than_the_window_is_drawn_while_the_consumer_is_away():
-    drawn = []
-
-    async def produce(given):
-        for number in range(40):
-            drawn.append(number)
-            yield sample(number)
-
-    async def consume(given):
-        await asyncio.sleep(20)
-        assert len(drawn) - len(given) < 4
-        return True
-
-    assert len(streamed(produce, consume=consume, window=4)) == 40
-
-
-@pytest.mark.parametrize("after", [0, 3])
-def test_what_the_producer_raises_is_raised_and_leaves_nothing(after):
-    async def produce(given):
-        for number in range(after):
-            yield sample(number)
-        raise KeyError("the producer's own")
-
-    with pytest.raises(KeyError, match="the producer's own"):
-        streamed(produce)
-
-
 def test_closing_ends_a_producer_that_waits():
     ended = []
 
@@ -132,23 +105,6 @@ def test_closing_does_not_wait_for_ever_for_a_producer_that_swallows_its_cancell
             await stream.aclose()
             assert loop.time() - began_at < 10
         await asyncio.sleep(2e6)  # until it ends by itself
-
-    run(main())
-
-
-def test_an_engine_that_is_closed_meanwhile_ends_the_stream_with_an_error():
-    async def produce(given):
-        for number in range(100):
-            yield sample(number)
-            await asyncio.sleep(1)
-
-    async def main():
-        engine = engine_of()
-        asyncio.get_running_loop().call_later(5.5, lambda: asyncio.ensure_future(engine.aclose()))
-        with pytest.raises(EngineError):
-            async for _ in engine.score_stream(produce([])):
-                pass
-        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(main())
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import random
-from dataclasses import replace
 
 import pytest
 
-from qreward_plugins import Cause, Failed, RewardEngine, Scored
-from qreward_plugins.errors import JournalError, PermanentError, TransientError
+from qreward_plugins import Cause, Failed, Scored
+from qreward_plugins.errors import PermanentError
 from qreward_plugins.samples import Sample
-from qreward_plugins.samples.spent import Spent
 from qreward_plugins.scheduling import Cutoff
-from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.simulation.clock import VirtualTimeLoop
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.testing import JudgeServer
 
-from ..kit import make_config, make_sample, tasks_left
-
-NEVER_S = 1e6
+from ..kit import NEVER_S, MemoryJournal, Stage, now
 
 
 def tree(*, weights=None, words=None, rules=None, limits=None, total=None, **top):
@@ -66,48 +59,8 @@ def hangs_for(response, seconds=1.0):
     return lambda number, request, now: NEVER_S if request.sample.response == response else seconds
 
 
-class Remembered:
-    """A journal in memory, so that time may be virtual; looking something up takes a moment."""
-
-    def __init__(self, seconds=0.01):
-        self.seconds = seconds
-        self.outcomes = []
-        self.verdicts = {}
-
-    async def get(self, key):
-        await asyncio.sleep(self.seconds)
-        verdict = self.verdicts.get(key)
-        return verdict and replace(verdict, cached=True, spent=Spent())
-
-    async def put(self, key, sample, outcome, history=()):
-        self.note(key, sample, outcome)
-
-    def note(self, key, sample, outcome, history=()):
-        self.outcomes.append(outcome)
-        if isinstance(outcome, Scored):
-            self.verdicts[key] = outcome.verdict
-
-    async def aclose(self):
-        pass
-
-
 def engine_run(config, sources, main, *, journal=None, loop=None):
-    """Run `main(engine)` in virtual time. Nothing may be left over after it."""
-
-    async def runs():
-        async with RewardEngine(config, sources=sources) as engine:
-            if journal is not None:
-                engine._lifetime.journal, engine._lifetime.reuse = journal, True
-            returned = await main(engine)
-        assert {source.in_flight for source in sources.values()} == {0}
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return returned
-
-    return run(runs(), loop=loop)
-
-
-def now():
-    return asyncio.get_running_loop().time()
+    return Stage(sources, tree=config, journal=journal).run(main, loop=loop)
 
 
 # The sum
@@ -132,36 +85,6 @@ def test_the_parts_are_asked_at_the_same_time_and_added():
     assert list(failed) == list(told)
 
 
-def test_outcomes_of_a_batch_are_in_order_and_counted_once():
-    batch = samples(20)
-
-    async def main(engine):
-        outcomes = await engine.score_all(batch)
-        streamed = [pair async for pair in engine.score_stream(batch, window=4)]
-        return outcomes, streamed, engine.statistics()
-
-    def words(request):
-        return written(request, score=len(request.sample.response) / 100)
-
-    sources = simulated(words=words)
-    outcomes, streamed, statistics = engine_run(tree(limits={"concurrency": 3}), sources, main)
-    expected = [pytest.approx(0.75 * len(each.response) / 100 + 0.25) for each in batch]
-    assert [outcome.reward for outcome in outcomes] == expected
-    assert [outcome.reward for _, outcome in streamed] == expected
-    assert (statistics.submitted, statistics.scored, statistics.attempts, statistics.waiting) == (40, 40, 80, 0)
-
-
-def test_a_part_is_retried_and_hedged_like_any_judge():
-    def errs(number, request, now):
-        return TransientError("reset") if number == 0 else 1.0
-
-    async def main(engine):
-        return await engine.score(sample())
-
-    outcome = engine_run(tree(), simulated(llm=errs), main)
-    assert (outcome.reward, outcome.verdict.attempts) == (0.625, 3)
-
-
 def test_a_judge_may_be_a_part_and_have_routes_of_its_own():
     async def main(engine):
         return await engine.score_all([sample(data_source="code"), sample(data_source="math"), sample(data_source="")])
@@ -176,7 +99,7 @@ def test_a_judge_may_be_a_part_and_have_routes_of_its_own():
 # Failures
 
 
-@pytest.mark.parametrize("journal", [None, Remembered])
+@pytest.mark.parametrize("journal", [None, MemoryJournal])
 def test_a_part_that_fails_ends_the_sample_and_cancels_the_other(journal, caplog):
     sources = simulated(llm=lambda *_: NEVER_S, rm=lambda *_: PermanentError("not my data"))
     book = journal and journal()
@@ -200,29 +123,6 @@ def test_a_part_that_fails_ends_the_sample_and_cancels_the_other(journal, caplog
         assert book.outcomes[0].judge == "rules"
 
 
-def test_a_missing_reward_is_never_a_zero():
-    async def main(engine):
-        return await engine.score(sample())
-
-    outcome = engine_run(tree(), simulated(words=lambda request: Reply(text="no")), main)
-    assert (outcome.cause, outcome.reason, outcome.reward) == (Cause.VERDICT, "invalid", None)
-    assert outcome.detail.startswith("words: ")
-
-
-def test_an_empty_response_has_the_floor_of_one_part_and_the_reward_of_the_other():
-    sources = simulated()
-
-    async def main(engine):
-        return await engine.score(sample(" ")), engine.statistics(), engine.last_batch()
-
-    outcome, statistics, report = engine_run(tree(words={"reward_range": [-1, 1]}), sources, main)
-    assert (outcome.failure.label, outcome.reward) == ("policy/empty", -0.5)
-    assert outcome.failure.detail == "words: the response is empty"
-    assert (outcome.verdict.attempts, outcome.verdict.latency_s) == (1, 1.0)
-    assert (statistics.failed, statistics.floors, sources["llm"].arrivals) == ({}, {"policy/empty": 1}, [])
-    assert (report.samples, report.failed) == (1, 0)
-
-
 def test_a_sample_that_a_part_cannot_be_asked_about_costs_nothing():
     sources = simulated()
 
@@ -240,35 +140,6 @@ def test_a_sample_that_a_part_cannot_be_asked_about_costs_nothing():
 # Time
 
 
-@pytest.mark.parametrize("hanging", ["llm", "rm", "both"])
-def test_the_deadline_is_kept_whichever_part_hangs(hanging):
-    slow = {name: (lambda *_: NEVER_S) for name in ("llm", "rm") if hanging in (name, "both")}
-
-    async def main(engine):
-        outcomes = await engine.score_all(samples(3), deadline_s=5.0)
-        return outcomes, now(), engine.statistics().waiting
-
-    outcomes, at, waiting = engine_run(tree(), simulated(**slow), main)
-    assert at == 5.0
-    assert {(outcome.reason, outcome.reward, outcome.latency_s) for outcome in outcomes} == {("deadline", None, 5.0)}
-    assert waiting == 0
-
-
-def test_late_verdicts_of_all_parts_are_kept_when_time_is_up():
-    book = Remembered()
-    sources = simulated(llm=lambda *_: 20.0, rm=lambda *_: 10.0)
-
-    async def main(engine):
-        (outcome,) = await engine.score_all([sample()], deadline_s=5.0)
-        await asyncio.sleep(30)
-        return outcome, await engine.score(sample())
-
-    outcome, again = engine_run(tree(), sources, main, journal=book)
-    assert outcome.reason == "deadline"
-    assert (again.reward, again.verdict.cached) == (0.625, True)
-    assert [len(source.arrivals) for source in sources.values()] == [1, 1]
-
-
 class CreepingLoop(VirtualTimeLoop):
     """A clock that goes on while the code runs, as real ones do: no two looks at it see the same time."""
 
@@ -281,7 +152,7 @@ class CreepingLoop(VirtualTimeLoop):
 
 def test_all_parts_end_in_the_same_step_of_the_loop_when_their_time_is_up():
     """Or else the first to end would have the others cancelled, and nobody would wait for their late verdicts."""
-    book = Remembered()
+    book = MemoryJournal()
     sources = simulated(llm=lambda *_: 20.0, rm=lambda *_: 10.0)
 
     async def main(engine):
@@ -293,35 +164,6 @@ def test_all_parts_end_in_the_same_step_of_the_loop_when_their_time_is_up():
     assert {outcome.reason for outcome in outcomes} == {"deadline"}
     assert [source.cancelled for source in sources.values()] == [0, 0]
     assert sum(isinstance(outcome, Scored) for outcome in book.outcomes) == 10
-
-
-@pytest.mark.parametrize("journal", [None, Remembered])
-def test_cancelling_leaves_nothing(journal):
-    sources = simulated(llm=lambda *_: NEVER_S, rm=lambda *_: NEVER_S)
-
-    async def main(engine):
-        scoring = [asyncio.ensure_future(engine.score(each)) for each in samples(5)]
-        batch = asyncio.ensure_future(engine.score_all(samples(10)[5:]))
-        await asyncio.sleep(1)
-        assert [source.in_flight for source in sources.values()] == [10, 10]
-        for task in (*scoring, batch):
-            task.cancel()
-        await asyncio.wait([*scoring, batch])
-        assert all(task.cancelled() for task in (*scoring, batch))
-        # Attempts take a step of the loop more; nothing else does.
-        assert not any("Scoring" in repr(task.get_coro()) for task in asyncio.all_tasks())
-        statistics = engine.statistics()
-        assert (statistics.waiting, statistics.scored, statistics.failed_total) == (0, 0, 0)
-        await asyncio.sleep(0)
-        assert [source.in_flight for source in sources.values()] == [0, 0]
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        for source in sources.values():
-            source.behaviour = lambda *_: 1.0
-        await engine.score_all(samples(2))
-        return engine.last_batch()
-
-    report = engine_run(tree(), sources, main, journal=journal and journal())
-    assert (report.samples, report.scored) == (2, 2)
 
 
 def test_a_call_that_is_cancelled_at_once_leaves_nothing():
@@ -340,48 +182,11 @@ def test_a_call_that_is_cancelled_at_once_leaves_nothing():
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
     for config in (tree(), tree(routes={"*": "words"})):
-        engine_run(config, sources, main, journal=Remembered(seconds=0))
+        engine_run(config, sources, main, journal=MemoryJournal(seconds=0))
         engine_run(config, sources, main)
 
 
-def test_closing_the_engine_gives_every_sample_an_outcome():
-    async def main(engine):
-        scoring = asyncio.ensure_future(engine.score_all(samples(4)))
-        await asyncio.sleep(0.5)
-        await engine.aclose()
-        return await scoring
-
-    outcomes = engine_run(tree(), simulated(), main)
-    assert {outcome.reason for outcome in outcomes} == {"closed"}
-    assert len(outcomes) == 4
-
-
 # Batches
-
-
-def test_a_batch_counts_samples():
-    async def main(engine):
-        await engine.score_all(samples(6))
-        return engine.last_batch()
-
-    sources = simulated(llm=lambda number, request, now: 2.0 + number)
-    report = engine_run(tree(limits={"concurrency": 6}), sources, main)
-    assert (report.samples, report.scored, report.failed, report.attempts) == (6, 6, 0, 12)
-    assert report.makespan_s == 7.0
-    assert report.describe().startswith("6 samples in 7.0 s; waited 7.0 s on llm")
-
-
-def test_samples_that_trickle_in_are_one_batch_that_ends_with_the_last_of_them():
-    async def main(engine):
-        scoring = []
-        for each in samples(3):
-            scoring.append(asyncio.ensure_future(engine.score(each)))
-            await asyncio.sleep(1.5)
-        await asyncio.gather(*scoring)
-        return engine.last_batch()
-
-    report = engine_run(tree(), simulated(), main)
-    assert (report.samples, report.scored, report.makespan_s) == (3, 3, 5.0)
 
 
 @pytest.mark.parametrize(("quorum", "at", "reasons"), [(0.75, 5.0, ["cutoff"]), (0.9, 60.0, ["deadline"])])
@@ -434,7 +239,7 @@ def test_a_part_that_is_never_asked_is_no_sample_of_its_own():
 
 
 def test_every_part_is_on_record_by_itself_and_other_weights_cost_nothing():
-    book = Remembered()
+    book = MemoryJournal()
 
     async def main(engine):
         return await engine.score_all(samples(3)), engine.statistics()
@@ -453,7 +258,7 @@ def test_every_part_is_on_record_by_itself_and_other_weights_cost_nothing():
 
 
 def test_only_what_is_not_on_record_is_asked_for():
-    book = Remembered()
+    book = MemoryJournal()
 
     async def main(engine):
         (outcome,) = await engine.score_all([sample()], cutoff=Cutoff(60.0))
@@ -468,127 +273,3 @@ def test_only_what_is_not_on_record_is_asked_for():
     assert (outcome.reward, outcome.verdict.cached, outcome.verdict.attempts) == (0.375, False, 1)
     assert (report.samples, report.scored, report.attempts) == (1, 1, 1)
     assert (statistics.scored, statistics.cached) == (1, 0)
-
-
-def test_a_batch_counts_what_it_asked_for():
-    book = Remembered()
-
-    async def main(engine):
-        await engine.score(sample("known"))
-        await engine.score_all([sample("known"), sample("new")])
-        return engine.last_batch()
-
-    report = engine_run(tree(), simulated(), main, journal=book)
-    assert (report.samples, report.scored, report.failed) == (1, 1, 0)
-
-
-def test_what_is_on_record_altogether_begins_no_batch():
-    book = Remembered()
-
-    async def main(engine):
-        await engine.score(sample())
-        await engine.score(sample())
-        await asyncio.sleep(100)
-        await engine.score(sample("new"))
-        return engine.last_batch()
-
-    report = engine_run(tree(), simulated(), main, journal=book)
-    assert (report.samples, report.makespan_s) == (1, pytest.approx(2.01))
-
-
-@pytest.mark.anyio
-async def test_the_journal_on_disk_knows_the_parts(tmp_path):
-    with JudgeServer(lambda call: 5.0) as server:
-        config = make_config(
-            {"a": server},
-            engine={"journal": {"path": str(tmp_path / "journal.sqlite")}},
-            judge={"criteria": {"proof": "Is it proven?"}},
-        )
-        config["judges"]["style"] = {"kind": "llm", "instructions": "Is it well written?"}
-        for requests, weights in ((2, {"quality": 1, "style": 1}), (2, {"quality": 1, "style": -0.5})):
-            config["judges"]["total"] = {"kind": "sum", "weights": weights}
-            async with RewardEngine(config) as engine:
-                outcome = await engine.score(make_sample())
-            assert server.report().requests == requests
-            assert outcome.reward == sum(0.5 * weight for weight in weights.values())
-            assert outcome.verdict.components == {"quality": 0.5, "quality/proof": 0.5, "style": 0.5}
-        assert outcome.verdict.cached
-        config["sources"]["a"]["parameters"] = {"top_p": 0.5}
-        async with RewardEngine(config) as engine:
-            assert not (await engine.score(make_sample())).verdict.cached
-        assert server.report().requests == 4
-    assert tasks_left() == []
-
-
-def test_a_journal_that_breaks_is_told_once_and_leaves_nothing():
-    class Broken(Remembered):
-        async def put(self, key, sample, outcome, history=()):
-            raise JournalError("the journal is closed")
-
-    complaints = []
-
-    async def main(engine):
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
-        with pytest.raises(JournalError, match="closed"):
-            await engine.score_all(samples(3))
-        await asyncio.sleep(5)
-        gc.collect()
-
-    sources = simulated(llm=lambda *_: 1.0)
-    engine_run(tree(), sources, main, journal=Broken())
-    assert complaints == []
-
-
-# By chance
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_whatever_happens_every_sample_has_one_outcome_in_time(seed):
-    """Parts that fail, hang and answer at random times, callers that give up, cut-offs and a journal."""
-    rng = random.Random(seed)
-    book = Remembered() if rng.random() < 0.5 else None
-
-    def behaviour(number, request, now):
-        chance = rng.random()
-        if chance < 0.1:
-            return TransientError("reset") if chance < 0.05 else PermanentError("no")
-        return NEVER_S if chance < 0.15 else rng.expovariate(0.5)
-
-    def words(request):
-        return written(request) if rng.random() < 0.9 else Reply(text="nonsense")
-
-    config = tree(
-        limits={"concurrency": rng.randint(2, 20)},
-        words={"on_invalid": rng.choice(["missing", "floor"]), "invalid_retries": rng.randint(0, 2)},
-        engine={"max_attempts": rng.randint(1, 3)},
-    )
-
-    async def main(engine):
-        async def call(count):
-            await asyncio.sleep(rng.uniform(0, 3))
-            batch = [sample("" if rng.random() < 0.1 else "x" * rng.randint(1, 99)) for _ in range(count)]
-            started_at, deadline_s = now(), rng.uniform(1, 20)
-            cutoff = Cutoff(rng.uniform(0, 10), rng.random()) if rng.random() < 0.5 else None
-            scoring = asyncio.ensure_future(engine.score_all(batch, deadline_s=deadline_s, cutoff=cutoff))
-            if rng.random() < 0.2:
-                await asyncio.wait([scoring], timeout=rng.uniform(0, 5))
-                scoring.cancel()
-                await asyncio.wait([scoring])
-                return 0
-            outcomes = await scoring
-            assert now() <= started_at + deadline_s + 1e-6
-            for outcome in outcomes:
-                told = outcome.verdict if isinstance(outcome, Scored) else outcome
-                assert told.judge == "total"
-                assert isinstance(outcome, Scored) or outcome.reward is None or outcome.cause is not Cause.INFRA
-                if isinstance(outcome, Scored):
-                    assert outcome.reward == 0.75 * told.components["words"] + 0.25 * told.components["rules"]
-            return len(outcomes)
-
-        counts = await asyncio.gather(*(call(rng.randint(1, 12)) for _ in range(6)))
-        statistics = engine.statistics()
-        assert statistics.scored + statistics.failed_total >= sum(counts)
-        assert statistics.submitted >= statistics.scored + statistics.failed_total
-        assert statistics.waiting == 0
-
-    engine_run(config, simulated(llm=behaviour, rm=behaviour, words=words), main, journal=book)

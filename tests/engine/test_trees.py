@@ -1,4 +1,5 @@
-"""Random trees of judges over sources that fail in every way: each sample has one outcome in time, and nothing is left.
+"""Random trees of judges over sources that fail in every way, with cut-offs and journals: each sample has one outcome
+in time, and nothing is left.
 
 QREWARD_TREES=10000 plays so many seeds, a few minutes; the default run plays a hundred.
 """
@@ -18,9 +19,10 @@ from qreward_plugins.config import load_config
 from qreward_plugins.errors import Throttled
 from qreward_plugins.judges import JudgeRouter
 from qreward_plugins.judges.fence import read_fences
+from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.sources import Reply
 
-from ..kit import Stage, make_config, make_sample
+from ..kit import MemoryJournal, Stage, make_config, make_sample
 from ..kit.stage import NEVER_S
 
 SEEDS = int(os.environ.get("QREWARD_TREES", "100"))
@@ -89,6 +91,8 @@ class Play:
                 self.judge = JudgeRouter(load_config(self.tree), key=b"a key that nobody knows").judges[self.root]
                 break
         self.samples = [self._sample(number) for number in range(rng.randint(1, 24))]
+        self.journal = MemoryJournal() if rng.random() < 0.3 else None
+        self.cutoff = Cutoff(rng.uniform(0, 10), rng.random()) if rng.random() < 0.3 else None
 
     def _sample(self, number: int) -> Sample:
         rng = self.rng
@@ -123,9 +127,9 @@ class Play:
         return Reply(text=text, usage=Usage(10, 5), model="m")
 
     def outcomes(self) -> list[Outcome]:
-        stage = Stage({name: self.behaviour(name) for name in LEAVES}, answer=self.answer, tree=self.tree)
-
-        return stage.play(self.samples).outcomes
+        sources = {name: self.behaviour(name) for name in LEAVES}
+        stage = Stage(sources, answer=self.answer, tree=self.tree, journal=self.journal)
+        return stage.play(self.samples, cutoff=self.cutoff).outcomes
 
 
 def latency_s(outcome: Outcome) -> float:

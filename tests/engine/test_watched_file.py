@@ -11,10 +11,15 @@ import yaml
 
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.engine import reloader
+from qreward_plugins.simulation import SimulatedSource
 
-from .test_reload import Stage, sample, tree
+from ..kit import make_config, make_sample, scored_text
 
 ON = {"reload": True}
+
+
+def tree(names, engine=None):
+    return make_config(names, engine=engine)
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +53,12 @@ async def comes(condition):
 
 def play(file, main, *, begin=lambda: None):
     async def runs():
-        stage = Stage(a=0.0, b=0.0, c=0.0)
-        async with RewardEngine(str(file), sources=stage.sources) as engine:
+        sources = {
+            name: SimulatedSource(name, behaviour=lambda *_: 0.0, answer=scored_text, model="m") for name in "ab"
+        }
+        async with RewardEngine(str(file), sources=sources) as engine:
             begin()
-            await engine.score(sample())
+            await engine.score(make_sample())
             await main(engine)
 
     asyncio.run(runs())
@@ -65,7 +72,7 @@ def test_a_change_of_the_file_is_applied_and_told_once(file, caplog):
     async def main(engine):
         write(file, tree("b", engine=ON))
         await comes(lambda: list(engine.upstreams) == ["b"])
-        assert (await engine.score(sample(1))).verdict.source == "b"
+        assert (await engine.score(make_sample(1))).verdict.source == "b"
         # The same text in a new file, and another comment, are no news.
         write(file, "# again\n" + file.read_text())
         write(file.with_name("new"), deadline(9.0))

@@ -16,7 +16,7 @@ from qreward_plugins.samples import Cause, Failed, Sample, Verdict
 from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
 from qreward_plugins.simulation import run
 
-from ..kit import each_of
+from ..kit import asked, each_of
 
 SAMPLE = Sample([{"role": "user", "content": "?"}], "yes", step=250)
 DOWN = Unanswered("deadline", "no answer", source="f")
@@ -32,34 +32,6 @@ def opened(**judges: Any) -> Judge:
     model = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "m"}
     tree = {"sources": {"f": {"kind": "function", "function": "m:f"}, "m": model}, "judges": {**leaves, **judges}}
     return JudgeRouter(load_config({**tree, "routes": {"*": "whole"}}), key=b"a key that nobody knows").judges["whole"]
-
-
-def asked(judge: Judge, step: int | None = 250, **says: Any) -> tuple[Any, list[str], float]:
-    """What a judge says if its leaves say this (a score, a verdict, or why there is none; after so many seconds, if it
-    is a pair), whom it has asked in which order, and when it had its verdict.
-    """
-    order: list[str] = []
-
-    async def ask(call: Any) -> Any:
-        order.append(call.name)
-        said = says[call.name]
-        seconds, said = said if isinstance(said, tuple) else (1.0, said)
-        await asyncio.sleep(seconds)
-        if isinstance(said, Unanswered):
-            raise CallFailed(said)
-        verdict = said if isinstance(said, Verdict) else Verdict(said, correct=said >= 0.5)
-        return Answer(verdict, "f")
-
-    async def main() -> Any:
-        try:
-            said = await judge.judge(dataclasses.replace(SAMPLE, step=step), ask)
-        except JudgeFailed as error:
-            said = error.failed
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return said, asyncio.get_running_loop().time()
-
-    said, at = run(main())
-    return said, order, at
 
 
 GATE = {"kind": "gate", "when": "a", "at_least": 0.5, "then": "b"}
@@ -138,11 +110,6 @@ def test_the_first_sure_stage_of_a_cascade_decides(early: Any, says: Any, order:
     assert set(verdict.components) - {"stage"} == {name for name in order if not isinstance(says[name], Unanswered)}
 
 
-def test_a_stage_may_be_a_name() -> None:
-    whole = opened(whole={"kind": "cascade", "stages": ["a", "b"]})
-    assert asked(whole, a=0.9)[1] == ["a"]
-
-
 def test_a_cascade_whose_last_stage_fails_has_no_reward() -> None:
     failed, order, _ = asked(opened(whole=stages("positive")), a=0.1, c=DOWN)
     assert (failed.detail, order) == ("c: no answer", ["a", "c"])
@@ -211,10 +178,6 @@ def test_a_screen_takes_out_what_its_monitor_flags(keys: Any, says: Any, result:
     assert said.score == result
     assert said.components["screened"] == float(keys.get("on") == "floor")
     assert (said.basis, said.correct) == (("floor", False) if result == 0.0 else ("judged", True))
-
-
-HASTY = {"kind": "cascade", "stages": [{"judge": "a", "within_s": 2}, {"judge": "b"}]}
-ADDED = {"kind": "sum", "weights": {"a": {"optional": True, "within_s": 2}, "b": 1}}
 
 
 @each_of(

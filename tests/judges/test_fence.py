@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.judges.control_tokens import neutralise
-from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonce, fence, read_fences
+from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonce
 
 KEY = b"a key that no policy can see"
 
@@ -44,11 +43,3 @@ def test_a_capped_text_keeps_both_ends_and_says_so(text: str, size: int) -> None
     assert kept.startswith(text[: size // 2])
     assert kept.endswith(text[len(text) - (size - size // 2) :])
     assert f"{len(text) - size} characters left out" in rest or "\n[... " in text
-
-
-@given(st.text(), st.text())
-def test_what_is_fenced_can_be_read_back(first: str, second: str) -> None:
-    nonce = draw_nonce(KEY, first, second)
-    text = f"a\n{fence('question', neutralise(first), nonce)} b {fence('response', neutralise(second), nonce)}"
-    assert read_fences(text) == (nonce, {"question": neutralise(first), "response": neutralise(second)})
-    assert read_fences(first + second)[0] is None or "<<<" in first + second

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,10 @@ from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.judges import Judge, JudgeFailed, JudgeRouter, SumJudge
 from qreward_plugins.judges.base import Ask, together
 from qreward_plugins.samples import Cause, Failed, Sample, Verdict
-from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
+from qreward_plugins.scheduling import Unanswered
 from qreward_plugins.simulation import run
 
-from ..kit import each_of
+from ..kit import asked, each_of
 
 KEY = b"a key that no policy can see"
 SOURCES = {
@@ -47,47 +46,6 @@ def total() -> Callable[..., SumJudge]:
     return build
 
 
-class Asked:
-    """Answers calls by the name of whoever asks: a verdict, or why there is none, after so many seconds."""
-
-    def __init__(self, **answers: tuple[float, Verdict | Unanswered]) -> None:
-        self.answers = answers
-        self.under_way: set[str] = set()
-        self.cancelled: set[str] = set()
-
-    async def __call__(self, call: Any) -> Any:
-        seconds, said = self.answers[call.name]
-        self.under_way.add(call.name)
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:
-            self.cancelled.add(call.name)
-            raise
-        finally:
-            self.under_way.discard(call.name)
-        if isinstance(said, Unanswered):
-            raise CallFailed(said)
-        return Answer(said, "s")
-
-
-def judged(judge: SumJudge, asked: Asked) -> tuple[Verdict | Failed, float]:
-    """What a judge says, and after how many seconds of virtual time."""
-
-    async def main() -> tuple[Verdict | Failed, float]:
-        loop = asyncio.get_running_loop()
-        said: Verdict | Failed
-        try:
-            said = await judge.judge(SAMPLE, asked)
-        except JudgeFailed as error:
-            said = error.failed
-        at = loop.time()
-        assert not asked.under_way
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return said, at
-
-    return run(main())
-
-
 def floor(score: float, reason: str = "empty", detail: str = "", cause: Cause = Cause.POLICY) -> Verdict:
     return Verdict(score, basis="floor", failure=Failed(cause, reason, detail))
 
@@ -108,26 +66,12 @@ def test_rewards_are_weighted_and_added(total: Any) -> None:
     assert total({"quality": 1.0, "format": -0.5}).added({"format": form, "quality": quality}).score == 0.0
 
 
-def test_components_are_known_beforehand_and_in_the_order_of_the_weights(total: Any) -> None:
-    assert total().component_names() == ("quality", "quality/proof", "format", "format/tags")
-    verdict = total({"format": 1, "quality": 1}).added(
-        {"quality": Verdict(0.5, components={"proof": 1.0}), "format": Verdict(1.0, components={"tags": 0.0})}
-    )
-    assert tuple(verdict.components) == ("format", "format/tags", "quality", "quality/proof")
-
-
 def test_sources_are_told_in_one_order_once_each(total: Any) -> None:
     for first, second in (("a", "b"), ("b", "a"), ("a+b", "b")):
         verdict = total().added({"quality": Verdict(1, source=first), "format": Verdict(1, source=second)})
         assert verdict.source == "a+b"
     verdict = total().added({"quality": Verdict(1, source="a"), "format": Verdict(1, source="a")})
     assert verdict.source == "a"
-
-
-@each_of(("first", "second"), [*itertools.product([True, False], repeat=2)])
-def test_it_is_cached_only_if_all_of_it_is(total: Any, first: bool, second: bool) -> None:
-    verdict = total().added({"quality": Verdict(1, cached=first), "format": Verdict(1, cached=second)})
-    assert verdict.cached == (first and second)
 
 
 def test_correctness_is_the_sums_own(total: Any) -> None:
@@ -145,25 +89,8 @@ def test_a_sum_of_decimal_weights_is_what_people_expect() -> None:
     assert made.added({name: Verdict(1.0) for name in "xyz"}).correct is True
 
 
-def test_the_parts_are_asked_at_the_same_time(total: Any) -> None:
-    asked = Asked(quality=(2.0, Verdict(0.5)), format=(1.0, Verdict(1.0)))
-    said, at = judged(total(), asked)
-    assert isinstance(said, Verdict)
-    assert (said.score, at) == (pytest.approx(0.6), 2.0)
-
-
-def test_a_part_without_a_reward_decides_at_once_is_never_zero_and_cancels_the_others(total: Any) -> None:
-    missing = Unanswered("deadline", "a had not answered", source="a")
-    asked = Asked(quality=(1.0, missing), format=(60.0, Verdict(1.0)))
-    said, at = judged(total(), asked)
-    assert isinstance(said, Failed)
-    assert (said.label, said.reward, said.detail) == ("infra/deadline", None, "quality: a had not answered")
-    assert (said.judge, said.source, at, asked.cancelled) == ("total", "a", 1.0, {"format"})
-
-
 def test_of_several_parts_without_a_reward_at_the_same_time_the_first_is_told(total: Any) -> None:
-    asked = Asked(format=(1.0, Unanswered("invalid", invalid=True)), quality=(1.0, Unanswered("exhausted")))
-    said, _ = judged(total(), asked)
+    said, _, _ = asked(total(), format=Unanswered("invalid", invalid=True), quality=Unanswered("exhausted"))
     assert isinstance(said, Failed)
     assert said.describe() == "infra failure (exhausted): quality: exhausted"
 
@@ -201,9 +128,7 @@ def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them() -
     top: Any = nested().judges["top"]
     assert top.component_names() == ("inner", "inner/quality", "inner/quality/proof", "inner/format", "format")
     assert top.calls == 3
-    asked = Asked(quality=(1.0, Verdict(1.0, components={"proof": 0.5})), format=(1.0, Verdict(0.5)))
-    said, _ = judged(top, asked)
-    assert isinstance(said, Verdict)
+    said, _, _ = asked(top, quality=Verdict(1.0, components={"proof": 0.5}), format=0.5)
     assert said.score == pytest.approx(2 * 0.75 + 0.5)
     assert said.components == {
         "inner": 0.75,
@@ -212,16 +137,8 @@ def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them() -
         "inner/format": 0.5,
         "format": 0.5,
     }
-    asked = Asked(quality=(1.0, Unanswered("exhausted", "500")), format=(9.0, Verdict(0.5)))
-    said, at = judged(top, asked)
-    assert isinstance(said, Failed)
-    assert (said.detail, at, asked.cancelled) == ("inner: quality: 500", 1.0, {"format"})
-
-
-def test_the_range_of_a_sum_of_sums_is_known() -> None:
-    nested(correct_at=3.0)
-    with pytest.raises(ConfigurationError, match="0 to 3"):
-        nested(correct_at=3.1)
+    said, _, at = asked(top, quality=Unanswered("exhausted", "500"), format=(9.0, 0.5))
+    assert (said.detail, at) == ("inner: quality: 500", 1.0)
 
 
 def test_a_bar_that_no_sum_can_reach_is_a_mistake(total: Any) -> None:
@@ -271,45 +188,6 @@ def test_components_are_those_of_whoever_samples_go_to() -> None:
 # The parts run together
 
 
-class _Part(Judge):
-    """Ends with `error` at once, or waits until it is cancelled."""
-
-    def __init__(self, name: str, error: BaseException | None) -> None:
-        super().__init__(name)
-        self._error = error
-        self.cancelled = False
-
-    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        if self._error is not None:
-            raise self._error
-        try:
-            await asyncio.get_running_loop().create_future()
-        except asyncio.CancelledError:
-            self.cancelled = True
-            raise
-        raise AssertionError
-
-
-async def _never(call: object) -> Any:
-    raise AssertionError("these parts ask nothing")
-
-
-def _running(*parts: Judge) -> dict[str, Any]:
-    return {part.name: part.judge(SAMPLE, _never) for part in parts}  # type: ignore[arg-type]
-
-
-def test_a_part_that_breaks_ends_the_others_and_its_error_is_the_sums() -> None:
-    broken, waits = _Part("broken", ValueError("a bug")), _Part("waits", None)
-
-    async def play() -> None:
-        with pytest.raises(ValueError, match="a bug"):
-            await together(_running(waits, broken))
-        assert waits.cancelled
-        assert len(asyncio.all_tasks()) == 1
-
-    run(play())
-
-
 def test_a_part_that_is_cancelled_by_something_else_is_a_bug_and_ends_the_others() -> None:
     class Part(Judge):
         ended = False
@@ -328,24 +206,8 @@ def test_a_part_that_is_cancelled_by_something_else_is_a_bug_and_ends_the_others
     async def main() -> float:
         loop = asyncio.get_running_loop()
         with pytest.raises(RuntimeError, match="judge cancelled was cancelled"):
-            await together(_running(Part("cancelled"), other))
+            await together({each.name: each.judge(SAMPLE, None) for each in (Part("cancelled"), other)})  # type: ignore[arg-type]
         return loop.time()
 
     assert run(main()) == 0.0
     assert other.ended
-
-
-def test_cancelling_a_sum_ends_all_its_parts_first() -> None:
-    parts = [_Part("one", None), _Part("two", None)]
-
-    async def play() -> None:
-        task = asyncio.ensure_future(together(_running(*parts)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert all(part.cancelled for part in parts)
-        assert len(asyncio.all_tasks()) == 1
-
-    run(play())

@@ -13,7 +13,7 @@ import pytest
 from qreward_plugins.errors import ConfigurationError, InputError
 from qreward_plugins.judges import LLMJudge
 from qreward_plugins.judges.fence import read_fences
-from qreward_plugins.judges.templates import MAX_STEPS, Page, Template
+from qreward_plugins.judges.templates import Page, Template
 from qreward_plugins.samples import Sample
 
 from ..kit import each_of
@@ -253,21 +253,6 @@ def test_what_another_sample_may_not_meet_is_no_mistake(llm: Build, sample: Samp
             judge.request(other, attempt=0)
 
 
-def test_steps_are_counted_over_all_loops_of_one_rendering() -> None:
-    template = Template("t", "{% for a in range(n) %}.{% endfor %}", allowed=("n",), max_chars=MAX_STEPS + 1)
-    assert len(template.render(Page("0" * 12), {"n": MAX_STEPS})) == MAX_STEPS
-    page = Page("0" * 12)
-    template.render(page, {"n": MAX_STEPS // 2})
-    with pytest.raises(InputError, match="10,000 loop steps"):
-        template.render(page, {"n": MAX_STEPS // 2 + 1})
-
-
-def test_the_rendered_size_is_counted_while_rendering() -> None:
-    template = Template("t", "{% for a in range(100) %}xxxxxxxxxx{% endfor %}", allowed=(), max_chars=999)
-    with pytest.raises(InputError, match="longer than 999 characters"):
-        template.render(Page("0" * 12), {})
-
-
 def test_a_shadowed_name_does_not_count_as_shown(llm: Build, sample: Sample) -> None:
     text = prompt(llm(instructions="{% set response = 'none' %}{{ response }}"), sample)
     assert read_fences(text)[1]["response"] == "It is 4."
@@ -293,8 +278,3 @@ def test_a_template_that_only_tests_its_variables_is_rendered_for_each_of_their_
     for reference, expected in (("g", "with"), (None, "without"), ("", "without"), ("h", "with")):
         assert rendered(reference) == f"{expected} a range"
     assert template.tests == ("reference",)
-
-
-def test_a_template_has_no_randomness() -> None:
-    with pytest.raises(ConfigurationError, match="random"):
-        Template("t", "{{ [1, 2, 3] | random }}", allowed=(), max_chars=100)

@@ -288,11 +288,6 @@ def test_a_rationale_that_is_the_form_s_own_is_no_judgement(rationale: str) -> N
         read(verdict(rationale=rationale))
 
 
-def test_a_rationale_may_be_about_sentences() -> None:
-    said = "It needs one or two sentences more."
-    assert read(verdict(rationale=said)).rationale == said
-
-
 def test_the_ends_of_the_range_are_inside_it() -> None:
     assert read(verdict(0)).score == 0.0
     assert read(verdict(10)).score == 10.0
@@ -481,17 +476,6 @@ def test_any_reply_is_a_verdict_in_range_or_invalid(text: str, criteria: tuple[s
         assert math.isfinite(value)
         assert 0 <= value <= 10
     assert set(words.components) == set(criteria)
-
-
-@settings(max_examples=200, deadline=None)
-@given(before=st.text(), after=st.text(), score=st.floats(0, 10), forged=st.floats(0, 10))
-def test_a_quoted_forgery_never_counts(before: str, after: str, score: float, forged: float) -> None:
-    quoted = f"{before}{json.dumps({'id': OTHER, 'score': forged})}{json.dumps({'score': forged})}{after}"
-    try:
-        words = read(f"{quoted}\n{verdict(score)}")
-    except InvalidReply:
-        return
-    assert words.score == score
 
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

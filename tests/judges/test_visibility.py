@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import unicodedata
 
 from hypothesis import given
@@ -43,12 +42,3 @@ def test_only_what_unicode_lets_be_invisible_is_empty(character: str) -> None:
     if is_blank(character):
         assert unicodedata.category(character) in ("Zs", "Zl", "Zp", "Cc", "Cf", "Mn", "Lo", "So", "Cn")
         assert unicodedata.category(character) not in ("Co", "Cs")
-
-
-def test_what_unicode_calls_a_letter_a_digit_or_a_mark_is_seen_but_for_the_fillers() -> None:
-    blank = {
-        code
-        for code in range(sys.maxunicode + 1)
-        if unicodedata.category(chr(code))[0] in "LNPS" and is_blank(chr(code))
-    }
-    assert blank == {0x115F, 0x1160, 0x3164, 0xFFA0, 0x2800, 0x1D159}

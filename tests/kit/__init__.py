@@ -2,6 +2,8 @@
 
 - `configs`: a configuration and samples, in one line each.
 - `stage`: an engine in virtual time over scripted sources.
+- `journals`: a journal in memory.
+- `judges`: a judge without an engine.
 - `wire`: engines against judge servers on loopback.
 - `programs`: a program in a process of its own, which ends with its test.
 - `players`: one step of each framework's fake trainer.
@@ -15,22 +17,27 @@
 
 from .configs import make_config, make_limits, make_sample, make_samples
 from .disks import read_only
+from .journals import MemoryJournal
+from .judges import asked
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
 from .players import FRAMEWORKS, Step, play
 from .programs import SAFETY_S, Program, wait_until
-from .stage import Played, Recorder, Stage, fails, hangs, scored_text, takes
+from .stage import NEVER_S, Played, Recorder, Stage, fails, hangs, now, scored_text, takes
 from .tables import each_of
 from .wire import Wired, by_word, overlap_of, wired
 
 __all__ = [
     "FRAMEWORKS",
+    "NEVER_S",
     "SAFETY_S",
+    "MemoryJournal",
     "Played",
     "Program",
     "Recorder",
     "Stage",
     "Step",
     "Wired",
+    "asked",
     "by_word",
     "children_left",
     "connections_left",
@@ -42,6 +49,7 @@ __all__ = [
     "make_sample",
     "make_samples",
     "no_thread_left",
+    "now",
     "overlap_of",
     "play",
     "read_only",

@@ -14,6 +14,7 @@ from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources import Reply
 
 from .configs import make_config
+from .journals import MemoryJournal
 from .leaks import tasks_left
 
 T = TypeVar("T")
@@ -34,6 +35,11 @@ def fails(error: QRewardError, *, times: float = float("inf"), seconds: float = 
 
 def hangs(number: int, request: Any, now: float) -> float:
     return NEVER_S
+
+
+def now() -> float:
+    """The time of the running event loop."""
+    return asyncio.get_running_loop().time()
 
 
 def scored_text(request: Any, score: float = 5.0, **fields: Any) -> Reply:
@@ -95,13 +101,15 @@ class Stage:
     """Engines over simulated sources. After each run, no task, no request and no open source may be left.
 
     `sources`: by name the seconds of each answer, or a behaviour, or a `SimulatedSource`. `answer` makes a reply.
-    `tree`: another configuration than one LLM judge; `options` are those of `make_config`.
+    `tree`: another configuration than one LLM judge; `options` are those of `make_config`. `journal` answers what it
+    knows, and records the rest.
     """
 
     sources: Mapping[str, Any] = field(default_factory=lambda: {"a": 1.0})
     answer: Callable[[Any], Reply] = scored_text
     tree: Mapping[str, Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    journal: MemoryJournal | None = None
     sent: list[Sent] = field(default_factory=list)
     simulated: dict[str, SimulatedSource] = field(default_factory=dict)
 
@@ -113,9 +121,12 @@ class Stage:
         """A new engine."""
         self.simulated = {name: self._source(name, given) for name, given in self.sources.items()}
         tree = self.tree or make_config([*self.sources], **self.options)
-        return RewardEngine(tree, sources=self.simulated, observers=observers)
+        engine = RewardEngine(tree, sources=self.simulated, observers=observers)
+        if self.journal is not None:
+            engine._lifetime.journal, engine._lifetime.reuse = self.journal, True  # type: ignore[assignment]
+        return engine
 
-    def run(self, main: Callable[[RewardEngine], Awaitable[T]], *observers: Any) -> T:
+    def run(self, main: Callable[[RewardEngine], Awaitable[T]], *observers: Any, loop: Any = None) -> T:
         """Run `main(engine)` in virtual time."""
 
         async def runs() -> T:
@@ -124,7 +135,7 @@ class Stage:
             assert tasks_left() == []
             return returned
 
-        returned = run(runs())
+        returned = run(runs(), loop=loop)
         assert {name: source.in_flight for name, source in self.simulated.items() if source.in_flight} == {}
         assert all(source.closed for source in self.simulated.values())
         return returned
@@ -134,8 +145,7 @@ class Stage:
 
         async def main(engine: RewardEngine) -> Played:
             outcomes = await engine.score_all(samples, **options)
-            now = asyncio.get_running_loop().time()
-            return Played(outcomes, now, engine.last_batch(), engine.statistics())
+            return Played(outcomes, now(), engine.last_batch(), engine.statistics())
 
         return self.run(main)
 

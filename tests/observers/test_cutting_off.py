@@ -83,12 +83,6 @@ def test_nothing_of_an_observer_is_left_when_the_engine_is_closed(make_engine):
     assert engine.statistics().scored == 1
 
 
-def test_two_observers_of_one_engine_see_the_same(make_engine):
-    first, second = [], []
-    outcomes_of(make_engine([first.append, second.append]), [make_sample()])
-    assert first == second != []
-
-
 async def coroutine(event):
     pass
 

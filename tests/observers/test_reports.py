@@ -48,16 +48,6 @@ def test_metrics_name_source_and_part():
     )
 
 
-def test_trifles_and_what_is_nobodys_fault_are_left_out():
-    assert report(("arrival", "", 3.0), ("service", "a", 1.0), failed=2).describe() == (
-        "512 samples in 4.0 s, 2 failed; waited 3.0 s: 3.0 arrival; 1.0 s on a: 1.0 service"
-    )
-    assert report(("queue", "a", 0.01), ("service", "b", 0.04)).describe() == "512 samples in 0.1 s"
-    assert report(("queue", "a", 0.01), ("service", "a", 2.0)).describe() == (
-        "512 samples in 2.0 s; waited 2.0 s on a: 2.0 service"
-    )
-
-
 def test_every_outcome_has_the_same_keys():
     facts = Facts(["tone"], defines_correct=False)
     scored, failed = facts.of(SCORED), facts.of(FAILED)
@@ -76,16 +66,6 @@ def test_components_and_correctness_that_turn_up_stay():
     assert "acc" not in facts.of(FAILED)
     assert facts.of(Scored(Verdict(1.0, correct=True)))["acc"] == 1.0
     assert facts.of(FAILED)["acc"] is None
-
-
-def test_who_was_not_judged_correct_or_wrong_is_neither():
-    facts = Facts([], defines_correct=True)
-    assert facts.of(Scored(Verdict(0.9, judge="style")))["acc"] is None, "another judge defines what is correct"
-    assert facts.of(Failed(Cause.INFRA, "deadline", judge="exact"))["acc"] is None
-    assert facts.of(floor(correct=False))["acc"] == 0.0, "an empty answer is wrong"
-    assert facts.of(floor())["acc"] is None
-    told = [facts.of(outcome) for outcome in (Scored(Verdict(1.0, correct=True)), Scored(Verdict(0.9, judge="style")))]
-    assert summary(told)["acc"] == 1.0
 
 
 def floor(**fields):
@@ -149,15 +129,6 @@ def test_rewards_are_told_with_their_spread_and_by_data_source():
             "data/code/failed_rate": 1.0,
         }
     )
-
-
-def test_the_largest_data_sources_are_told_of():
-    facts = Facts([], defines_correct=False)
-    rows = [facts.of(SCORED, f"one row of {number}") for number in range(2 * MOST_DATA_SOURCES)]
-    rows += [facts.of(SCORED, "two rows")] * 2
-    told = {name.split("/")[1] for name in summary(rows) if name.startswith("data/")}
-    assert len(told) == MOST_DATA_SOURCES
-    assert "two rows" in told
 
 
 def test_a_group_is_flat_if_all_its_rewards_are_equal():

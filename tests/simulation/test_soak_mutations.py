@@ -25,7 +25,7 @@ from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, 
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scheduling.retry_policy import RetryPolicy
-from qreward_plugins.scheduling.timers import TimeLimits
+from qreward_plugins.scheduling.timers import Alarms
 from qreward_plugins.simulation import trial_player
 from qreward_plugins.simulation.soak import check, soak
 
@@ -156,7 +156,7 @@ def nothing_given_back(monkeypatch):
 
 
 def time_limits_outlive_their_attempts(monkeypatch):
-    monkeypatch.setattr(TimeLimits, "clear", lambda self: None)
+    monkeypatch.setattr(Alarms, "clear", lambda self: None)
 
 
 def closing_does_nothing(monkeypatch):

@@ -740,7 +740,7 @@ async def test_different_numbers_start_after_two_questions_that_all_callers_shar
         outcomes = await asyncio.gather(*waiting[1:])
         assert [outcome.reward for outcome in outcomes] == [4.0] * 4
         assert (engine.statistics().submitted, engine.statistics().sources["rm"].requests) == (4, 6)
-    assert heard == [PAIRS[0].good, PAIRS[0].bad, *["four"] * 4]
+    assert heard == [PAIRS[0].bad, PAIRS[0].good, *["four"] * 4]
 
 
 @each_of(

@@ -11,26 +11,21 @@ import hmac
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import orjson
 from aiohttp import web
 
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
-from .faulty_replies import FaultInput, Written, play, sent_status
-from .judge_calls import Answer, Content, JudgeCall, Refused, duration, list_answer, listed
+from .faulty_replies import Exchange, Written, respond, sent_status
+from .judge_calls import Answer, JudgeCall, Refused, Reply, duration, list_answer, listed
 from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import RewardCall
 from .report import Tally, Violation
 from .routes import Route, Routes
-from .streamed_replies import stream
 
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
-
-_JSON = "application/json"
-_ANSWERED = ("verdict", "stream", "list")
-"""The stages of faults in the answer itself; the others are played below it."""
 
 # If a client closes a connection and sends on another, the server may see these in the other order. So a request over
 # the concurrency limit waits this long for an abandoned one to end before it counts as a violation.
@@ -66,8 +61,8 @@ class JudgeHandler:
         seed: int,
         tally: Tally,
         elapsed_s: Callable[[], float],
-        streams: bool = True,
-        stream_interval_s: float = 0.0,
+        streams: bool,
+        stream_interval_s: float,
     ) -> None:
         self._score = score
         self._streams = streams
@@ -136,29 +131,44 @@ class JudgeHandler:
             if body is None:
                 raise Refused(413, "the body is too large")
             call = route.read(body)
-            streamed = route.stream_options(body)
-            if streamed is not None and not self._streams:
+            stream = route.stream_options(body)
+            if stream is not None and not self._streams:
                 raise Refused(400, "this server does not stream: leave 'stream' out")
         except Refused as refused:
-            self._tally.refused(refused.status)
+            self._tally.count("refused", status=refused.status)
             return _refusal(refused, protocol)
+        playing = admitted = gone = False
         try:
             await self._admit(account, call, arrived_s)
+            admitted = True
+            self._tally.in_flight(+1)
+            reply, fault = await self._judged(route, account, call, arrived_s)
+            if fault is not None:
+                playing = True
+                self._tally.count(f"fault {fault}")
+            headers = self._announced(account, protocol)
+            exchange = Exchange(request, protocol, self._faults, headers, reply, stream, self._interval_s)
+            response = await respond(exchange, fault)
+            if fault is None:
+                self._tally.answered(self._elapsed_s() - arrived_s)
+            elif status := sent_status(response):
+                self._tally.count(status=status)
+            return response
         except Throttle as throttle:
-            return self._throttled(account, route.protocol, throttle, arrived_s)
-        except asyncio.CancelledError:
-            self._tally.abandoned()
-            raise
-        self._tally.entered()
-        gone = False
-        try:
-            return await self._serve(account, request, route, call, arrived_s, streamed)
-        except asyncio.CancelledError:
+            return self._throttled(account, protocol, throttle, arrived_s)
+        except ScorerFailed:
+            return _json(protocol.error(500, "the scorer of this judge server failed; see its report"), status=500)
+        except (asyncio.CancelledError, ConnectionError) as error:
             gone = True
+            if not playing:
+                self._tally.count("abandoned")
+            if isinstance(error, ConnectionError):
+                return Written(0)
             raise
         finally:
-            self._tally.left()
-            account.slots.leave(gone=gone)
+            if admitted:
+                self._tally.in_flight(-1)
+                account.slots.leave(gone=gone)
 
     def _authorise(self, request: web.BaseRequest, protocol: Protocol) -> Account:
         given = protocol.key_in(request.headers).encode("utf-8", "surrogateescape")
@@ -182,107 +192,44 @@ class JudgeHandler:
         if not entered:
             account.give_back(call, arrived_s)
             raise Throttle("concurrency", Excess(1, 0.0))
-        self._tally.spent(prompt_tokens=call.prompt_tokens)
+        self._tally.count(prompt_tokens=call.prompt_tokens)
 
-    async def _serve(
-        self,
-        account: Account,
-        request: web.BaseRequest,
-        route: Route,
-        call: JudgeCall,
-        arrived_s: float,
-        streamed: Mapping[str, object] | None,
-    ) -> web.StreamResponse:
-        protocol = route.protocol
+    async def _judged(
+        self, route: Route, account: Account, call: JudgeCall, arrived_s: float
+    ) -> tuple[Reply | None, FaultKind | None]:
+        """The reply, and the fault to play, after the request's latency."""
         number, self._number = self._number, self._number + 1
         fault = self._plan.choose(arrived_s)
         items = call.items if isinstance(call, RewardCall) else (call,)
         delay_s = self._latency.draw(self._latency_rng) + self._latency.each_s * len(items)
-        playing = False
-        try:
-            content = None
-            if fault is None or fault.has_answer:
-                try:
-                    content = await self._content(route, call, items, fault)
-                    self._charge(account, call, content, arrived_s)
-                except PlayFault as played_by_scorer:
-                    fault = played_by_scorer.kind
-            if delay_s > 0:
-                await asyncio.sleep(delay_s)
-            while self.held and self._gate is not None:
-                await self._gate.wait()
-            reply = None if content is None else content.reply(call, number)
-            if fault is not None and fault.stage == "stream":
-                playing = True
-                self._tally.faulted(fault)
-            if fault is None or fault.stage in _ANSWERED:
-                assert reply is not None, "there is an answer"
-                headers = self._announced(account, protocol)
-                if streamed is None:
-                    response: web.StreamResponse = web.Response(body=reply.good, content_type=_JSON, headers=headers)
-                else:
-                    played = fault if fault is not None and fault.stage == "stream" else None
-                    response = await stream(
-                        request,
-                        reply.good,
-                        protocol,
-                        streamed,
-                        headers,
-                        self._faults,
-                        fault=played,
-                        interval_s=self._interval_s,
-                    )
-                if fault is None:
-                    self._tally.answered(self._elapsed_s() - arrived_s)
-                    return response
-            if not playing:
-                playing = True
-                self._tally.faulted(fault)
-            if fault.stage not in _ANSWERED:
-                response = await play(
-                    fault, FaultInput(request, reply, self._announced(account, protocol), self._faults, protocol)
-                )
-            if status := sent_status(response):
-                self._tally.sent(status)
-            return response
-        except Throttle as throttle:
-            return self._throttled(account, route.protocol, throttle, arrived_s)
-        except ScorerFailed:
-            message = "the scorer of this judge server failed; see its report"
-            return _json(route.protocol.error(500, message), status=500)
-        except ConnectionError:
-            return Written(0)
-        except asyncio.CancelledError:
-            if not playing:
-                self._tally.abandoned()
-            raise
+        reply = None
+        if fault is None or fault.has_answer:
+            try:
+                reply = route.reply(call, [await self._answer_about(item) for item in items], fault, number)
+            except PlayFault as played_by_scorer:
+                fault = played_by_scorer.kind
+            except Exception as error:
+                self._tally.scorer_failed(error)
+                raise ScorerFailed from error
+        if reply is not None:
+            if account.tokens is not None and (excess := account.tokens.take(reply.tokens, self._elapsed_s())):
+                account.give_back(call, arrived_s)
+                self._tally.count(prompt_tokens=-call.prompt_tokens)
+                raise Throttle("tokens", excess)
+            self._tally.count(completion_tokens=reply.tokens)
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+        while self.held and self._gate is not None:
+            await self._gate.wait()
+        return reply, fault
 
-    async def _content(
-        self, route: Route, call: JudgeCall, items: Sequence[JudgeCall], fault: FaultKind | None
-    ) -> Content:
-        try:
-            answers = []
-            for item in items:
-                said = [await self._scored(each) for each in listed(item) or (item,)]
-                answers.append(list_answer(said) if listed(item) else said[0])
-            return route.content(call, answers, fault)
-        except PlayFault:
-            raise
-        except Exception as error:
-            self._tally.scorer_failed(error)
-            raise ScorerFailed from error
-
-    async def _scored(self, call: JudgeCall) -> Answer:
-        answer = self._score(call)
-        return await answer if inspect.isawaitable(answer) else answer
-
-    def _charge(self, account: Account, call: JudgeCall, content: Content, arrived_s: float) -> None:
-        """Charge the completion's tokens, or give everything back and raise `Throttle`."""
-        if account.tokens is not None and (excess := account.tokens.take(content.tokens, self._elapsed_s())):
-            account.give_back(call, arrived_s)
-            self._tally.spent(prompt_tokens=-call.prompt_tokens)
-            raise Throttle("tokens", excess)
-        self._tally.spent(completion_tokens=content.tokens)
+    async def _answer_about(self, item: JudgeCall) -> Answer:
+        each = listed(item)
+        answers = []
+        for call in each or (item,):
+            answer = self._score(call)
+            answers.append(await answer if inspect.isawaitable(answer) else answer)
+        return list_answer(answers) if each else answers[0]
 
     def _throttled(
         self, account: Account, protocol: Protocol, throttle: Throttle, arrived_s: float
@@ -343,43 +290,36 @@ class Slots:
         self._limit = limit
         self._grace_s = grace_s
         self._taken = 0
-        self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of arrival
+        self._waiting: list[asyncio.Future[None]] = []  # in order of arrival
 
     async def enter(self) -> bool:
         """Take a slot. False if none is free, and none is abandoned within the grace."""
         if self._limit is None or self._taken < self._limit:
             self._taken += 1
             return True
-        loop = asyncio.get_running_loop()
-        handed_over: asyncio.Future[bool] = loop.create_future()
-        self._waiting[handed_over] = None
-        timer = loop.call_later(self._grace_s, _resolve, handed_over, False)
+        handed_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(handed_over)
         try:
-            return await handed_over
+            await asyncio.wait([handed_over], timeout=self._grace_s)
+            return handed_over.done()
         except asyncio.CancelledError:
-            if handed_over.done() and not handed_over.cancelled() and handed_over.result():
+            if handed_over.done():
                 self.leave(gone=True)
             raise
         finally:
-            timer.cancel()
-            self._waiting.pop(handed_over, None)
+            if not handed_over.done():
+                self._waiting.remove(handed_over)
 
     def leave(self, *, gone: bool) -> None:
         """Free a slot. `gone`: its client abandoned it, so a waiting request gets it."""
-        if gone and any(_resolve(handed_over, True) for handed_over in self._waiting):
-            return
-        self._taken -= 1
-
-
-def _resolve(future: asyncio.Future[bool], value: bool) -> bool:
-    if future.done():
-        return False
-    future.set_result(value)
-    return True
+        if gone and self._waiting:
+            self._waiting.pop(0).set_result(None)
+        else:
+            self._taken -= 1
 
 
 def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type=_JSON, headers=headers)
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=headers)
 
 
 def _refusal(refused: Refused, protocol: Protocol = PROTOCOLS["openai"]) -> web.Response:

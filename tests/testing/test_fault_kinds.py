@@ -15,8 +15,6 @@ import aiohttp
 import pytest
 
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ServerLimits
-from qreward_plugins.testing.faulty_replies import FaultInput, play
-from qreward_plugins.testing.protocols.base import Forms
 
 HUGE = 3 * 1024 * 1024
 SCORE = 0.25
@@ -83,14 +81,14 @@ CHECKS: dict[FaultKind, Callable[[Any], bool]] = {
     FaultKind.NO_CHOICES: lambda r: r.json["choices"] == [],
     FaultKind.ERROR_IN_200: lambda r: r.status == 200 and r.json["error"]["code"] == "error_in_200",
     FaultKind.WRONG_MODEL: lambda r: good(r) and r.json["model"] != "judge",
-    FaultKind.HUGE_BODY: lambda r: r.status == 200 and len(r.body) >= HUGE,
+    FaultKind.HUGE_BODY: lambda r: r.status == 200 and len(r.body) >= HUGE and b'"filler": "' in r.body,
     FaultKind.HUGE_HEADER: lambda r: good(r) and len(r.headers["x-filler"]) >= 1_000_000,
     FaultKind.BAD_GZIP: lambda r: r.headers["content-encoding"] == "gzip" and not inflates(r.body),
     FaultKind.GZIP_BOMB: lambda r: (
         r.headers["content-encoding"] == "gzip"
         and len(r.body) < HUGE / 50
         and len(gzip.decompress(r.body)) == HUGE
-        and set(json.loads(gzip.decompress(r.body))["choices"][0]["message"]["content"]) == {"a"}
+        and set(json.loads(gzip.decompress(r.body))["filler"]) == {"a"}
     ),
     FaultKind.NULL_CONTENT: lambda r: r.content is None,
     FaultKind.CUT_OFF: lambda r: cut_in_the_middle(r.content) and r.json["choices"][0]["finish_reason"] == "length",
@@ -201,27 +199,6 @@ def test_slow_replies_stop_when_the_client_goes_away(kind: FaultKind, client_of:
         with client_of(server).open() as connection:
             assert connection.recv(1) == b"H"
         server.wait_for(lambda report: report.in_flight == 0)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("kind", [FaultKind.SLOW_HEADERS, FaultKind.SLOW_BODY], ids=str)
-async def test_slow_replies_drip_byte_by_byte(kind: FaultKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wire:
-        def __init__(self) -> None:
-            self.writes: list[bytes] = []
-
-        def write(self, data: bytes) -> None:
-            self.writes.append(data)
-
-    wire = Wire()
-    monkeypatch.setattr(FaultInput, "transport", wire)
-    forms = Forms({"answer": "good"}, {}, (b"", b""))
-    await play(kind, FaultInput(None, forms, {}, Faults(drip_interval_s=0.0)))  # type: ignore[arg-type]
-    dripped = [data for data in wire.writes if len(data) == 1]
-    assert len(wire.writes) == len(dripped) + 1
-    head, body = b"".join(wire.writes).split(b"\r\n\r\n")
-    assert len(dripped) == (len(head) + 4 if kind is FaultKind.SLOW_HEADERS else len(body))
-    assert json.loads(body) == {"answer": "good"}
 
 
 @pytest.mark.anyio

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins.engine.trial import PAIRS
-from qreward_plugins.testing import JudgeCall, count_tokens, overlap_score
+from qreward_plugins.testing import JudgeCall, ScoreCall, count_tokens, overlap_score
 from qreward_plugins.testing.judge_calls import Completion, as_verdict, duration
-from qreward_plugins.testing.scores import ScoreCall
 
 
 @pytest.mark.parametrize(

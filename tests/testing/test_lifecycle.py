@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -26,10 +24,7 @@ from qreward_plugins.testing import (
     JudgeServerProcess,
     Outage,
     ServerLimits,
-    serve_forever,
 )
-from qreward_plugins.testing import judge_server as connections_module
-from qreward_plugins.testing.report import Tally
 
 from ..kit import connections_left
 
@@ -118,16 +113,6 @@ def test_an_impossible_address_is_a_clear_error_too(host: str, port: int, remedy
         JudgeServer(host=host, port=port).start()
 
 
-def test_ipv6_addresses_are_bracketed(client_of: Any) -> None:
-    server = JudgeServer(host="::1")
-    try:
-        server.start()
-    except JudgeServerError:
-        pytest.skip("no IPv6 on this machine")
-    with server:
-        assert server.base_url == f"http://[::1]:{server.port}/v1"
-
-
 @pytest.mark.anyio
 async def test_it_serves_event_loops(body_of: Any) -> None:
     async with JudgeServer(lambda call: 0.5) as server, aiohttp.ClientSession() as session:
@@ -164,40 +149,6 @@ def test_an_outage_is_counted_from_the_first_start(client_of: Any) -> None:
     with JudgeServer(faults=Faults(outages=[Outage(0.0, 3600.0, "error_503_seconds")])) as server:
         reply = client_of(server).send()
     assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_forever_ends_on_a_signal(number: signal.Signals) -> None:
-    server = JudgeServer()
-    with server:
-        url = f"http://127.0.0.1:{server.port}/health"
-    former = signal.getsignal(number)
-    answers: list[int] = []
-
-    def interrupt() -> None:
-        # The signal handlers stand before the port opens, so an answer means that the signal is safe to send.
-        while not answers:
-            try:
-                with urllib.request.urlopen(url, timeout=10) as answer:
-                    answers.append(answer.status)
-            except OSError:
-                continue
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    serve_forever(server)
-    thread.join()
-    assert answers == [200]
-    assert not server.running
-    assert signal.getsignal(number) is former
-
-
-def test_serve_forever_says_when_it_cannot_start() -> None:
-    former = signal.getsignal(signal.SIGTERM)
-    with JudgeServer() as taken, pytest.raises(JudgeServerError, match="cannot listen"):
-        serve_forever(JudgeServer(port=taken.port))
-    assert signal.getsignal(signal.SIGTERM) is former
 
 
 def test_a_process_of_its_own(client_of: Any) -> None:
@@ -249,33 +200,3 @@ def test_connections_made_while_it_stops_are_closed_too() -> None:
     for connection in connections:
         connection.close()
     gc.collect()  # an accepted socket that nobody closed would warn now
-
-
-@pytest.mark.anyio
-async def test_running_out_of_descriptors_delays_connections_and_loses_none(
-    monkeypatch: pytest.MonkeyPatch, client_of: Any
-) -> None:
-    monkeypatch.setattr(connections_module, "_OUT_OF_DESCRIPTORS_PAUSE_S", 0.0)
-    failures = 3
-
-    class Listener(socket.socket):
-        def accept(self) -> tuple[socket.socket, Any]:
-            nonlocal failures
-            if failures:
-                failures -= 1
-                raise OSError(errno.EMFILE, "Too many open files")
-            return super().accept()
-
-    with Listener() as listener, socket.socket() as client:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        listener.setblocking(False)
-        tally = Tally(60.0)
-        connections = connections_module.Connections(listener, JudgeServer()._handler, tally)
-        connections.open()
-        client.connect(listener.getsockname())
-        await asyncio.to_thread(tally.wait_for, lambda report: report.connections == 1, lambda: 0.0, 20.0)
-        assert tally.snapshot(0.0).connections == 1
-        assert failures == 0
-        await connections.close()
-        assert listener.fileno() == -1

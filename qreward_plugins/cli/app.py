@@ -43,13 +43,6 @@ COMMANDS: Mapping[str, str] = {
 }
 """The commands, with a line about each. `serve-judge` is the function `command` of the module `serve_judge`."""
 
-_RENAMED = {
-    "judge-server": "fake-judge",
-    "kinds": "check --kinds",
-    "reload": "check NEW --against OLD",
-}
-"""Commands of earlier versions, and what is called instead."""
-
 
 @functools.cache
 def _command(name: str) -> Any:
@@ -75,11 +68,6 @@ class _Group(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _command(cmd_name) if cmd_name in COMMANDS else None
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in _RENAMED:
-            ctx.fail(f"No such command '{args[0]}'. It is now: qreward {_RENAMED[args[0]]}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

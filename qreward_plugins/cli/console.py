@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, TypeAlias
 
@@ -177,9 +177,18 @@ def number_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def print_whole(console: Console, table: Table, *, widest: int = 120) -> None:
+def table(*columns: str, left: Collection[str] = (), folds: Collection[str] = (), title: str | None = None) -> Table:
+    """A table without lines. Columns hold numbers, those in `left` words, and those in `folds` words over lines."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
+    for name in columns:
+        words = name in left or name in folds
+        made.add_column(name, justify="left" if words else "right", no_wrap=name not in folds, overflow="fold")
+    return made
+
+
+def print_whole(console: Console, shown: Table, *, widest: int = 120) -> None:
     """Print a table as wide as it is, up to `widest` columns: in a narrow terminal it wraps, and no number is cut."""
-    needed = Measurement.get(console, console.options.update(width=_MEASURED_WIDTH), table).maximum
+    needed = Measurement.get(console, console.options.update(width=_MEASURED_WIDTH), shown).maximum
     if needed > console.width:
-        table.width = max(console.width, min(needed, widest))
-    console.print(table, crop=False)
+        shown.width = max(console.width, min(needed, widest))
+    console.print(shown, crop=False)

@@ -41,7 +41,7 @@ Score = Literal["judge", "reward-model", "function", "mixture"]
 
 _INTERRUPTED = 130
 _QUESTIONS = {"framework": "trains", "score": "scores a response"}
-_TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL", "none": "files and Python"}
+_TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL", "trl": "TRL", "none": "files and Python"}
 _VARIABLES = {
     "api.openai.com": "OPENAI_API_KEY",
     "api.anthropic.com": "ANTHROPIC_API_KEY",

@@ -324,7 +324,9 @@ class _Connections(web.Server):
         loop = asyncio.get_running_loop()
         super().__init__(
             handler,
-            request_factory=lambda *parts: web.BaseRequest(*parts, loop, client_max_size=_MAX_REQUEST_BYTES),
+            request_factory=lambda message, payload, protocol, writer, task: web.BaseRequest(
+                message, payload, protocol, writer, task, loop, client_max_size=_MAX_REQUEST_BYTES
+            ),
             handler_cancellation=True,
             access_log=None,
         )

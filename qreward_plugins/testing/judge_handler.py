@@ -12,6 +12,7 @@ import inspect
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import orjson
 from aiohttp import web
@@ -45,40 +46,32 @@ class ScorerFailed(Exception):
     """The scorer raised, or returned an invalid answer."""
 
 
+@dataclass(eq=False)
 class JudgeHandler:
-    """Answers the requests of one server. `elapsed_s` is the server's clock: seconds since its first start."""
+    """Answers the requests of one server; the settings are those of `JudgeServer`. `elapsed_s` is the server's clock:
+    seconds since its first start.
+    """
 
-    def __init__(
-        self,
-        score: Scorer,
-        *,
-        limits: ServerLimits,
-        latency: Latency,
-        faults: Faults,
-        models: Sequence[str],
-        protocols: Sequence[str],
-        api_key: str | Sequence[str] | None,
-        seed: int,
-        tally: Tally,
-        elapsed_s: Callable[[], float],
-        streams: bool,
-        stream_interval_s: float,
-    ) -> None:
-        self._score = score
-        self._streams = streams
-        self._interval_s = stream_interval_s
-        self._limits = limits
-        self._latency = latency
+    score: Scorer
+    limits: ServerLimits
+    latency: Latency
+    faults: Faults
+    models: Sequence[str]
+    protocols: Sequence[str]
+    api_key: str | Sequence[str] | None = field(repr=False)
+    seed: int
+    streams: bool
+    stream_interval_s: float
+    tally: Tally
+    elapsed_s: Callable[[], float]
+
+    def __post_init__(self) -> None:
         # Two generators, so that the latencies stay the same when faults are added.
-        self._latency_rng = random.Random(f"{seed}/latency")
-        self._faults = faults
-        self._plan = FaultPlan(faults, random.Random(f"{seed}/faults"))
-        self._models = tuple(models)
-        self._routes = Routes(self._models, protocols)
-        keys = (None,) if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key)
-        self._accounts = [Account(key, limits) for key in keys]
-        self._tally = tally
-        self._elapsed_s = elapsed_s
+        self._latency_rng = random.Random(f"{self.seed}/latency")
+        self._plan = FaultPlan(self.faults, random.Random(f"{self.seed}/faults"))
+        self._routes = Routes(self.models, self.protocols)
+        keys = (self.api_key,) if self.api_key is None or isinstance(self.api_key, str) else tuple(self.api_key)
+        self._accounts = [Account(key, self.limits) for key in keys]
         self._number = 0
         self._gate: asyncio.Event | None = None
         self.held = False
@@ -112,7 +105,7 @@ class JudgeHandler:
                 self._authorise(request, lister)
             except Refused as refused:
                 return _refusal(refused, lister)
-            return _json(lister.model_list(self._models))
+            return _json(lister.model_list(self.models))
         if route is not None or lister is not None or path == "/health":
             return _refusal(Refused(405, f"{method} is not allowed here"))
         return _refusal(Refused(404, f"unknown path; use {', '.join(self._routes.paths)}, /v1/models or /health"))
@@ -122,9 +115,9 @@ class JudgeHandler:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             body = None
-        arrived_s = self._elapsed_s()
+        arrived_s = self.elapsed_s()
         protocol = route.protocol
-        self._tally.arrived(arrived_s, credentials=any(name in request.headers for name in protocol.key_headers))
+        self.tally.arrived(arrived_s, credentials=any(name in request.headers for name in protocol.key_headers))
         try:
             account = self._authorise(request, protocol)
             protocol.check(request.headers)
@@ -132,27 +125,27 @@ class JudgeHandler:
                 raise Refused(413, "the body is too large")
             call = route.read(body)
             stream = route.stream_options(body)
-            if stream is not None and not self._streams:
+            if stream is not None and not self.streams:
                 raise Refused(400, "this server does not stream: leave 'stream' out")
         except Refused as refused:
-            self._tally.count("refused", status=refused.status)
+            self.tally.count("refused", status=refused.status)
             return _refusal(refused, protocol)
         playing = admitted = gone = False
         try:
             await self._admit(account, call, arrived_s)
             admitted = True
-            self._tally.in_flight(+1)
+            self.tally.in_flight(+1)
             reply, fault = await self._judged(route, account, call, arrived_s)
             if fault is not None:
                 playing = True
-                self._tally.count(f"fault {fault}")
+                self.tally.count(f"fault {fault}")
             headers = self._announced(account, protocol)
-            exchange = Exchange(request, protocol, self._faults, headers, reply, stream, self._interval_s)
+            exchange = Exchange(request, protocol, self.faults, headers, reply, stream, self.stream_interval_s)
             response = await respond(exchange, fault)
             if fault is None:
-                self._tally.answered(self._elapsed_s() - arrived_s)
+                self.tally.answered(self.elapsed_s() - arrived_s)
             elif status := sent_status(response):
-                self._tally.count(status=status)
+                self.tally.count(status=status)
             return response
         except Throttle as throttle:
             return self._throttled(account, protocol, throttle, arrived_s)
@@ -161,13 +154,13 @@ class JudgeHandler:
         except (asyncio.CancelledError, ConnectionError) as error:
             gone = True
             if not playing:
-                self._tally.count("abandoned")
+                self.tally.count("abandoned")
             if isinstance(error, ConnectionError):
                 return Written(0)
             raise
         finally:
             if admitted:
-                self._tally.in_flight(-1)
+                self.tally.in_flight(-1)
                 account.slots.leave(gone=gone)
 
     def _authorise(self, request: web.BaseRequest, protocol: Protocol) -> Account:
@@ -192,7 +185,7 @@ class JudgeHandler:
         if not entered:
             account.give_back(call, arrived_s)
             raise Throttle("concurrency", Excess(1, 0.0))
-        self._tally.count(prompt_tokens=call.prompt_tokens)
+        self.tally.count(prompt_tokens=call.prompt_tokens)
 
     async def _judged(
         self, route: Route, account: Account, call: JudgeCall, arrived_s: float
@@ -201,7 +194,7 @@ class JudgeHandler:
         number, self._number = self._number, self._number + 1
         fault = self._plan.choose(arrived_s)
         items = call.items if isinstance(call, RewardCall) else (call,)
-        delay_s = self._latency.draw(self._latency_rng) + self._latency.each_s * len(items)
+        delay_s = self.latency.draw(self._latency_rng) + self.latency.each_s * len(items)
         reply = None
         if fault is None or fault.has_answer:
             try:
@@ -209,14 +202,14 @@ class JudgeHandler:
             except PlayFault as played_by_scorer:
                 fault = played_by_scorer.kind
             except Exception as error:
-                self._tally.scorer_failed(error)
+                self.tally.scorer_failed(error)
                 raise ScorerFailed from error
         if reply is not None:
-            if account.tokens is not None and (excess := account.tokens.take(reply.tokens, self._elapsed_s())):
+            if account.tokens is not None and (excess := account.tokens.take(reply.tokens, self.elapsed_s())):
                 account.give_back(call, arrived_s)
-                self._tally.count(prompt_tokens=-call.prompt_tokens)
+                self.tally.count(prompt_tokens=-call.prompt_tokens)
                 raise Throttle("tokens", excess)
-            self._tally.count(completion_tokens=reply.tokens)
+            self.tally.count(completion_tokens=reply.tokens)
         if delay_s > 0:
             await asyncio.sleep(delay_s)
         while self.held and self._gate is not None:
@@ -227,7 +220,7 @@ class JudgeHandler:
         each = listed(item)
         answers = []
         for call in each or (item,):
-            answer = self._score(call)
+            answer = self.score(call)
             answers.append(await answer if inspect.isawaitable(answer) else answer)
         return list_answer(answers) if each else answers[0]
 
@@ -236,22 +229,22 @@ class JudgeHandler:
     ) -> web.StreamResponse:
         kind, excess = throttle.kind, throttle.excess
         early_s = None if kind == "concurrency" else excess.retry_after_s
-        self._tally.violated(Violation(kind, arrived_s, excess.over, early_s))
+        self.tally.violated(Violation(kind, arrived_s, excess.over, early_s))
         headers = self._announced(account, protocol)
         message = f"over the limit on {kind} by {excess.over:g}"
         if early_s is not None:
             message += f", try again in {duration(early_s)}"
-            if self._limits.retry_after != "none" and not protocol.pause_in_body:
+            if self.limits.retry_after != "none" and not protocol.pause_in_body:
                 headers["Retry-After"] = str(math.ceil(early_s))
-            if self._limits.retry_after == "milliseconds" and not protocol.pause_in_body:
+            if self.limits.retry_after == "milliseconds" and not protocol.pause_in_body:
                 headers["retry-after-ms"] = str(math.ceil(early_s * 1000))
-        pause_s = early_s if self._limits.retry_after != "none" else None
+        pause_s = early_s if self.limits.retry_after != "none" else None
         return _json(protocol.error(429, message, "rate_limit_exceeded", pause_s), status=429, headers=headers)
 
     def _announced(self, account: Account, protocol: Protocol) -> dict[str, str]:
         headers: dict[str, str] = {}
-        if self._limits.announce:
-            now_s = self._elapsed_s()
+        if self.limits.announce:
+            now_s = self.elapsed_s()
             for what, ledger in (("requests", account.requests), ("tokens", account.tokens)):
                 if ledger is not None:
                     announced = ledger.announced(now_s)

@@ -166,17 +166,17 @@ class JudgeServer(_Server):
         self._tally = Tally(limits.window_s)
         self._handler = JudgeHandler(
             score,
-            limits=limits,
-            latency=latency or Latency(),
-            faults=faults or Faults(),
-            models=models,
-            protocols=protocols,
-            api_key=api_key,
-            seed=seed,
-            tally=self._tally,
-            elapsed_s=self._elapsed_s,
-            streams=streams,
-            stream_interval_s=stream_interval_s,
+            limits,
+            latency or Latency(),
+            faults or Faults(),
+            tuple(models),
+            protocols,
+            api_key,
+            seed,
+            streams,
+            stream_interval_s,
+            self._tally,
+            self._elapsed_s,
         )
         self._first_start_s: float | None = None
         self._control = threading.RLock()

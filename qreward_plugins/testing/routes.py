@@ -16,7 +16,7 @@ from .faults import FaultKind
 from .faulty_answers import faulty_verdict
 from .judge_calls import Answer, Completion, JudgeCall, Reply, as_verdict, dump_verdict
 from .protocols import PROTOCOLS, Protocol
-from .protocols.reward_models import SCORE_PATH, WIRES, read_scored, scored_reply
+from .protocols.reward_models import WIRES, read_scored, scored_reply
 from .sandbox import RUN_PATH, read_run_call, run_reply
 
 _PATHS = {"openai": "/v1/chat/completions", "responses": "/v1/responses", "anthropic": "/v1/messages"}
@@ -58,7 +58,7 @@ class Routes:
         self._protocols = tuple(protocols)
         openai = PROTOCOLS["openai"]
         self._fixed = {_PATHS[name]: self._chat(PROTOCOLS[name]) for name in protocols if name in _PATHS}
-        for path in (*WIRES, SCORE_PATH):
+        for path in WIRES:
             self._fixed[path] = Route(openai, partial(read_scored, path, models=self._models), scored_reply)
         self._fixed[RUN_PATH] = Route(openai, read_run_call, run_reply)
 

@@ -71,7 +71,7 @@ class RewardCall(JudgeCall):
 def read_scored(path: str, body: bytes, models: Sequence[str]) -> JudgeCall:
     """Read a request for scores: the keys of its body say which server at this path is meant. Raises `Refused`."""
     fields = read_object(body)
-    for wire in WIRES.get(path, ()):
+    for wire in WIRES[path]:
         if wire.key in fields:
             model = known_model(fields.get("model"), models) if wire.names_model else ""
             pairs = wire.texts(fields)

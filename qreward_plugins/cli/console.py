@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -23,7 +24,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ConfigurationError, QRewardError
+from ..errors import ConfigurationError, InputError, QRewardError
 
 OK = 0
 CHECK_FAILED = 1
@@ -104,6 +105,20 @@ def one_message(errors: Console) -> Iterator[None]:
     except QRewardError as error:
         say(errors, Text.assemble(("error: ", "red"), _message(error)))
         raise typer.Exit(BAD_INPUT) from None
+
+
+@contextmanager
+def replaced(out: Path) -> Iterator[Path]:
+    """A file beside `out`, which replaces it when it is complete. Raises `InputError` if it cannot be written."""
+    target = Path(os.path.realpath(out))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written ({error.strerror or error})") from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def say(console: Console, message: str | Text) -> None:

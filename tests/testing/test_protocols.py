@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.judges.fence import fence
-from qreward_plugins.testing import FaultKind, Faults, JudgeCall, JudgeServer
+from qreward_plugins.testing import Faults, JudgeCall, JudgeServer
 
 KEY = "sk-test-0123456789abcdefghij"
 NONCE = "0123456789ab"
@@ -235,17 +235,6 @@ async def test_every_dialect_scores(server: JudgeServer, dialect: str, settings:
     report = server.report()
     assert (report.refused, report.violations_total) == (0, 0)
     assert report.prompt_tokens == sum(verdict.spent.usage.prompt_tokens for verdict in verdicts)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_faults_of_every_kind_cost_no_sample_its_reward(dialect: str) -> None:
-    kinds = [kind.value for kind in FaultKind if kind.stage == "verdict"]
-    faults = Faults(script=[name for kind in kinds for name in (kind, None, None)])
-    with JudgeServer(half, faults=faults, api_key=KEY) as server:
-        async with RewardEngine(config(server, dialect)) as engine:
-            outcomes = [await engine.score(SAMPLES[0]) for _ in kinds]
-    assert all(isinstance(outcome, Scored) and outcome.verdict.score == 0.5 for outcome in outcomes)
 
 
 @pytest.mark.anyio

@@ -11,12 +11,11 @@ import pytest
 
 from qreward_plugins.config import Config
 from qreward_plugins.engine import RewardEngine
-from qreward_plugins.journal import Journal
 from qreward_plugins.judges import leaf
 from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
-from .conftest import score_of
+from .conftest import record, score_of
 
 PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
 
@@ -306,13 +305,7 @@ def test_what_is_redacted_stays_so(journal, replay, server, write_config, tmp_pa
 )
 def test_a_sample_that_would_come_back_as_another_one_is_left_out(replay, server, write_config, tmp_path, sample):
     path = tmp_path / "journal.sqlite"
-
-    async def main():
-        book = Journal(path, keep="all")
-        await book.put(None, sample, Scored(Verdict(1.0, judge="quality", source="a")))
-        await book.aclose()
-
-    asyncio.run(main())
+    record(path, [(sample, Scored(Verdict(1.0, judge="quality", source="a")))], keep="all")
     result = replay(path, write_config({"a": server}))
     assert result.exit_code == 2
     assert "1 sample of 1 left out" in result.stderr

@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from .faults import FaultKind, Faults
-from .judge_calls import Reply
+from .judge_calls import JudgeReply
 from .protocols import Events, Protocol
 
 _JSON = "application/json"
@@ -37,14 +37,14 @@ _RATIONALE = rb"\"rationale\": \""
 
 
 @dataclass(frozen=True)
-class Exchange:
+class JudgeExchange:
     """A request, and what its reply is made of."""
 
     request: web.BaseRequest
     protocol: Protocol
     faults: Faults
     headers: Mapping[str, str]
-    body: Reply | None
+    body: JudgeReply | None
     """None for faults without an answer."""
     stream: Mapping[str, Any] | None = None
     """The `stream_options` of a request that asks for a stream; None for one that does not."""
@@ -52,7 +52,7 @@ class Exchange:
     """Seconds between two events of a stream."""
 
     @property
-    def reply(self) -> Reply:
+    def reply(self) -> JudgeReply:
         assert self.body is not None, "there is an answer"
         return self.body
 
@@ -85,7 +85,7 @@ def sent_status(response: web.StreamResponse) -> int:
     return response.sent_status if isinstance(response, Written) else response.status
 
 
-async def respond(exchange: Exchange, fault: FaultKind | None) -> web.StreamResponse:
+async def respond(exchange: JudgeExchange, fault: FaultKind | None) -> web.StreamResponse:
     """Play this fault, or none, and return the response for aiohttp to send, or a `Written`.
 
     Cancelled when the client disconnects or the server stops. Raises `ConnectionError` if the client has disconnected.
@@ -125,7 +125,7 @@ async def respond(exchange: Exchange, fault: FaultKind | None) -> web.StreamResp
     return web.Response(body=_BODIES[fault](exchange), content_type=content_type, headers=headers)
 
 
-def _status(kind: FaultKind, exchange: Exchange) -> web.StreamResponse:
+def _status(kind: FaultKind, exchange: JudgeExchange) -> web.StreamResponse:
     if kind in (FaultKind.REDIRECT, FaultKind.REDIRECT_LOOP):
         target = exchange.faults.redirect_to if kind is FaultKind.REDIRECT else exchange.request.path
         return web.Response(status=307, headers={**exchange.headers, "Location": target})
@@ -168,7 +168,7 @@ def _sized(body: bytes, *, length: int | None = None, extra: str = "") -> bytes:
     return _head(f"{extra}Content-Length: {len(body) if length is None else length}") + body
 
 
-async def _drip(exchange: Exchange, *, headers: bool) -> None:
+async def _drip(exchange: JudgeExchange, *, headers: bool) -> None:
     """Write the status line with the headers or the body byte by byte, and the other at once."""
     body = exchange.reply.good
     head = _sized(body)[: -len(body)]
@@ -200,7 +200,7 @@ def _half(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
-_RAW: Mapping[FaultKind, Callable[[Reply], bytes]] = {
+_RAW: Mapping[FaultKind, Callable[[JudgeReply], bytes]] = {
     FaultKind.MID_BODY_RESET: lambda reply: _sized(_half(reply.cuttable), length=len(reply.cuttable)),
     FaultKind.TRUNCATED_BODY: lambda reply: _sized(reply.good, length=len(reply.good) + 64),
     FaultKind.SHORT_LENGTH: lambda reply: _sized(reply.cuttable, length=len(reply.cuttable) // 2),
@@ -212,7 +212,7 @@ _RAW: Mapping[FaultKind, Callable[[Reply], bytes]] = {
 }
 """What is written to the transport; then the connection ends."""
 
-_BODIES: Mapping[FaultKind, Callable[[Exchange], bytes]] = {
+_BODIES: Mapping[FaultKind, Callable[[JudgeExchange], bytes]] = {
     FaultKind.HTML: lambda exchange: _HTML,
     FaultKind.EMPTY: lambda exchange: b"",
     FaultKind.WRONG_JSON_TYPE: lambda exchange: b'["this", "is", "a", "list"]',
@@ -230,7 +230,7 @@ _BODIES: Mapping[FaultKind, Callable[[Exchange], bytes]] = {
 """Bodies of replies with status 200."""
 
 
-async def _streamed(exchange: Exchange, fault: FaultKind | None) -> web.StreamResponse:
+async def _streamed(exchange: JudgeExchange, fault: FaultKind | None) -> web.StreamResponse:
     """Send the reply as events: one for each token, every `interval_s` seconds."""
     assert exchange.stream is not None
     headers = {**exchange.headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"}

@@ -314,7 +314,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Reply:
+class JudgeReply:
     """The body of a good reply as data, and what faults make of it."""
 
     fields: Any

@@ -18,8 +18,8 @@ import orjson
 from aiohttp import web
 
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
-from .faulty_replies import Exchange, Written, respond, sent_status
-from .judge_calls import Answer, JudgeCall, Refused, Reply, duration, list_answer, listed
+from .faulty_replies import JudgeExchange, Written, respond, sent_status
+from .judge_calls import Answer, JudgeCall, JudgeReply, Refused, duration, list_answer, listed
 from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import RewardCall
@@ -140,7 +140,7 @@ class JudgeHandler:
                 playing = True
                 self.tally.count(f"fault {fault}")
             headers = self._announced(account, protocol)
-            exchange = Exchange(request, protocol, self.faults, headers, reply, stream, self.stream_interval_s)
+            exchange = JudgeExchange(request, protocol, self.faults, headers, reply, stream, self.stream_interval_s)
             response = await respond(exchange, fault)
             if fault is None:
                 self.tally.answered(self.elapsed_s() - arrived_s)
@@ -189,7 +189,7 @@ class JudgeHandler:
 
     async def _judged(
         self, route: Route, account: Account, call: JudgeCall, arrived_s: float
-    ) -> tuple[Reply | None, FaultKind | None]:
+    ) -> tuple[JudgeReply | None, FaultKind | None]:
         """The reply, and the fault to play, after the request's latency."""
         number, self._number = self._number, self._number + 1
         fault = self._plan.choose(arrived_s)

@@ -14,7 +14,7 @@ import orjson
 
 from .faults import FaultKind
 from .faulty_answers import faulty_verdict
-from .judge_calls import Answer, Completion, JudgeCall, Reply, as_verdict, dump_verdict
+from .judge_calls import Answer, Completion, JudgeCall, JudgeReply, as_verdict, dump_verdict
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import WIRES, read_scored, scored_reply
 from .sandbox import RUN_PATH, read_run_call, run_reply
@@ -35,7 +35,7 @@ class Route:
 
     protocol: Protocol
     read: Callable[[bytes], JudgeCall]
-    reply: Callable[[JudgeCall, Sequence[Answer], FaultKind | None, int], Reply]
+    reply: Callable[[JudgeCall, Sequence[Answer], FaultKind | None, int], JudgeReply]
     streams: bool | None = False
 
     def stream_options(self, body: bytes) -> Mapping[str, Any] | None:
@@ -86,9 +86,9 @@ class Routes:
         return PROTOCOLS[self._protocols[0]] if path == "/v1/models" else None
 
     def _chat(self, protocol: Protocol, model: str = "", *, streams: bool | None = None) -> Route:
-        def reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> Reply:
+        def reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> JudgeReply:
             completion = _completion(call, answers[0], fault)
-            return Reply(protocol.reply(completion, call, number), completion.tokens)
+            return JudgeReply(protocol.reply(completion, call, number), completion.tokens)
 
         return Route(protocol, lambda body: protocol.read(body, self._models, model), reply, streams)
 

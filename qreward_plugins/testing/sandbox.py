@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .faults import FaultKind
-from .judge_calls import Answer, JudgeCall, Refused, Reply, read_object
+from .judge_calls import Answer, JudgeCall, JudgeReply, Refused, read_object
 
 RUN_PATH = "/run_code"
 
@@ -56,7 +56,7 @@ def ran(stdout: str = "", *, ended: str = "finished", stderr: str = "") -> dict[
     }
 
 
-def run_reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> Reply:
+def run_reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> JudgeReply:
     """The reply for a scorer's answer: what the program prints, a text or a number; or the whole reply, a mapping.
 
     A fault of the stage "verdict" is one of the sandbox: it could not run the program, or a field is wrong.
@@ -66,7 +66,7 @@ def run_reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | Non
     if fault is not None and fault.stage == "verdict":
         flaw = _FLAWS.get(fault)
         fields = ran(ended="sandbox_error", stderr=fault.says) if flaw is None else {**fields, **flaw}
-    return Reply(fields)
+    return JudgeReply(fields)
 
 
 _FLAWS: Mapping[FaultKind, Mapping[str, Any]] = {

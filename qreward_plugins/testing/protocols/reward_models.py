@@ -19,8 +19,8 @@ from ..faulty_answers import PROSE, REFUSAL, faulty_score
 from ..judge_calls import (
     Answer,
     JudgeCall,
+    JudgeReply,
     Refused,
-    Reply,
     ScoreCall,
     check_messages,
     dump_verdict,
@@ -94,7 +94,7 @@ def read_scored(path: str, body: bytes, models: Sequence[str]) -> JudgeCall:
     return ScoreCall(models[0] if models else "", prompt, fields, response, label)
 
 
-def scored_reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> Reply:
+def scored_reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> JudgeReply:
     """The reply for the scorer's answers. Raises `TypeError` for answers of another type.
 
     Of a sample: a number, a mapping, or a text that is sent unchanged; NaN and infinity pass, because some services
@@ -114,10 +114,10 @@ def scored_reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | 
         results = [{"index": index, **result} for index, result in enumerate(results)]
     if fault in _LISTS:
         results = _LISTS[fault](results, wire.numbered)
-    return Reply(wire.fields(results, call.items[0].model, call.prompt_tokens))
+    return JudgeReply(wire.fields(results, call.items[0].model, call.prompt_tokens))
 
 
-def _score(answer: Answer, fault: FaultKind | None) -> Reply:
+def _score(answer: Answer, fault: FaultKind | None) -> JudgeReply:
     if fault is not None and fault.stage == "verdict":
         text = faulty_score(fault, answer)
     elif isinstance(answer, str):
@@ -128,7 +128,7 @@ def _score(answer: Answer, fault: FaultKind | None) -> Reply:
         raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
     # The first half of a number is a number, too. So what faults cut is a mapping.
     fields = (dict(answer) or {"score": 1.0}) if isinstance(answer, Mapping) else {"score": answer}
-    return Reply(fields, text=text)
+    return JudgeReply(fields, text=text)
 
 
 def _logits(answer: Answer) -> dict[str, Any]:

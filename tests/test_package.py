@@ -46,7 +46,7 @@ CEILINGS = {
 """What may only fall. Lower a number with the commit that reaches it."""
 
 CODE_LINES = {
-    "testing": 8_360,
+    "testing": 7_950,
     # Functions with devices, methods of Ray actors, and embeddings ("Reach").
     "sources": 7_160,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
@@ -59,7 +59,7 @@ CODE_LINES = {
     "judges": 4_490,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
-    "cli": 3_895,
+    "cli": 3_880,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_630,
     "acceleration": 2_280,
@@ -69,7 +69,7 @@ CODE_LINES = {
     "sharing": 1_900,
     "quotas": 1_810,
     "planning": 1_570,
-    "server": 1_460,
+    "server": 1_430,
     # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
     "verl_adapter": 1_880,
     "samples": 1_135,
@@ -85,7 +85,7 @@ CODE_LINES = {
     "ui": 1_005,
     # Ready-made reward functions.
     "checks": 260,
-    "client": 680,
+    "client": 550,
     # Labelled rows, for `bench`.
     "files": 510,
     "system": 390,

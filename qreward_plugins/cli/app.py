@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from .console import BAD_INPUT, ERRORS, one_message, say, until_written, with_streams
+from .console import ERRORS, one_message, until_written, with_streams
 
 COMMANDS: Mapping[str, str] = {
     "init": "Write a configuration from a few questions, or flags.",
@@ -42,13 +42,6 @@ COMMANDS: Mapping[str, str] = {
     "fake-judge": "Serve a judge for trials, with limits and faults.",
 }
 """The commands, with a line about each. `serve-judge` is the function `command` of the module `serve_judge`."""
-
-_RENAMED = {
-    "judge-server": "fake-judge",
-    "kinds": "check --kinds",
-    "reload": "check NEW --against OLD",
-}
-"""Commands of earlier versions, and what is called instead."""
 
 
 @functools.cache
@@ -75,11 +68,6 @@ class _Group(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _command(cmd_name) if cmd_name in COMMANDS else None
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in _RENAMED:
-            ctx.fail(f"No such command '{args[0]}'. It is now: qreward {_RENAMED[args[0]]}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -120,9 +108,5 @@ def main() -> None:
     """
     with_streams()
     with until_written():
-        try:
-            sys.path.append(os.getcwd())
-        except FileNotFoundError:
-            say(ERRORS, "error: the working directory was deleted; change to another one")
-            sys.exit(BAD_INPUT)
+        sys.path.append(os.getcwd())
         app(prog_name="qreward")

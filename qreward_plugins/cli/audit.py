@@ -15,7 +15,7 @@ from rich.text import Text
 from ..journal.audit import AuditFinding, audit
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import ERRORS, OK, OUT, Journals, print_whole, say
+from .console import ERRORS, OK, OUT, Journals, print_whole, say, table
 
 _ALARM = 1
 """The exit code."""
@@ -55,10 +55,8 @@ def command(
 
 
 def _table(findings: Sequence[AuditFinding]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("check", "of", "", "found"):
-        table.add_column(name, overflow="fold", no_wrap=name != "found")
+    shown = table("check", "of", "", "found", left=("check", "of", ""), folds=("found",))
     for finding in findings:
         word, style = {True: ("ALARM", "red"), False: ("ok", "green"), None: ("-", "dim")}[finding.alarm]
-        table.add_row(finding.check, Text(one_line(finding.about, 40)), Text(word, style), Text(finding.said))
-    return table
+        shown.add_row(finding.check, Text(one_line(finding.about, 40)), Text(word, style), Text(finding.said))
+    return shown

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 
 import orjson
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from ..config import Config, JournalConfig, JudgeConfig, Route, judges_in_charge, sources_of
@@ -32,7 +31,7 @@ from ..samples import Sample
 from ..secrets import one_line
 from ..system.streams import Stream
 from .bench_figures import MOST_NAMED, GivenReward, Grade, JudgeComparison, JudgeRun, RowResult, compared
-from .console import CHECK_FAILED, ERRORS, OK, OUT, REWARDS_MISSING, number_of, print_whole, run, say, seconds
+from .console import CHECK_FAILED, ERRORS, OK, OUT, REWARDS_MISSING, number_of, print_whole, run, say, seconds, table
 from .engines import load_own, open_engine
 from .progress import ProgressDisplay
 
@@ -239,12 +238,11 @@ def _middle(config: Config, name: str) -> float:
 def print_figures(judged: Sequence[JudgeRun]) -> None:
     """Print the table, and what was asked for it."""
     numbers = judged[0].grade.layout == "numbers"
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("judge", "domain", "rows", "rank corr." if numbers else "accuracy", "95 %", *_COLUMNS):
-        table.add_column(name, justify="left" if name in ("judge", "domain") else "right")
+    words = ("judge", "domain")
+    shown = table(*words, "rows", "rank corr." if numbers else "accuracy", "95 %", *_COLUMNS, left=words)
     for each_run in judged:
         for each in each_run.figures:
-            table.add_row(
+            shown.add_row(
                 Text(one_line(each_run.name, _NAME_CHARS)),
                 Text(one_line(each.domain or "(all)", _NAME_CHARS)),
                 f"{each.rows:,}" if each.judged == each.rows else f"{each.judged:,}/{each.rows:,}",
@@ -260,7 +258,7 @@ def print_figures(judged: Sequence[JudgeRun]) -> None:
                 f"{each.usd:.4f}" if each.usd else "-",
                 "" if each.domain else seconds(each_run.seconds),
             )
-    print_whole(OUT, table)
+    print_whole(OUT, shown)
     for each_run in judged:
         cached = f"; {each_run.cached:,} verdicts come from the journal" if each_run.cached else ""
         asked = f"{number_of(each_run.requests, 'request')}, {each_run.invalid_replies:,} of them with an invalid reply"

@@ -31,7 +31,7 @@ from ..sources import LOGITS, TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
 from .bench import ENOUGH_RIGHT, PAIRS, Bench, print_figures
-from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds
+from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds, table
 from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_for_clients, probe_whole, samples_for, with_route_to_each
 from .prompts import show_prompts
@@ -56,15 +56,12 @@ def _list_kinds(wanted: bool) -> None:
         return
     unusable = False
     for room, kinds in rooms.items():
-        table = Table(title=room, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        table.add_column("kind", no_wrap=True)
-        table.add_column("package")
-        table.add_column("what it is", ratio=1)
+        shown = table("kind", "package", "what it is", left=("kind",), folds=("package", "what it is"), title=room)
         for one, description, problem in kinds.described():
             unusable = unusable or bool(problem)
             text = Text(problem, style="red") if problem else Text(description)
-            table.add_row(Text(one.name), Text(f"{one.package} {one.version}".strip()), text)
-        OUT.print(table)
+            shown.add_row(Text(one.name), Text(f"{one.package} {one.version}".strip()), text)
+        OUT.print(shown)
     say(OUT, "A class that is not registered: kind: package.module:Class")
     raise typer.Exit(CHECK_FAILED if unusable else OK)
 
@@ -224,7 +221,7 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         await start_servers(engine)
         if config.routes and "*" not in config.routes:
             say(OUT, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
-        for name in engine.judges if rollouts is not None else ():
+        for name in config.judges if rollouts is not None else ():
             if name not in samples:
                 say(OUT, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
         with ERRORS.status("asking every source ..."):
@@ -296,20 +293,20 @@ def _samples_of(rollouts: Path) -> Iterator[Sample]:
 
 
 def _table(results: list[Probe]) -> Table:
-    table = Table("source", "judge", "latency", "verdict", "announces", box=None, padding=(0, 1), pad_edge=False)
+    shown = table("source", "judge", "latency", "verdict", "announces", left=("source", "judge"), folds=("announces",))
     for result in results:
         if result.verdict is not None:
             given = Text(f"{result.verdict.score:.3g}", "green")
         else:
             given = Text("none", "red") if result.judge or result.problem else Text("answers", "green")
-        table.add_row(
+        shown.add_row(
             Text.assemble(result.source or "(as a whole)", ("\n  " + _excerpt(result.model, 60), "dim")),
             Text(result.judge or "(clients)"),
             seconds(result.latency_s),
             given,
             _announced(result.announced),
         )
-    return table
+    return shown
 
 
 def _announced(limits: Mapping[str, float]) -> str:
@@ -395,11 +392,11 @@ def show_difference(old: Path, new: Path) -> int:
     if not found:
         say(OUT, "no change")
         return OK
-    table = Table("what", "before", "after", "effect")
+    shown = Table("what", "before", "after", "effect")
     for change in found.changes:
         # Instructions and names may look like markup.
-        table.add_row(*map(Text, (change.path, change.before or "-", change.after or "-", _EFFECTS[change.effect])))
-    OUT.print(table)
+        shown.add_row(*map(Text, (change.path, change.before or "-", change.after or "-", _EFFECTS[change.effect])))
+    OUT.print(shown)
     if found.refused:
         names = ", ".join(change.path for change in found.refused)
         say(OUT, f"a reload would be refused as a whole: {names} needs a restart")

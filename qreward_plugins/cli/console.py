@@ -13,8 +13,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -23,7 +24,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ConfigurationError, QRewardError
+from ..errors import ConfigurationError, InputError, QRewardError
 
 OK = 0
 CHECK_FAILED = 1
@@ -106,6 +107,20 @@ def one_message(errors: Console) -> Iterator[None]:
         raise typer.Exit(BAD_INPUT) from None
 
 
+@contextmanager
+def replaced(out: Path) -> Iterator[Path]:
+    """A file beside `out`, which replaces it when it is complete. Raises `InputError` if it cannot be written."""
+    target = Path(os.path.realpath(out))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written ({error.strerror or error})") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def say(console: Console, message: str | Text) -> None:
     """Print a line without markup and without line breaks, so that it can be searched and copied."""
     console.print(message, markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -177,9 +192,18 @@ def number_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def print_whole(console: Console, table: Table, *, widest: int = 120) -> None:
+def table(*columns: str, left: Collection[str] = (), folds: Collection[str] = (), title: str | None = None) -> Table:
+    """A table without lines. Columns hold numbers, those in `left` words, and those in `folds` words over lines."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
+    for name in columns:
+        words = name in left or name in folds
+        made.add_column(name, justify="left" if words else "right", no_wrap=name not in folds, overflow="fold")
+    return made
+
+
+def print_whole(console: Console, shown: Table, *, widest: int = 120) -> None:
     """Print a table as wide as it is, up to `widest` columns: in a narrow terminal it wraps, and no number is cut."""
-    needed = Measurement.get(console, console.options.update(width=_MEASURED_WIDTH), table).maximum
+    needed = Measurement.get(console, console.options.update(width=_MEASURED_WIDTH), shown).maximum
     if needed > console.width:
-        table.width = max(console.width, min(needed, widest))
-    console.print(table, crop=False)
+        shown.width = max(console.width, min(needed, widest))
+    console.print(shown, crop=False)

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..journal.comparison import Figure, Judged, JudgedPair, figures, latest_judges, pairs_of
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import OK, OUT, number_of, print_whole, say
+from .console import OK, OUT, number_of, print_whole, say, table
 
 _SAID_CHARS = 120
 
@@ -74,24 +74,19 @@ def _read(path: str, judge: str | None) -> Judged:
 
 
 def _table(found: Sequence[Figure]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("", "value", "95 % interval"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    shown = table("", "value", "95 % interval", left=("",))
     for name, value, low, high in found:
-        table.add_row(name, _number(value), "" if low is None else f"{_number(low)} to {_number(high)}")
-    return table
+        shown.add_row(name, _number(value), "" if low is None else f"{_number(low)} to {_number(high)}")
+    return shown
 
 
 def _changes(pairs: Sequence[JudgedPair], most: int) -> Table:
-    table = Table(
-        title="largest changes", title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False
-    )
-    for name in ("A", "B", "sample", "A said", "B said"):
-        table.add_column(name, justify="right" if name in ("A", "B") else "left", overflow="fold")
+    names = ("sample", "A said", "B said")
+    shown = table("A", "B", *names, folds=names, title="largest changes")
     for pair in sorted(pairs, key=lambda pair: -abs(pair.b - pair.a))[:most]:
         texts = (Text(_line(text)) for text in (pair.name, *pair.said))
-        table.add_row(_number(pair.a), _number(pair.b), *texts)
-    return table
+        shown.add_row(_number(pair.a), _number(pair.b), *texts)
+    return shown
 
 
 def _line(text: str) -> str:

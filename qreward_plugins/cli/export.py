@@ -19,7 +19,6 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
@@ -29,12 +28,11 @@ import typer
 from rich.text import Text
 
 from ..errors import InputError
-from ..files import partial_path
 from ..files.tables import pyarrow_modules
 from ..journal.entries import Entry
 from ..journal.stories import Stories, Story, turns_of
 from ..system.output_files import check_new
-from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, say
+from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, replaced, say
 from .engines import ended_by_a_signal
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def _write_parquet(stories: Iterator[Story], out: Path) -> None:
     columns = [(field.name, _TYPES[str(field.type).split(" ")[0]]) for field in fields(Entry)]
     columns += [("reward", "float64"), ("trained_reward", "float64"), ("advantage", "float64"), ("masked", "bool")]
     schema = arrow.schema(columns)
-    with _replaced(out) as partial, parquet.ParquetWriter(partial, schema) as writer:
+    with replaced(out) as partial, parquet.ParquetWriter(partial, schema) as writer:
         rows: list[dict[str, Any]] = []
         for story in stories:
             rows += _rows(story)
@@ -135,7 +133,7 @@ def _write_eval(stories: Iterator[Story], out: Path, name: str) -> None:
     rewards: dict[str, list[float]] = {}
     judges: Counter[str] = Counter()
     recorded: list[float] = []
-    with _replaced(out) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+    with replaced(out) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
         for story in stories:
             first = story.sample
             recorded.append(first.recorded_at)
@@ -372,19 +370,6 @@ def _nanoseconds(seconds: float) -> int:
 
 def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if value is not None and value != ""}
-
-
-@contextmanager
-def _replaced(out: Path) -> Iterator[Path]:
-    """A file beside `out`, which replaces it when it is complete."""
-    partial = partial_path(out)
-    try:
-        yield partial
-        partial.replace(out)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be written ({error.strerror or error})") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 __all__ = ["StoryIds", "command", "trace"]

@@ -15,17 +15,17 @@ from ..errors import ConfigurationError, InputError
 from ..secrets import Redactor
 from ..system.functions import Function, PathLoader, load
 from ..testing import FaultKind, Faults, JudgeServer, JudgeServerError, Latency, Report, ServerLimits, overlap_score
-from .console import OK, OUT, run, say, seconds
+from .console import OK, OUT, run, say, seconds, table
 
 _SPREAD = 0.3
 
 
 def _print_faults(wanted: bool) -> None:
     if wanted:
-        table = Table("fault", "what happens", box=None, pad_edge=False)
+        shown = table("fault", "what happens", left=("fault",), folds=("what happens",))
         for kind in FaultKind:
-            table.add_row(str(kind), Text(kind.says))
-        OUT.print(table)
+            shown.add_row(str(kind), Text(kind.says))
+        OUT.print(shown)
         raise typer.Exit
 
 
@@ -98,10 +98,10 @@ async def _serve(server: JudgeServer, model: str) -> int:
         say(OUT, f"fake judge at {server.base_url} (model {model}) and {server.score_url} ; stop it with Ctrl-C")
         await asyncio.get_running_loop().create_future()
     server.stop()
-    table = Table.grid(padding=(0, 2))
+    facts = Table.grid(padding=(0, 2))
     for name, value in _facts(server.report()):
-        table.add_row(name, Text(value))
-    OUT.print(table)
+        facts.add_row(name, Text(value))
+    OUT.print(facts)
     return OK
 
 

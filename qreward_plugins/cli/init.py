@@ -32,7 +32,7 @@ from ..sources.function_arguments import arguments_taken
 from ..system.functions import PathLoader, load
 from ..system.output_files import check_writable
 from .check import check_config, without_servers
-from .console import ERRORS, OUT, run, say
+from .console import ERRORS, OUT, replaced, run, say
 from .discovery import Discovered, discover, survey
 from .engines import open_engine
 from .training_lines import Framework, installed
@@ -41,7 +41,7 @@ Score = Literal["judge", "reward-model", "function", "mixture"]
 
 _INTERRUPTED = 130
 _QUESTIONS = {"framework": "trains", "score": "scores a response"}
-_TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL", "none": "files and Python"}
+_TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL", "trl": "TRL", "none": "files and Python"}
 _VARIABLES = {
     "api.openai.com": "OPENAI_API_KEY",
     "api.anthropic.com": "ANTHROPIC_API_KEY",
@@ -128,7 +128,8 @@ def command(
         return _INTERRUPTED
     text = answers.text()
     asyncio.run(_check_opens(load_config(yaml.safe_load(text), origin=str(path)), path))
-    _write(path, text)
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")
     say(OUT, f"wrote {path}")
     return run(check_config(path, offline=answers.offline, framework=answers.values["framework"]))
 
@@ -333,17 +334,3 @@ async def _check_opens(config: Config, path: Path) -> None:
     """Open the engine once, with nothing sent. Raises `ConfigurationError`."""
     async with open_engine(without_servers(config)[0], path):
         pass
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the file in one step or not at all. Raises `InputError` if it cannot be written."""
-    target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror})") from None

@@ -12,12 +12,12 @@ from rich.text import Text
 from ..errors import InputError
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import OK, OUT, Journals, number_of, print_whole, say, seconds, short
+from .console import OK, OUT, Journals, number_of, print_whole, say, seconds, short, table
 from .journal_reports import LATEST, Row, SourceReport, StepReport, drawn, read_rows, slowest, sources_of, steps_of
 
 _WIDEST_NAME = 16
 _WIDEST_CHARS = 20_000
-_LEFT = ("run", "sample", "step", "judge", "source", "what it said")
+_LEFT = ("run", "sample", "step", "judge", "source")
 
 
 def command(
@@ -64,45 +64,39 @@ def command(
 
 def _steps(found: Sequence[StepReport], title: str, *, by_run: bool) -> Table:
     columns = ("step", "judge", "n", "failed", "score", "median", "slowest", "waited", "tries", "source")
-    table = _table(title, *(("run",) if by_run else ()), *columns)
+    shown = table(*(("run",) if by_run else ()), *columns, left=_LEFT, title=title)
     for one in found:
         last = one.slowest
-        table.add_row(
+        shown.add_row(
             *([_name(one.run_id)] if by_run else []),
             *(_name(one.label), _name(one.judge), str(one.rows), _failed(one.failed), _score(one.score)),
             *(seconds(one.median_s), seconds(last.latency_s), seconds(last.waited_s)),
             *(str(last.attempts), _name(last.source)),
         )
-    return table
+    return shown
 
 
 def _sources(found: Iterable[SourceReport]) -> Table:
-    table = _table("sources", "source", "n", "from journal", "retries", "median", "slowest", "tokens", "USD")
+    columns = ("source", "n", "from journal", "retries", "median", "slowest", "tokens", "USD")
+    shown = table(*columns, left=_LEFT, title="sources")
     for one in found:
         counts = map(str, (one.rows, one.cached, one.retries))
         cost = f"{one.cost_usd:.4f}" if one.cost_usd else "-"
-        table.add_row(
+        shown.add_row(
             _name(one.source), *counts, seconds(one.median_s), seconds(one.slowest_s), short(one.tokens), cost
         )
-    return table
+    return shown
 
 
 def _verdicts(rows: Sequence[Row], title: str) -> Table:
-    table = _table(title, "row", "sample", "step", "judge", "score", "took", "what it said")
-    table.columns[-1].overflow = "fold"
+    columns = ("row", "sample", "step", "judge", "score", "took", "what it said")
+    shown = table(*columns, left=_LEFT, folds=columns[-1:], title=title)
     for row in rows:
         words = row.detail or row.rationale or "-"
         said = Text(_escaped(words), style="red" if row.failed else "")
         names = map(_name, (row.sample_id or "-", row.label, row.judge))
-        table.add_row(str(row.id), *names, _score(row.reward), seconds(row.latency_s), said)
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=column != _LEFT[-1], justify="left" if column in _LEFT else "right")
-    return table
+        shown.add_row(str(row.id), *names, _score(row.reward), seconds(row.latency_s), said)
+    return shown
 
 
 def _name(text: str) -> Text:

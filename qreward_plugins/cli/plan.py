@@ -28,12 +28,14 @@ from ..planning import (
     plan,
 )
 from ..planning.picture import check_picture
+from ..secrets import one_line
 from ..sources.function import processors
 from ..system.output_files import check_writable
-from .console import ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, short
+from .console import ERRORS, OK, OUT, number_of, print_whole, replaced, run, say, seconds, short, table
 from .engines import load_own
 
 _MOST_ADVICE = 6
+_NAME_CHARS = 24
 _MOST_PROCESSES = 8
 _NOTHING_SAVED_S = 0.05
 _WAITS = {
@@ -159,7 +161,8 @@ async def _plan(
             raise
     _print(found, path)
     if json_file is not None:
-        _write_json(found, json_file)
+        with replaced(json_file) as partial:
+            partial.write_text(json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         say(ERRORS, f"the plan is in {json_file}")
     if plot is not None:
         title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
@@ -241,15 +244,13 @@ def _problems(found: Plan) -> list[str]:
 
 
 def _source_table(found: Plan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("source", no_wrap=True, max_width=24)
     batches = any(use.calls_per_request > 1 for use in found.sources)
-    batch_column = ("calls each",) if batches else ()
-    for name in ("latency", "requests", *batch_column, "of requests/min", "of tokens/min", "in flight", "busy", "USD"):
-        table.add_column(name, no_wrap=True, justify="right")
+    columns = ("source", "latency", "requests", *(("calls each",) if batches else ()))
+    columns += ("of requests/min", "of tokens/min", "in flight", "busy", "USD")
+    shown = table(*columns, left=("source",))
     for use in found.sources:
-        table.add_row(
-            use.name,
+        shown.add_row(
+            one_line(use.name, _NAME_CHARS),
             seconds(use.latency_s),
             short(use.requests),
             *([f"{use.calls_per_request:.1f}"] if batches else []),
@@ -259,7 +260,7 @@ def _source_table(found: Plan) -> Table:
             _percent(use.out_of_places),
             "-" if use.cost_usd is None else f"{use.cost_usd:.4f}",
         )
-    return table
+    return shown
 
 
 def _used(share: float | None) -> Text:
@@ -277,18 +278,18 @@ def _print_advice(found: Plan) -> None:
         say(OUT, Text("no change that was tried would help much: the longest requests determine the step", "bold"))
         return
     say(OUT, Text("what would help most", "bold"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
+    changes = Table.grid(padding=(0, 2))
+    changes.add_column()
     for _ in range(3):
-        table.add_column(justify="right", no_wrap=True)
+        changes.add_column(justify="right", no_wrap=True)
     for advice in found.advice[:_MOST_ADVICE]:
-        table.add_row(
+        changes.add_row(
             advice.change,
             f"{seconds(advice.now_s)[:-1]} -> {seconds(advice.step_s)[:-1]} s",
             _saved(advice),
             _price(advice),
         )
-    OUT.print(Padding(table, (0, 0, 0, 2)))
+    OUT.print(Padding(changes, (0, 0, 0, 2)))
 
 
 def _saved(advice: Advice) -> Text:
@@ -309,10 +310,3 @@ def _dollars(amount: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.0095 or not share else f"{100 * share:.1g}%"
-
-
-def _write_json(found: Plan, path: Path) -> None:
-    try:
-        path.write_text(json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None

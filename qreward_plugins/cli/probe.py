@@ -125,19 +125,21 @@ async def probe_for_clients(engine: RewardEngine) -> list[Probe]:
 
 
 def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sample]:
-    """Return for each judge that asks sources the first sample that makes it ask one, and for each other judge the
-    first that is routed to it.
+    """Return for each judge the first sample that makes it ask a source, and for a judge of judges the first that makes
+    all of its parts ask.
 
-    The sample must be routed to the judge, or to a sum that contains it. Reads `samples` only as far as needed. Judges
-    without such a sample are missing.
+    The sample must be routed to the judge; that of a part, to a judge that contains it. Reads `samples` only as far as
+    needed. Judges without such a sample are missing.
     """
     found: dict[str, Sample] = {}
     for sample in samples:
         routed = judge_for(engine.config, sample.data_source)
-        for name in () if routed is None else parts_of(engine.config, routed):
-            leaf = engine.judges.get(name)
-            if name not in found and (name == routed if leaf is None else _asks(leaf, sample)):
-                found[name] = sample
+        if routed is None:
+            continue
+        parts = parts_of(engine.config, routed)
+        asked = [name for name in parts if name not in engine.judges or _asks(engine.judges[name], sample)]
+        for name in asked if routed in engine.judges or asked != list(parts) else [routed, *asked]:
+            found.setdefault(name, sample)
         if len(found) == len(engine.config.judges):
             break
     return found

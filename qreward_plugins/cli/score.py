@@ -34,7 +34,7 @@ from ..secrets import one_line
 from ..sources import kind_of
 from ..system.streams import Stream
 from ..system.threads import taken_in_thread
-from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
+from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say, table
 from .engines import open_engine
 from .progress import ProgressDisplay, source_table
 
@@ -48,11 +48,6 @@ _USUAL_GROUP = 8
 """Samples of a group, for the number of groups that are under way at once."""
 
 
-def _comes_first(given: str | None) -> None:
-    if given is not None:
-        raise typer.BadParameter("the configuration comes first: qreward score CONFIG ROLLOUTS --out FILE")
-
-
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
     rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl, .json or .parquet.")],
@@ -63,7 +58,6 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace FILE if it exists, and a column qreward of the input.")
     ] = False,
-    former: Annotated[str | None, typer.Option("--config", hidden=True, is_eager=True, callback=_comes_first)] = None,
 ) -> int:
     """Score a file of rollouts: the same rows in the same order, with a column `qreward`.
 
@@ -321,14 +315,13 @@ class _Tally:
 
     def table(self) -> Table:
         """The rewards by data source."""
-        table = Table(box=None, padding=(0, 1), pad_edge=False)
-        for name in ("data source", "rows", "no reward", "mean", "p10", "p50", "p90", "from lowest to highest"):
-            table.add_column(name, justify="right" if name not in ("data source", "from lowest to highest") else "left")
+        words = ("data source", "from lowest to highest")
+        shown = table(words[0], "rows", "no reward", "mean", "p10", "p50", "p90", words[1], left=words)
         lowest = min((min(each.drawn) for each in self.by_source.values() if each.drawn), default=0.0)
         highest = max((max(each.drawn) for each in self.by_source.values() if each.drawn), default=1.0)
         for name, each in sorted(self.by_source.items(), key=lambda item: -item[1].rows):
-            table.add_row(Text(one_line(name or "(none)", 40)), *each.cells(), each.bars(lowest, highest))
-        return table
+            shown.add_row(Text(one_line(name or "(none)", 40)), *each.cells(), each.bars(lowest, highest))
+        return shown
 
     def worst_rows(self) -> Text:
         """The rows with the lowest rewards, with what was said of them."""

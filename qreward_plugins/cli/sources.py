@@ -10,14 +10,15 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from ..journal.live_sources import LiveSource, hold_source, live_sources
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import OK, OUT, Journals, print_whole, say, seconds, short
+from .console import OK, OUT, Journals, print_whole, say, seconds, short, table
 from .progress import STYLES
+
+_COLUMNS = ("source", "state", "waiting", "in flight", "at once", "per minute", "429s", "errors", "p50", "p95")
 
 
 def command(
@@ -60,32 +61,19 @@ def _show(found: Sequence[LiveSource]) -> None:
     for run_id in dict.fromkeys(source.run_id for source in found):
         sources = [source for source in found if source.run_id == run_id]
         say(OUT, f"run {one_line(run_id, 80)}, processes: {max(source.processes for source in sources)}\n")
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        for name in (
-            "source",
-            "state",
-            "waiting",
-            "in flight",
-            "at once",
-            "per minute",
-            "429s",
-            "errors",
-            "p50",
-            "p95",
-        ):
-            table.add_column(name, no_wrap=True, justify="left" if name in ("source", "state") else "right")
+        shown = table(*_COLUMNS, left=_COLUMNS[:2])
         for source in sources:
             limits = [
                 short(each) if each < math.inf else "-" for each in (source.concurrency, source.requests_per_minute)
             ]
             errors = source.transient + source.permanent + source.invalid
-            table.add_row(
+            shown.add_row(
                 Text(one_line(source.name, 60)),
                 Text(source.state, STYLES.get(source.state, "")),
                 *(short(source.waiting), short(source.in_flight), *limits, short(source.throttled), short(errors)),
                 *map(seconds, (source.latency_p50_s, source.latency_p95_s)),
             )
-        print_whole(OUT, table)
+        print_whole(OUT, shown)
         for source in sources:
             notes = [source.problem, source.learned, _pending(source)]
             for note in filter(None, notes):

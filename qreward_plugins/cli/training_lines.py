@@ -14,11 +14,11 @@ from rich.text import Text
 
 from .console import say
 
-Framework = Literal["verl", "slime", "roll", "none"]
+Framework = Literal["verl", "slime", "roll", "trl", "none"]
 """`none`: no framework; rollouts are scored from files or Python."""
 
-FRAMEWORKS: tuple[Framework, ...] = ("verl", "slime", "roll")
-_PARTS = {"verl": "trainer", "slime": "rollout", "roll": "distributed"}
+FRAMEWORKS: tuple[Framework, ...] = ("verl", "slime", "roll", "trl")
+_PARTS = {"verl": "trainer", "slime": "rollout", "roll": "distributed", "trl": "trainer"}
 """A folder of each framework. Other packages of these names, such as an emulator called `slime`, have none."""
 _PLAIN = re.compile(r"[\w./~+-]+", re.ASCII)
 _PLUGINS_FROM = (0, 9)
@@ -61,11 +61,12 @@ def say_how_to_train(out: Console, path: Path, framework: Framework | None, *, w
         say(out, _indented(training_line(name, path, wrapped=wrapped), 4))
 
 
-_TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL"}
+_TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL", "trl": "TRL"}
 _LEADS = {
     "verl": "Train with verl:",
     "slime": "Train with slime: add these flags to your script, in place of --rm-type:",
     "roll": "Train with ROLL: add this to your RLVR configuration:",
+    "trl": "Train with TRL:",
     "none": "Score a file of rollouts:",
 }
 
@@ -85,6 +86,8 @@ def training_line(framework: Framework, path: Path, *, wrapped: bool = False) ->
         return f"{first}--custom-rm-path slime_adapter.reward\n{place}{_SLIME_HOOKS}"
     if framework == "roll":
         return _ROLL.format(file=file if _PLAIN.fullmatch(file) else "'" + file.replace("'", "''") + "'")
+    if framework == "trl":
+        return f"from qreward_plugins.bridges.trl import reward\nGRPOTrainer(..., reward_funcs=[reward({file!r})])"
     return f"qreward score {shlex.quote(file)} rollouts.jsonl --out scored.jsonl"
 
 

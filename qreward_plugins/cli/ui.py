@@ -18,7 +18,7 @@ from aiohttp import web
 from ..errors import InputError
 from ..journal.stories import journals_in
 from ..system.output_files import check_new
-from .console import ERRORS, OK, OUT, Journals, Overwrite, run, say
+from .console import ERRORS, OK, OUT, Journals, Overwrite, replaced, run, say
 
 
 def command(
@@ -49,10 +49,8 @@ def write_report(paths: list[str], out: Path) -> int:
 
     with ERRORS.status("reading the journal ..."):
         text = RunPage(paths).report()
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{out}: cannot be written ({error.strerror})") from None
+    with replaced(out) as partial:
+        partial.write_text(text, encoding="utf-8")
     say(OUT, f"{out} needs no server; any browser shows it")
     return OK
 

@@ -6,13 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .faults import FaultKind, Faults, Latency, Outage, PlayFault
-from .judge_calls import JudgeCall, count_tokens, overlap_score
-from .judge_process import JudgeServerProcess
-from .judge_server import JudgeServer, JudgeServerError, serve_forever
+from .judge_calls import JudgeCall, ScoreCall, count_tokens, overlap_score
+from .judge_server import JudgeServer, JudgeServerError, JudgeServerProcess
 from .limits import ServerLimits
 from .report import Report, Violation
 from .sandbox import RunCall, ran
-from .scores import ScoreCall
 
 if TYPE_CHECKING:
     from .roll.generation import RollDraft
@@ -86,7 +84,6 @@ __all__ = [
     "overlap_score",
     "ran",
     "roll_stand_in",
-    "serve_forever",
     "slime_stand_in",
     "verl_stand_in",
 ]

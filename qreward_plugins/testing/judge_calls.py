@@ -1,4 +1,4 @@
-"""The requests of a judge server, and the OpenAI-shaped bodies of its replies.
+"""The requests of a judge server as its scorer gets them, and what becomes of the scorer's answers.
 
 Requests are read strictly, so that a client's mistake shows in a test and not at a provider. Tokens are counted by a
 simple rule (UTF-8 bytes by four, rounded up), so that tests can predict usage exactly.
@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -112,6 +112,37 @@ class JudgeCall:
         return value if isinstance(value, int) else None
 
 
+@dataclass(frozen=True)
+class ScoreCall(JudgeCall):
+    """A scoring request, as the scorer gets it: a `JudgeCall` with the blocks `question` (the prompt's text),
+    `response` and, if there is a label, `reference`.
+
+    `messages` is the prompt, `parameters` has the further keys of the body. There is no nonce, and the score range is 0
+    to 1.
+    """
+
+    response: str = ""
+    label: object = None
+
+    @cached_property
+    def _fences(self) -> tuple[str | None, Mapping[str, str]]:
+        blocks = {"question": self.prompt, "response": self.response}
+        if self.label is not None:
+            blocks["reference"] = self.label if isinstance(self.label, str) else json.dumps(self.label)
+        return None, blocks
+
+    @property
+    def score_range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    @cached_property
+    def prompt_tokens(self) -> int:
+        """Tokens of the texts of the prompt, the response and a label that is a text, by `count_tokens` over all."""
+        prompt = [text_of(message.get("content")) for message in self.messages]
+        label = self.label if isinstance(self.label, str) else ""
+        return count_tokens("".join((*prompt, self.response, label)))
+
+
 _FORM = re.compile(
     r"\n(?P<opens><\w+>|\\boxed\{|)(?:one of (?P<labels>\".*\")|number from (?P<low>\S+) to (?P<high>[^\s<}]+))"
     r"(?P<closes></\w+>|\}|)\Z"
@@ -143,27 +174,6 @@ def read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise Refused(400, "the body must be a JSON object")
     return fields
-
-
-def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
-    """Read the body of a chat completion request. Raises `Refused` with the mistake."""
-    fields = read_object(body)
-    model = fields.pop("model", None)
-    if not isinstance(model, str):
-        raise Refused(400, "you must provide a model parameter")
-    if model not in models:
-        raise Refused(404, f"the model {model[:100]!r} does not exist", "model_not_found")
-    messages = fields.pop("messages", None)
-    if not isinstance(messages, list) or not messages:
-        raise Refused(400, "'messages' must be a list of at least one message")
-    check_messages(messages)
-    if fields.get("n", 1) != 1:
-        raise Refused(400, "this server gives one choice: leave 'n' out")
-    for name in ("max_tokens", "max_completion_tokens"):
-        limit = fields.get(name)
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise Refused(400, f"{name!r} must be an integer of at least 1")
-    return JudgeCall(model, messages, fields)
 
 
 def check_messages(messages: Sequence[object]) -> None:
@@ -302,47 +312,21 @@ class Completion:
         kept = self.content.encode("utf-8", "surrogatepass")[: 4 * max_tokens].decode("utf-8", "ignore")
         return Completion(kept, "length", self.refusal)
 
-    def body(self, call: JudgeCall, number: int) -> dict[str, object]:
-        """The chat completion object. `created` is 0, so that the same requests get the same bytes."""
-        message: dict[str, object] = {"role": "assistant", "content": self.content}
-        logprobs: dict[str, object] | None = None
-        if call.parameters.get("logprobs"):
-            # The whole content is one token here, and the judge is sure of it.
-            token = {"token": self.content, "logprob": 0.0}
-            logprobs = {"content": [{**token, "top_logprobs": [token]}]}
-        if self.refusal is not None:
-            message["refusal"] = self.refusal
-        return {
-            "id": f"chatcmpl-{number}",
-            "object": "chat.completion",
-            "created": 0,
-            "model": call.model,
-            "choices": [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": self.finish_reason}],
-            "usage": {
-                "prompt_tokens": call.prompt_tokens,
-                "completion_tokens": self.tokens,
-                "total_tokens": call.prompt_tokens + self.tokens,
-            },
-        }
-
 
 @dataclass(frozen=True)
-class Forms:
-    """The body of a reply, and its faulty variants.
-
-    `fields` is the body as data, `body` the body if it is not `fields` as JSON. `empty` is a body without an answer as
-    data, `around` are the two ends of a huge body, and `model_key` is the key of the model.
-    """
+class JudgeReply:
+    """The body of a good reply as data, and what faults make of it."""
 
     fields: Any
-    empty: Any
-    around: tuple[bytes, bytes]
-    body: bytes | None = None
-    model_key: str = "model"
+    """The body as data: a mapping, or a list. No prefix of its JSON is a valid reply."""
+    tokens: int = 0
+    """Tokens of the completion."""
+    text: str | None = None
+    """The body, if it is not `fields` as JSON."""
 
     @property
     def good(self) -> bytes:
-        return self.cuttable if self.body is None else self.body
+        return self.cuttable if self.text is None else self.text.encode("utf-8", "surrogatepass")
 
     @property
     def cuttable(self) -> bytes:
@@ -350,31 +334,36 @@ class Forms:
         return _dumped(self.fields)
 
     @property
-    def without_verdict(self) -> bytes:
-        return _dumped(self.empty)
+    def without_answer(self) -> bytes:
+        """A body whose lists are empty; one without lists is empty."""
+        if isinstance(self.fields, list):
+            return b"[]"
+        lists = [key for key, value in self.fields.items() if isinstance(value, list)]
+        return _dumped({**self.fields, **{key: [] for key in lists}} if lists else {})
 
     @property
     def of_another_model(self) -> bytes:
-        fields = self.fields
-        return _dumped({**fields, self.model_key: OTHER_MODEL} if isinstance(fields, dict) else fields)
+        if isinstance(self.fields, list):
+            return self.cuttable
+        key = "modelVersion" if "modelVersion" in self.fields else "model"
+        return _dumped({**self.fields, key: OTHER_MODEL})
 
     @property
     def invalid_utf8(self) -> bytes:
         whole = self.cuttable
         return whole[:-1] + (b', "note": "\xff\xfe"}' if whole.endswith(b"}") else b', "\xff\xfe"]')
 
+    @property
+    def around(self) -> tuple[bytes, bytes]:
+        """The two ends of a body that is valid JSON with any filler between them."""
+        whole = self.cuttable
+        head = b'{"filler": "' if whole.startswith(b"{") else b'["'
+        return head, (b'", ' if len(whole) > 2 else b'"') + whole[1:]
+
 
 def _dumped(fields: Any) -> bytes:
     """JSON with `NaN` and `Infinity`, which some servers send."""
     return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-
-
-@dataclass(frozen=True)
-class Content:
-    """The content of a reply to one request: its completion tokens, and the body of the n-th reply with it."""
-
-    tokens: int
-    reply: Callable[[JudgeCall, int], Forms]
 
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 529: "overloaded_error"}

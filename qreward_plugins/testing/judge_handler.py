@@ -11,26 +11,22 @@ import hmac
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import orjson
 from aiohttp import web
 
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
-from .faulty_replies import FaultInput, Written, play, sent_status
-from .judge_calls import Answer, Content, JudgeCall, Refused, duration, list_answer, listed
+from .faulty_replies import JudgeExchange, Written, respond, sent_status
+from .judge_calls import Answer, JudgeCall, JudgeReply, Refused, duration, list_answer, listed
 from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import RewardCall
 from .report import Tally, Violation
 from .routes import Route, Routes
-from .streamed_replies import stream
 
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
-
-_JSON = "application/json"
-_ANSWERED = ("verdict", "stream", "list")
-"""The stages of faults in the answer itself; the others are played below it."""
 
 # If a client closes a connection and sends on another, the server may see these in the other order. So a request over
 # the concurrency limit waits this long for an abandoned one to end before it counts as a violation.
@@ -50,40 +46,32 @@ class ScorerFailed(Exception):
     """The scorer raised, or returned an invalid answer."""
 
 
+@dataclass(eq=False)
 class JudgeHandler:
-    """Answers the requests of one server. `elapsed_s` is the server's clock: seconds since its first start."""
+    """Answers the requests of one server; the settings are those of `JudgeServer`. `elapsed_s` is the server's clock:
+    seconds since its first start.
+    """
 
-    def __init__(
-        self,
-        score: Scorer,
-        *,
-        limits: ServerLimits,
-        latency: Latency,
-        faults: Faults,
-        models: Sequence[str],
-        protocols: Sequence[str],
-        api_key: str | Sequence[str] | None,
-        seed: int,
-        tally: Tally,
-        elapsed_s: Callable[[], float],
-        streams: bool = True,
-        stream_interval_s: float = 0.0,
-    ) -> None:
-        self._score = score
-        self._streams = streams
-        self._interval_s = stream_interval_s
-        self._limits = limits
-        self._latency = latency
+    score: Scorer
+    limits: ServerLimits
+    latency: Latency
+    faults: Faults
+    models: Sequence[str]
+    protocols: Sequence[str]
+    api_key: str | Sequence[str] | None = field(repr=False)
+    seed: int
+    streams: bool
+    stream_interval_s: float
+    tally: Tally
+    elapsed_s: Callable[[], float]
+
+    def __post_init__(self) -> None:
         # Two generators, so that the latencies stay the same when faults are added.
-        self._latency_rng = random.Random(f"{seed}/latency")
-        self._faults = faults
-        self._plan = FaultPlan(faults, random.Random(f"{seed}/faults"))
-        self._models = tuple(models)
-        self._routes = Routes(self._models, protocols)
-        keys = (None,) if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key)
-        self._accounts = [Account(key, limits) for key in keys]
-        self._tally = tally
-        self._elapsed_s = elapsed_s
+        self._latency_rng = random.Random(f"{self.seed}/latency")
+        self._plan = FaultPlan(self.faults, random.Random(f"{self.seed}/faults"))
+        self._routes = Routes(self.models, self.protocols)
+        keys = (self.api_key,) if self.api_key is None or isinstance(self.api_key, str) else tuple(self.api_key)
+        self._accounts = [Account(key, self.limits) for key in keys]
         self._number = 0
         self._gate: asyncio.Event | None = None
         self.held = False
@@ -117,7 +105,7 @@ class JudgeHandler:
                 self._authorise(request, lister)
             except Refused as refused:
                 return _refusal(refused, lister)
-            return _json(lister.model_list(self._models))
+            return _json(lister.model_list(self.models))
         if route is not None or lister is not None or path == "/health":
             return _refusal(Refused(405, f"{method} is not allowed here"))
         return _refusal(Refused(404, f"unknown path; use {', '.join(self._routes.paths)}, /v1/models or /health"))
@@ -127,38 +115,53 @@ class JudgeHandler:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             body = None
-        arrived_s = self._elapsed_s()
+        arrived_s = self.elapsed_s()
         protocol = route.protocol
-        self._tally.arrived(arrived_s, credentials=any(name in request.headers for name in protocol.key_headers))
+        self.tally.arrived(arrived_s, credentials=any(name in request.headers for name in protocol.key_headers))
         try:
             account = self._authorise(request, protocol)
             protocol.check(request.headers)
             if body is None:
                 raise Refused(413, "the body is too large")
             call = route.read(body)
-            streamed = route.stream_options(body)
-            if streamed is not None and not self._streams:
+            stream = route.stream_options(body)
+            if stream is not None and not self.streams:
                 raise Refused(400, "this server does not stream: leave 'stream' out")
         except Refused as refused:
-            self._tally.refused(refused.status)
+            self.tally.count("refused", status=refused.status)
             return _refusal(refused, protocol)
+        playing = admitted = gone = False
         try:
             await self._admit(account, call, arrived_s)
+            admitted = True
+            self.tally.in_flight(+1)
+            reply, fault = await self._judged(route, account, call, arrived_s)
+            if fault is not None:
+                playing = True
+                self.tally.count(f"fault {fault}")
+            headers = self._announced(account, protocol)
+            exchange = JudgeExchange(request, protocol, self.faults, headers, reply, stream, self.stream_interval_s)
+            response = await respond(exchange, fault)
+            if fault is None:
+                self.tally.answered(self.elapsed_s() - arrived_s)
+            elif status := sent_status(response):
+                self.tally.count(status=status)
+            return response
         except Throttle as throttle:
-            return self._throttled(account, route.protocol, throttle, arrived_s)
-        except asyncio.CancelledError:
-            self._tally.abandoned()
-            raise
-        self._tally.entered()
-        gone = False
-        try:
-            return await self._serve(account, request, route, call, arrived_s, streamed)
-        except asyncio.CancelledError:
+            return self._throttled(account, protocol, throttle, arrived_s)
+        except ScorerFailed:
+            return _json(protocol.error(500, "the scorer of this judge server failed; see its report"), status=500)
+        except (asyncio.CancelledError, ConnectionError) as error:
             gone = True
+            if not playing:
+                self.tally.count("abandoned")
+            if isinstance(error, ConnectionError):
+                return Written(0)
             raise
         finally:
-            self._tally.left()
-            account.slots.leave(gone=gone)
+            if admitted:
+                self.tally.in_flight(-1)
+                account.slots.leave(gone=gone)
 
     def _authorise(self, request: web.BaseRequest, protocol: Protocol) -> Account:
         given = protocol.key_in(request.headers).encode("utf-8", "surrogateescape")
@@ -182,129 +185,66 @@ class JudgeHandler:
         if not entered:
             account.give_back(call, arrived_s)
             raise Throttle("concurrency", Excess(1, 0.0))
-        self._tally.spent(prompt_tokens=call.prompt_tokens)
+        self.tally.count(prompt_tokens=call.prompt_tokens)
 
-    async def _serve(
-        self,
-        account: Account,
-        request: web.BaseRequest,
-        route: Route,
-        call: JudgeCall,
-        arrived_s: float,
-        streamed: Mapping[str, object] | None,
-    ) -> web.StreamResponse:
-        protocol = route.protocol
+    async def _judged(
+        self, route: Route, account: Account, call: JudgeCall, arrived_s: float
+    ) -> tuple[JudgeReply | None, FaultKind | None]:
+        """The reply, and the fault to play, after the request's latency."""
         number, self._number = self._number, self._number + 1
         fault = self._plan.choose(arrived_s)
         items = call.items if isinstance(call, RewardCall) else (call,)
-        delay_s = self._latency.draw(self._latency_rng) + self._latency.each_s * len(items)
-        playing = False
-        try:
-            content = None
-            if fault is None or fault.has_answer:
-                try:
-                    content = await self._content(route, call, items, fault)
-                    self._charge(account, call, content, arrived_s)
-                except PlayFault as played_by_scorer:
-                    fault = played_by_scorer.kind
-            if delay_s > 0:
-                await asyncio.sleep(delay_s)
-            while self.held and self._gate is not None:
-                await self._gate.wait()
-            reply = None if content is None else content.reply(call, number)
-            if fault is not None and fault.stage == "stream":
-                playing = True
-                self._tally.faulted(fault)
-            if fault is None or fault.stage in _ANSWERED:
-                assert reply is not None, "there is an answer"
-                headers = self._announced(account, protocol)
-                if streamed is None:
-                    response: web.StreamResponse = web.Response(body=reply.good, content_type=_JSON, headers=headers)
-                else:
-                    played = fault if fault is not None and fault.stage == "stream" else None
-                    response = await stream(
-                        request,
-                        reply.good,
-                        protocol,
-                        streamed,
-                        headers,
-                        self._faults,
-                        fault=played,
-                        interval_s=self._interval_s,
-                    )
-                if fault is None:
-                    self._tally.answered(self._elapsed_s() - arrived_s)
-                    return response
-            if not playing:
-                playing = True
-                self._tally.faulted(fault)
-            if fault.stage not in _ANSWERED:
-                response = await play(
-                    fault, FaultInput(request, reply, self._announced(account, protocol), self._faults, protocol)
-                )
-            if status := sent_status(response):
-                self._tally.sent(status)
-            return response
-        except Throttle as throttle:
-            return self._throttled(account, route.protocol, throttle, arrived_s)
-        except ScorerFailed:
-            message = "the scorer of this judge server failed; see its report"
-            return _json(route.protocol.error(500, message), status=500)
-        except ConnectionError:
-            return Written(0)
-        except asyncio.CancelledError:
-            if not playing:
-                self._tally.abandoned()
-            raise
+        delay_s = self.latency.draw(self._latency_rng) + self.latency.each_s * len(items)
+        reply = None
+        if fault is None or fault.has_answer:
+            try:
+                reply = route.reply(call, [await self._answer_about(item) for item in items], fault, number)
+            except PlayFault as played_by_scorer:
+                fault = played_by_scorer.kind
+            except Exception as error:
+                self.tally.scorer_failed(error)
+                raise ScorerFailed from error
+        if reply is not None:
+            if account.tokens is not None and (excess := account.tokens.take(reply.tokens, self.elapsed_s())):
+                account.give_back(call, arrived_s)
+                self.tally.count(prompt_tokens=-call.prompt_tokens)
+                raise Throttle("tokens", excess)
+            self.tally.count(completion_tokens=reply.tokens)
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+        while self.held and self._gate is not None:
+            await self._gate.wait()
+        return reply, fault
 
-    async def _content(
-        self, route: Route, call: JudgeCall, items: Sequence[JudgeCall], fault: FaultKind | None
-    ) -> Content:
-        try:
-            answers = []
-            for item in items:
-                said = [await self._scored(each) for each in listed(item) or (item,)]
-                answers.append(list_answer(said) if listed(item) else said[0])
-            return route.content(call, answers, fault)
-        except PlayFault:
-            raise
-        except Exception as error:
-            self._tally.scorer_failed(error)
-            raise ScorerFailed from error
-
-    async def _scored(self, call: JudgeCall) -> Answer:
-        answer = self._score(call)
-        return await answer if inspect.isawaitable(answer) else answer
-
-    def _charge(self, account: Account, call: JudgeCall, content: Content, arrived_s: float) -> None:
-        """Charge the completion's tokens, or give everything back and raise `Throttle`."""
-        if account.tokens is not None and (excess := account.tokens.take(content.tokens, self._elapsed_s())):
-            account.give_back(call, arrived_s)
-            self._tally.spent(prompt_tokens=-call.prompt_tokens)
-            raise Throttle("tokens", excess)
-        self._tally.spent(completion_tokens=content.tokens)
+    async def _answer_about(self, item: JudgeCall) -> Answer:
+        each = listed(item)
+        answers = []
+        for call in each or (item,):
+            answer = self.score(call)
+            answers.append(await answer if inspect.isawaitable(answer) else answer)
+        return list_answer(answers) if each else answers[0]
 
     def _throttled(
         self, account: Account, protocol: Protocol, throttle: Throttle, arrived_s: float
     ) -> web.StreamResponse:
         kind, excess = throttle.kind, throttle.excess
         early_s = None if kind == "concurrency" else excess.retry_after_s
-        self._tally.violated(Violation(kind, arrived_s, excess.over, early_s))
+        self.tally.violated(Violation(kind, arrived_s, excess.over, early_s))
         headers = self._announced(account, protocol)
         message = f"over the limit on {kind} by {excess.over:g}"
         if early_s is not None:
             message += f", try again in {duration(early_s)}"
-            if self._limits.retry_after != "none" and not protocol.pause_in_body:
+            if self.limits.retry_after != "none" and not protocol.pause_in_body:
                 headers["Retry-After"] = str(math.ceil(early_s))
-            if self._limits.retry_after == "milliseconds" and not protocol.pause_in_body:
+            if self.limits.retry_after == "milliseconds" and not protocol.pause_in_body:
                 headers["retry-after-ms"] = str(math.ceil(early_s * 1000))
-        pause_s = early_s if self._limits.retry_after != "none" else None
+        pause_s = early_s if self.limits.retry_after != "none" else None
         return _json(protocol.error(429, message, "rate_limit_exceeded", pause_s), status=429, headers=headers)
 
     def _announced(self, account: Account, protocol: Protocol) -> dict[str, str]:
         headers: dict[str, str] = {}
-        if self._limits.announce:
-            now_s = self._elapsed_s()
+        if self.limits.announce:
+            now_s = self.elapsed_s()
             for what, ledger in (("requests", account.requests), ("tokens", account.tokens)):
                 if ledger is not None:
                     announced = ledger.announced(now_s)
@@ -343,43 +283,36 @@ class Slots:
         self._limit = limit
         self._grace_s = grace_s
         self._taken = 0
-        self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of arrival
+        self._waiting: list[asyncio.Future[None]] = []  # in order of arrival
 
     async def enter(self) -> bool:
         """Take a slot. False if none is free, and none is abandoned within the grace."""
         if self._limit is None or self._taken < self._limit:
             self._taken += 1
             return True
-        loop = asyncio.get_running_loop()
-        handed_over: asyncio.Future[bool] = loop.create_future()
-        self._waiting[handed_over] = None
-        timer = loop.call_later(self._grace_s, _resolve, handed_over, False)
+        handed_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(handed_over)
         try:
-            return await handed_over
+            await asyncio.wait([handed_over], timeout=self._grace_s)
+            return handed_over.done()
         except asyncio.CancelledError:
-            if handed_over.done() and not handed_over.cancelled() and handed_over.result():
+            if handed_over.done():
                 self.leave(gone=True)
             raise
         finally:
-            timer.cancel()
-            self._waiting.pop(handed_over, None)
+            if not handed_over.done():
+                self._waiting.remove(handed_over)
 
     def leave(self, *, gone: bool) -> None:
         """Free a slot. `gone`: its client abandoned it, so a waiting request gets it."""
-        if gone and any(_resolve(handed_over, True) for handed_over in self._waiting):
-            return
-        self._taken -= 1
-
-
-def _resolve(future: asyncio.Future[bool], value: bool) -> bool:
-    if future.done():
-        return False
-    future.set_result(value)
-    return True
+        if gone and self._waiting:
+            self._waiting.pop(0).set_result(None)
+        else:
+            self._taken -= 1
 
 
 def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type=_JSON, headers=headers)
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=headers)
 
 
 def _refusal(refused: Refused, protocol: Protocol = PROTOCOLS["openai"]) -> web.Response:

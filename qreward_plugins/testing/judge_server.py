@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
-from types import FrameType, TracebackType
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_parser import RawRequestMessage
-from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from .faults import Faults, Latency
@@ -33,93 +33,82 @@ from .judge_calls import overlap_score
 from .judge_handler import JudgeHandler, Scorer
 from .limits import ServerLimits
 from .protocols import PROTOCOLS
+from .protocols.reward_models import SCORE_PATH
 from .report import Report, Tally
-from .routes import SCORE_PATH
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 _MAX_REQUEST_BYTES = 64 * 1024 * 1024
-_ACCEPTS_A_ROUND = 128
-_OUT_OF_DESCRIPTORS_PAUSE_S = 0.05
-
-
-class Connections(web.Server):
-    """Accepts on `listener`, which it owns, from `open()` until `close()`, both on the running loop."""
-
-    def __init__(self, listener: socket.socket, handler: JudgeHandler, tally: Tally) -> None:
-        # With handler_cancellation a request ends when its client disconnects, and frees its slot.
-        super().__init__(handler, request_factory=_request, handler_cancellation=True, access_log=None)
-        self._listener = listener
-        self._tally = tally
-        self._running_loop = asyncio.get_running_loop()
-        self._greetings: set[asyncio.Task[None]] = set()
-        self._transports: dict[RequestHandler, asyncio.Transport] = {}
-        self._closed = False
-
-    def open(self) -> None:
-        """Start to accept."""
-        if not self._closed:
-            self._running_loop.add_reader(self._listener, self._accept)
-
-    async def close(self) -> None:
-        """Stop accepting, abort every connection, which cancels its request, and wait until all are closed."""
-        self._closed = True
-        self._running_loop.remove_reader(self._listener)
-        self._listener.close()
-        while self._greetings or self._transports:
-            for transport in self._transports.values():
-                transport.abort()
-            await asyncio.sleep(0)
-
-    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        self._transports[handler] = transport
-        self._tally.connected()
-
-    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
-        super().connection_lost(handler, exc)
-        self._transports.pop(handler, None)
-
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS_A_ROUND):
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError:
-                # Probably out of file descriptors. The listener stays readable, so pause before the next try.
-                self._running_loop.remove_reader(self._listener)
-                self._running_loop.call_later(_OUT_OF_DESCRIPTORS_PAUSE_S, self.open)
-                return
-            connection.setblocking(False)
-            greeting = self._running_loop.create_task(self._greet(connection))
-            self._greetings.add(greeting)
-            greeting.add_done_callback(self._greetings.discard)
-
-    async def _greet(self, connection: socket.socket) -> None:
-        try:
-            await self._running_loop.connect_accepted_socket(self, connection)
-        except OSError:
-            connection.close()  # the client has reset it already
-
-
-def _request(
-    message: RawRequestMessage,
-    payload: StreamReader,
-    protocol: RequestHandler,
-    writer: AbstractStreamWriter,
-    task: asyncio.Task[None],
-) -> web.BaseRequest:
-    loop = asyncio.get_running_loop()
-    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_MAX_REQUEST_BYTES)
-
-
+_TIMEOUT_S = 60.0
+"""Longest wait for the process of a `JudgeServerProcess` to start, or to report."""
+_JOIN_TIMEOUT_S = 10.0
 _BACKLOG = 4096
+_ROUNDS_TO_CONNECT = 3
+"""Rounds of the loop in which an accepted socket becomes a connection."""
+
+
+class Settings(TypedDict, total=False):
+    """The keyword arguments of a `JudgeServerProcess`, which are those of a `JudgeServer`."""
+
+    limits: ServerLimits | None
+    latency: Latency | None
+    faults: Faults | None
+    models: Sequence[str]
+    api_key: str | None
+    seed: int
+    host: str
+    port: int
 
 
 class JudgeServerError(RuntimeError):
     """The judge server's address is taken, it is not running, or `wait_for` timed out."""
 
 
-class JudgeServer:
+class _Server(ABC):
+    """What a judge server is in whatever process: its addresses, and `with`, which starts and stops it."""
+
+    @property
+    @abstractmethod
+    def base_url(self) -> str:
+        """The address of all dialects: "http://127.0.0.1:PORT/v1". Raises `JudgeServerError` before it has a port."""
+
+    @property
+    def root_url(self) -> str:
+        """The address for reward models: "http://127.0.0.1:PORT". Raises like `base_url`."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def score_url(self) -> str:
+        """The address for scoring requests: "http://127.0.0.1:PORT/score". Raises like `base_url`."""
+        return self.root_url + SCORE_PATH
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        # It takes a millisecond, which needs no worker thread.
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class JudgeServer(_Server):
     """A judge that speaks OpenAI's chat completions (POST /v1/chat/completions) and responses (/v1/responses),
     Anthropic's messages (/v1/messages) and Gemini (/v1beta/models/MODEL:generateContent, also below /v1), each streamed
     if asked (Gemini: `:streamGenerateContent?alt=sse`). GET /v1/models, GET /v1beta/models and GET /health. It also
@@ -177,27 +166,27 @@ class JudgeServer:
         self._tally = Tally(limits.window_s)
         self._handler = JudgeHandler(
             score,
-            limits=limits,
-            latency=latency or Latency(),
-            faults=faults or Faults(),
-            models=models,
-            protocols=protocols,
-            api_key=api_key,
-            seed=seed,
-            tally=self._tally,
-            elapsed_s=self._elapsed_s,
-            streams=streams,
-            stream_interval_s=stream_interval_s,
+            limits,
+            latency or Latency(),
+            faults or Faults(),
+            tuple(models),
+            protocols,
+            api_key,
+            seed,
+            streams,
+            stream_interval_s,
+            self._tally,
+            self._elapsed_s,
         )
         self._first_start_s: float | None = None
         self._control = threading.RLock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
+        self._stopping = asyncio.Event()
 
     def __repr__(self) -> str:
         state = "running" if self.running else "stopped"
-        return f"<JudgeServer {self._url_host}:{self._port} {state}>"
+        return f"<JudgeServer {self._host}:{self._port} {state}>"
 
     @property
     def running(self) -> bool:
@@ -212,18 +201,7 @@ class JudgeServer:
 
     @property
     def base_url(self) -> str:
-        """The address of all dialects: "http://127.0.0.1:PORT/v1". Raises like `port`."""
-        return f"http://{self._url_host}:{self.port}/v1"
-
-    @property
-    def root_url(self) -> str:
-        """The address for reward models: "http://127.0.0.1:PORT". Raises like `port`."""
-        return f"http://{self._url_host}:{self.port}"
-
-    @property
-    def score_url(self) -> str:
-        """The address for scoring requests: "http://127.0.0.1:PORT/score". Raises like `port`."""
-        return f"http://{self._url_host}:{self.port}{SCORE_PATH}"
+        return f"http://{self._host}:{self.port}/v1"
 
     def start(self) -> None:
         """Listen, and return once connections are accepted. Does nothing if it runs. Raises `JudgeServerError`."""
@@ -247,29 +225,9 @@ class JudgeServer:
                 return
             if thread is threading.current_thread():
                 raise JudgeServerError("a judge server cannot be stopped by its scorer: stop it from another thread")
-            if self._stopping is not None:
-                self._on_loop(self._stopping.set)
+            self._on_loop(self._stopping.set)
             thread.join()
             self._thread = None
-
-    def __enter__(self) -> JudgeServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    async def __aenter__(self) -> JudgeServer:
-        # Binding a socket and joining the thread take a millisecond, which needs no worker thread.
-        self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def report(self) -> Report:
         """A snapshot of the server's counts."""
@@ -299,26 +257,21 @@ class JudgeServer:
         self._handler.held = False
         self._on_loop(self._handler.open_gate)
 
-    @property
-    def _url_host(self) -> str:
-        return f"[{self._host}]" if ":" in self._host else self._host
-
     def _elapsed_s(self) -> float:
         # The clock of asyncio loops, read without a loop, because other threads ask for reports.
         return 0.0 if self._first_start_s is None else time.monotonic() - self._first_start_s
 
     def _listen(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             if self._port > 65_535:
                 raise OSError("ports end at 65535")
-            listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
+            listener = socket.create_server((self._host, self._port), backlog=_BACKLOG)
         except OSError as error:
             # Python appends the address to the system's text.
             problem = os.strerror(error.errno) if error.errno else str(error)
             remedy = "use a host of this machine" if error.errno == errno.EADDRNOTAVAIL else "use another port, or 0"
             raise JudgeServerError(
-                f"the judge server cannot listen on {self._url_host}:{self._port}: {problem}; {remedy}"
+                f"the judge server cannot listen on {self._host}:{self._port}: {problem}; {remedy}"
             ) from error
         listener.setblocking(False)
         return listener
@@ -343,34 +296,136 @@ class JudgeServer:
         if self._first_start_s is None:
             self._first_start_s = time.monotonic()
         self._handler.bind()
-        connections = Connections(listener, self._handler, self._tally)
-        connections.open()
+        connections = _Connections(self._handler, self._tally)
+        server = await self._loop.create_server(connections, sock=listener)
         ready.set()
         await self._stopping.wait()
-        await connections.close()
+        # An asyncio server loses connections that it accepts while it closes. So it closes when all are there.
+        self._loop.remove_reader(listener)
+        for _ in range(_ROUNDS_TO_CONNECT):
+            await asyncio.sleep(0)
+        while connections.transports:
+            for transport in connections.transports.values():
+                transport.abort()
+            await asyncio.sleep(0)
+        server.close()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
 
-def serve_forever(server: JudgeServer) -> None:
-    """Run the server until SIGINT or SIGTERM, then stop it. Prints nothing. For a process of its own.
-
-    Starts the server if it does not run. Call it from the main thread (`ValueError` otherwise). It restores the former
-    signal handlers at the end. Raises `JudgeServerError` if the server cannot start.
+class _Connections(web.Server):
+    """The open connections. With `handler_cancellation` a request ends when its client disconnects, and frees its
+    slot.
     """
-    # SimpleQueue.put is safe in a signal handler; Event.set is not.
-    received: SimpleQueue[int] = SimpleQueue()
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        received.put(number)
+    def __init__(self, handler: JudgeHandler, tally: Tally) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(
+            handler,
+            request_factory=lambda message, payload, protocol, writer, task: web.BaseRequest(
+                message, payload, protocol, writer, task, loop, client_max_size=_MAX_REQUEST_BYTES
+            ),
+            handler_cancellation=True,
+            access_log=None,
+        )
+        self._tally = tally
+        self.transports: dict[RequestHandler, asyncio.Transport] = {}
 
-    former = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self.transports[handler] = transport
+        self._tally.count("connections")
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self.transports.pop(handler, None)
+
+
+class JudgeServerProcess(_Server):
+    """A `JudgeServer` in a spawned process, with the same arguments, so that its CPU time is not measured with the
+    client's. All must be picklable, so `score` must be a module-level function.
+
+    Raises `JudgeServerError` if the server cannot start or its process has died. The process ends with its parent.
+    """
+
+    def __init__(self, score: Scorer = overlap_score, **settings: Unpack[Settings]) -> None:
+        self._score = score
+        self._settings = settings
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._base_url: str | None = None
+
+    @property
+    def base_url(self) -> str:
+        if self._base_url is None:
+            raise JudgeServerError("this judge server has no port yet: start() it first")
+        return self._base_url
+
+    @property
+    def pid(self) -> int:
+        """The process id, to stop or kill it. Raises `JudgeServerError` if it does not run."""
+        if self._process is None or self._process.pid is None:
+            raise JudgeServerError("the judge server's process is not running: start() it first")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Spawn the process and return once connections are accepted. Does nothing if it runs."""
+        if self._process is not None:
+            return
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(theirs, self._score, self._settings), daemon=True)
+        try:
+            with theirs:
+                self._process.start()
+            self._base_url = self._receive()
+        except BaseException:
+            self.stop()
+            raise
+
+    def report(self) -> Report:
+        """A snapshot of the server's counts."""
+        if self._pipe is None:
+            raise JudgeServerError("the judge server's process is not running: start() it first")
+        with suppress(OSError):  # its process has died: `_receive` says so
+            self._pipe.send("report")
+        report: Report = self._receive()
+        return report
+
+    def stop(self) -> None:
+        """Stop the server and its process. Idempotent."""
+        process, pipe = self._process, self._pipe
+        self._process = self._pipe = None
+        if pipe is not None:
+            pipe.close()  # the process stops when its end of the pipe does
+        if process is not None and process.pid is not None:
+            process.join(_JOIN_TIMEOUT_S)
+            process.kill()
+            process.join()
+            process.close()
+
+    def _receive(self) -> Any:
+        assert self._pipe is not None
+        try:
+            if not self._pipe.poll(_TIMEOUT_S):
+                raise JudgeServerError(f"the process of the judge server did not answer within {_TIMEOUT_S:g} s")
+            answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise JudgeServerError("the process of the judge server has died") from error
+        if isinstance(answer, JudgeServerError):
+            raise answer
+        return answer
+
+
+def _main(pipe: Connection, score: Scorer, settings: Settings) -> None:
+    # Ctrl-C reaches the whole process group, but the parent decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        server.start()
-        received.get()
-    finally:
-        server.stop()
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        with JudgeServer(score, **settings) as server, suppress(EOFError, OSError):
+            pipe.send(server.base_url)
+            while pipe.recv():
+                pipe.send(server.report())
+    except JudgeServerError as error:
+        pipe.send(JudgeServerError(str(error)))

@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .faults import FaultKind
 from .limits import LimitKind
 
 KEPT_VIOLATIONS = 1_000
@@ -107,93 +106,51 @@ class Tally:
         self._changed = threading.Condition(threading.Lock())
         self._counts: Counter[str] = Counter()
         self._statuses: Counter[int] = Counter()
-        self._faults: Counter[str] = Counter()
-        self._violations_by_kind: Counter[str] = Counter()
         self._violations: list[Violation] = []
         self._scorer_errors: list[str] = []
         self._arrivals: deque[float] = deque()
         self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)
-        self._max_in_window = 0
-        self._in_flight = 0
-        self._peak = 0
 
-    def connected(self) -> None:
+    def count(self, *names: str, status: int | None = None, **amounts: int) -> None:
+        """Add one to each of `names` and to a status, and each of `amounts` to its name."""
         with self._changed:
-            self._counts["connections"] += 1
+            self._counts.update(names)
+            self._counts.update(amounts)
+            if status is not None:
+                self._statuses[status] += 1
             self._changed.notify_all()
 
     def arrived(self, at_s: float, *, credentials: bool) -> None:
         with self._changed:
-            self._counts["requests"] += 1
-            self._counts["credentials"] += credentials
             arrivals = self._arrivals
             arrivals.append(at_s)
             while at_s - arrivals[0] >= self._window_s:
                 arrivals.popleft()
-            self._max_in_window = max(self._max_in_window, len(arrivals))
-            self._changed.notify_all()
+            self._counts["most in a window"] = max(self._counts["most in a window"], len(arrivals))
+        self.count("requests", credentials=int(credentials))
 
-    def refused(self, status: int) -> None:
+    def in_flight(self, change: int) -> None:
         with self._changed:
-            self._counts["refused"] += 1
-            self._statuses[status] += 1
-            self._changed.notify_all()
+            now = self._counts["in flight"] + change
+            self._counts["peak"] = max(self._counts["peak"], now)
+        self.count(**{"in flight": change})
 
     def violated(self, violation: Violation) -> None:
         with self._changed:
-            self._statuses[429] += 1
-            self._violations_by_kind[violation.kind] += 1
             if len(self._violations) < KEPT_VIOLATIONS:
                 self._violations.append(violation)
-            self._changed.notify_all()
-
-    def entered(self) -> None:
-        with self._changed:
-            self._in_flight += 1
-            self._peak = max(self._peak, self._in_flight)
-            self._changed.notify_all()
-
-    def left(self) -> None:
-        with self._changed:
-            self._in_flight -= 1
-            self._changed.notify_all()
-
-    def abandoned(self) -> None:
-        with self._changed:
-            self._counts["abandoned"] += 1
-            self._changed.notify_all()
-
-    def spent(self, *, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
-        with self._changed:
-            self._counts["prompt_tokens"] += prompt_tokens
-            self._counts["completion_tokens"] += completion_tokens
-            self._changed.notify_all()
+        self.count(f"violation {violation.kind}", status=429)
 
     def answered(self, latency_s: float) -> None:
         with self._changed:
-            self._counts["answered"] += 1
-            self._statuses[200] += 1
             self._latencies.append(latency_s)
-            self._changed.notify_all()
-
-    def faulted(self, kind: FaultKind) -> None:
-        with self._changed:
-            self._faults[kind.value] += 1
-            self._changed.notify_all()
-
-    def sent(self, status: int) -> None:
-        """Count the status of an injected fault."""
-        with self._changed:
-            self._statuses[status] += 1
-            self._changed.notify_all()
+        self.count("answered", status=200)
 
     def scorer_failed(self, error: BaseException) -> None:
         with self._changed:
-            self._counts["scorer_errors"] += 1
-            self._statuses[500] += 1
             if len(self._scorer_errors) < KEPT_SCORER_ERRORS:
                 self._scorer_errors.append(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
-            self._changed.notify_all()
+        self.count("scorer errors", status=500)
 
     def snapshot(self, elapsed_s: float) -> Report:
         with self._changed:
@@ -215,21 +172,22 @@ class Tally:
     def _snapshot(self, elapsed_s: float) -> Report:
         counts = self._counts
         ordered = sorted(self._latencies)
+        violations = self._of("violation ")
         return Report(
             elapsed_s=elapsed_s,
             requests=counts["requests"],
             answered=counts["answered"],
             refused=counts["refused"],
             abandoned=counts["abandoned"],
-            in_flight=self._in_flight,
-            peak_concurrency=self._peak,
+            in_flight=counts["in flight"],
+            peak_concurrency=counts["peak"],
             throttled=self._statuses[429],
             statuses={status: count for status, count in sorted(self._statuses.items()) if count},
-            faults=dict(sorted(self._faults.items())),
+            faults=self._of("fault "),
             violations=tuple(self._violations),
-            violations_total=sum(self._violations_by_kind.values()),
-            violations_by_kind=dict(sorted(self._violations_by_kind.items())),
-            max_requests_in_window=self._max_in_window,
+            violations_total=sum(violations.values()),
+            violations_by_kind=violations,
+            max_requests_in_window=counts["most in a window"],
             window_s=self._window_s,
             prompt_tokens=counts["prompt_tokens"],
             completion_tokens=counts["completion_tokens"],
@@ -237,7 +195,11 @@ class Tally:
             latency_p95_s=quantile(ordered, 0.95),
             latency_p99_s=quantile(ordered, 0.99),
             scorer_errors=tuple(self._scorer_errors),
-            scorer_errors_total=counts["scorer_errors"],
+            scorer_errors_total=counts["scorer errors"],
             credentials_seen=counts["credentials"],
             connections=counts["connections"],
         )
+
+    def _of(self, kind: str) -> dict[str, int]:
+        """The counts whose names begin so, by the rest of their names."""
+        return {name.removeprefix(kind): self._counts[name] for name in sorted(self._counts) if name.startswith(kind)}

@@ -5,12 +5,12 @@ It runs nothing. The scorer says what the program would print, or gives the whol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .faults import FaultKind
-from .judge_calls import Answer, Content, Forms, JudgeCall, Refused, read_object
+from .judge_calls import Answer, JudgeCall, JudgeReply, Refused, read_object
 
 RUN_PATH = "/run_code"
 
@@ -56,17 +56,17 @@ def ran(stdout: str = "", *, ended: str = "finished", stderr: str = "") -> dict[
     }
 
 
-def run_content(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Content:
+def run_reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> JudgeReply:
     """The reply for a scorer's answer: what the program prints, a text or a number; or the whole reply, a mapping.
 
     A fault of the stage "verdict" is one of the sandbox: it could not run the program, or a field is wrong.
     """
+    answer = answers[0]
     fields = dict(answer) if isinstance(answer, Mapping) else ran(str(answer))
     if fault is not None and fault.stage == "verdict":
         flaw = _FLAWS.get(fault)
         fields = ran(ended="sandbox_error", stderr=fault.says) if flaw is None else {**fields, **flaw}
-    forms = Forms(fields, {}, (b'{"status": "Success", "message": "', b'"}'))
-    return Content(0, lambda call, number: forms)
+    return JudgeReply(fields)
 
 
 _FLAWS: Mapping[FaultKind, Mapping[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shlex
 
@@ -174,7 +175,8 @@ def test_every_judge_and_part_gets_the_first_row_that_is_routed_to_it(check, wri
     assert result.exit_code == 0, result.output
     first = dict(reversed(seen[:-1]))
     assert first == {"math": "two", "code": "print", "rest": "17 plus 25 is 42"}
-    assert len(seen) == 3 * TRIED + 2, "the sum asks both of its parts"
+    assert len(seen) == 3 * TRIED + 2
+    assert sorted(seen[-2:]) == [("code", "two"), ("math", "two")], "the sum asks both of its parts about its own row"
     assert "both: the sum of 0.75 x math and -1 x code" in result.stdout
     assert "rest: no row of" in result.stdout
     assert 'routes: samples of other data sources get no reward; a last route "*" would judge' in result.stdout
@@ -295,7 +297,8 @@ def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, m
     assert check().stdout.splitlines()[-2:] == ["Train with verl:", f"  {verl} +qreward.config={path}"]
     monkeypatch.setattr(training_lines, "installed", list)
     told = check().stdout
-    for part in (verl, f"export QREWARD_CONFIG={path}", "--custom-rm-path slime_adapter.reward", f"config: {path}"):
+    slime, trl = "--custom-rm-path slime_adapter.reward", f"GRPOTrainer(..., reward_funcs=[reward('{path}')])"
+    for part in (verl, f"export QREWARD_CONFIG={path}", slime, f"config: {path}", trl):
         assert part in told
 
 
@@ -309,6 +312,8 @@ def test_the_lines_to_train_with_name_the_file_whatever_its_path(tmp_path, folde
     settings = yaml.safe_load(training_lines.training_line("roll", path))["rewards"]["my_domain"]
     assert settings["reward_manager_config"] == [{"config": str(path)}]
     assert str(path) in shlex.split(training_lines.training_line("slime", path, wrapped=True))
+    trl = ast.parse(training_lines.training_line("trl", path))
+    assert str(path) in [node.value for node in ast.walk(trl) if isinstance(node, ast.Constant)]
 
 
 def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, write_config, tmp_path):

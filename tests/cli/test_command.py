@@ -56,31 +56,12 @@ def test_no_command_shows_the_help_and_the_version_is_printed(run_cli):
         (["score"], "Missing argument 'CONFIG'"),
         (["score", "config.yaml", "in.jsonl"], "Missing option '--out'"),
         (["check", "c.yaml", "--jounal"], "No such option: --jounal"),
-        (["judge-server"], "No such command 'judge-server'. It is now: qreward fake-judge"),
-        (["reload", "old.yaml", "new.yaml"], "No such command 'reload'. It is now: qreward check NEW --against OLD"),
-        (["score", "in.jsonl", "--config", "c.yaml"], "Invalid value for '--config': the configuration comes first"),
     ],
 )
 def test_a_command_line_that_is_none(run_cli, arguments, said):
     result = run_cli(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"Error: {said}" in result.stderr
-
-
-def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback():
-    program = (
-        "import sys\n"
-        "class Interrupts:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name == 'qreward_plugins.engine':\n"
-        "            raise KeyboardInterrupt\n"
-        "sys.meta_path.insert(0, Interrupts())\n"
-        "from qreward_plugins.cli import main\n"
-        "main()\n"
-    )
-    line = [sys.executable, "-c", program, "check", "config.yaml"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_functions_of_the_working_directory_are_found(tmp_path, write_config):
@@ -94,17 +75,6 @@ def test_functions_of_the_working_directory_are_found(tmp_path, write_config):
     line = [sys.executable, installed, "check", config]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_deleted_working_directory_is_one_message(tmp_path):
-    (tmp_path / "gone").mkdir()
-    line = ["sh", "-c", 'cd gone && rmdir ../gone && "$@"', "sh", *QREWARD, "check", "config.yaml"]
-    # `-m` needs the working directory to find a package that is not installed.
-    path = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, env=path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == "error: the working directory was deleted; change to another one"
-    assert "Traceback" not in done.stderr
 
 
 @FULL

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 
 import pytest
 
-from qreward_plugins.journal import Journal
 from qreward_plugins.journal.comparison import kappa, rank_correlation
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
+
+from .conftest import record
 
 QUESTION = [{"role": "user", "content": "?"}]
 
@@ -18,17 +18,15 @@ QUESTION = [{"role": "user", "content": "?"}]
 def write(path, rewards, *, judge="quality", run_id="run", group=4, said="said", responses="!", keep="interesting"):
     """Record rewards (None: failed) of samples 0, 1, 2 ..., four to a group."""
 
-    async def main():
-        book = Journal(path, run_id=run_id, keep=keep)
+    def outcomes():
+        failed = Failed(Cause.INFRA, "deadline", judge=judge)
         for number, reward in enumerate(rewards):
             response = responses[number % len(responses)]
             sample = Sample(QUESTION, response, step=1, group_id=f"g{number // group}", id=f"s{number}")
-            verdict = Verdict(reward, judge=judge, source="a", rationale=said) if reward is not None else None
-            failed = Failed(Cause.INFRA, "deadline", judge=judge)
-            await book.put(None, sample, failed if verdict is None else Scored(verdict))
-        await book.aclose()
+            scored = reward is not None and Scored(Verdict(reward, judge=judge, source="a", rationale=said))
+            yield sample, scored or failed
 
-    asyncio.run(main())
+    record(path, outcomes(), run_id=run_id, keep=keep)
     return path
 
 

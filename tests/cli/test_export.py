@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
@@ -13,12 +12,11 @@ import zipfile
 import pytest
 
 from qreward_plugins.cli.export import StoryIds, trace
-from qreward_plugins.journal import Journal
 from qreward_plugins.journal.stories import Stories
 from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
-from .conftest import score_of
+from .conftest import record, score_of
 
 
 @pytest.fixture
@@ -193,15 +191,10 @@ def test_a_copy_of_a_journal_adds_nothing(journal, run_cli, tmp_path):
 
 def test_odd_ids_are_names_of_files(run_cli, tmp_path):
     ids = ["../../etc/x", "nul\0one", "nul\0two", "x", "x'", "y\n" * 300]
-
-    async def main():
-        for run in ("first", "second"):
-            book = Journal(tmp_path / "journal.sqlite", run_id=run, keep="all")
-            for name in ids:
-                await book.put(None, Sample([], "r", id=name), Scored(Verdict(0.5, judge="j", source="s")))
-            await book.aclose()
-
-    asyncio.run(main())
+    scored = Scored(Verdict(0.5, judge="j", source="s"))
+    for run in ("first", "second"):
+        outcomes = [(Sample([], "r", id=name), scored) for name in ids]
+        record(tmp_path / "journal.sqlite", outcomes, run_id=run, keep="all")
     out = tmp_path / "run.eval"
     assert run_cli("export", tmp_path / "journal.sqlite", "--inspect", out).exit_code == 0
     with zipfile.ZipFile(out) as archive:

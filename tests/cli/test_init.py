@@ -86,7 +86,7 @@ def test_an_answer_is_asked_again_until_it_can_be_used(answer):
     result = answer(*lines, flags=["b.yml"])
     assert result.exit_code == 0, result.output
     for remark in (
-        "one of: verl, slime, roll, none",
+        "one of: verl, slime, roll, trl, none",
         "there is no file",
         "must start with http://",
         "at least 1 character",
@@ -120,7 +120,7 @@ def test_the_end_of_the_input_or_ctrl_c_ends_it_and_nothing_is_written(answer):
 
 @each_of(
     ("framework", "score"),
-    itertools.product(["verl", "slime", "roll", "none"], ["judge", "reward-model", "function", "mixture"]),
+    itertools.product(["verl", "slime", "roll", "trl", "none"], ["judge", "reward-model", "function", "mixture"]),
 )
 def test_every_template_is_valid_with_and_without_its_marks(init, framework, score):
     """A reader removes the # before a key to set it."""

@@ -14,12 +14,12 @@ import pytest
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.cli.journal_reports import read_rows, steps_of
-from qreward_plugins.journal import Journal
 from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.samples.spent import Spent
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import read_only
+from .conftest import record
 
 
 def sample(number: int, *, step: int, split: str | None = None, text: str = "") -> Sample:
@@ -127,16 +127,11 @@ def test_it_is_read_while_a_run_writes_and_where_nobody_may_write(run_cli, journ
 
 def recorded(path, *, run, workers, step, cached, keys):
     """Rows of a run, as `workers` write them: all processes of a container have the same ids in the next one."""
-
-    async def main(keys):
-        journal = Journal(path, run_id=run)
-        for key in keys:
-            verdict = Verdict(0.5, judge="quality", source="a", cached=cached, spent=Spent(1, latency_s=1.0))
-            await journal.put(key, replace(sample(1, step=step), id=f"{run} {key}"), Scored(verdict))
-        await journal.aclose()
-
+    scored = Scored(Verdict(0.5, judge="quality", source="a", cached=cached, spent=Spent(1, latency_s=1.0)))
     for worker in range(workers):
-        asyncio.run(main(keys[worker::workers]))
+        own = keys[worker::workers]
+        outcomes = [(replace(sample(1, step=step), id=f"{run} {key}"), scored) for key in own]
+        record(path, outcomes, own, run_id=run)
 
 
 def test_runs_with_equal_process_ids_are_told_apart(run_cli, tmp_path):
@@ -183,13 +178,9 @@ def test_a_narrow_terminal_cuts_no_number(run_cli, journal, monkeypatch):
 
 def test_steps_of_several_files_and_of_steps_that_overlap_are_in_their_order(run_cli, tmp_path):
     def write(name, *steps):
-        async def main():
-            book = Journal(tmp_path / name, run_id="r")
-            for number, step in enumerate(steps):
-                await book.put(None, sample(number, step=step), Scored(Verdict(1.0, judge="quality")))
-            await book.aclose()
-
-        asyncio.run(main())
+        scored = Scored(Verdict(1.0, judge="quality"))
+        outcomes = [(sample(number, step=step), scored) for number, step in enumerate(steps)]
+        record(tmp_path / name, outcomes, run_id="r")
 
     write("a.sqlite", 2, 1, 11)
     write("b.sqlite", 3, 10, 1)

@@ -11,10 +11,11 @@ import pytest
 
 from qreward_plugins.config import Config
 from qreward_plugins.engine import RewardEngine
-from qreward_plugins.journal import Journal
 from qreward_plugins.judges import leaf
 from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
+
+from .conftest import record, score_of
 
 PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
 
@@ -28,12 +29,22 @@ def replay(run_cli, tmp_path):
 
 
 @pytest.fixture
-def journal(run_cli, server, write_config, write_rows, row, tmp_path):
+def scored(run_cli, write_rows, tmp_path):
+    """Score rows, and return the journal."""
+
+    def run(config, rows, code=0):
+        result = run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl")
+        assert result.exit_code == code, result.output
+        return tmp_path / "out.jsonl.journal"
+
+    return run
+
+
+@pytest.fixture
+def journal(scored, server, write_config, row):
     """The journal of twelve rows that `server` has scored; every third response is wrong."""
     rows = [row(n, response=f"It is {n + 1 + (n % 3 == 0):03}.", group_id=f"g{n // 4}", step=n // 6) for n in range(12)]
-    result = run_cli("score", write_config({"a": server}), write_rows(rows), "--out", tmp_path / "out.jsonl")
-    assert result.exit_code == 0, result.output
-    return tmp_path / "out.jsonl.journal"
+    return scored(write_config({"a": server}), rows)
 
 
 def rewards(rows):
@@ -96,11 +107,10 @@ def test_only_some_samples(journal, replay, server, write_config, read_rows, tmp
 
 
 def test_a_reply_that_was_refused_is_read_by_a_reader_that_takes_it(
-    run_cli, replay, server, write_config, write_rows, row, read_rows, tmp_path, monkeypatch
+    scored, replay, server, write_config, row, read_rows, tmp_path, monkeypatch
 ):
-    rows = [row(0), row(1, response="BAD"), row(2)]
     config = write_config({"a": server})
-    assert run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl").exit_code == 3
+    journal = scored(config, [row(0), row(1, response="BAD"), row(2)], code=3)
     read = leaf.Leaf.call
 
     def lenient(self, sample):
@@ -116,14 +126,14 @@ def test_a_reply_that_was_refused_is_read_by_a_reader_that_takes_it(
     monkeypatch.setattr(leaf.Leaf, "call", lenient)
     monkeypatch.setattr(leaf, "_VERSION", leaf._VERSION + 1)
     asked = server.report().requests
-    result = replay(tmp_path / "out.jsonl.journal", config, "--failed")
+    result = replay(journal, config, "--failed")
     assert result.exit_code == 0, result.output
     (only,) = read_rows(tmp_path / "again.jsonl")
     assert (only["id"], only["qreward"]["reward"], server.report().requests) == ("line 2", 0.25, asked)
     assert only["before"]["reward"] is None
 
 
-def test_a_sum_asks_only_for_its_new_part(run_cli, replay, server, write_rows, row, tmp_path, read_rows):
+def test_a_sum_asks_only_for_its_new_part(scored, replay, server, row, tmp_path, read_rows):
     def config(name, strictness):
         judges = {
             "right": {"kind": "llm", "score_range": [0, 1], "instructions": "Is it right?"},
@@ -135,19 +145,16 @@ def test_a_sum_asks_only_for_its_new_part(run_cli, replay, server, write_rows, r
         path.write_text(json.dumps({"sources": {"a": source}, "judges": judges, "routes": {"*": "both"}}))
         return path
 
-    assert run_cli("score", config("a.yaml", "Style?"), write_rows([row(n) for n in range(5)]), "-o",
-                   tmp_path / "out.jsonl").exit_code == 0  # fmt: skip
+    journal = scored(config("a.yaml", "Style?"), [row(n) for n in range(5)])
     asked = server.report().requests
-    result = replay(tmp_path / "out.jsonl.journal", config("b.yaml", "Style, strictly?"))
+    result = replay(journal, config("b.yaml", "Style, strictly?"))
     assert result.exit_code == 0, result.output
     assert "5 samples: 5 replies are read again without a call\n5 calls to a: " in result.stdout
     assert server.report().requests == asked + 5
     assert rewards(read_rows(tmp_path / "again.jsonl")) == [1.5] * 5
 
 
-def test_the_answers_on_turns_serve_another_way_to_reduce_them(
-    run_cli, replay, server, write_rows, tmp_path, read_rows
-):
+def test_the_answers_on_turns_serve_another_way_to_reduce_them(scored, replay, server, tmp_path, read_rows):
     said = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("assistant", "tool")]
     source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
 
@@ -157,11 +164,10 @@ def test_the_answers_on_turns_serve_another_way_to_reduce_them(
         path.write_text(json.dumps({"sources": {"a": source}, "judges": judges}))
         return path
 
-    rows = write_rows([{"prompt": f"q{n}", "turns": said} for n in range(2)])
-    assert run_cli("score", config("a.yaml", "mean"), rows, "-o", tmp_path / "out.jsonl").exit_code == 0
+    journal = scored(config("a.yaml", "mean"), [{"prompt": f"q{n}", "turns": said} for n in range(2)])
     asked = server.report().requests
     assert asked == 6
-    result = replay(tmp_path / "out.jsonl.journal", config("b.yaml", "sum"))
+    result = replay(journal, config("b.yaml", "sum"))
     assert result.exit_code == 0, result.output
     assert "2 samples: 6 replies are read again without a call\n0 calls" in result.stdout
     assert server.report().requests == asked
@@ -229,42 +235,36 @@ def test_a_source_of_another_name_or_model_is_asked(journal, replay, write_confi
     assert "12 calls to a" in result.stdout
 
 
-def test_an_attempt_that_failed_has_no_reply(run_cli, replay, write_config, write_rows, row, tmp_path):
-    from .conftest import score_of
-
+def test_an_attempt_that_failed_has_no_reply(scored, replay, write_config, row):
     with JudgeServer(score_of, faults=Faults(script=lambda number: "error_500" if number < 2 else None)) as server:
         config = write_config({"a": server})
-        assert run_cli("score", config, write_rows([row(0)]), "-o", tmp_path / "out.jsonl").exit_code == 0
-        assert "1 replies are read again" in replay(tmp_path / "out.jsonl.journal", config).stdout
+        assert "1 replies are read again" in replay(scored(config, [row(0)]), config).stdout
 
 
-def test_more_samples_than_a_thread_takes_at_once(run_cli, replay, server, write_config, write_rows, row, tmp_path):
-    config = write_config({"a": server})
-    rows = [row(n) for n in range(60)]
-    assert run_cli("score", config, write_rows(rows), "-o", tmp_path / "out.jsonl").exit_code == 0
+def test_more_samples_than_a_thread_takes_at_once(scored, replay, server, write_config, row):
+    journal = scored(write_config({"a": server}), [row(n) for n in range(60)])
     again = write_config({"a": server}, judge={"instructions": "Strictly."}, name="again.yaml")
-    result = replay(tmp_path / "out.jsonl.journal", again)
+    result = replay(journal, again)
     assert result.exit_code == 0, result.output
     assert "60 of 60 rows have a reward" in result.stdout
 
 
-def test_a_reply_that_was_cut_off_stays_one(run_cli, replay, write_config, write_rows, row, tmp_path, new_reader):
+def test_a_reply_that_was_cut_off_stays_one(scored, replay, write_config, row, new_reader):
     with JudgeServer(lambda call: 1.0, faults=Faults(script=lambda number: "cut_off")) as server:
         config = write_config({"a": server})
-        assert run_cli("score", config, write_rows([row(0)]), "-o", tmp_path / "out.jsonl").exit_code == 3
+        journal = scored(config, [row(0)], code=3)
         asked = server.report().requests
-        result = replay(tmp_path / "out.jsonl.journal", config)
+        result = replay(journal, config)
         assert (result.exit_code, server.report().requests) == (3, asked + 1)
     assert "0 replies are read again" in result.stdout
 
 
 def test_samples_under_one_id_are_told_apart_by_their_responses(
-    run_cli, replay, server, write_config, write_rows, row, read_rows, tmp_path, new_reader
+    scored, replay, server, write_config, row, read_rows, tmp_path, new_reader
 ):
-    rows = [row(0, id="q"), row(0, id="q", response="It is nothing.")]
     config = write_config({"a": server})
-    run_cli("score", config, write_rows(rows), "-o", tmp_path / "out.jsonl")
-    assert replay(tmp_path / "out.jsonl.journal", config).exit_code == 0
+    journal = scored(config, [row(0, id="q"), row(0, id="q", response="It is nothing.")])
+    assert replay(journal, config).exit_code == 0
     again = {each["response"]: each for each in read_rows(tmp_path / "again.jsonl")}
     assert {text: (each["qreward"]["reward"], each["before"]["reward"]) for text, each in again.items()} == {
         "It is 001.": (1.0, 1.0),
@@ -305,21 +305,14 @@ def test_what_is_redacted_stays_so(journal, replay, server, write_config, tmp_pa
 )
 def test_a_sample_that_would_come_back_as_another_one_is_left_out(replay, server, write_config, tmp_path, sample):
     path = tmp_path / "journal.sqlite"
-
-    async def main():
-        book = Journal(path, keep="all")
-        await book.put(None, sample, Scored(Verdict(1.0, judge="quality", source="a")))
-        await book.aclose()
-
-    asyncio.run(main())
+    record(path, [(sample, Scored(Verdict(1.0, judge="quality", source="a")))], keep="all")
     result = replay(path, write_config({"a": server}))
     assert result.exit_code == 2
     assert "1 sample of 1 left out" in result.stderr
 
 
-def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, replay, server, write_rows, row, tmp_path):
+def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, replay, row, tmp_path):
     """Nor the worst sample: an early stage of a cascade may fail, or score low."""
-    source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
     llm = {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0}
     judges = {
         "early": {**llm, "correct_at": 0.5, "instructions": "BAD at once"},
@@ -327,16 +320,14 @@ def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, replay, server,
         "both": {"kind": "cascade", "stages": [{"judge": "early", "decides": {"above": 1}}, {"judge": "late"}]},
     }
     config = tmp_path / "both.yaml"
-    config.write_text(json.dumps({"sources": {"a": source}, "judges": judges, "routes": {"*": "both"}}))
 
     def says(call):
         return "no verdict" if call.prompt.startswith("BAD") and "2" in call.blocks["response"] else 0.75
 
     with JudgeServer(says) as own:
-        config.write_text(config.read_text().replace(server.base_url, own.base_url))
-        rows = [row(n, hint="?") for n in range(3)]
-        assert run_cli("score", config, write_rows(rows), "-o", tmp_path / "out.jsonl").exit_code == 0
-        journal = tmp_path / "out.jsonl.journal"
+        sources = {"a": {"kind": "openai", "base_url": own.base_url, "model": "judge"}}
+        config.write_text(json.dumps({"sources": sources, "judges": judges, "routes": {"*": "both"}}))
+        journal = scored(config, [row(n, hint="?") for n in range(3)])
         none = run_cli("why", journal, "--failed")
         assert (none.exit_code, "matches --failed;" in none.stderr) == (2, True), none.output
         assert "no sample is without a reward" in replay(journal, config, "--failed").stderr

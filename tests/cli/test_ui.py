@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 import socket
@@ -12,6 +11,8 @@ import pytest
 
 from qreward_plugins.journal import Journal
 from qreward_plugins.samples import Sample, Scored, Verdict
+
+from .conftest import record
 
 
 @pytest.fixture
@@ -31,15 +32,9 @@ def test_it_says_where_the_page_is_and_ends_with_a_signal(start_cli, journal):
 
 def test_a_report_is_one_file_that_loads_nothing(run_cli, tmp_path):
     evil = "</style><script>alert(1)</script>\x1b"
-
-    async def main():
-        book = Journal(tmp_path / "journal.sqlite", run_id=evil)
-        for number in range(6):
-            sample = Sample([], "r", step=number // 2, id=f"s{number}", data_source=evil)
-            await book.put(None, sample, Scored(Verdict(number / 10, judge=evil, source=evil, rationale=evil)))
-        await book.aclose()
-
-    asyncio.run(main())
+    samples = [Sample([], "r", step=number // 2, id=f"s{number}", data_source=evil) for number in range(6)]
+    verdicts = [Verdict(number / 10, judge=evil, source=evil, rationale=evil) for number in range(6)]
+    record(tmp_path / "journal.sqlite", zip(samples, map(Scored, verdicts), strict=True), run_id=evil)
     out = tmp_path / "report.html"
     result = run_cli("ui", tmp_path / "journal.sqlite", "--report", out)
     assert result.exit_code == 0, result.output

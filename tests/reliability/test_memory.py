@@ -1,18 +1,15 @@
-"""A stream of any length holds a bounded number of samples, and lets go of each without the garbage collector's help.
-
-In virtual time, because samples that fail wait before they are tried again.
+"""A stream lets go of samples that fail, or are tried again, as of the others (promise P8), and without the garbage
+collector's help.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
+import itertools
 
-from qreward_plugins import RewardEngine, Sample, Scored
-from qreward_plugins.errors import TransientError
-from qreward_plugins.samples.spent import Usage
-from qreward_plugins.simulation import run
-from qreward_plugins.sources import Reply
+from qreward_plugins import Scored, TransientError
+
+from ..kit import Stage, make_sample, scored_text
 
 SAMPLES = 6_000
 WINDOW = 64
@@ -30,54 +27,27 @@ class Column:
         Column.alive -= 1
 
 
-class Answering:
-    """A source without sockets; every seventh request fails, every eleventh gets an invalid verdict."""
+def test_a_stream_of_samples_that_fail_holds_no_more_than_its_window():
+    replies = itertools.count(1)
+    stage = Stage(
+        {"a": lambda number, request, now: TransientError("failed") if number % 7 == 6 else 0.0},
+        answer=lambda request: scored_text(request, 0.5 if next(replies) % 11 else None),
+        options={"judge": {"invalid_retries": 1}},
+    )
+    samples = (make_sample(number, extras={"column": Column()}) for number in range(SAMPLES))
 
-    name, model, slots = "a", "judge", None
-
-    def __init__(self):
-        self.requests = 0
-
-    async def send(self, request, *, on_sent):
-        on_sent()
-        self.requests += 1
-        await asyncio.sleep(0)
-        if self.requests % 7 == 0:
-            raise TransientError("failed")
-        score = "null" if self.requests % 11 == 0 else "0.5"
-        return Reply(text=f'{{"id": "{request.nonce}", "score": {score}}}', usage=Usage(10, 10))
-
-    async def aclose(self):
-        pass
-
-
-def test_a_stream_holds_no_more_than_its_window(make_config):
-    source = Answering()
-
-    def samples():
-        for number in range(SAMPLES):
-            yield Sample(
-                [{"role": "user", "content": "?"}], f"It is {number}.", extras={"column": Column()}, id=str(number)
-            )
-
-    async def score():
-        most, failed = 0, 0
-        async with RewardEngine(
-            make_config({"a": "http://localhost"}, judge={"invalid_retries": 1}), sources={"a": source}
-        ) as engine:
-            seen = 0
-            async for sample, outcome in engine.score_stream(samples(), window=WINDOW):
-                assert sample.id == str(seen)
-                seen += 1
-                failed += not isinstance(outcome, Scored)
-                most = max(most, Column.alive)
-        del sample, outcome
+    async def main(engine):
+        most, failed, seen = 0, 0, 0
+        async for _, outcome in engine.score_stream(samples, window=WINDOW):
+            seen += 1
+            failed += not isinstance(outcome, Scored)
+            most = max(most, Column.alive)
         return seen, most, failed
 
     gc.collect()
     gc.disable()
     try:
-        seen, most, failed = run(score())
+        seen, most, failed = stage.run(main)
         assert Column.alive == 0
     finally:
         gc.enable()

@@ -6,7 +6,6 @@ In virtual time, with answers that outlast the window in which they were asked f
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 import pytest
 
@@ -15,10 +14,12 @@ from qreward_plugins.errors import Throttled
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.simulation import run
 from qreward_plugins.sources import Reply
+from qreward_plugins.testing.limits import SlidingWindow
 
 WINDOW_S = 10.0
 TOKENS = 100_000
 COMPLETION = 1_500
+LOTS = 10**9
 
 
 class StrictSource:
@@ -32,7 +33,7 @@ class StrictSource:
     def __init__(self, seconds, rejected=0):
         self._seconds = seconds
         self._rejected = rejected
-        self._window = deque()
+        self._window = SlidingWindow(LOTS, WINDOW_S)
         self.requests = 0
         self.most = 0
 
@@ -52,10 +53,8 @@ class StrictSource:
 
     def _charge(self, tokens):
         now = asyncio.get_running_loop().time()
-        self._window.append((now, tokens))
-        while self._window[0][0] <= now - WINDOW_S:
-            self._window.popleft()
-        self.most = max(self.most, sum(tokens for _, tokens in self._window))
+        self._window.take(tokens, now)
+        self.most = max(self.most, LOTS - self._window.remaining(now))
 
 
 @pytest.fixture

@@ -73,14 +73,6 @@ def chat_body(prompt: str | None = None, **parameters: object) -> bytes:
     return json.dumps({"model": "judge", "messages": messages, **parameters}).encode()
 
 
-def score_body(response: object = "42", prompt: object = "6 * 7?", **more: object) -> bytes:
-    return json.dumps({"prompt": prompt, "response": response, **more}).encode()
-
-
-def connect(server: JudgeServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=SAFETY_S)
-
-
 def read_all(connection: socket.socket) -> Exchange:
     raw = bytearray()
     try:
@@ -98,11 +90,11 @@ class Client:
     server: JudgeServer
 
     def connect(self) -> socket.socket:
-        return connect(self.server)
+        return socket.create_connection(("127.0.0.1", self.server.port), timeout=SAFETY_S)
 
     def open(self, body: bytes | None = None, **options: object) -> socket.socket:
         """Send a request and leave its connection open."""
-        connection = connect(self.server)
+        connection = self.connect()
         connection.sendall(request_bytes(chat_body() if body is None else body, **options))
         return connection
 
@@ -110,8 +102,11 @@ class Client:
         with self.open(body, **options) as connection:
             return read_all(connection)
 
-    def score(self, *texts: object, headers: dict[str, str] | None = None, **more: object) -> Exchange:
-        return self.send(score_body(*texts, **more), path="/score", headers=headers)
+    def score(
+        self, response: object = "42", prompt: object = "6 * 7?", headers: dict[str, str] | None = None, **more: object
+    ) -> Exchange:
+        body = {"prompt": prompt, "response": response, **more}
+        return self.send(json.dumps(body).encode(), path="/score", headers=headers)
 
     def chat(self, prompt: str | None = None, **parameters: object) -> Exchange:
         return self.send(chat_body(prompt, **parameters))
@@ -130,11 +125,6 @@ def nonce() -> str:
 @pytest.fixture
 def prompt_of() -> Callable[..., str]:
     return judge_prompt
-
-
-@pytest.fixture
-def body_of() -> Callable[..., bytes]:
-    return chat_body
 
 
 @pytest.fixture

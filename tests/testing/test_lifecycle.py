@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import gc
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -15,7 +12,6 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-import aiohttp
 import pytest
 
 from qreward_plugins.testing import (
@@ -26,10 +22,7 @@ from qreward_plugins.testing import (
     JudgeServerProcess,
     Outage,
     ServerLimits,
-    serve_forever,
 )
-from qreward_plugins.testing import judge_server as connections_module
-from qreward_plugins.testing.report import Tally
 
 from ..kit import connections_left
 
@@ -60,6 +53,17 @@ def test_nothing_is_left_behind(client_of: Any) -> None:
     gc.collect()  # an unclosed transport, socket or loop would warn now, and warnings are errors
 
 
+def test_connections_made_while_it_stops_are_closed_too() -> None:
+    gc.collect()
+    connections = []
+    for count in range(1, 30):
+        with JudgeServer() as server:
+            connections += [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(count % 5)]
+    for connection in connections:
+        connection.close()
+    gc.collect()  # an accepted socket that nobody closed would warn now
+
+
 def test_start_and_stop_are_idempotent_and_repeatable(client_of: Any) -> None:
     server = JudgeServer()
     server.stop()
@@ -70,78 +74,50 @@ def test_start_and_stop_are_idempotent_and_repeatable(client_of: Any) -> None:
     assert server.base_url == f"http://127.0.0.1:{port}/v1"
     server.start()
     assert (server.running, len(server_threads())) == (True, 1)
-    assert client_of(server).send().status == 200
+    server.hold()
+    abandoned = client_of(server).open()
+    server.wait_for(lambda report: report.in_flight == 1)
     server.stop()
     server.stop()
-    assert not server.running
+    assert (server.running, server.report().abandoned) == (False, 1)
     assert repr(server) == f"<JudgeServer 127.0.0.1:{port} stopped>"
-    with server:
-        assert server.port == port, "clients find it where it was"
-        assert client_of(server).send().status == 200
-    assert server.report().requests == 2
-    server.release()
-
-
-def test_hold_survives_a_restart(client_of: Any) -> None:
-    with JudgeServer() as server:
-        server.hold()
-        abandoned = client_of(server).open()
-        server.wait_for(lambda report: report.in_flight == 1)
-    assert server.report().abandoned == 1
     abandoned.close()
     with server:
+        assert server.port == port, "clients find it where it was"
         connection = client_of(server).open()
-        server.wait_for(lambda report: report.in_flight == 1)
+        server.wait_for(lambda report: report.in_flight == 1)  # it still holds its answers
         server.release()
         with connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    assert server.report().requests == 2
 
 
-def test_a_taken_port_is_one_clear_error() -> None:
+def test_an_outage_is_counted_from_the_first_start(client_of: Any) -> None:
+    server = JudgeServer(faults=Faults(outages=[Outage(0.0, 3600.0, "error_503_seconds")]))
+    began = []
+    for _ in range(2):
+        with server:
+            began.append(server.report().elapsed_s)
+            assert client_of(server).send().headers["retry-after"] == "1"
+            began.append(server.report().elapsed_s)
+    assert began == sorted(began)
+
+
+def test_an_address_that_cannot_be_is_one_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = JudgeServer(port=port)
-        with pytest.raises(JudgeServerError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*use another port, or 0"):
-            server.start()
-        assert not server.running
-        assert server_threads() == []
+        for host, number, remedy in (
+            ("127.0.0.1", port, "use another port, or 0"),
+            ("127.0.0.1", 99_999, "use another port, or 0"),
+            ("192.0.2.1", 0, "use a host of this machine"),
+        ):
+            wrong = server if number == port else JudgeServer(host=host, port=number)
+            with pytest.raises(JudgeServerError, match=rf"cannot listen on {host}:{number}: [^;]+; {remedy}$"):
+                wrong.start()
+        assert (server.running, server_threads()) == (False, [])
     with server:
         assert server.port == port, "it can be started once the port is free"
-
-
-@pytest.mark.parametrize(
-    ("host", "port", "remedy"),
-    [("127.0.0.1", 99_999, "use another port, or 0"), ("192.0.2.1", 0, "use a host of this machine")],
-)
-def test_an_impossible_address_is_a_clear_error_too(host: str, port: int, remedy: str) -> None:
-    with pytest.raises(JudgeServerError, match=rf"cannot listen on {host}:{port}: [^;]+; {remedy}$"):
-        JudgeServer(host=host, port=port).start()
-
-
-def test_ipv6_addresses_are_bracketed(client_of: Any) -> None:
-    server = JudgeServer(host="::1")
-    try:
-        server.start()
-    except JudgeServerError:
-        pytest.skip("no IPv6 on this machine")
-    with server:
-        assert server.base_url == f"http://[::1]:{server.port}/v1"
-
-
-@pytest.mark.anyio
-async def test_it_serves_event_loops(body_of: Any) -> None:
-    async with JudgeServer(lambda call: 0.5) as server, aiohttp.ClientSession() as session:
-
-        async def ask() -> int:
-            async with session.post(f"{server.base_url}/chat/completions", data=body_of()) as response:
-                await response.read()
-                return response.status
-
-        assert await asyncio.gather(*(ask() for _ in range(200))) == [200] * 200
-        report = server.report()
-        assert (report.answered, report.in_flight) == (200, 0)
-        assert report.connections <= 200
-    assert server_threads() == []
 
 
 def test_stopping_from_the_scorer_is_an_error_not_a_deadlock(client_of: Any) -> None:
@@ -160,77 +136,34 @@ def test_stopping_from_the_scorer_is_an_error_not_a_deadlock(client_of: Any) -> 
     assert "stop it from another thread" in errors[0]
 
 
-def test_an_outage_is_counted_from_the_first_start(client_of: Any) -> None:
-    with JudgeServer(faults=Faults(outages=[Outage(0.0, 3600.0, "error_503_seconds")])) as server:
-        reply = client_of(server).send()
-    assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_forever_ends_on_a_signal(number: signal.Signals) -> None:
-    server = JudgeServer()
-    with server:
-        url = f"http://127.0.0.1:{server.port}/health"
-    former = signal.getsignal(number)
-    answers: list[int] = []
-
-    def interrupt() -> None:
-        # The signal handlers stand before the port opens, so an answer means that the signal is safe to send.
-        while not answers:
-            try:
-                with urllib.request.urlopen(url, timeout=10) as answer:
-                    answers.append(answer.status)
-            except OSError:
-                continue
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    serve_forever(server)
-    thread.join()
-    assert answers == [200]
-    assert not server.running
-    assert signal.getsignal(number) is former
-
-
-def test_serve_forever_says_when_it_cannot_start() -> None:
-    former = signal.getsignal(signal.SIGTERM)
-    with JudgeServer() as taken, pytest.raises(JudgeServerError, match="cannot listen"):
-        serve_forever(JudgeServer(port=taken.port))
-    assert signal.getsignal(signal.SIGTERM) is former
-
-
-def test_a_process_of_its_own(client_of: Any) -> None:
+def test_a_process_of_its_own() -> None:
     faults = Faults(script=["error_500"], outages=[Outage(3600.0, 7200.0, "hang")])
+    assert pickle.loads(pickle.dumps(faults)) == faults
     process = JudgeServerProcess(limits=ServerLimits(requests_per_minute=2), faults=faults, api_key="s3cret")
-    with pytest.raises(JudgeServerError, match="start"):
-        process.report()
-    with pytest.raises(JudgeServerError, match="start"):
-        _ = process.pid
+    for unready in (process.report, lambda: process.pid, lambda: process.base_url):
+        with pytest.raises(JudgeServerError, match="start"):
+            unready()
     with process:
         os.kill(process.pid, 0)  # there is such a process
         assert process.pid != os.getpid()
         request = urllib.request.Request(f"{process.base_url}/models", headers={"Authorization": "Bearer s3cret"})
         with urllib.request.urlopen(request, timeout=20) as answer:
             assert answer.status == 200
-        request = urllib.request.Request(f"{process.base_url}/chat/completions", data=b"{}")
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=20)
+            urllib.request.urlopen(urllib.request.Request(process.score_url, data=b"{}"), timeout=20)
         refused.value.close()
         report = process.report()
         assert (report.requests, report.statuses) == (1, {401: 1})
-        port = int(process.base_url.rsplit(":", 1)[1].split("/")[0])
+        port = int(process.root_url.rsplit(":", 1)[1])
         # A second one cannot have the port, and says why across the process border.
         with pytest.raises(JudgeServerError, match="cannot listen"):
             JudgeServerProcess(port=port).start()
+        os.kill(process.pid, 9)
+        with pytest.raises(JudgeServerError, match="has died"):
+            process.report()
     process.stop()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=20)
-
-
-def test_settings_can_be_pickled() -> None:
-    faults = Faults(rates={"reset": 0.5}, script=["hang", None], outages=[Outage(0.0, 1.0)])
-    assert pickle.loads(pickle.dumps(faults)) == faults
 
 
 def test_the_api_needs_no_test_framework() -> None:
@@ -238,44 +171,3 @@ def test_the_api_needs_no_test_framework() -> None:
     assert sys.modules["qreward_plugins.testing"].__all__ == sorted(sys.modules["qreward_plugins.testing"].__all__)
     for name in sys.modules["qreward_plugins.testing"].__all__:
         assert getattr(sys.modules["qreward_plugins.testing"], name).__module__.startswith("qreward_plugins.testing")
-
-
-def test_connections_made_while_it_stops_are_closed_too() -> None:
-    gc.collect()
-    connections = []
-    for count in range(1, 30):
-        with JudgeServer() as server:
-            connections += [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(count % 5)]
-    for connection in connections:
-        connection.close()
-    gc.collect()  # an accepted socket that nobody closed would warn now
-
-
-@pytest.mark.anyio
-async def test_running_out_of_descriptors_delays_connections_and_loses_none(
-    monkeypatch: pytest.MonkeyPatch, client_of: Any
-) -> None:
-    monkeypatch.setattr(connections_module, "_OUT_OF_DESCRIPTORS_PAUSE_S", 0.0)
-    failures = 3
-
-    class Listener(socket.socket):
-        def accept(self) -> tuple[socket.socket, Any]:
-            nonlocal failures
-            if failures:
-                failures -= 1
-                raise OSError(errno.EMFILE, "Too many open files")
-            return super().accept()
-
-    with Listener() as listener, socket.socket() as client:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        listener.setblocking(False)
-        tally = Tally(60.0)
-        connections = connections_module.Connections(listener, JudgeServer()._handler, tally)
-        connections.open()
-        client.connect(listener.getsockname())
-        await asyncio.to_thread(tally.wait_for, lambda report: report.connections == 1, lambda: 0.0, 20.0)
-        assert tally.snapshot(0.0).connections == 1
-        assert failures == 0
-        await connections.close()
-        assert listener.fileno() == -1

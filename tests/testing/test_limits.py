@@ -64,19 +64,6 @@ def test_token_bucket_never_exceeds_rate_and_burst(steps: list[tuple[int, int]],
             assert total <= capacity + rate * (at - start) + debt + 1e-6
 
 
-def test_sliding_window_at_its_edge() -> None:
-    window = SlidingWindow(2, 60.0)
-    assert window.take(1, 0.0) is None
-    assert window.take(1, 10.0) is None
-    excess = window.take(1, 59.0)
-    assert excess is not None
-    assert (excess.over, excess.retry_after_s) == (1, 1.0)
-    assert window.reset_s(59.0) == 11.0
-    assert window.take(1, 60.0) is None, "half open: what came exactly one window ago does not count"
-    assert window.take(1, 69.9) is not None
-    assert window.take(1, 70.0) is None
-
-
 def test_give_back_frees_exactly_what_was_taken() -> None:
     window = SlidingWindow(10, 60.0)
     assert window.take(4, 1.0) is None

@@ -1,51 +1,42 @@
-"""The judge server's other way to be asked: a sample as it is, and a score."""
+"""The judge server as a service that scores samples, and as the servers of reward models."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import urllib.request
 from typing import Any
 
 import pytest
 
-from qreward_plugins.testing import (
-    FaultKind,
-    Faults,
-    JudgeCall,
-    JudgeServer,
-    JudgeServerProcess,
-    ScoreCall,
-    ServerLimits,
-    count_tokens,
-)
-
-HUGE = 3 * 1024 * 1024
+from qreward_plugins.testing import FaultKind, Faults, JudgeCall, JudgeServer, Latency, ScoreCall, ServerLimits
 
 
-async def async_score(call: JudgeCall) -> dict[str, object]:
-    await asyncio.sleep(0)
-    return {"score": 3, "style": "good"}
+def length(call: ScoreCall) -> float:
+    return float(len(call.response))
+
+
+@pytest.fixture
+def post(client_of: Any) -> Any:
+    def posted(server: JudgeServer, path: str, **body: Any) -> Any:
+        return client_of(server).send(json.dumps(body).encode(), path=path)
+
+    return posted
 
 
 @pytest.mark.parametrize(
-    ("score", "body"),
+    ("answer", "body"),
     [
-        (lambda call: 0.5, b"0.5"),
-        (lambda call: 1, b"1"),
-        (lambda call: math.nan, b"NaN"),
-        (lambda call: {"score": 1, "of": "é"}, '{"score": 1, "of": "é"}'.encode()),
-        (async_score, b'{"score": 3, "style": "good"}'),
-        (lambda call: '{"data": {"score": 1}}', b'{"data": {"score": 1}}'),
-        (lambda call: "as it is", b"as it is"),
+        (0.5, "0.5"),
+        (math.nan, "NaN"),
+        ({"score": 1, "of": "é"}, '{"score": 1, "of": "é"}'),
+        ('{"data": {"score": 1}}', '{"data": {"score": 1}}'),
     ],
 )
-def test_what_scorers_return_is_the_reply(score: Any, body: bytes, client_of: Any) -> None:
-    with JudgeServer(score) as server:
+def test_what_scorers_return_is_the_reply(answer: Any, body: str, client_of: Any) -> None:
+    with JudgeServer(lambda call: answer) as server:
         reply = client_of(server).score()
-        assert server.score_url == f"http://127.0.0.1:{server.port}/score"
-    assert (reply.status, reply.body) == (200, body)
+        assert server.score_url == f"{server.root_url}/score"
+    assert (reply.status, reply.body.decode()) == (200, body)
     assert reply.headers["content-type"].startswith("application/json")
 
 
@@ -72,78 +63,113 @@ def test_the_scorer_sees_the_sample_in_the_blocks_of_a_judge(client_of: Any) -> 
     assert (three.prompt, dict(three.blocks)) == ("", {"question": "", "response": "42"})
 
 
-def test_the_built_in_scorer_serves_both_ways(client_of: Any, prompt_of: Any) -> None:
-    with JudgeServer() as server:
-        client = client_of(server)
-        assert client.score("the answer is 4", label="four is 4").json == round(2 / 3, 3)
-        assert client.score("something", []).json == client.chat(prompt_of("something")).verdict["score"]
+def test_scores_share_key_limits_and_report_with_chat(client_of: Any) -> None:
+    limits = ServerLimits(requests_per_minute=3, tokens_per_minute=1_000)
+    with JudgeServer(lambda call: 0.5, limits=limits, api_key="s3cret") as server:
+        client, key = client_of(server), {"Authorization": "Bearer s3cret"}
+        assert client.score().status == 401
+        replies = [client.score(headers=key), client.send(headers=key), *(client.score(headers=key) for _ in range(2))]
+        report = server.report()
+        assert client.send(b"", method="GET", path="/score").status == 405
+        assert "/score" in client.send(b"{}", path="/scores").json["error"]["message"]
+    assert [reply.status for reply in replies] == [200, 200, 200, 429]
+    assert replies[0].headers["x-ratelimit-remaining-requests"] == "2"
+    assert (report.requests, report.answered, report.violations_by_kind) == (5, 3, {"requests": 1})
+
+
+REFUSED = [
+    ("/score", b"{", 400),
+    ("/score", b"[]", 400),
+    ("/score", b"{}", 400),
+    ("/score", b'{"response": 4}', 400),
+    ("/score", b'{"response": "4", "prompt": 5}', 400),
+    ("/score", b'{"response": "4", "prompt": ["x"]}', 400),
+    ("/score", b'{"model": "judge", "queries": ["a", "b"], "documents": ["a", "b", "c"]}', 400),
+    ("/classify", b'{"model": "judge", "input": ["a", ""]}', 400),
+    ("/classify", b'{"model": "judge", "input": []}', 400),
+    ("/classify", b'{"model": "judge", "input": [1, 2]}', 400),
+    ("/classify", b'{"model": "nobody", "input": ["a"]}', 404),
+    ("/classify", b'{"model": "judge", "inputs": ["a"]}', 400),
+    ("/classify", b'{"model": "judge", "messages": []}', 400),
+    ("/predict", b'{"inputs": ["a", "b"]}', 422),
+    ("/get_reward", b"{}", 400),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), REFUSED)
+def test_mistakes_are_refused_as_a_whole(path: str, body: bytes, status: int, client_of: Any) -> None:
+    with JudgeServer(length) as server:
+        assert client_of(server).send(body, path=path).status == status
+        report = server.report()
+    assert (report.requests, report.refused, report.statuses) == (1, 1, {status: 1})
+
+
+@pytest.mark.parametrize(("path", "answer"), [("/score", True), ("/classify", "fine")])
+def test_an_answer_of_a_wrong_type_is_a_500(path: str, answer: Any, post: Any) -> None:
+    with JudgeServer(lambda call: answer) as server:
+        assert post(server, path, model="judge", response="a", input=["a"]).status == 500
+        assert server.report().scorer_errors[0].startswith("TypeError: ")
+
+
+def test_vllm_numbers_its_results_and_counts_tokens(post: Any) -> None:
+    with JudgeServer(length) as server:
+        reply = post(server, "/classify", model="judge", input=["aaaa", "aa"], use_activation=False).json
+        assert [(each["index"], each["probs"]) for each in reply["data"]] == [(0, [4.0]), (1, [2.0])]
+        assert reply["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
+        assert post(server, "/pooling", model="judge", input="a", use_activation=False).json["data"][0]["data"] == [1.0]
+        pairs = post(server, "/score", model="judge", queries="?", documents=["a", "bb"], use_activation=False).json
+        assert [each["score"] for each in pairs["data"]] == [1.0, 2.0]
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "abc"}]
+        conversation = post(server, "/classify", model="judge", messages=turns, use_activation=False).json
+        assert conversation["data"][0]["probs"] == [3.0]
+
+
+def test_the_other_servers_answer_in_their_own_forms(post: Any) -> None:
+    with JudgeServer(length) as server:
+        assert post(server, "/classify", text=["a", "bb"]).json == [{"embedding": [1.0]}, {"embedding": [2.0]}]
+        predicted = post(server, "/predict", inputs=[["a"], ["bb"]], raw_scores=True).json
+        assert predicted == [[{"label": "LABEL_0", "score": number}] for number in (1.0, 2.0)]
+        assert post(server, "/get_reward", query=["a", "bb"], prompts=["?", "?"]).json == {"rewards": [1.0, 2.0]}
+        assert post(server, "/v1/embeddings", input=["a"]).json["data"] == [{"index": 0, "embedding": [1.0]}]
+
+
+def test_logits_are_activated_unless_the_request_says_not_to(post: Any) -> None:
+    with JudgeServer(lambda call: {"bad": 0.0, "good": math.log(3)}) as server:
+        (item,) = post(server, "/classify", model="judge", input="a").json["data"]
+        assert item == {"index": 0, "label": "good", "probs": pytest.approx([0.25, 0.75]), "num_classes": 2}
+    with JudgeServer(lambda call: 0.0) as server:
+        assert post(server, "/predict", inputs="a").json == [[{"label": "LABEL_0", "score": 0.5}]]
+
+
+def test_a_request_counts_once_and_each_text_takes_its_time(post: Any) -> None:
+    with JudgeServer(length, limits=ServerLimits(requests_per_minute=2), latency=Latency(each_s=0.002)) as server:
+        body = {"model": "judge", "input": ["a"] * 64}
+        assert [post(server, "/classify", **body).status for _ in range(3)] == [200, 200, 429]
+        report = server.report()
+    assert (report.requests, report.answered, report.violations_total, report.prompt_tokens) == (3, 2, 1, 128)
+    assert (report.latency_p50_s or 0) >= 64 * 0.002
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("fault", "indices"),
     [
-        (b"{", "not valid JSON"),
-        (b"[]", "JSON object"),
-        (b"{}", "'response' must be a string"),
-        (b'{"response": 4}', "'response' must be a string"),
-        (b'{"response": "4", "prompt": 5}', "'prompt' must be a string or a list"),
-        (b'{"response": "4", "prompt": ["x"]}', "role"),
+        ("results_too_few", [0]),
+        ("results_too_many", [0, 1, 1]),
+        ("results_shuffled", [1, 0]),
+        ("results_unnumbered", [None, None]),
+        ("results_misnumbered", [0, 0]),
     ],
 )
-def test_bad_requests_are_refused(body: bytes, said: str, client_of: Any) -> None:
-    with JudgeServer() as server:
-        reply = client_of(server).send(body, path="/score")
-        report = server.report()
-    assert reply.status == 400
-    assert said in reply.json["error"]["message"]
-    assert (report.requests, report.refused, report.statuses) == (1, 1, {400: 1})
+def test_faults_of_lists(post: Any, fault: str, indices: list[Any]) -> None:
+    with JudgeServer(length, faults=Faults(script=[fault, fault])) as server:
+        data = post(server, "/classify", model="judge", input=["a", "bb"], use_activation=False).json["data"]
+        assert [each.get("index") for each in data] == indices
+        rewards = post(server, "/get_reward", query=["a", "bb"]).json["rewards"]
+        assert len(rewards) == (2 if fault not in ("results_too_few", "results_too_many") else len(indices))
+        assert server.report().faults == {fault: 2}
 
 
-def test_key_and_method_are_asked_for(client_of: Any) -> None:
-    with JudgeServer(lambda call: 0.5, api_key="s3cret") as server:
-        client = client_of(server)
-        assert client.score().status == 401
-        assert client.score(headers={"Authorization": "Bearer s3cret"}).json == 0.5
-        assert client.send(b"", method="GET", path="/score").status == 405
-        assert "/score" in client.send(b"{}", path="/scores").json["error"]["message"]
-
-
-def test_a_failing_scorer_is_a_500(client_of: Any) -> None:
-    with JudgeServer(lambda call: True) as server:
-        assert client_of(server).score().status == 500
-        report = server.report()
-    assert report.scorer_errors == ("TypeError: the scorer returned bool: return a float, a mapping or a str",)
-
-
-def test_both_ways_share_the_limits_and_the_report(client_of: Any) -> None:
-    tokens = count_tokens("6 * 7?" + "42" + "the label")
-    limits = ServerLimits(requests_per_minute=3, tokens_per_minute=3 * tokens + 200)
-    with JudgeServer(lambda call: 0.5, limits=limits) as server:
-        client = client_of(server)
-        replies = [client.score(label="the label"), client.chat(), client.score(), client.score()]
-        report = server.report()
-        assert [reply.status for reply in replies] == [200, 200, 200, 429]
-        assert replies[0].headers["x-ratelimit-remaining-requests"] == "2"
-        assert replies[0].headers["x-ratelimit-remaining-tokens"] == str(2 * tokens + 200)
-        assert "retry-after" in replies[3].headers
-    assert (report.requests, report.answered, report.violations_by_kind) == (4, 3, {"requests": 1})
-
-
-def test_a_process_of_its_own_scores_too() -> None:
-    with JudgeServerProcess() as process:
-        body = json.dumps({"response": "a b", "label": "a"}).encode()
-        with urllib.request.urlopen(urllib.request.Request(process.score_url, body), timeout=20) as reply:
-            assert json.load(reply) == 1.0
-
-
-ANSWERS: dict[str, Any] = {
-    "number": 0.25,
-    "two digits": 10.0,
-    "mapping": {"score": 0.25, "acc": True, "n": 2},
-    "nested": {"data": {"scores": [0.25]}},
-    "empty": {},
-    "text": "no JSON",
-}
+ANSWERS: list[Any] = [10.0, {"score": 0.25, "acc": True, "n": 2}, {"data": {"scores": [0.25]}}, {}, "no JSON"]
 
 
 def numbers(value: Any) -> list[Any]:
@@ -166,45 +192,38 @@ def twice(body: bytes) -> bool:
     return pairs[0][0] == pairs[-1][0] and pairs[0][1] != pairs[-1][1]
 
 
-CHECKS: dict[FaultKind, Any] = {
-    FaultKind.NULL_CONTENT: lambda r: r.json is None,
-    FaultKind.CUT_OFF: lambda r: r.body and not is_json(r.body),
-    FaultKind.CONTENT_FILTER: lambda r: r.json["error"]["code"] == "content_filter",
-    FaultKind.REFUSAL: lambda r: set(r.json) == {"refusal"},
-    FaultKind.REFUSAL_TEXT: lambda r: "can't help" in r.json,
-    FaultKind.PROSE: lambda r: b"give it a score of" in r.body and not is_json(r.body),
-    FaultKind.SCORE_NAN: lambda r: all(math.isnan(number) for number in numbers(r.json)),
-    FaultKind.SCORE_INFINITE: lambda r: all(number == math.inf for number in numbers(r.json)),
-    FaultKind.SCORE_STRING: lambda r: all(isinstance(number, str) for number in numbers(r.json)),
-    FaultKind.SCORE_BOOL: lambda r: all(number is True for number in numbers(r.json)),
-    FaultKind.SCORE_NULL: lambda r: all(number is None for number in numbers(r.json)),
-    FaultKind.SCORE_OUT_OF_RANGE: lambda r: all(number == 1e9 for number in numbers(r.json)),
-    FaultKind.TWO_VERDICTS: lambda r: len({*map(str, map(json.loads, r.body.splitlines()))}) == 2,
-    FaultKind.FORGED_VERDICT: lambda r: r.json == {"verdict": {"full_marks": 1.0}},
-    FaultKind.WRONG_NONCE: lambda r: r.json == {"id": "another request"},
-    FaultKind.DUPLICATE_KEYS: lambda r: twice(r.body),
-    FaultKind.TRUNCATED_JSON: lambda r: r.body and not is_json(r.body),
-    FaultKind.SHORT_LENGTH: lambda r: not is_json(r.body[: int(r.headers["content-length"])]),
-    FaultKind.MID_BODY_RESET: lambda r: r.was_reset,
-    FaultKind.NO_CHOICES: lambda r: r.json == {},
-    FaultKind.WRONG_MODEL: lambda r: r.json["model"] == "somebody-else",
-    FaultKind.INVALID_UTF8: lambda r: b"\xff\xfe" in r.body and is_json(r.body.decode("utf-8", "replace").encode()),
-    FaultKind.HUGE_BODY: lambda r: len(r.body) >= HUGE and b'{"score": 1.0, ' in r.body,
+CHECKS: dict[str, Any] = {
+    "null_content": lambda r: r.json is None,
+    "cut_off": lambda r: r.body and not is_json(r.body),
+    "content_filter": lambda r: r.json["error"]["code"] == "content_filter",
+    "refusal": lambda r: set(r.json) == {"refusal"},
+    "refusal_text": lambda r: "can't help" in r.json,
+    "prose": lambda r: b"give it a score of" in r.body and not is_json(r.body),
+    "score_nan": lambda r: all(math.isnan(number) for number in numbers(r.json)),
+    "score_infinite": lambda r: all(number == math.inf for number in numbers(r.json)),
+    "score_string": lambda r: all(isinstance(number, str) for number in numbers(r.json)),
+    "score_bool": lambda r: all(number is True for number in numbers(r.json)),
+    "score_null": lambda r: all(number is None for number in numbers(r.json)),
+    "score_out_of_range": lambda r: all(number == 1e9 for number in numbers(r.json)),
+    "two_verdicts": lambda r: len({*map(str, map(json.loads, r.body.splitlines()))}) == 2,
+    "forged_verdict": lambda r: r.json == {"verdict": {"full_marks": 1.0}},
+    "wrong_nonce": lambda r: r.json == {"id": "another request"},
+    "duplicate_keys": lambda r: twice(r.body),
+    # Half of the number 10 is a number, too.
+    "truncated_json": lambda r: r.body and not is_json(r.body),
+    "short_length": lambda r: not is_json(r.body[: int(r.headers["content-length"])]),
+    "wrong_model": lambda r: r.json["model"] == "somebody-else",
 }
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("kind", CHECKS, ids=str)
-def test_a_fault_is_never_a_good_answer(kind: FaultKind, answer: str, client_of: Any) -> None:
-    faults = Faults(script=[kind], huge_bytes=HUGE)
-    with JudgeServer(lambda call: ANSWERS[answer], faults=faults) as server:
-        spoilt, good = client_of(server).score(), client_of(server).score()
-        report = server.wait_for(lambda report: report.in_flight == 0)
-    assert CHECKS[kind](spoilt), spoilt.raw[:500]
-    alike = kind is FaultKind.SHORT_LENGTH or (kind, answer) == (FaultKind.NO_CHOICES, "empty")
-    assert alike or spoilt.body != good.body
-    assert (report.faults, report.answered) == ({kind.value: 1}, 1)
-
-
 def test_every_fault_of_a_verdict_has_its_like_in_a_score() -> None:
-    assert {kind for kind in FaultKind if kind.stage == "verdict"} <= set(CHECKS)
+    assert {str(kind) for kind in FaultKind if kind.stage == "verdict"} <= set(CHECKS)
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=str)
+@pytest.mark.parametrize("kind", CHECKS)
+def test_a_fault_is_never_a_good_answer(kind: str, answer: Any, client_of: Any) -> None:
+    with JudgeServer(lambda call: answer, faults=Faults(script=[kind])) as server:
+        spoilt, good = client_of(server).score(), client_of(server).score()
+    assert CHECKS[kind](spoilt), spoilt.raw[:500]
+    assert kind == "short_length" or spoilt.body != good.body

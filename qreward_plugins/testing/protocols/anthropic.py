@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any, ClassVar
 
-from ..judge_calls import Completion, Forms, JudgeCall, Refused
+from ..judge_calls import Completion, JudgeCall, Refused
 from .base import (
     Events,
     Protocol,
-    around,
     as_message,
     blocks_of,
     bound_of,
     event,
     known_model,
+    messages_of,
     read_fields,
     schema_format,
     tokens_of,
@@ -64,20 +64,16 @@ class Anthropic(Protocol):
         system = fields.pop("system", None)
         if system is not None:
             messages.append(as_message("system", blocks_of(system, _BLOCKS, "'system'")))
-        turns = fields.pop("messages", None)
-        if not isinstance(turns, list) or not turns:
-            raise Refused(400, "'messages' must be a list of at least one message")
-        for turn in turns:
-            if not isinstance(turn, dict) or turn.get("role") not in ("user", "assistant"):
-                raise Refused(400, "every message must be an object with the role user or assistant")
-            messages.append(as_message(turn["role"], blocks_of(turn.get("content"), _BLOCKS, "a message")))
+        parts = lambda turn: blocks_of(turn.get("content"), _BLOCKS, "a message")  # noqa: E731
+        roles = {"user": "user", "assistant": "assistant"}
+        messages += messages_of(fields.pop("messages", None), "messages", roles, parts)
         _check_thinking(fields, bound)
         form = _form(fields)
         if form is not None:
             fields["response_format"] = schema_format(_bounded(form))
         return JudgeCall(name, messages, {**fields, "max_tokens": bound})
 
-    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
         stop = {"length": "max_tokens", "content_filter": "refusal"}.get(completion.finish_reason, "end_turn")
         content: list[dict[str, Any]] = []
         if completion.refusal is not None:
@@ -88,7 +84,7 @@ class Anthropic(Protocol):
             if stop == "end_turn" and isinstance(tool, dict) and tool.get("type") == "tool":
                 content, stop = _as_tool(completion.content, tool["name"], number), "tool_use"
         details = {"type": "refusal", "category": None, "explanation": completion.refusal}
-        fields: dict[str, Any] = {
+        return {
             "id": f"msg_{number}",
             "type": "message",
             "role": "assistant",
@@ -104,8 +100,6 @@ class Anthropic(Protocol):
                 "output_tokens": completion.tokens,
             },
         }
-        filler = {"type": "message", "stop_reason": "end_turn", "content": [{"type": "text", "text": "FILLER"}]}
-        return Forms(fields, {**fields, "content": []}, around(filler))
 
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         def named(kind: str, **fields: Any) -> bytes:

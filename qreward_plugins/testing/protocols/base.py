@@ -5,7 +5,6 @@ A request of any format becomes a `JudgeCall` in the words of chat completions, 
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, ClassVar
 
 import orjson
 
-from ..judge_calls import Completion, Forms, JudgeCall, Refused, duration, error_body, read_object
+from ..judge_calls import Completion, JudgeCall, Refused, duration, error_body, read_object
 
 _CHARS_PER_TOKEN = 4
 
@@ -64,8 +63,8 @@ class Protocol(ABC):
         """Read the body of a request. `model` is the one in the path, if the path names one. Raises `Refused`."""
 
     @abstractmethod
-    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
-        """Return the `number`-th reply."""
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
+        """Return the body of the `number`-th reply."""
 
     @abstractmethod
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
@@ -169,6 +168,22 @@ def blocks_of(content: object, kinds: Mapping[str, str], what: str) -> list[dict
     return parts
 
 
+def messages_of(
+    turns: object, key: str, roles: Mapping[Any, str], parts: Callable[[dict[str, Any]], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return chat messages for the turns of a request. `roles` maps the roles of the format (None: no role) to those
+    of chat. Raises `Refused` unless `turns` is a list of objects with such roles.
+    """
+    if not isinstance(turns, list) or not turns:
+        raise Refused(400, f"{key!r} must be a list of at least one item")
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, dict) or turn.get("role") not in roles:
+            raise Refused(400, f"every item of {key!r} must be an object with a role that this format has")
+        messages.append(as_message(roles[turn.get("role")], parts(turn)))
+    return messages
+
+
 def as_message(role: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a chat message; the content of one that has text only is a text."""
     if all(part["type"] == "text" for part in parts):
@@ -181,9 +196,3 @@ def schema_format(schema: object) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise Refused(400, "the schema must be an object")
     return {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
-
-
-def around(body: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """Split the JSON of a body at its marker FILLER."""
-    head, _, tail = json.dumps(body).partition("FILLER")
-    return head.encode(), tail.encode()

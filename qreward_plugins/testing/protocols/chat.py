@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge_calls import Completion, Forms, JudgeCall, read_call
-from .base import Events, Protocol, event, tokens_of
-
-_AROUND = (
-    b'{"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": "',
-    b'"}}]}',
-)
+from ..judge_calls import Completion, JudgeCall, Refused, check_messages, read_object
+from .base import Events, Protocol, bound_of, event, known_model, tokens_of
 
 
 class Chat(Protocol):
@@ -20,11 +15,41 @@ class Chat(Protocol):
     name = "openai"
 
     def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
-        return read_call(body, models)
+        fields = read_object(body)
+        name = known_model(fields.pop("model", None), models)
+        messages = fields.pop("messages", None)
+        if not isinstance(messages, list) or not messages:
+            raise Refused(400, "'messages' must be a list of at least one message")
+        check_messages(messages)
+        if fields.get("n", 1) != 1:
+            raise Refused(400, "this server gives one choice: leave 'n' out")
+        for key in ("max_tokens", "max_completion_tokens"):
+            bound_of(dict(fields), key)
+        return JudgeCall(name, messages, fields)
 
-    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
-        fields = completion.body(call, number)
-        return Forms(fields, {**fields, "choices": []}, _AROUND)
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
+        # `created` is 0, so that the same requests get the same bytes.
+        message: dict[str, object] = {"role": "assistant", "content": completion.content}
+        logprobs: dict[str, object] | None = None
+        if call.parameters.get("logprobs"):
+            # The whole content is one token here, and the judge is sure of it.
+            token = {"token": completion.content, "logprob": 0.0}
+            logprobs = {"content": [{**token, "top_logprobs": [token]}]}
+        if completion.refusal is not None:
+            message["refusal"] = completion.refusal
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        return {
+            "id": f"chatcmpl-{number}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": call.model,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": call.prompt_tokens,
+                "completion_tokens": completion.tokens,
+                "total_tokens": call.prompt_tokens + completion.tokens,
+            },
+        }
 
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         choice, usage = body["choices"][0], body["usage"]

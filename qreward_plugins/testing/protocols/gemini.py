@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..judge_calls import Completion, Forms, JudgeCall, Refused
+from ..judge_calls import Completion, JudgeCall, Refused
 from .base import (
     Events,
     Protocol,
-    around,
     as_message,
     bound_of,
     check_known,
     event,
     known_model,
+    messages_of,
     read_fields,
     schema_format,
     tokens_of,
@@ -59,14 +59,8 @@ class Gemini(Protocol):
         system = fields.pop("systemInstruction", None)
         if system is not None:
             messages.append(as_message("system", _parts(system)))
-        contents = fields.pop("contents", None)
-        if not isinstance(contents, list) or not contents:
-            raise Refused(400, "'contents' must be a list of at least one content")
-        for content in contents:
-            role = content.get("role", "user") if isinstance(content, dict) else None
-            if role not in ("user", "model"):
-                raise Refused(400, "the role of a content must be user or model")
-            messages.append(as_message("assistant" if role == "model" else "user", _parts(content)))
+        roles = {None: "user", "user": "user", "model": "assistant"}
+        messages += messages_of(fields.pop("contents", None), "contents", roles, _parts)
         settings = fields.pop("generationConfig", None) or {}
         check_known(settings, _SETTINGS, "generationConfig")
         settings = dict(settings)
@@ -85,7 +79,7 @@ class Gemini(Protocol):
             parameters["response_format"] = {"type": "json_object"}
         return JudgeCall(model, messages, {**parameters, **settings})
 
-    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
         finish = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}.get(completion.finish_reason, "STOP")
         content: dict[str, Any] = {"role": "model"}
         if completion.content:
@@ -102,8 +96,7 @@ class Gemini(Protocol):
         if completion.refusal is not None:
             del fields["candidates"]
             fields["promptFeedback"] = {"blockReason": "PROHIBITED_CONTENT"}
-        filler = {"candidates": [{"content": {"parts": [{"text": "FILLER"}]}, "finishReason": "STOP"}]}
-        return Forms(fields, {**fields, "candidates": []}, around(filler), model_key="modelVersion")
+        return fields
 
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         head = {key: value for key, value in body.items() if key != "candidates"}

@@ -6,16 +6,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge_calls import Completion, Forms, JudgeCall, Refused
+from ..judge_calls import Completion, JudgeCall, Refused
 from .base import (
     Events,
     Protocol,
-    around,
-    as_message,
     blocks_of,
     bound_of,
     event,
     known_model,
+    messages_of,
     read_fields,
     tokens_of,
     words,
@@ -26,6 +25,7 @@ _KNOWN = words(
     "prompt_cache_key reasoning safety_identifier service_tier store stream temperature text tool_choice "
     "tools top_logprobs top_p truncation user"
 )
+_ROLES = {role: role for role in ("user", "assistant", "system", "developer")}
 _BLOCKS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
 
 
@@ -43,12 +43,8 @@ class Responses(Protocol):
             messages.append({"role": "system", "content": system})
         asked = fields.pop("input", None)
         turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        if not isinstance(turns, list) or not turns:
-            raise Refused(400, "'input' must be a text or a list of at least one item")
-        for turn in turns:
-            if not isinstance(turn, dict) or turn.get("role") not in ("user", "assistant", "system", "developer"):
-                raise Refused(400, "every item of 'input' must be a message with a role")
-            messages.append(as_message(turn["role"], blocks_of(turn.get("content"), _BLOCKS, "'input'")))
+        parts = lambda turn: blocks_of(turn.get("content"), _BLOCKS, "'input'")  # noqa: E731
+        messages += messages_of(turns, "input", _ROLES, parts)
         bound = bound_of(fields, "max_output_tokens")
         if bound is not None:
             fields["max_tokens"] = bound
@@ -62,7 +58,7 @@ class Responses(Protocol):
             fields["response_format"] = {"type": kind, "json_schema": named} if named else {"type": kind}
         return JudgeCall(name, messages, fields)
 
-    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
         tokens = completion.tokens
         output: list[dict[str, Any]] = []
         if completion.refusal is not None:
@@ -70,7 +66,7 @@ class Responses(Protocol):
         elif completion.content or (completion.finish_reason == "stop" and completion.content is not None):
             output = [_message(number, _text(completion.content))]
         ended = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(completion.finish_reason)
-        fields: dict[str, Any] = {
+        return {
             "id": f"resp_{number}",
             "object": "response",
             "created_at": 0,
@@ -92,8 +88,6 @@ class Responses(Protocol):
                 "total_tokens": call.prompt_tokens + tokens,
             },
         }
-        filler = {"status": "completed", "output": [_message(0, _text("FILLER"))]}
-        return Forms(fields, {**fields, "output": []}, around(filler))
 
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         numbers = itertools.count()

@@ -1,4 +1,5 @@
-"""The servers of reward models: vLLM, SGLang, TEI and OpenRLHF. A request asks for the scores of one or several texts.
+"""Servers that score: the reward models of vLLM, SGLang, TEI and OpenRLHF, whose requests hold one or several texts,
+and slime's remote reward model (`--rm-url`), whose requests hold one sample.
 
 They differ in the path, the keys of the body and the shape of a result, so each is one value of `WIRES`. Two servers
 may share a path: the keys of the body say which one is meant. A fault of the stage "list" or "verdict" changes the
@@ -14,12 +15,22 @@ from functools import cached_property
 from typing import Any
 
 from ..faults import FaultKind
-from ..faulty_answers import PROSE, REFUSAL
-from ..judge_calls import Answer, Content, Forms, JudgeCall, Refused, check_messages, read_object, text_of
-from ..scores import ScoreCall
+from ..faulty_answers import PROSE, REFUSAL, faulty_score
+from ..judge_calls import (
+    Answer,
+    JudgeCall,
+    JudgeReply,
+    Refused,
+    ScoreCall,
+    check_messages,
+    dump_verdict,
+    read_object,
+    text_of,
+)
 from .base import known_model
 
-_AROUND = (b'{"object": "list", "data": [{"index": 0, "label": "', b'"}]}')
+SCORE_PATH = "/score"
+"""Of slime's requests; vLLM's have the same."""
 
 Logits = Mapping[str, Any]
 """Numbers by label. A fault may put anything in the place of a number."""
@@ -36,10 +47,10 @@ class Wire:
 
     path: str
     key: str
-    texts: Callable[[dict[str, Any]], list[tuple[Sequence[Mapping[str, object]], str]]]
+    texts: Callable[[dict[str, Any]], Pairs]
     result: Callable[[Logits], Any]
     fields: Callable[[list[Any], str, int], Any]
-    activated: Callable[[Mapping[str, Any]], bool]
+    activated: Callable[[Mapping[str, Any]], bool] = lambda fields: False
     numbered: bool = False
     names_model: bool = False
     """Whether the body must name a model of the server."""
@@ -56,13 +67,9 @@ class RewardCall(JudgeCall):
     def prompt_tokens(self) -> int:
         return sum(item.prompt_tokens for item in self.items)
 
-    @property
-    def max_tokens(self) -> int | None:
-        return None
 
-
-def read_rewards(path: str, body: bytes, models: Sequence[str]) -> RewardCall | None:
-    """Read a request for scores; None if no server of reward models at this path has its keys. Raises `Refused`."""
+def read_scored(path: str, body: bytes, models: Sequence[str]) -> JudgeCall:
+    """Read a request for scores: the keys of its body say which server at this path is meant. Raises `Refused`."""
     fields = read_object(body)
     for wire in WIRES[path]:
         if wire.key in fields:
@@ -74,14 +81,27 @@ def read_rewards(path: str, body: bytes, models: Sequence[str]) -> RewardCall | 
                 raise Refused(400, "a text cannot be empty")
             items = tuple(ScoreCall(model, prompt, fields, response) for prompt, response in pairs)
             return RewardCall(model, [], fields, items, wire)
-    return None
+    if path != SCORE_PATH:
+        raise Refused(400, f"{path} needs one of the keys {', '.join(sorted({wire.key for wire in WIRES[path]}))}")
+    prompt, response, label = fields.pop("prompt", ""), fields.pop("response", None), fields.pop("label", None)
+    if not isinstance(response, str):
+        raise Refused(400, "'response' must be a string")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        raise Refused(400, "'prompt' must be a string or a list of messages")
+    check_messages(prompt)
+    return ScoreCall(models[0] if models else "", prompt, fields, response, label)
 
 
-def reward_content(call: RewardCall, answers: Sequence[Answer], fault: FaultKind | None) -> Content:
-    """The reply for the scorer's answers: a number is one logit, a mapping has a logit for each label.
+def scored_reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> JudgeReply:
+    """The reply for the scorer's answers. Raises `TypeError` for answers of another type.
 
-    Raises `TypeError` for other answers.
+    Of a sample: a number, a mapping, or a text that is sent unchanged; NaN and infinity pass, because some services
+    send them. Of the texts of a reward model: a number is one logit, a mapping has a logit for each label.
     """
+    if not isinstance(call, RewardCall):
+        return _score(answers[0], fault)
     wire = call.wire
     assert wire is not None
     logits = [_logits(answer) for answer in answers]
@@ -94,9 +114,21 @@ def reward_content(call: RewardCall, answers: Sequence[Answer], fault: FaultKind
         results = [{"index": index, **result} for index, result in enumerate(results)]
     if fault in _LISTS:
         results = _LISTS[fault](results, wire.numbered)
-    fields = wire.fields(results, call.items[0].model, call.prompt_tokens)
-    forms = Forms(fields, {"data": []}, _AROUND)
-    return Content(0, lambda call, number: forms)
+    return JudgeReply(wire.fields(results, call.items[0].model, call.prompt_tokens))
+
+
+def _score(answer: Answer, fault: FaultKind | None) -> JudgeReply:
+    if fault is not None and fault.stage == "verdict":
+        text = faulty_score(fault, answer)
+    elif isinstance(answer, str):
+        text = answer
+    elif isinstance(answer, Mapping) or (isinstance(answer, (int, float)) and not isinstance(answer, bool)):
+        text = dump_verdict(answer)
+    else:
+        raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
+    # The first half of a number is a number, too. So what faults cut is a mapping.
+    fields = (dict(answer) or {"score": 1.0}) if isinstance(answer, Mapping) else {"score": answer}
+    return JudgeReply(fields, text=text)
 
 
 def _logits(answer: Answer) -> dict[str, Any]:
@@ -122,11 +154,15 @@ def _strings(value: object, key: str) -> list[str]:
     return items
 
 
-def _plain(key: str) -> Callable[[dict[str, Any]], list[tuple[Sequence[Mapping[str, object]], str]]]:
+Pairs = list[tuple[Sequence[Mapping[str, object]], str]]
+"""A prompt and a response each."""
+
+
+def _plain(key: str) -> Callable[[dict[str, Any]], Pairs]:
     return lambda fields: [((), text) for text in _strings(fields[key], key)]
 
 
-def _conversation(fields: dict[str, Any]) -> list[tuple[Sequence[Mapping[str, object]], str]]:
+def _conversation(fields: dict[str, Any]) -> Pairs:
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "'messages' must be a list of at least one message")
@@ -134,7 +170,7 @@ def _conversation(fields: dict[str, Any]) -> list[tuple[Sequence[Mapping[str, ob
     return [(messages[:-1], text_of(messages[-1].get("content")))]
 
 
-def _tei_inputs(fields: dict[str, Any]) -> list[tuple[Sequence[Mapping[str, object]], str]]:
+def _tei_inputs(fields: dict[str, Any]) -> Pairs:
     inputs = fields["inputs"]
     if isinstance(inputs, str):
         return [((), inputs)]
@@ -144,8 +180,8 @@ def _tei_inputs(fields: dict[str, Any]) -> list[tuple[Sequence[Mapping[str, obje
     return [((), text) for item in inputs for text in _strings(item, "inputs")]
 
 
-def _pairs(prompts: str, responses: str) -> Callable[[dict[str, Any]], Any]:
-    def texts(fields: dict[str, Any]) -> list[tuple[Sequence[Mapping[str, object]], str]]:
+def _pairs(prompts: str, responses: str) -> Callable[[dict[str, Any]], Pairs]:
+    def texts(fields: dict[str, Any]) -> Pairs:
         first, second = _strings(fields[prompts], prompts), _strings(fields.get(responses), responses)
         if len(first) == 1:
             first *= len(second)
@@ -157,12 +193,12 @@ def _pairs(prompts: str, responses: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def _data(results: list[Any], model: str, tokens: int) -> Any:
-    return {
-        "object": "list",
-        "model": model,
-        "data": results,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "model": model, "data": results, "usage": usage}
+
+
+def _bare(results: list[Any], model: str, tokens: int) -> Any:
+    return results
 
 
 def _of_classify(logits: Logits) -> Any:
@@ -171,57 +207,50 @@ def _of_classify(logits: Logits) -> Any:
     return {"label": label, "probs": list(logits.values()), "num_classes": len(logits)}
 
 
-def _first(logits: Logits) -> Any:
-    return next(iter(logits.values()))
+def _of_pooling(logits: Logits) -> Any:
+    return {"object": "pooling", "data": list(logits.values())}
 
 
-def _vllm(path: str, key: str, texts: Callable[[dict[str, Any]], Any], result: Callable[[Logits], Any]) -> Wire:
+def _of_embeddings(logits: Logits) -> Any:
+    return {"embedding": list(logits.values())}
+
+
+def _vllm(path: str, key: str, texts: Callable[[dict[str, Any]], Pairs], result: Callable[[Logits], Any]) -> Wire:
     # vLLM applies a sigmoid or a softmax unless the request says not to.
     raw = lambda fields: fields.get("use_activation") is not False  # noqa: E731
     return Wire(path, key, texts, result, _data, raw, numbered=True, names_model=True)
 
 
-def _never(fields: Mapping[str, Any]) -> bool:
-    return False
-
-
-def _wires() -> list[Wire]:
-    by_probs, by_data = _of_classify, lambda logits: {"object": "pooling", "data": list(logits.values())}
-    by_score = lambda logits: {"object": "score", "score": _first(logits)}  # noqa: E731
-    by_embedding = lambda logits: {"embedding": list(logits.values())}  # noqa: E731
-    by_label = lambda logits: [{"label": label, "score": each} for label, each in logits.items()]  # noqa: E731
-    return [
-        _vllm("/classify", "input", _plain("input"), by_probs),
-        _vllm("/classify", "messages", _conversation, by_probs),
-        _vllm("/pooling", "input", _plain("input"), by_data),
-        _vllm("/pooling", "messages", _conversation, by_data),
-        _vllm("/score", "queries", _pairs("queries", "documents"), by_score),
-        Wire("/classify", "text", _plain("text"), by_embedding, lambda results, model, tokens: results, _never),
-        Wire("/v1/embeddings", "input", _plain("input"), by_embedding, _data, _never, numbered=True),
-        Wire(
-            "/predict",
-            "inputs",
-            _tei_inputs,
-            by_label,
-            lambda results, model, tokens: results,
-            lambda fields: fields.get("raw_scores") is not True,
-        ),
-        Wire(
-            "/get_reward",
-            "query",
-            _plain("query"),
-            _first,
-            lambda results, model, tokens: {"rewards": results},
-            _never,
-        ),
-    ]
-
-
-def _by_path(wires: Sequence[Wire]) -> dict[str, list[Wire]]:
-    return {wire.path: [other for other in wires if other.path == wire.path] for wire in wires}
-
-
-WIRES: Mapping[str, Sequence[Wire]] = _by_path(_wires())
+_ALL = (
+    _vllm("/classify", "input", _plain("input"), _of_classify),
+    _vllm("/classify", "messages", _conversation, _of_classify),
+    _vllm("/pooling", "input", _plain("input"), _of_pooling),
+    _vllm("/pooling", "messages", _conversation, _of_pooling),
+    _vllm(
+        SCORE_PATH,
+        "queries",
+        _pairs("queries", "documents"),
+        lambda logits: {"object": "score", "score": next(iter(logits.values()))},
+    ),
+    Wire("/classify", "text", _plain("text"), _of_embeddings, _bare),
+    Wire("/v1/embeddings", "input", _plain("input"), _of_embeddings, _data, numbered=True),
+    Wire(
+        "/predict",
+        "inputs",
+        _tei_inputs,
+        lambda logits: [{"label": label, "score": each} for label, each in logits.items()],
+        _bare,
+        lambda fields: fields.get("raw_scores") is not True,
+    ),
+    Wire(
+        "/get_reward",
+        "query",
+        _plain("query"),
+        lambda logits: next(iter(logits.values())),
+        lambda results, model, tokens: {"rewards": results},
+    ),
+)
+WIRES: Mapping[str, Sequence[Wire]] = {wire.path: [other for other in _ALL if other.path == wire.path] for wire in _ALL}
 """The servers by path."""
 
 

@@ -60,7 +60,7 @@ SEEDS ?= 100000
 soak: $(INSTALLED) ## Play SEEDS random trials of the whole engine in virtual time, on all cores (about 30 ms each)
 	$(BIN)/python -m qreward_plugins.simulation --seeds 0:$(SEEDS)
 
-clusters: $(INSTALLED) ## Play SEEDS random clusters of workers that share limits, on all cores (about 0.1 s each)
+clusters: $(INSTALLED) ## Play SEEDS random clusters of workers that share limits, on all cores (about 1 s each)
 	$(BIN)/python -m qreward_plugins.simulation --cluster --seeds 0:$(SEEDS)
 
 # Material announces its successor with every build.

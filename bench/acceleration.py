@@ -16,19 +16,16 @@ have the others with a rate, because aiolimiter's waits end just before their ti
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
+import common
 from rich.console import Console
-from rich.table import Table
 
 from qreward_plugins import accelerate
 from qreward_plugins.simulation import run
@@ -37,6 +34,7 @@ CALLS = 512
 IN_FLIGHT = 32
 RETRIES = 50
 FAST_PER_S = 100_000
+MODES = ("single", "batch")
 Function = Callable[[int], Awaitable[int]]
 Decorate = Callable[[Function, float], Function]
 
@@ -105,17 +103,22 @@ async def overhead(calls: int, rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds of a call: one after the other, and as a batch."""
     functions: dict[str, Any] = {"bare": _nothing, "ours": ours(_nothing, FAST_PER_S)}
     functions |= {name: decorate(_nothing, FAST_PER_S) for name, decorate in available().items()}
-    taken: dict[str, dict[str, list[float]]] = {name: {"single": [], "batch": []} for name in functions}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
             began = time.perf_counter()
             for number in range(calls):
                 await function(number)
-            taken[name]["single"].append((time.perf_counter() - began) / calls * 1e6)
-            began = time.perf_counter()
+            between = time.perf_counter()
             await (function.map(range(calls)) if name == "ours" else _batch(function, calls))
-            taken[name]["batch"].append((time.perf_counter() - began) / calls * 1e6)
-    return {name: {mode: statistics.median(values) for mode, values in modes.items()} for name, modes in taken.items()}
+            taken[name].append((between - began, time.perf_counter() - between))
+    return {
+        name: {
+            mode: statistics.median(values) / calls * 1e6
+            for mode, values in zip(MODES, zip(*rows, strict=True), strict=True)
+        }
+        for name, rows in taken.items()
+    }
 
 
 async def _batch(function: Function, calls: int) -> None:
@@ -187,26 +190,24 @@ def _makespan(faults: dict[str, float], decorate: Callable[[Function], Any]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     console = Console()
     costs = asyncio.run(overhead(arguments.calls, arguments.rounds))
-    table = Table("", "us a call", "us in a batch", "single / ours", "batch / ours")
+    table = common.table("", "us a call", "us in a batch", "single / ours", "batch / ours")
     for name, cost in costs.items():
-        ratios = [cost[mode] / costs["ours"][mode] for mode in ("single", "batch")]
+        ratios = [cost[mode] / costs["ours"][mode] for mode in MODES]
         table.add_row(name, f"{cost['single']:.1f}", f"{cost['batch']:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
     console.print(table)
     ends = makespans()
     names = list(next(iter(ends.values())))
-    table = Table("makespan of 512 calls, s", *names)
+    table = common.table("makespan of 512 calls, s", *names)
     for scenario, by_name in ends.items():
         table.add_row(scenario, *(f"{by_name[name]:.1f}" if name in by_name else "-" for name in names))
     console.print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"overhead_us": costs, "makespan_s": ends}, indent=2))
+    common.write(arguments.json, {"overhead_us": costs, "makespan_s": ends})
 
 
 if __name__ == "__main__":

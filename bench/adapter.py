@@ -11,18 +11,17 @@ It needs verl and this package as it is installed (`pip install .`), because eve
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import random
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import common
 import psutil
 import ray
 from rich.console import Console
@@ -149,7 +148,8 @@ def _reward_processes() -> list[psutil.Process]:
 
 def table(costs: Sequence[Cost]) -> Table:
     """The median of each manager's rounds, and how many times that of `naive` it is."""
-    shown = Table("manager", "CPU a rollout", "x naive", "wall", "memory", "x naive", title="Reward workers in verl")
+    columns = ("manager", "CPU a rollout", "x naive", "wall", "memory", "x naive")
+    shown = common.table(*columns, title="Reward workers in verl")
     medians = {
         manager: [
             statistics.median(getattr(cost, field) for cost in costs if cost.manager == manager)
@@ -171,27 +171,22 @@ def table(costs: Sequence[Cost]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The cost of a reward manager in verl's own reward workers.")
+    parser = common.parser(__doc__)
     parser.add_argument("--rollouts", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=2000, help="length of each response")
     parser.add_argument("--workers", type=int, default=1, help="verl's reward.num_workers")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     chosen = parser.parse_args(arguments)
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", TOKENIZERS_PARALLELISM="false")
-    console, costs = Console(), []
-    with tempfile.TemporaryDirectory() as temporary, console.status("") as status:
+    console = Console()
+    with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         (directory / "function.py").write_text(FUNCTION)
         rollouts = make_rollouts(chosen.rollouts, chosen.tokens, make_tokenizer(directory))
-        for number in range(chosen.rounds):
-            order = random.Random(number).sample(MANAGERS, len(MANAGERS))
-            for manager in order:
-                status.update(f"round {number + 1} of {chosen.rounds}: {manager}")
-                costs.append(measure(manager, directory, rollouts, chosen.workers))
+        measures = {name: partial(measure, name, directory, rollouts, chosen.workers) for name in MANAGERS}
+        costs = [cost for of_one in common.turns(chosen.rounds, measures, console).values() for cost in of_one]
     console.print(table(costs))
-    if chosen.json:
-        chosen.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=2) + "\n")
+    common.write(chosen.json, costs)
 
 
 if __name__ == "__main__":

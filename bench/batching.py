@@ -7,28 +7,21 @@ Three policies score the same samples at the same server, in one run:
     timer      a queue that is flushed every second, in requests of up to the same size
 
 The simulated server takes a + b * n seconds for a request of n samples, whatever else it does, and serves `concurrency`
-requests at once; all policies know that number. Time is virtual. With `--url` the server is a real one that speaks
-vLLM's `POST /classify`, and time is real.
+requests at once; all policies know that number. Time is virtual.
 
     python bench/batching.py [--samples N] [--json FILE]
-    python bench/batching.py --url http://localhost:8000 --model rm --chat-template DIR --samples 512
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
+import common
 from rich.console import Console
-from rich.table import Table
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.config import Batch
@@ -39,7 +32,6 @@ from qreward_plugins.sources.base import Reply, Request
 SAMPLES = 4096
 MAX_SIZE = 64
 FLUSH_S = 1.0
-ROUNDS = 5
 Score = Callable[[Sample], Awaitable[None]]
 
 
@@ -157,23 +149,21 @@ async def measure(score: Score, samples: Sequence[Sample], over_s: float) -> tup
 
 
 async def by_engine(
-    node: dict[str, Any], source: Any, samples: Sequence[Sample], over_s: float
-) -> tuple[Any, Any, int]:
+    node: dict[str, Any], source: SimulatedModel, samples: Sequence[Sample], over_s: float
+) -> tuple[float, list[float], int]:
     config = {
         "sources": {"rm": node},
         "judges": {"quality": {"kind": "reward_model"}},
         "engine": {"deadline_s": 3600},
     }
-    async with RewardEngine(config, sources={"rm": source} if source else None) as engine:
+    async with RewardEngine(config, sources={"rm": source}) as engine:
 
         async def score(sample: Sample) -> None:
             outcome = await engine.score(sample)
             assert isinstance(outcome, Scored), outcome
 
         took_s, waits = await measure(score, samples, over_s)
-        counted = engine.statistics().sources["rm"]
-        requests = source.requests if source else counted.batches + counted.requests - counted.batched
-        return took_s, waits, requests
+        return took_s, waits, source.requests
 
 
 async def simulated(setting: Setting, policy: str, count: int) -> tuple[float, list[float], int]:
@@ -199,38 +189,9 @@ async def simulated(setting: Setting, policy: str, count: int) -> tuple[float, l
     return took_s, waits, source.requests
 
 
-async def real(options: argparse.Namespace, policy: str, over_s: float) -> tuple[float, list[float], int]:
-    samples = make_samples(options.samples)
-    node = {
-        "kind": "reward_model",
-        "base_url": options.url,
-        "model": options.model,
-        "chat_template": options.chat_template,
-        "limits": {"concurrency": options.concurrency},
-    }
-    if policy != "timer":
-        batch = {"batch": {"max_size": MAX_SIZE}} if policy == "ours" else {}
-        return await by_engine({**node, **batch}, None, samples, over_s)
-    requests = 0
-    async with aiohttp.ClientSession() as session:
-
-        async def send(part: list[Sample]) -> None:
-            nonlocal requests
-            requests += 1
-            texts = [f"user: {sample.messages[0]['content']}\nassistant: {sample.response}" for sample in part]
-            body = {"model": options.model, "input": texts, "use_activation": False}
-            async with session.post(f"{options.url}/classify", json=body) as response:
-                response.raise_for_status()
-                await response.read()
-
-        timer = Timer(send, concurrency=options.concurrency)
-        took_s, waits = await measure(timer.score, samples, over_s)
-        timer.close()
-    return took_s, waits, requests
-
-
 def show(console: Console, title: str, measured: Sequence[Measured]) -> None:
-    table = Table("policy", "samples a second", "wait p50", "wait p99", "requests", "speed, ours = 1", title=title)
+    columns = ("policy", "samples a second", "wait p50", "wait p99", "requests", "speed, ours = 1")
+    table = common.table(*columns, title=title)
     ours = measured[0].samples_per_s
     for one in measured:
         table.add_row(
@@ -245,39 +206,19 @@ def show(console: Console, title: str, measured: Sequence[Measured]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--url", help="a server that speaks vLLM's POST /classify; default: simulated ones")
-    parser.add_argument("--model", default="rm")
-    parser.add_argument("--chat-template", help="the folder of the reward model, for --url")
-    parser.add_argument("--concurrency", type=int, default=2, help="requests at once, for --url")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console, found = Console(), []
-    if options.url and not options.chat_template:
-        parser.error("--url needs --chat-template")
-    settings = SETTINGS if not options.url else (Setting("all at once", 0, 0, options.concurrency),)
-    policies = ("ours", "single", "timer")
-    for setting in settings:
-        rounds: dict[str, list[Measured]] = {policy: [] for policy in policies}
-        # A real server has other work. The policies take turns, so that it slows all alike; the median round counts.
-        for _ in range(ROUNDS if options.url else 1):
-            for policy in policies:
-                began = time.perf_counter()
-                if options.url:
-                    took_s, waits, requests = asyncio.run(real(options, policy, setting.over_s))
-                else:
-                    took_s, waits, requests = run(simulated(setting, policy, options.samples))
-                speed, p50_s, p99_s = len(waits) / took_s, percentile(waits, 0.5), percentile(waits, 0.99)
-                rounds[policy].append(Measured(setting.name, policy, speed, p50_s, p99_s, requests))
-                console.log(f"{setting.name}, {policy}: {time.perf_counter() - began:.1f} s")
-        rows = [
-            sorted(rounds[policy], key=lambda one: one.samples_per_s)[len(rounds[policy]) // 2] for policy in policies
-        ]
+    for setting in SETTINGS:
+        rows = []
+        for policy in ("ours", "single", "timer"):
+            took_s, waits, requests = run(simulated(setting, policy, options.samples))
+            p50_s, p99_s = percentile(waits, 0.5), percentile(waits, 0.99)
+            rows.append(Measured(setting.name, policy, len(waits) / took_s, p50_s, p99_s, requests))
         show(console, setting.name, rows)
         found += rows
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in found], indent=2))
+    common.write(options.json, found)
 
 
 if __name__ == "__main__":

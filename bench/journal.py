@@ -9,20 +9,19 @@ included: a round ends when the journal is closed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import common
 from overhead import make_samples
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.testing import JudgeServerProcess
@@ -49,23 +48,26 @@ async def measure(url: str, samples: list[Sample], variant: str, path: Path) -> 
 
 def main() -> int:
     """Run the bench."""
-    parser = argparse.ArgumentParser(description="What the journal costs, by whose texts it keeps.")
+    parser = common.parser(__doc__)
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     samples, console = make_samples(options.samples), Console()
-    found: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}
-    with JudgeServerProcess() as server, tempfile.TemporaryDirectory() as folder:
-        for number in track(range(options.rounds), "rounds", console=console):
-            for variant in VARIANTS:
-                path = Path(folder) / f"{variant}-{number}.sqlite"
-                found[variant].append(asyncio.run(measure(server.base_url, samples, variant, path)))
-    table = Table("keep", "us of CPU a sample", "beside `none`", "bytes a sample")
+    with JudgeServerProcess() as server:
+
+        def one(variant: str) -> tuple[float, float]:
+            with tempfile.TemporaryDirectory() as folder:
+                return asyncio.run(measure(server.base_url, samples, variant, Path(folder) / "journal.sqlite"))
+
+        measures = {variant: partial(one, variant) for variant in VARIANTS}
+        found = common.turns(options.rounds, measures, console)
+    table = common.table("keep", "us of CPU a sample", "beside `none`", "bytes a sample")
     base = statistics.median(spent for spent, _ in found["none"])
     for variant, rounds in found.items():
         spent, size = (statistics.median(each[place] for each in rounds) for place in (0, 1))
         table.add_row(variant, f"{1e6 * spent:.0f}", f"{spent / base:.2f}x", f"{size:.0f}")
     console.print(table)
+    common.write(options.json, found)
     return 0
 
 

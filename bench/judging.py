@@ -14,16 +14,15 @@ the samples are, where wrong ones are worst. The same seed gives the same number
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import common
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -216,10 +215,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def table_of(results: Sequence[Result]) -> Table:
     """The results as a table."""
-    table = Table()
-    table.add_column("policy")
-    for name in ("calls small", "calls large", "dollars", "seconds", "agreement", "flat groups"):
-        table.add_column(name, justify="right")
+    table = common.table("policy", "calls small", "calls large", "dollars", "seconds", "agreement", "flat groups")
     for result in results:
         calls = [f"{result.calls.get(name, 0):,}" for name in MODELS]
         numbers = [f"{result.usd:.2f}", f"{result.makespan_s:.0f}", f"{result.agreement:.2f}", f"{result.flat:.0%}"]
@@ -229,11 +225,10 @@ def table_of(results: Sequence[Result]) -> Table:
 
 def main() -> None:
     """Run all policies, and print what each took."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = common.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the results to this file, too")
     options = parser.parse_args()
     samples = draw(options.prompts, options.group, options.seed)
     results = []
@@ -242,8 +237,7 @@ def main() -> None:
             status.update(f"scoring {len(samples):,} samples by {policy} ...")
             results.append(judged(policy, samples)[0])
     Console(width=110).print(table_of(results))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    common.write(options.json, results)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ that a keeper joins, and with several that each learn alone (`--alone`).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import common
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -115,9 +113,8 @@ async def play(says: str, workers: int, *, alone: bool = False, minutes: int = 8
 
 def table(results: Sequence[Result]) -> Table:
     """Return the mean figures over the seeds."""
-    shown = Table(title=f"An undeclared limit of {PER_MINUTE} requests a minute")
-    for column in ("the server states", "workers", "429s", "x one worker", "of them after 3 min", "rate after 3 min"):
-        shown.add_column(column, justify="left" if column.startswith("the") else "right")
+    columns = ("the server states", "workers", "429s", "x one worker", "of them after 3 min", "rate after 3 min")
+    shown = common.table(*columns, title=f"An undeclared limit of {PER_MINUTE} requests a minute")
     found: dict[tuple[str, int, bool], list[Result]] = {}
     for result in results:
         found.setdefault((result.says, result.workers, result.alone), []).append(result)
@@ -136,7 +133,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="An undeclared limit, learned by the workers of one job.")
+    parser = common.parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
         "--says", nargs="+", choices=list(SERVERS), default=list(SERVERS), help="what the server states"
@@ -144,7 +141,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=int, default=8, help="length of a run; more than 3")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--alone", action="store_true", help="also without a keeper")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
     chosen = parser.parse_args(arguments)
     logging.getLogger("qreward_plugins").setLevel(logging.CRITICAL)
     work = [
@@ -159,8 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for says, workers, alone, seed in track(work, console=Console(stderr=True))
     ]
     Console().print(table(results))
-    if chosen.json:
-        chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    common.write(chosen.json, results)
 
 
 if __name__ == "__main__":

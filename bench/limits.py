@@ -17,9 +17,7 @@ verl's manager is left out where verl is not installed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -31,14 +29,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+import common
 import ray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
 from qreward_plugins import RewardEngine, Sample
@@ -308,20 +306,8 @@ def _grade(call: Any) -> float | str:
 def table(results: Sequence[Result], per_window: int, window_s: float) -> Table:
     alone = {result.policy: result.took_s for result in results if result.workers == 1}
     title = f"A limit of {per_window} requests in any {window_s:g} s, shared by the workers of one Ray job"
-    shown = Table(title=title)
-    columns = (
-        "",
-        "workers",
-        "violations",
-        "most seen",
-        "most written",
-        "rate used",
-        "seconds",
-        "x alone",
-        "reports/attempt",
-    )
-    for column in (*columns, "keeper CPU"):
-        shown.add_column(column, justify="right" if column else "left")
+    columns = ("workers", "violations", "most seen", "most written", "rate used", "seconds", "x alone")
+    shown = common.table("", *columns, "reports/attempt", "keeper CPU", title=title)
     for result in results:
         ours = result.policy == OURS
         shown.add_row(
@@ -340,7 +326,7 @@ def table(results: Sequence[Result], per_window: int, window_s: float) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="One limit over many processes of a Ray job.")
+    parser = common.parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 32], help="worker actors")
     parser.add_argument("--per-window", type=int, default=300, help="requests that a window allows")
     parser.add_argument("--window", type=float, default=30.0, metavar="S", help="length of the window")
@@ -348,7 +334,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policies", nargs="+", choices=("ours", "verl"), default=["ours", "verl"])
     parser.add_argument("--load", type=int, default=0, metavar="N", help="busy processes beside it")
     parser.add_argument("--stop-server", type=float, default=0.0, metavar="S", help="stop the server for so long")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
     chosen = parser.parse_args(arguments)
     console = Console(stderr=True)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -358,18 +343,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work = [(policy, workers) for policy in policies for workers in chosen.workers]
     batch = chosen.per_window, chosen.window, chosen.windows
     results = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(work))
-        for policy, workers in work:
-            progress.update(task, description=f"{policy}, {workers} workers")
-            results.append(measure(policy, workers, *batch, chosen.load, chosen.stop_server))
-            progress.advance(task)
+    for policy, workers in track(work, console=console):
+        results.append(measure(policy, workers, *batch, chosen.load, chosen.stop_server))
     shown = Console()
     shown.width = max(shown.width, WIDTH)
     shown.print(table(results, chosen.per_window, chosen.window))
-    if chosen.json:
-        chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    common.write(chosen.json, results)
 
 
 if __name__ == "__main__":

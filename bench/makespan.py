@@ -14,11 +14,9 @@ out. The same seeds give the same numbers.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import inspect
-import json
 import logging
 import multiprocessing
 import os
@@ -32,11 +30,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import common
 from peers import POLICIES, Policy, clock
 from peers.results import CAP_S, Run, mean, ratio_to
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from qreward_plugins.simulation import SCENARIOS, scenario
 
@@ -126,11 +124,8 @@ def show(runs: Sequence[Run], console: Console) -> None:
         of_size = [run for run in runs if run.samples == samples]
         scenarios = [name for name in SCENARIOS if any(run.scenario == name for run in of_size)]
         seeds = len({run.seed for run in of_size})
-        table = Table(title=f"Makespan / bound of {samples} samples (1 is the best; mean of {seeds} seeds)")
-        table.add_column("scenario", no_wrap=True)
-        table.add_column("bound", justify="right", no_wrap=True)
-        for name in policies:
-            table.add_column(name, justify="right", no_wrap=True)
+        title = f"Makespan / bound of {samples} samples (1 is the best; mean of {seeds} seeds)"
+        table = common.table("scenario", "bound", *policies, title=title)
         for name in scenarios:
             rows = [run for run in of_size if run.scenario == name]
             bound_s = statistics.fmean(run.bound_s for run in rows)
@@ -220,13 +215,12 @@ def as_json(runs: Sequence[Run], policies: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[512, 2048, 4096], metavar="N")
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="runs of each kind (default: 20)")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), metavar="NAME")
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), metavar="NAME", help=", ".join(POLICIES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at once")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every run to FILE, too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table to FILE (wants matplotlib)")
     parser.add_argument("--configurations", action="store_true", help="say how each policy is set, and run nothing")
     options = parser.parse_args()
@@ -250,8 +244,7 @@ def main() -> None:
     runs = measure(work, options.jobs, console)
     show(runs, console)
     explain(console, skipped)
-    if options.json:
-        options.json.write_text(json.dumps(as_json(runs, policies), indent=1) + "\n")
+    common.write(options.json, as_json(runs, policies))
     if options.plot:
         draw(runs, options.plot)
 

@@ -14,7 +14,6 @@ beside the package itself: `pip install -r bench/requirements.txt`; QReward and 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -24,15 +23,15 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import aiohttp
+import common
 import orjson
 from rich.console import Console
-from rich.table import Table
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.sources.base import Request
@@ -206,22 +205,20 @@ def measure(count: int, rounds: int, console: Console) -> dict[int, dict[str, li
     """Milliseconds by request of every client at every number in flight, one number a round."""
     samples = make_samples(count)
     bodies = bodies_of(samples)
-    spent: dict[int, dict[str, list[float]]] = {n: {name: [] for name in CLIENTS} for n in IN_FLIGHT}
-    with JudgeServerProcess() as server, console.status("") as status:
-        for number in range(rounds):
-            for in_flight in IN_FLIGHT:
-                for name, client in CLIENTS.items():
-                    status.update(f"round {number + 1} of {rounds}: {name}, {in_flight} in flight")
-                    seconds = asyncio.run(client(server.base_url, samples, bodies, in_flight))
-                    spent[in_flight][name].append(1000 * seconds / count)
-    return spent
+    with JudgeServerProcess() as server:
+
+        def one(name: str, in_flight: int) -> float:
+            return 1000 * asyncio.run(CLIENTS[name](server.base_url, samples, bodies, in_flight)) / count
+
+        kinds = [(name, in_flight) for in_flight in IN_FLIGHT for name in CLIENTS]
+        measures = {f"{name}, {in_flight} in flight": partial(one, name, in_flight) for name, in_flight in kinds}
+        found = common.turns(rounds, measures, console)
+    return {n: {name: found[f"{name}, {n} in flight"] for name in CLIENTS} for n in IN_FLIGHT}
 
 
 def show(spent: dict[int, dict[str, list[float]]], console: Console) -> None:
-    table = Table(title="Processor time of one request, and how many times that of bare aiohttp it is")
-    table.add_column("client", no_wrap=True)
-    for in_flight in spent:
-        table.add_column(f"{in_flight} in flight", justify="right", no_wrap=True)
+    title = "Processor time of one request, and how many times that of bare aiohttp it is"
+    table = common.table("client", *(f"{in_flight} in flight" for in_flight in spent), title=title)
     for name in CLIENTS:
         cells = []
         for by_client in spent.values():
@@ -253,10 +250,9 @@ def as_json(spent: dict[int, dict[str, list[float]]], count: int) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--samples", type=int, default=2000, help="requests a round (default: 2000)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, of which the median counts (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, too")
     options = parser.parse_args()
     if options.samples < 1 or options.rounds < 1:
         parser.error("--samples and --rounds are at least 1")
@@ -270,8 +266,7 @@ def main() -> None:
     console = Console()
     spent = measure(options.samples, options.rounds, console)
     show(spent, console)
-    if options.json:
-        options.json.write_text(json.dumps(as_json(spent, options.samples), indent=2) + "\n")
+    common.write(options.json, as_json(spent, options.samples))
 
 
 if __name__ == "__main__":

@@ -17,19 +17,17 @@ time.
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
 import math
 import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
+import common
 from rich.console import Console
 from rich.table import Table
 
@@ -342,11 +340,10 @@ def mean(results: Sequence[Result]) -> Result:
 
 
 def table(results: Sequence[Result]) -> Table:
-    shown = Table(title="Routing between replicas (simulated)", title_justify="left", box=None, pad_edge=False)
-    for column in ("load", "replicas", "policy"):
-        shown.add_column(column, no_wrap=True)
-    for column in ("makespan", "of the bound", "prefix hits", "of one alone", "prompt tokens computed"):
-        shown.add_column(column, justify="right")
+    shown = common.table(
+        "load", "replicas", "policy", "makespan", "of the bound", "prefix hits", "of one alone", "tokens computed",
+        title="Routing between replicas (simulated)",
+    )  # fmt: skip
     for one in results:
         shown.add_row(
             one.load,
@@ -366,12 +363,11 @@ def _hashed(group: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64], metavar="N")
     parser.add_argument("--load", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="several seeds: means over them")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
     results = [
         mean(list(seeds))
@@ -380,8 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seeds in zip(*(measure(name, count, given.policy, seed) for seed in given.seed), strict=True)
     ]
     Console(width=120).print(table(results))
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(one) for one in results], indent=2) + "\n", encoding="utf-8")
+    common.write(given.json, results)
     return 0
 
 

@@ -51,7 +51,7 @@ CODE_LINES = {
     "sources": 7_160,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
     "scheduling": 4_460,
-    "simulation": 3_720,
+    "simulation": 3_290,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;
@@ -68,7 +68,7 @@ CODE_LINES = {
     # Limits that nobody declared are learned by all workers together.
     "sharing": 1_900,
     "quotas": 1_810,
-    "planning": 1_570,
+    "planning": 1_530,
     "server": 1_430,
     # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
     "verl_adapter": 1_880,
@@ -82,13 +82,14 @@ CODE_LINES = {
     "roll_adapter": 880,
     # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges. `figures`:
     # what takes seconds is computed in other processes.
-    "ui": 1_005,
+    "ui": 1_000,
     # Ready-made reward functions.
     "checks": 260,
     "client": 550,
     # Labelled rows, for `bench`.
     "files": 510,
-    "system": 390,
+    # Pools of processes, which three rooms made for themselves.
+    "system": 412,
     # It gathers groups for judges that compare siblings.
     "adapters": 225,
     # TRL, verifiers, NeMo-Gym and OpenEnv: at most 80 lines each.

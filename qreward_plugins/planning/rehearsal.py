@@ -12,8 +12,6 @@ import contextlib
 import contextvars
 import itertools
 import logging
-import multiprocessing
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -33,6 +31,7 @@ from ..samples import Failed, Outcome
 from ..scheduling.batches import WaitReason
 from ..simulation import Luck, Server, SimulatedServer, run
 from ..sources import kind_of
+from ..system.processes import process_pool, terminate
 from .picture import Timeline, most_in_window
 from .played import PlayedSource, Record
 from .rollouts import Rollouts, tokens_of
@@ -49,9 +48,7 @@ class Runner:
         self._done = self._total = 0
         self._pool: ProcessPoolExecutor | None = None
         if processes > 1:
-            # Forking is unsafe if the caller has threads.
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin)
+            self._pool = process_pool(processes)
 
     def run(self, tasks: Sequence[Task]) -> list[Run]:
         """Run all tasks and return their results in order.
@@ -79,15 +76,10 @@ class Runner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._pool is None:
-            return
-        # Python has a public way to do this from 3.14 on (`terminate_workers`).
-        workers = list((getattr(self._pool, "_processes", None) or {}).values())
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        if error is not None:
-            for worker in workers:
-                worker.terminate()
-        self._pool.shutdown(wait=True)
+        if self._pool is not None:
+            if error is not None:
+                terminate(self._pool)
+            self._pool.shutdown()
 
     def _one(self, task: Task) -> Run:
         run = _rehearse(task)
@@ -103,11 +95,6 @@ class Runner:
 def _rehearse(task: Task) -> Run:
     rehearsal, seed, record = task
     return rehearsal.run(seed, record=record)
-
-
-def _begin() -> None:
-    # Ctrl-C reaches the whole process group; the parent handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 AMPLE_DEADLINE_S = 360_000.0

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from ..quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from ..samples import Scored
-from ..scheduling.breaker import SAMPLES_TO_OPEN
 from ..scheduling.hedging import LEAST_HEDGES
-from ..scheduling.jobs import MAX_FORGIVEN, MAX_HEDGES, MAX_LIVE, MAX_RESTARTS
+from ..scheduling.jobs import MAX_FORGIVEN
 from .poison import poison_of
 from .record import Record, Sent
 from .trial import Trial, judge_of
@@ -18,50 +17,36 @@ _ROUNDING_S = 1e-6
 
 
 def bounded(trial: Trial, record: Record) -> Iterator[str]:
-    """P4: attempts, hedges and retries keep to their budgets."""
+    """P4: attempts <= N * (1 + retry budget + hedge budget); a batch and a source keep to their own budgets, too.
+
+    Requests that a source refused do not count, nor those of several calls, which are split until the call to blame is
+    alone. If only poisoned samples wait, their failures look like an outage, and probes are free.
+    """
     engine = trial.config["engine"]
-    hedged, hedge_budget = engine["scheduling"]["hedge"], engine["scheduling"]["hedge_budget"]
+    hedge_budget = engine["scheduling"]["hedge_budget"] if engine["scheduling"]["hedge"] else 0.0
     per_sample = _per_sample(record)
-    hedges = {name: _hedges(sent) for name, sent in per_sample.items()}
-    by_source: dict[str, list[Sent]] = defaultdict(list)
-    for one in record.sent:
-        by_source[one.source].append(one)
+    attempts = most = 0
     for given in record.given():
-        sample = given.sample
-        name = sample.id or ""
-        sent = per_sample.get(name, [])
-        retries = trial.config["judges"][judge_of(trial.config, sample)]["invalid_retries"]
-        throttled = sum(one.ending == "throttled" for one in sent)
-        # A request of several calls that fails is split, until the call to blame is alone.
-        split = sum(one.together > 1 and one.ending in ("failed", "cancelled") for one in sent)
-        # Failed attempts are bounded; probes of a source with an open circuit count once more. Attempts that the engine
-        # ended do not count, nor do those at a source that failed several samples and answered none meanwhile.
-        excused = sum(_excused(one, sent[0], by_source[one.source], trial) for one in sent)
-        excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_FORGIVEN)
-        most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused + split
-        # If only poisoned samples wait, their failures look like an outage, and probes are free.
-        if len(sent) > most and poison_of(sample) is None:
-            yield f"{name} was sent {len(sent)} times, {throttled} of them throttled; {most} is the most"
-        most_hedges = MAX_HEDGES if hedged else 0
-        if hedges.get(name, 0) > most_hedges:
-            yield f"{name} was hedged {hedges[name]} times; {most_hedges} is the most"
-        most_live = max((_live(sent, one.started_at) for one in sent), default=0)
-        if most_live > MAX_LIVE:
-            yield f"{most_live} requests of {name} were in flight at once; {MAX_LIVE} is the most"
+        sent = per_sample.get(given.sample.id or "", [])
+        if given.outcome is not None:
+            outcome = given.outcome
+            counted = outcome.verdict.attempts if isinstance(outcome, Scored) else outcome.attempts
+            if len(sent) > counted:
+                yield f"{given.sample.id} was sent {len(sent)} times, its outcome says {counted}"
+        if poison_of(given.sample) is None:
+            attempts += sum(one.ending != "throttled" and one.together == 1 for one in sent) - _hedges(sent)
+            judge = trial.config["judges"][judge_of(trial.config, given.sample)]
+            # The first attempt is one of `max_attempts`; some at a source that fails for everybody are forgiven.
+            most += engine["max_attempts"] + judge["invalid_retries"] + MAX_FORGIVEN
+    if attempts > most:
+        yield f"{attempts} requests were sent, without hedges; {most} is the most"
     for call in record.calls:
         if call.call.kind == "batch":
-            count = sum(hedges.get(sample.id or "", 0) for sample in call.call.samples)
-            most_in_batch = max(LEAST_HEDGES, hedge_budget * len(call.call.samples))
+            count = sum(_hedges(per_sample.get(sample.id or "", [])) for sample in call.call.samples)
+            most_in_batch = max(LEAST_HEDGES, hedge_budget * len(call.call.samples)) if hedge_budget else 0
             if count > most_in_batch:
                 yield f"a {call.call.describe()} was hedged {count} times; {most_in_batch:g} is the most"
     yield from _retries(record, per_sample)
-    for given in record.given():
-        if given.outcome is not None:
-            outcome = given.outcome
-            attempts = outcome.verdict.attempts if isinstance(outcome, Scored) else outcome.attempts
-            count = len(per_sample.get(given.sample.id or "", []))
-            if count > attempts:
-                yield f"{given.sample.id} was sent {count} times, its outcome says {attempts}"
 
 
 def hedges_of(record: Record) -> int:
@@ -76,24 +61,6 @@ def _per_sample(record: Record) -> dict[str, list[Sent]]:
     return per_sample
 
 
-def _excused(one: Sent, first: Sent, sent: list[Sent], trial: Trial) -> bool:
-    """Whether a request failed at a server that had answered nobody since the `first` request of its sample, and had
-    failed others. `sent`: what the server was sent.
-    """
-
-    def failed(other: Sent) -> bool:
-        timeout_s = trial.config["sources"][other.source]["timeouts"]["total_s"]
-        timed_out = other.ending == "cancelled" and other.ended_at - other.started_at >= timeout_s - _ROUNDING_S
-        return other.ending == "failed" or timed_out
-
-    if not failed(one):
-        return False
-    before = [other for other in sent if other.ended_at <= one.ended_at]
-    failing = {other.sample for other in before if failed(other)}
-    answered = any(other.ending in ("valid", "invalid") for other in before if other.ended_at >= first.started_at)
-    return len(failing) >= SAMPLES_TO_OPEN and not answered
-
-
 def _hedges(sent: list[Sent]) -> int:
     """The number of a sample's requests that began while another one was in flight."""
     count = 0
@@ -102,11 +69,6 @@ def _hedges(sent: list[Sent]) -> int:
         alone = (other for other in sent[:number] if other.together == 1)
         count += any(other.ended_at > one.started_at + _ROUNDING_S for other in alone)
     return count
-
-
-def _live(sent: list[Sent], at: float) -> int:
-    """The number of a sample's requests in flight."""
-    return sum(one.started_at <= at and one.ended_at > at + _ROUNDING_S for one in sent if one.together == 1)
 
 
 def _retries(record: Record, per_sample: dict[str, list[Sent]]) -> Iterator[str]:

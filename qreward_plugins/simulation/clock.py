@@ -90,12 +90,17 @@ def run(main: Coroutine[Any, Any, T], *, loop: VirtualTimeLoop | None = None) ->
     try:
         return loop.run_until_complete(main)
     finally:
-        try:
-            leftover = asyncio.all_tasks(loop)
-            for task in leftover:
-                task.cancel()
-            if leftover:
-                loop.run_until_complete(asyncio.gather(*leftover, return_exceptions=True))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            loop.close()
+        finish(loop)
+
+
+def finish(loop: VirtualTimeLoop) -> None:
+    """Cancel the tasks of a loop that does not run, and close it."""
+    try:
+        leftover = asyncio.all_tasks(loop)
+        for task in leftover:
+            task.cancel()
+        if leftover:
+            loop.run_until_complete(asyncio.gather(*leftover, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()

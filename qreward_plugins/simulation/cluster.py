@@ -1,301 +1,443 @@
-"""A cluster in virtual time, which runs the real protocol of shared limits.
+"""A cluster in virtual time: production engines, each in a process of its own, share limits by a production keeper.
 
-Nodes have their own clocks, the network loses, duplicates and reorders messages, and the keeper dies and restarts, or
-the worker that notices starts another one. Only servers use the true time. All actions of a node are events of the
-cluster, so a stopped process does nothing until it resumes, and then everything at once, in any order.
+Every process has an event loop with its own clock, and the cluster runs the loop whose next event comes first. So a
+process can be killed, or stopped: it does nothing until it resumes, and then everything at once. The network loses,
+doubles and reorders messages, and the keeper dies and restarts, or the worker that notices starts another one. Only
+servers use the true time.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import asyncio
+import functools
 import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
-from ..sharing.keeper import MARGIN_S, TTL_S
-from ..sharing.messages import Report
-from .cluster_nodes import KeeperNode, Node, RecordingServer
-from .cluster_plan import ClusterFault, Plan, SharedSource, random_plan
-from .cluster_worker import SimulatedWorker
-from .promises import Broken
-from .soak import Finding, crashed
+from ..config import Config
+from ..engine import RewardEngine
+from ..errors import KeeperLost, TransientError
+from ..samples import Sample, Scored
+from ..samples.spent import Usage
+from ..sharing.keeper import MARGIN_S, TTL_S, Keeper, KeeperLoop
+from ..sharing.messages import Answer, Report
+from ..sources.base import Reply, Request
+from .clock import VirtualTimeLoop, finish
+from .cluster_plan import COMPLETION_TOKENS, ClusterFault, Plan, SharedSource, Work, Worker
+from .draws import prompt_tokens, verdict_text
+from .scenarios import bytes_of_judge
+from .strict_limits import Ledger, SlidingWindow, TokenBucket
 
 SILENCE_S = 40.0
 """Seconds after which all workers have noticed a lost keeper, and there is another."""
-SLACK = 2.5
-"""The time allowed to all processes, as a multiple of the best time of one process."""
-_FINGERPRINTS = 2**64
 
 
-@dataclass
-class ClusterTally:
-    """The sums over all clusters."""
+class ProcessLoop(VirtualTimeLoop):
+    """The event loop of one process, with a clock of its own. It runs only when the cluster says so."""
 
-    trials: int = 0
-    requests: int = 0
-    """Requests that arrived at servers."""
-    reports: int = 0
-    keepers: int = 0
-    virtual_s: float = 0.0
-    slowest: tuple[float, int] = (0.0, -1)
-    """The largest used share of the allowed time after the last fault, and its seed."""
-    fingerprint: int = 0
+    def __init__(self, clock: tuple[float, float] = (0.0, 1.0)) -> None:
+        super().__init__()
+        self._offset, self._rate = clock
+        self._now = self._offset
+        self.alive = True
+        self.stops = 0
+        """How many faults stop it now."""
 
-    def add(self, other: ClusterTally) -> None:
-        """Add another tally to this one."""
-        self.trials += other.trials
-        self.requests += other.requests
-        self.reports += other.reports
-        self.keepers += other.keepers
-        self.virtual_s += other.virtual_s
-        self.slowest = max(self.slowest, other.slowest)
-        self.fingerprint = (self.fingerprint + other.fingerprint) % _FINGERPRINTS
+    def at(self, when: float, what: Callable[..., Any], *arguments: Any) -> None:
+        """Schedule a call at a true time, from any process."""
+        self.call_at(self._offset + self._rate * when, what, *arguments)
 
+    def true(self, when: float) -> float:
+        """The true time of a time of its clock."""
+        return (when - self._offset) / self._rate
 
-@dataclass(frozen=True)
-class ClusterFinding(Finding):
-    """A seed whose cluster broke a promise."""
+    def due_at(self) -> float:
+        """The true time of its next event; infinity if there is none, or it cannot run."""
+        if self.stops or not self.alive:
+            return math.inf
+        if self._ready:  # type: ignore[attr-defined]
+            return -math.inf
+        return self.true(self._scheduled[0].when()) if self._scheduled else math.inf
 
-    def describe(self) -> str:
-        """The broken promises, and how to replay the seed."""
-        lines = [f"cluster {self.seed} broke {broken}" for broken in self.broken]
-        return "\n".join([*lines, f"  replay: python -m qreward_plugins.simulation --cluster --seed {self.seed}"])
-
-
-@dataclass(frozen=True)
-class ClusterSoaked:
-    """The results of a range of seeds."""
-
-    tally: ClusterTally
-    findings: tuple[ClusterFinding, ...]
-
-    def describe(self, *, most: int = 3) -> str:
-        """The first findings with their plans, as text."""
-        return "\n\n".join(f"{one.describe()}\n{random_plan(one.seed).describe()}" for one in self.findings[:most])
+    def step(self, now: float) -> None:
+        """Run what is due at a true time."""
+        self._now = max(self._now, self._offset + self._rate * now)
+        self.call_soon(self.stop)
+        self.run_forever()
 
 
-def time_allowed_s(plan: Plan) -> float:
-    """Most seconds for a cluster to finish its work after the last fault."""
-    empty_after_s = [_empty_after_s(source) for source in plan.sources]
-    # A silent worker's share counts as spent for a window; a new keeper waits longer than that.
-    recovery_s = SILENCE_S + 2 * TTL_S + MARGIN_S + 2 * max(empty_after_s)
-    messages_s = 20 * sum(plan.message_s) / (1 - plan.lost) ** 2
-    return recovery_s + messages_s + SLACK * max(_work_s(plan, source) for source in plan.sources)
+@dataclass(eq=False)
+class _Sent:
+    """A request at a server. `answered` gets the tokens of its completion."""
+
+    worker: WorkerProcess
+    prompt_tokens: int
+    answered: asyncio.Future[int]
+    is_open: bool = True
 
 
-def check_cluster(seed: int) -> tuple[Cluster, ClusterTally, list[Broken]]:
-    """Play the plan of a seed and check the promises."""
-    plan = random_plan(seed)
-    cluster = Cluster(plan)
-    quiet_at, allowed_s = plan.quiet_at(), time_allowed_s(plan)
-    done_at = cluster.run(quiet_at + allowed_s)
-    broken = [Broken("P3", problem) for server in cluster.servers.values() for problem in server.broken[:3]]
-    if unfinished := cluster.unfinished():
-        broken.append(Broken("liveness", f"{unfinished} requests wait {allowed_s:.0f} s after the last fault"))
-    seen = [
-        f"{worker.name} {worker.reports} {worker.unfinished} {worker.waited_s}" for worker in cluster.workers.values()
-    ]
-    seen += [f"{server.came_from}" for server in cluster.servers.values()]
-    tally = ClusterTally(
-        trials=1,
-        requests=sum(server.came for server in cluster.servers.values()),
-        reports=sum(worker.reports for worker in cluster.workers.values()),
-        keepers=len(cluster.keepers),
-        virtual_s=done_at,
-        slowest=(max(0.0, done_at - quiet_at) / allowed_s, seed),
-        fingerprint=int.from_bytes(blake2b(f"{seed} {done_at} {seen}".encode(), digest_size=8).digest(), "little"),
-    )
-    return cluster, tally, broken
+class RecordingServer:
+    """One source's server, which counts what comes. Times are true seconds."""
+
+    def __init__(self, cluster: Cluster, source: SharedSource) -> None:
+        limits = source.declared()
+        self.source = source
+        self.broken: list[str] = []
+        self.came_from: list[str] = []
+        """The workers whose requests arrived, in order."""
+        self._cluster = cluster
+        self._counts_at = cluster.rng.choice((0.0, 0.5, 1.0))
+        """When a completion counts: at the arrival, halfway, or at the end."""
+        self._requests: Ledger | None = None
+        if limits.requests_per_minute is not None and limits.window == "bucket":
+            self._requests = TokenBucket(limits.requests_per_minute / 60.0, float(limits.burst))
+        elif limits.requests_per_minute is not None:
+            per_window, window_s = limits.requests_per_minute * limits.window_s / 60.0, limits.window_s
+            if per_window < 1:
+                per_window, window_s = 1.0, 60.0 / limits.requests_per_minute
+            self._requests = SlidingWindow(math.floor(per_window + 1e-9), window_s)
+        self._tokens: Ledger | None = None
+        if limits.tokens_per_minute is not None:
+            per_window = math.floor(limits.tokens_per_minute * limits.window_s / 60.0 + 1e-9)
+            self._tokens = SlidingWindow(per_window, limits.window_s)
+        self._concurrency = limits.concurrency or math.inf
+        self.in_flight: list[_Sent] = []
+
+    def arrive(self, sent: _Sent) -> None:
+        """A request arrives, even if its client has gone meanwhile."""
+        cluster, rng = self._cluster, self._cluster.rng
+        self.came_from.append(sent.worker.name)
+        self._count(self._requests, 1, "requests")
+        self._count(self._tokens, sent.prompt_tokens, "tokens")
+        if not sent.is_open:
+            return
+        self.in_flight.append(sent)
+        if len(self.in_flight) > self._concurrency:
+            self._break(f"{len(self.in_flight)} in flight, {self._concurrency:g} allowed")
+        takes_s = rng.uniform(*self.source.service_s)
+        completion = math.floor(rng.choice((0.0, 0.5, 1.0, 1.0)) * COMPLETION_TOKENS)
+        cluster.world.at(cluster.now + self._counts_at * takes_s, self._spend, sent, completion)
+        cluster.world.at(cluster.now + takes_s, self._end, sent, completion)
+
+    def close(self, sent: _Sent) -> None:
+        """The connection of a request closes."""
+        sent.is_open = False
+        if sent in self.in_flight:
+            self.in_flight.remove(sent)
+
+    def _spend(self, sent: _Sent, completion: int) -> None:
+        if sent in self.in_flight:
+            self._count(self._tokens, completion, "tokens")
+
+    def _end(self, sent: _Sent, completion: int) -> None:
+        if sent in self.in_flight:
+            self.in_flight.remove(sent)
+            back_s = self._cluster.rng.uniform(*self.source.way_s)
+            sent.worker.loop.at(self._cluster.now + back_s, _set, sent.answered, completion)
+
+    def _count(self, ledger: Ledger | None, amount: float, what: str) -> None:
+        if ledger is not None:
+            if excess := ledger.excess(amount, self._cluster.now):
+                self._break(f"{excess.over:g} {what} more than the {ledger.limit:g} allowed")
+            ledger.enter(amount, self._cluster.now)
+
+    def _break(self, what: str) -> None:
+        self.broken.append(f"{self.source.key} at {self._cluster.now:.4f}: {what}")
 
 
-def soak_clusters(first: int, last: int) -> ClusterSoaked:
-    """Play the plans of the seeds from `first` to before `last` in this process."""
-    tally, findings = ClusterTally(), []
-    for seed in range(first, last):
+class KeeperProcess:
+    """The process of a keeper."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.loop = ProcessLoop(cluster.plan.keeper_clock)
+        self.slow_s = 0.0
+        self._cluster = cluster
+        self._number = number
+        self._running: KeeperLoop | None = None
+
+    def take_in(self, report: Report, worker: WorkerProcess, answered: asyncio.Future[Answer | None]) -> None:
+        """Receive a report, and answer it when an answer is due."""
+        if self._running is None:
+            keeper = Keeper(self.loop.time(), boot=str(self._number), first=self._number == 0)
+            self._running = KeeperLoop(keeper)
+        exchange = self.loop.create_task(self._running.exchange(report))
+
+        def answer(done: asyncio.Task[Answer | None]) -> None:
+            if not done.cancelled():
+                self._cluster.send(worker, worker.loop, _set, answered, done.result(), slow_s=self.slow_s)
+
+        exchange.add_done_callback(answer)
+
+
+class WorkerProcess:
+    """The process of a worker, with one engine. It is a `Channel` to the keeper, too."""
+
+    def __init__(self, cluster: Cluster, name: str, worker: Worker) -> None:
+        self.name = name
+        self.loop = ProcessLoop(worker.clock)
+        self.unfinished = 0
+        self.failed: list[str] = []
+        self.reports = 0
+        self._cluster = cluster
+        self._leaves = worker.leaves
+        self._engine: RewardEngine | None = None
+        self._keeper: KeeperProcess | None = None
+        self._awaited: dict[asyncio.Future[Any], None] = {}
+
+    # Work
+
+    def expect(self, work: Work) -> None:
+        """Schedule future work."""
+        for number in range(work.count):
+            self.unfinished += 1
+            self.loop.at(work.at_s + number * work.every_s, self._come, work, f"{self.name}-{self.unfinished}")
+
+    def _come(self, work: Work, name: str) -> None:
+        if self._engine is None:
+            sources = {key: _Source(self._cluster, self, server) for key, server in self._cluster.servers.items()}
+            self._engine = RewardEngine(self._cluster.config, sources=sources, channel=self)
+        text = "x" * max(1, work.size - bytes_of_judge())
+        sample = Sample([{"role": "user", "content": "?"}], text, data_source=work.source, id=name)
+        self._cluster.tasks.append(self.loop.create_task(self._score(self._engine, sample)))
+
+    async def _score(self, engine: RewardEngine, sample: Sample) -> None:
+        outcome = await engine.score(sample)
+        if not isinstance(outcome, Scored):
+            self.failed.append(f"{sample.id}: {outcome.describe()}")
+        self.unfinished -= 1
+        if self._leaves and not self.unfinished:
+            await engine.aclose()
+
+    # The keeper
+
+    async def exchange(self, report: Report) -> Answer | None:
+        """Send a report to the keeper and wait for the answer."""
+        cluster, loop = self._cluster, self.loop
+        self.reports += 1
+        if self._keeper is None and not report.leaves:
+            found: asyncio.Future[KeeperProcess] = loop.create_future()
+            cluster.send(self, loop, _set, found, cluster.look_up())
+            self._keeper = await found
+        keeper = self._keeper
+        if keeper is None:
+            return None
+        answered: asyncio.Future[Answer | None] = loop.create_future()
+        # A random name would give another schedule in each run.
+        cluster.send(self, keeper.loop, keeper.take_in, report._replace(worker=self.name), self, answered)
+        if keeper is not cluster.registered:
+            cluster.send(self, loop, self.lost, keeper)
+        self._awaited[answered] = None
         try:
-            _, one, broken = check_cluster(seed)
-        except Exception as error:
-            findings.append(ClusterFinding(seed, (crashed("the cluster itself", error),)))
-            continue
-        tally.add(one)
-        if broken:
-            findings.append(ClusterFinding(seed, tuple(broken)))
-    return ClusterSoaked(tally, tuple(findings))
+            return await answered
+        finally:
+            del self._awaited[answered]
+
+    async def end_keeper(self) -> None:
+        """Kill a keeper that does not answer."""
+        if self._keeper is not None:
+            self._cluster.kill_keeper(self._keeper)
+            self._keeper = None
+
+    def lost(self, keeper: KeeperProcess) -> None:
+        """A keeper has died, or has closed its connections."""
+        if keeper is self._keeper:
+            self._keeper = None
+            for answered in self._awaited:
+                if not answered.done():
+                    answered.set_exception(KeeperLost("it is dead"))
+
+    # Faults
+
+    def kill(self) -> None:
+        """End the process, as SIGKILL does, and its connections with it."""
+        self.loop.alive = False
+        self._disconnect()
+
+    def stop(self) -> None:
+        """Stop the process, as SIGSTOP does, until `resume`."""
+        self.loop.stops += 1
+        if self._engine is not None:
+            # It cannot cancel its requests in flight when its shares end; the server ends or answers them.
+            ends_at = max(upstream.quota.valid_until for upstream in self._engine.upstreams.values())
+            if -math.inf < ends_at < math.inf:
+                self._cluster.world.at(self.loop.true(ends_at), self._abandon)
+
+    def resume(self) -> None:
+        """Resume it: everything that happened since the stop happens at once."""
+        self.loop.stops -= 1
+
+    def _abandon(self) -> None:
+        if self.loop.stops and self.loop.alive:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        for server in self._cluster.servers.values():
+            for sent in [sent for sent in server.in_flight if sent.worker is self]:
+                server.close(sent)
+                self.loop.at(self._cluster.now, _fail, sent.answered)
 
 
-def _empty_after_s(source: SharedSource) -> float:
-    """Seconds after which all spent requests and tokens have left the windows."""
-    limits = source.declared()
-    window_s = limits.window_s
-    if limits.requests_per_minute is not None:
-        window_s = max(window_s, 60.0 / limits.requests_per_minute)
-        if limits.window == "bucket":
-            window_s = max(window_s, limits.burst * 60.0 / limits.requests_per_minute)
-    return window_s + source.connect_s[1] + source.service_s[1] + 2 * source.way_s[1]
+class _Source:
+    """The client of a worker to one server."""
 
+    model = "simulated"
+    slots = None
 
-def _work_s(plan: Plan, source: SharedSource) -> float:
-    """Seconds that one process needs for a source's work at most."""
-    limits, takes_s = source.declared(), source.connect_s[1] + source.service_s[1] + 2 * source.way_s[1]
-    work = [one for one in plan.work if one.source == source.key]
-    count = sum(one.count for one in work)
-    needs = [takes_s]
-    if limits.requests_per_minute is not None:
-        per_window = math.floor(limits.requests_per_minute * limits.window_s / 60.0 + 1e-9)
-        if limits.window == "bucket":
-            # A request counts when it is written, so no more than the bucket holds may wait for connections.
-            connecting_s = source.connect_s[1] / max(1, limits.burst - 1)
-            needs.append(count * (60.0 / limits.requests_per_minute + 0.15 + connecting_s))
-        elif per_window < 1:
-            needs.append(count * (60.0 / limits.requests_per_minute + source.connect_s[1] + 1.0))
-        else:
-            needs.append(math.ceil(count / per_window) * (limits.window_s + source.connect_s[1] + 1.0))
-    if limits.concurrency is not None:
-        needs.append(math.ceil(count / limits.concurrency) * (takes_s + 1.0))
-    if limits.tokens_per_minute is not None:
-        whole = limits.tokens_per_minute * limits.window_s / 60.0
-        # Tokens are reserved while a request is in flight, and spent for a window after that.
-        needs.append(
-            sum(
-                one.count / max(1, math.floor(whole / max(1.0, one.prompt_tokens + one.completion_tokens)))
-                for one in work
-            )
-            * (limits.window_s + takes_s + 1.0)
-        )
-    return sum(needs)
+    def __init__(self, cluster: Cluster, worker: WorkerProcess, server: RecordingServer) -> None:
+        self.name = server.source.key
+        self._cluster = cluster
+        self._worker = worker
+        self._server = server
+
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        cluster, server, rng = self._cluster, self._server, self._cluster.rng
+        await asyncio.sleep(rng.uniform(*server.source.connect_s))
+        on_sent()
+        sent = _Sent(self._worker, prompt_tokens(request.size), asyncio.get_running_loop().create_future())
+        cluster.world.at(cluster.now + rng.uniform(*server.source.way_s), server.arrive, sent)
+        try:
+            completion = await sent.answered
+        finally:
+            server.close(sent)
+        usage = Usage(sent.prompt_tokens, completion) if rng.random() < 0.8 else None
+        return Reply(text=verdict_text(request), usage=usage, model="simulated")
+
+    async def aclose(self) -> None:
+        return None
 
 
 class Cluster:
-    """Plays a plan."""
+    """Plays a plan. Use it as a context manager, which ends all processes."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.config = Config.model_validate(plan.config())
         self.rng = random.Random(f"cluster events {plan.seed}")
         self.now = 0.0
-        self.servers = {source.key: RecordingServer(source, self.rng) for source in plan.sources}
-        self.workers: dict[str, SimulatedWorker] = {}
-        self.keepers: list[KeeperNode] = [KeeperNode(self, 0)]
-        self.registered = True
-        """Whether the keeper's name is registered, even for a dead keeper."""
-        self.parted: dict[str, int] = {}
+        self.world = ProcessLoop()
+        """Runs the servers and the faults, in true time."""
+        self.tasks: list[asyncio.Task[None]] = []
+        self.servers = {source.key: RecordingServer(self, source) for source in plan.sources}
+        self.keepers = [KeeperProcess(self, 0)]
+        self.registered: KeeperProcess | None = self.keepers[0]
+        """The keeper that a worker finds, even if it has just died."""
+        self.workers = [WorkerProcess(self, f"w{number}", worker) for number, worker in enumerate(plan.workers)]
+        self._parted: dict[WorkerProcess, int] = {}
         self._lossy = 0
-        self._counter = itertools.count()
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        for number, worker in enumerate(plan.workers):
-            self.workers[f"w{number}"] = SimulatedWorker(self, f"w{number}", worker, plan.sources)
         for work in plan.work:
-            self.workers[f"w{work.worker}"].expect(work)
+            self.workers[work.worker].expect(work)
         for fault in plan.faults:
-            self.at(fault.at_s, self._start_fault, fault)
+            self.world.at(fault.at_s, self._start_fault, fault)
 
-    def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a call at a true time."""
-        heapq.heappush(self._events, (max(when, self.now), next(self._counter), what, arguments))
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for loop in self._loops():
+            for timer in loop._scheduled:  # what was still to come would begin new tasks
+                timer.cancel()
+            finish(loop)
 
     def run(self, until: float) -> float:
         """Play until all work is done, or until `until`; return the end."""
-        events = self._events
-        while events and events[0][0] <= until:
-            self.now, _, what, arguments = heapq.heappop(events)
-            what(*arguments)
-            if not self.unfinished():
-                return self.now
-        self.now = until
-        return until
+        while self.unfinished():
+            loop = min(self._loops(), key=ProcessLoop.due_at)
+            due_at = loop.due_at()
+            if due_at > until:
+                self.now = until
+                break
+            self.now = max(self.now, due_at)
+            loop.step(self.now)
+        return self.now
 
     def unfinished(self) -> int:
         """Requests of living workers that are unanswered or still to come."""
-        return sum(worker.unfinished for worker in self.workers.values() if worker.alive)
+        return sum(worker.unfinished for worker in self.workers if worker.loop.alive)
 
-    # Messages
+    def _loops(self) -> list[ProcessLoop]:
+        return [self.world, *(each.loop for each in (*self.keepers, *self.workers))]
 
-    def send(self, worker: str, slow_s: float, what: Callable[..., None], *arguments: Any) -> None:
+    def send(
+        self, worker: WorkerProcess, to: ProcessLoop, what: Callable[..., Any], *arguments: Any, slow_s: float = 0.0
+    ) -> None:
         """Send a message to or from a worker: it arrives later, twice, or never."""
         least_s, mean_s = self.plan.message_s
-        node: Node = what.__self__  # type: ignore[attr-defined]
         lost = 0.7 if self._lossy else self.plan.lost
         for _ in range(2 if self.rng.random() < self.plan.doubled else 1):
-            if self.parted.get(worker) or self.rng.random() < lost:
+            if self._parted.get(worker) or self.rng.random() < lost:
                 continue
-            delay_s = least_s + self.rng.expovariate(1 / mean_s) + slow_s
-            self.at(self.now + delay_s, node.happen, what, *arguments)
+            to.at(self.now + least_s + self.rng.expovariate(1 / mean_s) + slow_s, what, *arguments)
 
-    # The name of the keeper
+    # Keepers
 
-    def look_up(self, worker: SimulatedWorker) -> None:
-        """A worker looks the keeper up. If none is registered, a new one starts."""
-        if not self.registered:
-            self._start_keeper()
-        self.send(worker.name, 0.0, worker.found, len(self.keepers) - 1)
+    def look_up(self) -> KeeperProcess:
+        """The registered keeper. If there is none, a new one starts."""
+        if self.registered is None:
+            self.registered = KeeperProcess(self, len(self.keepers))
+            self.keepers.append(self.registered)
+        return self.registered
 
-    def report(self, worker: SimulatedWorker, handle: int, report: Report) -> None:
-        """Send a worker's report to the keeper of a handle."""
-        keeper = self.keepers[handle]
-        self.send(worker.name, 0.0, keeper.take_in, report)
-        if not keeper.alive and not (self.registered and handle == len(self.keepers) - 1):
-            self.send(worker.name, 0.0, worker.lost, handle)
+    def kill_keeper(self, keeper: KeeperProcess) -> None:
+        """Kill a keeper; its death is noticed a little later."""
+        if keeper.loop.alive:
+            keeper.loop.alive = False
+            self.world.at(self.now + self.rng.choice((0.01, 0.5, 3.0)), self._notice, keeper)
 
-    def end_keeper(self, handle: int) -> None:
-        """Kill a keeper that does not answer."""
-        self._kill_keeper(self.keepers[handle])
-
-    def _start_keeper(self) -> None:
-        self.registered = True
-        self.keepers.append(KeeperNode(self, len(self.keepers)))
-
-    def _kill_keeper(self, keeper: KeeperNode) -> None:
-        if keeper.alive:
-            keeper.alive = False
-            self.at(self.now + self.rng.choice((0.01, 0.5, 3.0)), self._notice, keeper)
-
-    def _notice(self, keeper: KeeperNode) -> None:
-        if self.plan.restarts:
-            self._start_keeper()
-        elif keeper.number == len(self.keepers) - 1:
-            self.registered = False
-        self._close(keeper)
-
-    def _close(self, keeper: KeeperNode) -> None:
-        for worker in self.workers.values():
-            if worker.handle == keeper.number:
-                self.send(worker.name, 0.0, worker.lost, keeper.number)
+    def _notice(self, keeper: KeeperProcess) -> None:
+        if keeper is self.registered:
+            self.registered = None
+            if self.plan.restarts:
+                self.look_up()
+        for worker in self.workers:
+            self.send(worker, worker.loop, worker.lost, keeper)
 
     # Faults
 
     def _start_fault(self, fault: ClusterFault) -> None:
-        end = self.now + fault.lasts_s
-        keeper = self.keepers[-1]
+        keeper, worker = self.keepers[-1], self.workers[fault.worker]
+        over: Callable[[], None] | None = None
         if fault.kind == "kill keeper":
-            self._kill_keeper(keeper)
+            self.kill_keeper(keeper)
+        elif fault.kind == "kill":
+            worker.kill()
+        elif fault.kind == "stop":
+            worker.stop()
+            over = worker.resume
         elif fault.kind == "stop keeper":
-            keeper.stop()
-            self.at(end, keeper.resume)
+            keeper.loop.stops += 1
+            over = functools.partial(_add, keeper.loop, "stops", -1)
         elif fault.kind == "slow keeper":
             keeper.slow_s += 4.0
-            self.at(end, self._quicken, keeper)
+            over = functools.partial(_add, keeper, "slow_s", -4.0)
         elif fault.kind == "loss":
             self._lossy += 1
-            self.at(end, self._calm)
+            over = functools.partial(_add, self, "_lossy", -1)
         else:
-            worker = self.workers[f"w{fault.worker}"]
-            if fault.kind == "kill":
-                worker.kill()
-            elif fault.kind == "stop":
-                worker.stop()
-                self.at(end, worker.resume)
-            else:
-                self.parted[worker.name] = self.parted.get(worker.name, 0) + 1
-                self.at(end, self._join, worker.name)
+            self._parted[worker] = self._parted.get(worker, 0) + 1
+            over = functools.partial(self._join, worker)
+        if over is not None:
+            self.world.at(self.now + fault.lasts_s, over)
 
-    def _quicken(self, keeper: KeeperNode) -> None:
-        keeper.slow_s -= 4.0
+    def _join(self, worker: WorkerProcess) -> None:
+        self._parted[worker] -= 1
 
-    def _calm(self) -> None:
-        self._lossy -= 1
 
-    def _join(self, worker: str) -> None:
-        self.parted[worker] -= 1
+def time_allowed_s(plan: Plan) -> float:
+    """Most seconds for a cluster to finish its work after the last fault."""
+    return plan.allowed_s(SILENCE_S + 2 * TTL_S + MARGIN_S)
+
+
+def _set(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(TransientError("the server closed the connection"))
+
+
+def _add(owner: object, name: str, amount: float) -> None:
+    setattr(owner, name, getattr(owner, name) + amount)

@@ -20,8 +20,8 @@ from ..samples import Cause, Failed, Scored, Verdict
 from .budgets import bounded
 from .draws import score_of
 from .poison import poison_of
-from .record import CallRecord, Given, Record
-from .strict_limits import RequestBucket
+from .record import CallRecord, Given, Record, Sent
+from .strict_limits import TokenBucket
 from .trial import EMPTY, Trial, judge_of
 
 _ROUNDING_S = 1e-6
@@ -206,10 +206,10 @@ def _limited(trial: Trial, record: Record) -> Iterator[str]:
         if server.concurrency is not None and watched.most_open > server.concurrency:
             yield f"{watched.most_open} requests were in flight at {server.name}, its limit is {server.concurrency}"
         if known_bucket and server.requests_per_minute is not None:
-            bucket = RequestBucket(server.requests_per_minute, server.burst)
+            bucket = TokenBucket(server.requests_per_minute / 60.0, float(server.burst))
             for sent in record.sent:
                 if sent.source == server.name and sent.leads:
-                    if bucket.wait_s(1, sent.started_at) > 0:
+                    if bucket.excess(1, sent.started_at):
                         yield f"the bucket of {server.name} was overdrawn at {sent.started_at:.6f} s"
                     bucket.enter(1, sent.started_at)
 
@@ -283,7 +283,8 @@ def _by_priority(trial: Trial, record: Record) -> Iterator[str]:
     Checked at sources that answered everything, so that no failure puts a sample last.
     """
     config = Config.model_validate(trial.config)
-    faulty = {sent.source for sent in record.sent if sent.ending != "valid" or sent.together > 1}
+    answered = {(sent.sample, round(sent.ended_at, 6)) for sent in record.sent if sent.ending == "valid"}
+    faulty = {sent.source for sent in record.sent if sent.together > 1 or not _is_sound(sent, answered)}
     first = {sent.sample: sent for sent in reversed(record.sent)}
     given_of = {given.sample.id or "": given for given in record.given()}
     for other in given_of.values():
@@ -305,6 +306,11 @@ def _by_priority(trial: Trial, record: Record) -> Iterator[str]:
                     f"{one.sample} (priority {mine}) was sent to {one.source} at {one.started_at:.6f} s, while"
                     f" {other.sample.id} (priority {higher}) waited since {other.submitted_at:.6f} s"
                 )
+
+
+def _is_sound(sent: Sent, answered: set[tuple[str, float]]) -> bool:
+    """Whether a request was answered, or cancelled because another one of its sample was."""
+    return sent.ending == "valid" or (sent.ending == "cancelled" and (sent.sample, round(sent.ended_at, 6)) in answered)
 
 
 def _priority(config: Config, given: Given) -> int:

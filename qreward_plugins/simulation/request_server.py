@@ -20,7 +20,7 @@ from ..errors import SourceError, Throttled, TransientError
 from .draws import Draw, Luck, Trace
 from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, TOO_LARGE_S, Poison, error_of
 from .servers import Server, phases
-from .strict_limits import SIZE, ServerLimits
+from .strict_limits import SIZE, SimulatedLimits
 
 REFUSAL_S = 0.1
 """Round trip of a refused request: a refused connection, or a 429."""
@@ -62,7 +62,7 @@ class RequestServer:
         self._luck = luck
         self._trace = trace
         self._phases = phases(server.faults)
-        self._limits = ServerLimits(server)
+        self._limits = SimulatedLimits(server)
 
     async def serve(
         self,
@@ -83,10 +83,11 @@ class RequestServer:
         loop = asyncio.get_running_loop()
         now = loop.time()
         draw = self._luck.draw(sample_id)
-        call = _Call(draw, sample_id, work, prompt_tokens, completion_tokens, now, loop, poison)
-        call.others = [
+        invalid = [
             -1.0 if other_poison == "prose" else self._luck.draw(other).invalid for other, other_poison in others
         ]
+        future: asyncio.Future[Served] = loop.create_future()
+        call = _Call(draw, sample_id, work, prompt_tokens, completion_tokens, now, loop, poison, future, invalid)
         self.sent += 1
         self._note(call, "sent")
         first, last = self.server.network_s
@@ -233,46 +234,21 @@ class RequestServer:
             self._trace.note(call.loop.time(), self.name, call.sample_id, what)
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
     """One request: on its way, in service, or answered."""
 
-    __slots__ = (
-        "completion_tokens",
-        "draw",
-        "future",
-        "given_up",
-        "held",
-        "loop",
-        "others",
-        "poison",
-        "prompt_tokens",
-        "sample_id",
-        "sent_at",
-        "timer",
-        "work",
-    )
-
-    def __init__(
-        self,
-        draw: Draw,
-        sample_id: str,
-        work: float,
-        prompt_tokens: int,
-        completion_tokens: int,
-        sent_at: float,
-        loop: asyncio.AbstractEventLoop,
-        poison: Poison | None,
-    ) -> None:
-        self.draw = draw
-        self.poison = poison
-        self.sample_id = sample_id
-        self.work = work
-        self.prompt_tokens = prompt_tokens
-        self.completion_tokens = completion_tokens
-        self.sent_at = sent_at
-        self.loop = loop
-        self.future: asyncio.Future[Served] = loop.create_future()
-        self.timer: asyncio.TimerHandle | None = None
-        self.held = self.given_up = False
-        self.others: Sequence[float] = ()
-        """The `Draw.invalid` of the other calls of its request."""
+    draw: Draw
+    sample_id: str
+    work: float
+    prompt_tokens: int
+    completion_tokens: int
+    sent_at: float
+    loop: asyncio.AbstractEventLoop
+    poison: Poison | None
+    future: asyncio.Future[Served]
+    others: Sequence[float]
+    """The `Draw.invalid` of the other calls of its request."""
+    timer: asyncio.TimerHandle | None = None
+    held: bool = False
+    given_up: bool = False

@@ -55,7 +55,7 @@ class Scenario:
 
     def samples(self) -> list[Sample]:
         """The samples. Their hidden work is `extras["work"]`; their id contains the seed."""
-        own_bytes = _bytes_of_judge()
+        own_bytes = bytes_of_judge()
         samples = []
         for number, (work, seen, _) in enumerate(self._drawn):
             name = f"{self.seed}-{number}"
@@ -113,7 +113,7 @@ class Scenario:
 
     def jobs(self) -> list[Job]:
         """The samples with their hidden properties."""
-        own_bytes = _bytes_of_judge()
+        own_bytes = bytes_of_judge()
         jobs = []
         for number, ((work, seen, _), arrives_s) in enumerate(zip(self._drawn, self.arrivals(), strict=True)):
             shortest = own_bytes + len(f"{self.seed}-{number}") + 2
@@ -249,7 +249,7 @@ def _normal(rng: random.Random) -> float:
 
 
 @lru_cache(maxsize=1)
-def _bytes_of_judge() -> int:
+def bytes_of_judge() -> int:
     """The bytes that the judge adds to a request."""
     node = LLMJudge.Config.model_validate(JUDGE)
     judge = LLMJudge("quality", node, sources=["a"], key=b"simulated")

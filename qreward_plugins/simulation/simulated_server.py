@@ -58,28 +58,7 @@ class SimulatedServer(RequestServer):
 
         Raises one `SourceError`, or hangs until it is cancelled.
         """
-        sample = request.sample
-        work = work_of(request)
-        served, on_judged = await self._routed(
-            request,
-            on_sent,
-            poison_of(sample),
-            lambda poison: self.serve(
-                sample.id or "",
-                work,
-                prompt_tokens(request.size),
-                completion_tokens(work, request.max_completion_tokens),
-                poison=poison,
-            ),
-        )
-        return Reply(
-            text=self._answer(request) if served.valid else _NO_VERDICT,
-            usage=Usage(served.prompt_tokens, served.completion_tokens),
-            model="simulated",
-            finish_reason="stop",
-            announced=served.announced,
-            on_judged=on_judged,
-        )
+        return (await self.send_batch([request], on_sent=on_sent))[0]
 
     async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> Sequence[Reply]:
         """Answer several calls in one request; see `Server.batch`. Otherwise as `send`."""

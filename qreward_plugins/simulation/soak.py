@@ -1,31 +1,31 @@
-"""The soak: plays trials on all cores, until one breaks a promise or the seeds run out.
+"""The soak: plays trials or clusters on all cores, until some break a promise or the seeds run out.
 
 A shard is a range of seeds for one process. Its result is small, so that a hundred thousand trials fit in memory. The
-fingerprint of a soak sums the schedules of its trials in any order. Two runs of the same seeds, in other processes or
+fingerprint of a soak sums the schedules of its seeds in any order. Two runs of the same seeds, in other processes or
 with other hash seeds, have the same fingerprint, or promise P7 is broken.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
-from typing import TypeVar
 
 from ..samples import Scored
+from ..system.processes import process_pool, terminate
 from .budgets import hedges_of
+from .cluster import Cluster, time_allowed_s
+from .cluster_plan import random_plan
 from .promises import Broken, broken_promises, replay_differs
 from .record import Record
 from .trial import Trial, random_trial
-from .trial_player import play
-
-T = TypeVar("T")
+from .trial_player import play, quiet
 
 SHARD = 50
 """Seeds of a shard."""
@@ -36,71 +36,38 @@ _FINGERPRINTS = 2**64
 
 @dataclass
 class Tally:
-    """The sums over all trials."""
+    """The sums over all trials or clusters."""
 
-    trials: int = 0
-    replayed: int = 0
-    samples: int = 0
-    scored: int = 0
-    attempts: int = 0
-    hedges: int = 0
-    throttled: int = 0
-    floors: Counter[str] = field(default_factory=Counter)
-    """Scored samples whose score is a floor, by cause and reason."""
-    failures: Counter[str] = field(default_factory=Counter)
-    """Failed samples by cause and reason."""
-    given_up: int = 0
-    """Samples whose callers cancelled, or that a closed engine refused."""
+    played: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Samples, requests and so on, in the order in which they are shown."""
     virtual_s: float = 0.0
+    slowest: tuple[float, int] = (0.0, -1)
+    """The largest used share of the allowed time after the last fault of a cluster, and its seed."""
     fingerprint: int = 0
 
     def add(self, other: Tally) -> None:
         """Add another tally to this one."""
-        self.trials += other.trials
-        self.replayed += other.replayed
-        self.samples += other.samples
-        self.scored += other.scored
-        self.attempts += other.attempts
-        self.hedges += other.hedges
-        self.throttled += other.throttled
-        self.failures += other.failures
-        self.floors += other.floors
-        self.given_up += other.given_up
+        self.played += other.played
+        self.counts.update(other.counts)
         self.virtual_s += other.virtual_s
+        self.slowest = max(self.slowest, other.slowest)
         self.fingerprint = (self.fingerprint + other.fingerprint) % _FINGERPRINTS
-
-    def count(self, trial: Trial, record: Record) -> None:
-        """Add one trial."""
-        self.trials += 1
-        self.samples += sum(1 for _ in trial.samples())
-        self.attempts += len(record.sent)
-        self.hedges += hedges_of(record)
-        self.throttled += sum(sent.ending == "throttled" for sent in record.sent)
-        outcomes = [given.outcome for given in record.given()]
-        for outcome in outcomes:
-            if isinstance(outcome, Scored):
-                self.scored += 1
-                if outcome.verdict.failure is not None:
-                    self.floors[outcome.verdict.failure.label] += 1
-            elif outcome is not None:
-                self.failures[outcome.label] += 1
-        self.given_up += outcomes.count(None)
-        self.virtual_s += record.ended_at
-        digest = blake2b(f"{trial.seed} {record.text()}".encode(), digest_size=8).digest()
-        self.fingerprint = (self.fingerprint + int.from_bytes(digest, "little")) % _FINGERPRINTS
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A seed whose trial broke promises."""
+    """A seed that broke promises: which, and the trial or the cluster as text."""
 
     seed: int
     broken: tuple[Broken, ...]
+    replay: str
+    what: str
 
     def describe(self) -> str:
         """The broken promises, and how to replay the seed."""
         lines = [f"seed {self.seed} broke {broken}" for broken in self.broken]
-        return "\n".join([*lines, f"  replay: {replay_command(self.seed)}"])
+        return "\n".join([*lines, f"  replay: {self.replay}"])
 
 
 @dataclass(frozen=True)
@@ -112,15 +79,15 @@ class Soaked:
 
     def describe(self, *, most: int = 3) -> str:
         """The first findings with their trials, as text."""
-        texts = [f"{finding.describe()}\n{random_trial(finding.seed).describe()}" for finding in self.findings[:most]]
+        texts = [f"{finding.describe()}\n{finding.what}" for finding in self.findings[:most]]
         if len(self.findings) > most:
             texts.append("more seeds: " + ", ".join(str(finding.seed) for finding in self.findings[most:]))
         return "\n\n".join(texts)
 
 
-def replay_command(seed: int) -> str:
-    """The command that replays this seed with its trace."""
-    return f"python -m qreward_plugins.simulation --seed {seed} --trace"
+def replay_command(seed: int, *, cluster: bool = False) -> str:
+    """The command that replays this seed."""
+    return f"python -m qreward_plugins.simulation {'--cluster ' if cluster else ''}--seed {seed} --trace"
 
 
 def check(seed: int, *, replay: bool = False) -> tuple[Trial, Record, list[Broken]]:
@@ -134,27 +101,43 @@ def check(seed: int, *, replay: bool = False) -> tuple[Trial, Record, list[Broke
     return trial, record, broken
 
 
+def check_cluster(seed: int) -> tuple[Tally, list[Broken]]:
+    """Play the plan of a seed and check the promises."""
+    plan = random_plan(seed)
+    quiet_at, allowed_s = plan.quiet_at(), time_allowed_s(plan)
+    with quiet(), Cluster(plan) as cluster:
+        done_at = cluster.run(quiet_at + allowed_s)
+    broken = [Broken("P3", problem) for server in cluster.servers.values() for problem in server.broken[:3]]
+    broken += [Broken("P1", failed) for worker in cluster.workers for failed in worker.failed[:3]]
+    if unfinished := cluster.unfinished():
+        broken.append(Broken("liveness", f"{unfinished} requests wait {allowed_s:.0f} s after the last fault"))
+    counts = {
+        "requests": sum(len(server.came_from) for server in cluster.servers.values()),
+        "reports to keepers": sum(worker.reports for worker in cluster.workers),
+        "keepers": len(cluster.keepers),
+    }
+    seen = [done_at, counts, [server.came_from for server in cluster.servers.values()]]
+    slowest = max(0.0, done_at - quiet_at) / allowed_s, seed
+    return Tally(1, Counter(counts), done_at, slowest, _fingerprint(f"{seed} {seen}")), broken
+
+
 def soak(first: int, last: int, *, replay_every: int = REPLAY_EVERY) -> Soaked:
     """Play the trials of the seeds from `first` to before `last` in this process."""
-    tally, findings = Tally(), []
-    for seed in range(first, last):
+
+    def played(seed: int) -> tuple[Tally, list[Broken]]:
         replay = seed % replay_every == 0
-        try:
-            trial, record, broken = check(seed, replay=replay)
-        except Exception as error:
-            findings.append(Finding(seed, (crashed("the trial itself", error),)))
-            continue
-        tally.count(trial, record)
-        tally.replayed += replay
-        if broken:
-            findings.append(Finding(seed, tuple(broken)))
-    return Soaked(tally, tuple(findings))
+        trial, record, broken = check(seed, replay=replay)
+        tally = _tally(trial, record)
+        tally.counts["played twice"] += replay
+        return tally, broken
+
+    return _soak(first, last, played, replay_command, lambda seed: random_trial(seed).describe())
 
 
-def crashed(what: str, error: Exception) -> Broken:
-    """A trial or a cluster that raised: the error, and where."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return Broken(what, f"{error!r} in {where.name} ({os.path.basename(where.filename)}:{where.lineno})")
+def soak_clusters(first: int, last: int) -> Soaked:
+    """Play the plans of the seeds from `first` to before `last` in this process."""
+    replay = functools.partial(replay_command, cluster=True)
+    return _soak(first, last, check_cluster, replay, lambda seed: random_plan(seed).describe())
 
 
 def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
@@ -162,15 +145,56 @@ def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
     return list(pairwise([*range(first, last, size), last]))
 
 
-def soak_in_processes(soak: Callable[[int, int], T], first: int, last: int, *, jobs: int) -> Generator[T, None, None]:
+def soak_in_processes(
+    soak: Callable[[int, int], Soaked], first: int, last: int, *, jobs: int
+) -> Generator[Soaked, None, None]:
     """Play the seeds in `jobs` processes; yield what `soak` returns for each shard. Closing it ends the soak."""
-    # Spawned, because forked processes would inherit the state of threads.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
-        running: list[Future[T]] = []
+    with process_pool(jobs) as processes:
         try:
-            running += [processes.submit(soak, *shard) for shard in shards(first, last)]
-            for done in as_completed(running):
+            for done in as_completed([processes.submit(soak, *shard) for shard in shards(first, last)]):
                 yield done.result()
         finally:
-            for future in running:
-                future.cancel()
+            terminate(processes)
+
+
+def _soak(
+    first: int,
+    last: int,
+    played: Callable[[int], tuple[Tally, list[Broken]]],
+    replay: Callable[[int], str],
+    describe: Callable[[int], str],
+) -> Soaked:
+    tally, findings = Tally(), []
+    for seed in range(first, last):
+        try:
+            one, broken = played(seed)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{error!r} in {where.name} ({os.path.basename(where.filename)}:{where.lineno})"
+            broken = [Broken("the simulation itself", said)]
+        else:
+            tally.add(one)
+        if broken:
+            findings.append(Finding(seed, tuple(broken), replay(seed), describe(seed)))
+    return Soaked(tally, tuple(findings))
+
+
+def _tally(trial: Trial, record: Record) -> Tally:
+    outcomes = [given.outcome for given in record.given()]
+    counts = Counter(samples=sum(1 for _ in trial.samples()))
+    for outcome in outcomes:
+        if isinstance(outcome, Scored):
+            counts["scored"] += 1
+            if outcome.verdict.failure is not None:
+                counts[f"scored with a floor: {outcome.verdict.failure.label}"] += 1
+        elif outcome is not None:
+            counts[f"failed: {outcome.label}"] += 1
+    counts["cancelled by their callers"] = outcomes.count(None)
+    counts["attempts"] = len(record.sent)
+    counts["hedges"] = hedges_of(record)
+    counts["throttled"] = sum(sent.ending == "throttled" for sent in record.sent)
+    return Tally(1, counts, record.ended_at, fingerprint=_fingerprint(f"{trial.seed} {record.text()}"))
+
+
+def _fingerprint(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,9 +1,9 @@
-"""The limits of a strict server: what it has admitted, and how long a refused request would have to wait.
+"""The limits of strict servers, simulated or real: what they have admitted, and how long a refused request has to wait.
 
-This code is separate from the client's quotas in `qreward_plugins.quotas`, because shared code would share its
-mistakes. Refused requests are not entered. Every entry takes constant time, amortised.
-
-Times are seconds of one clock and never go backwards. `wait_s` is 0 if a request may enter now.
+Providers use two algorithms, which need opposite behaviour of a client: a sliding window (spend it at once) and a token
+bucket (pace). Both are pure: times are seconds of any one clock that never goes backwards. They do not use the client's
+quotas in `qreward_plugins.quotas`, because shared code would share its mistakes. Every entry takes constant time,
+amortised.
 """
 
 from __future__ import annotations
@@ -11,38 +11,200 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 from .servers import Server
 
 CONCURRENCY_RETRY_AFTER_S = 1.0
 """Retry-After of a full server, which cannot know when a place gets free."""
+SHORTEST_WAIT_S = 0.01
+"""The shortest wait that a simulated server asks for."""
 SIZE = "window as a whole"
 """The name of the limit for a request that is larger than a whole token window."""
 _NOTHING: Mapping[str, float] = {}
+_ROUNDING = 1e-9
 
 
-class ServerLimits:
-    """The limits of one server, with the requests and tokens that it has admitted. Times are seconds."""
+@dataclass(frozen=True)
+class Excess:
+    """Why a request was not admitted: it is `over` units above the limit, and `retry_after_s` seconds too early."""
+
+    over: float
+    retry_after_s: float
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What an answer states of a limit."""
+
+    limit: float
+    remaining: float
+    reset_s: float
+    """Seconds until all of the limit is free again if nothing more comes."""
+
+
+class Ledger(Protocol):
+    """The use of a limit."""
+
+    @property
+    def limit(self) -> float:
+        """The most that is admitted at once."""
+
+    def take(self, amount: float, now_s: float) -> Excess | None:
+        """Admit `amount` and record it (None), or change nothing and return how far it is over the limit."""
+
+    def excess(self, amount: float, now_s: float) -> Excess | None:
+        """What `take` would return."""
+
+    def enter(self, amount: float, now_s: float) -> None:
+        """Record `amount`, whether it fits or not."""
+
+    def give_back(self, amount: float, taken_at_s: float) -> None:
+        """Undo a `take` of this amount at that time."""
+
+    def remaining(self, now_s: float) -> float:
+        """The amount that would be admitted now."""
+
+    def reset_s(self, now_s: float) -> float:
+        """Seconds until all of the limit is free again if nothing more comes."""
+
+    def announced(self, now_s: float) -> Announced:
+        """What an answer states."""
+
+
+class SlidingWindow:
+    """At most `limit` admitted in any half-open window `(t - window_s, t]`."""
+
+    def __init__(self, limit: float, window_s: float) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._entries: deque[list[float]] = deque()
+        self._total = 0.0
+
+    @property
+    def limit(self) -> float:
+        return self._limit
+
+    def take(self, amount: float, now_s: float) -> Excess | None:
+        excess = self.excess(amount, now_s)
+        if excess is None:
+            self.enter(amount, now_s)
+        return excess
+
+    def excess(self, amount: float, now_s: float) -> Excess | None:
+        over = amount - self.remaining(now_s)
+        return None if over <= 0 else Excess(over, self._wait_s(over, now_s))
+
+    def enter(self, amount: float, now_s: float) -> None:
+        self._entries.append([now_s, amount])
+        self._total += amount
+
+    def give_back(self, amount: float, taken_at_s: float) -> None:
+        for entry in reversed(self._entries):
+            if entry[0] < taken_at_s:
+                return
+            if entry[0] == taken_at_s and entry[1] == amount:
+                entry[1] = 0.0
+                self._total -= amount
+                return
+
+    def remaining(self, now_s: float) -> float:
+        entries, horizon_s = self._entries, now_s - self._window_s
+        while entries and entries[0][0] <= horizon_s:
+            self._total -= entries.popleft()[1]
+        return self._limit - self._total
+
+    def reset_s(self, now_s: float) -> float:
+        self.remaining(now_s)
+        return self._entries[-1][0] + self._window_s - now_s if self._entries else 0.0
+
+    def announced(self, now_s: float) -> Announced:
+        return Announced(self._limit, self.remaining(now_s), self.reset_s(now_s))
+
+    def _wait_s(self, over: float, now_s: float) -> float:
+        freed = 0.0
+        for at_s, amount in self._entries:
+            freed += amount
+            if freed >= over:
+                return at_s + self._window_s - now_s
+        return self._window_s  # larger than the limit itself: it never fits
+
+
+class TokenBucket:
+    """A bucket of `capacity` that fills at `rate_per_s`, full at the beginning.
+
+    An amount larger than the bucket passes when the bucket is full, and leaves it in debt; otherwise it would never
+    pass.
+    """
+
+    def __init__(self, rate_per_s: float, capacity: float) -> None:
+        self._rate_per_s = rate_per_s
+        self._capacity = capacity
+        self._level = capacity
+        self._level_at_s: float | None = None
+
+    @property
+    def limit(self) -> float:
+        return self._capacity
+
+    def take(self, amount: float, now_s: float) -> Excess | None:
+        excess = self.excess(amount, now_s)
+        if excess is None:
+            self.enter(amount, now_s)
+        return excess
+
+    def excess(self, amount: float, now_s: float) -> Excess | None:
+        missing = min(amount, self._capacity) - self._fill(now_s)
+        return None if missing <= _ROUNDING else Excess(missing, missing / self._rate_per_s)
+
+    def enter(self, amount: float, now_s: float) -> None:
+        self._level = self._fill(now_s) - amount
+
+    def give_back(self, amount: float, taken_at_s: float) -> None:
+        self._level = min(self._capacity, self._level + amount)
+
+    def remaining(self, now_s: float) -> float:
+        return max(0.0, self._fill(now_s))
+
+    def reset_s(self, now_s: float) -> float:
+        return (self._capacity - self._fill(now_s)) / self._rate_per_s
+
+    def announced(self, now_s: float) -> Announced:
+        # Providers state the rate per minute, and enforce it over shorter times without a word.
+        per_minute = self._rate_per_s * 60.0
+        return Announced(per_minute, max(0.0, per_minute - (self._capacity - self._fill(now_s))), self.reset_s(now_s))
+
+    def _fill(self, now_s: float) -> float:
+        if self._level_at_s is not None:
+            self._level = min(self._capacity, self._level + (now_s - self._level_at_s) * self._rate_per_s)
+        self._level_at_s = now_s
+        return self._level
+
+
+class SimulatedLimits:
+    """The limits of one simulated server, with the requests and tokens that it has admitted."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._requests = _request_window(server)
-        per_window = server.tokens_per_window
-        self._tokens = None if per_window is None else Window(per_window, server.window_s)
+        self._requests: Ledger | None = None
+        per_window, tokens = server.requests_per_window, server.tokens_per_window
+        if server.requests_per_minute is not None and server.window == "bucket":
+            self._requests = TokenBucket(server.requests_per_minute / 60.0, float(server.burst))
+        elif per_window is not None:
+            self._requests = SlidingWindow(per_window, server.window_s)
+        self._tokens = None if tokens is None else SlidingWindow(tokens, server.window_s)
 
     def broken(self, tokens: int, in_flight: int, now: float) -> tuple[str, float]:
         """Return the limit that a request of `tokens` would break and the seconds until it fits; "" and 0 if none."""
         concurrency = self._server.concurrency
         if concurrency is not None and in_flight >= concurrency:
             return "concurrency", CONCURRENCY_RETRY_AFTER_S
-        if self._requests is not None:
-            wait_s = self._requests.wait_s(1, now)
-            if wait_s > 0:
-                return "requests", wait_s
-        if self._tokens is not None:
-            wait_s = self._tokens.wait_s(tokens, now)
-            if wait_s > 0:
-                return (SIZE if tokens > self._tokens.limit else "tokens"), wait_s
+        if self._requests is not None and (excess := self._requests.excess(1, now)):
+            return "requests", max(SHORTEST_WAIT_S, excess.retry_after_s)
+        if self._tokens is not None and (excess := self._tokens.excess(tokens, now)):
+            name = SIZE if tokens > self._tokens.limit else "tokens"
+            return name, max(SHORTEST_WAIT_S, excess.retry_after_s)
         return "", 0.0
 
     def enter(self, tokens: int, now: float) -> None:
@@ -58,101 +220,10 @@ class ServerLimits:
             return _NOTHING
         factor = 1.0 if self._server.announces == "right" else self._server.wrong_by
         announced: dict[str, float] = {}
-        for what, window, limit in (
-            ("requests", self._requests, self._server.requests_per_window),
-            ("tokens", self._tokens, self._server.tokens_per_window),
-        ):
-            if window is not None and limit is not None:
-                announced[f"{what}_per_window"] = factor * limit
-                # A bucket states its rate and what is left of that, as providers do, and nothing of its burst.
-                whole = limit if isinstance(window, RequestBucket) else window.limit
-                announced[f"{what}_remaining"] = factor * max(0, whole - window.used(now))
-                announced[f"{what}_reset_s"] = window.reset_s(now)
+        for what, ledger in (("requests", self._requests), ("tokens", self._tokens)):
+            if ledger is not None:
+                stated = ledger.announced(now)
+                announced[f"{what}_per_window"] = factor * stated.limit
+                announced[f"{what}_remaining"] = factor * math.floor(stated.remaining + _ROUNDING)
+                announced[f"{what}_reset_s"] = stated.reset_s
         return announced
-
-
-def _request_window(server: Server) -> Window | RequestBucket | None:
-    per_window = server.requests_per_window
-    if per_window is None or server.requests_per_minute is None:
-        return None
-    if server.window == "bucket":
-        return RequestBucket(server.requests_per_minute, server.burst)
-    return Window(per_window, server.window_s)
-
-
-SHORTEST_WAIT_S = 0.01
-"""The shortest wait that a server asks for."""
-
-
-_ROUNDING = 1e-9
-
-
-class Window:
-    """At most `limit` requests or tokens in any half-open window `(t - window_s, t]`."""
-
-    def __init__(self, limit: int, window_s: float) -> None:
-        self.limit = limit
-        self.window_s = window_s
-        self._entries: deque[tuple[float, int]] = deque()
-        self._total = 0
-
-    def wait_s(self, amount: int, now: float) -> float:
-        """Seconds until `amount` more fits; a whole window if it never does."""
-        excess = self.used(now) + amount - self.limit
-        if excess <= 0:
-            return 0.0
-        for at, entered in self._entries:
-            excess -= entered
-            if excess <= 0:
-                return max(SHORTEST_WAIT_S, at + self.window_s - now)
-        return self.window_s
-
-    def enter(self, amount: int, now: float) -> None:
-        """Enter `amount`, whether it fits or not."""
-        self._entries.append((now, amount))
-        self._total += amount
-
-    def used(self, now: float) -> int:
-        """The amount in the window that ends now."""
-        entries, horizon = self._entries, now - self.window_s
-        while entries and entries[0][0] <= horizon:
-            self._total -= entries.popleft()[1]
-        return self._total
-
-    def reset_s(self, now: float) -> float:
-        """Seconds until the whole limit is free again, if nothing more comes."""
-        return self._entries[-1][0] + self.window_s - now if self.used(now) else 0.0
-
-
-class RequestBucket:
-    """A token bucket of requests: `burst` at once, refilled at `per_minute`; initially full."""
-
-    def __init__(self, per_minute: float, burst: int) -> None:
-        self.limit = burst
-        self._rate_per_s = per_minute / 60.0
-        self._level = float(burst)
-        self._at = -math.inf
-
-    def wait_s(self, amount: int, now: float) -> float:
-        """Seconds until `amount` more requests fit."""
-        missing = amount - self._fill(now)
-        return 0.0 if missing <= _ROUNDING else max(SHORTEST_WAIT_S, missing / self._rate_per_s)
-
-    def enter(self, amount: int, now: float) -> None:
-        """Enter `amount` requests, whether they fit or not."""
-        self._level = self._fill(now) - amount
-
-    def used(self, now: float) -> int:
-        """The used part of the bucket, in whole requests."""
-        return self.limit - math.floor(self._fill(now) + _ROUNDING)
-
-    def reset_s(self, now: float) -> float:
-        """Seconds until the bucket is full again, if nothing more comes."""
-        return (self.limit - self._fill(now)) / self._rate_per_s
-
-    def _fill(self, now: float) -> float:
-        if now > self._at:
-            if self._at > -math.inf:
-                self._level = min(float(self.limit), self._level + (now - self._at) * self._rate_per_s)
-            self._at = now
-        return self._level

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -17,13 +18,14 @@ from ..config import Batch
 from ..samples import Sample
 from .draws import normal
 from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of, replicas_of
-from .priorities import Priorities, random_priorities
 from .scenarios import JUDGE
 from .servers import Server, random_servers
 
 DATA_SOURCES = ("math/easy", "math/hard", "code", "chat")
 EMPTY = "  \n"
 BATCHES_SHARE_OF_TRIALS = 0.2
+PRIORITIES_SHARE_OF_TRIALS = 0.3
+_PRIORITIES: tuple[str | int, ...] = ("high", "normal", "low", 3, -40)
 _LARGEST_BYTES = 12_000
 """So that a request fits the token limits of all random servers."""
 _LARGEST_TOKENS = 6000
@@ -148,29 +150,33 @@ def random_trial(seed: int) -> Trial:
 
 
 def _with_priorities(trial: Trial) -> Trial:
-    priorities = random_priorities(trial.seed)
-    if priorities is None:
+    """The trial, for some seeds with priorities by split, judge, route and call, and latency-sensitive routes.
+
+    Their generator is apart, so the servers, judges and samples of a seed stay as they were.
+    """
+    rng = random.Random(f"priorities {trial.seed}")
+    if rng.random() >= PRIORITIES_SHARE_OF_TRIALS:
         return trial
-    steps = [
-        replace(
-            step,
-            calls=tuple(
-                replace(
-                    call,
-                    priority=_priority_of_call(call, priorities),
-                    samples=tuple(replace(sample, split=priorities.split()) for sample in call.samples),
-                )
-                for call in step.calls
-            ),
-        )
-        for step in trial.steps
-    ]
-    return replace(trial, config=priorities.configured(trial.config), steps=tuple(steps))
+    steps = tuple(
+        replace(step, calls=tuple(_with_drawn_priority(rng, call) for call in step.calls)) for step in trial.steps
+    )
+    config = deepcopy(trial.config)
+    config["engine"]["priority"] = {split: rng.choice(_PRIORITIES) for split in ("train", "validation")}
+    for judge in config["judges"].values():
+        if rng.random() < 0.3:
+            judge["priority"] = rng.choice(_PRIORITIES)
+    for pattern, judge in config["routes"].items():
+        route = {"judge": judge, "latency_sensitive": rng.random() < 0.4}
+        if rng.random() < 0.4:
+            route["priority"] = rng.choice(_PRIORITIES)
+        config["routes"][pattern] = route
+    return replace(trial, config=config, steps=steps)
 
 
-def _priority_of_call(call: Call, priorities: Priorities) -> int | None:
-    drawn = priorities.of_call(call.priority or 0)
-    return None if call.kind == "stream" else drawn
+def _with_drawn_priority(rng: random.Random, call: Call) -> Call:
+    priority = rng.choice((None, None, call.priority or 0, 7))
+    samples = tuple(replace(sample, split="val" if rng.random() < 0.3 else "train") for sample in call.samples)
+    return replace(call, priority=None if call.kind == "stream" else priority, samples=samples)
 
 
 def _poisoned(seed: int, servers: tuple[Server, ...], config: dict[str, Any], steps: list[Step]) -> Trial:

@@ -33,7 +33,7 @@ _SETTLED_S = 1e-6
 def play(trial: Trial, *, trace: bool = False) -> Record:
     """Play `trial` and return its record. The same trial gives the same record."""
     record = Record(trace=Trace() if trace else None)
-    with _alarms(record):
+    with quiet(_Alarm(record)):
         try:
             run(_Performance(trial, record).main(), loop=_CountedLoop())
         except Deadlock as error:
@@ -222,16 +222,14 @@ class _Alarm(logging.Handler):
 
 
 @contextmanager
-def _alarms(record: Record) -> Iterator[None]:
-    """Record the engine's logged errors as alarms, and suppress the rest of its log."""
+def quiet(handler: logging.Handler | None = None) -> Iterator[None]:
+    """Suppress the engine's log; `handler` gets the errors in it."""
     logger = logging.getLogger("qreward_plugins")
-    handler, propagate, level = _Alarm(record), logger.propagate, logger.level
-    logger.addHandler(handler)
-    logger.propagate = False
+    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate = [handler or logging.NullHandler()], False
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagate
+        logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)

@@ -1,20 +1,16 @@
-"""The limits that a judge server enforces exactly on arriving requests.
-
-Providers use two algorithms, which need opposite behaviour of a client: a sliding window (spend it at once) and a token
-bucket (pace). Both are pure: the time is an argument, so tests run them in virtual time. They do not use the client's
-quotas in `qreward_plugins.quotas`, because shared code would share its mistakes.
-"""
+"""The limits that a judge server enforces exactly on arriving requests, as simulated servers do."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
+
+from ..simulation.strict_limits import Announced, Excess, Ledger, SlidingWindow, TokenBucket
+
+__all__ = ["Announced", "Excess", "Ledger", "LimitKind", "ServerLimits", "SlidingWindow", "TokenBucket"]
 
 LimitKind = Literal["requests", "tokens", "concurrency"]
-
-_BUCKET_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -82,148 +78,3 @@ class ServerLimits:
             return TokenBucket(rate_per_s, capacity=max(1.0, rate_per_s * self.burst_s))
         # Floating point may put a product like 0.7 * 60 just below the whole number.
         return SlidingWindow(math.floor(per_minute * self.window_s / 60.0 + 1e-9), self.window_s)
-
-
-@dataclass(frozen=True)
-class Excess:
-    """Why a request was not admitted: it is `over` units above the limit, and `retry_after_s` seconds too early."""
-
-    over: float
-    retry_after_s: float
-
-
-@dataclass(frozen=True)
-class Announced:
-    """What the headers of an answer state of a limit."""
-
-    limit: float
-    remaining: float
-    reset_s: float
-    """Seconds until all of the limit is free again if nothing more comes."""
-
-
-class Ledger(Protocol):
-    """The use of a limit. `now_s` is any monotonic time in seconds, never less than in the last call."""
-
-    @property
-    def limit(self) -> float:
-        """The most that is admitted at once."""
-
-    def take(self, amount: float, now_s: float) -> Excess | None:
-        """Admit `amount` and record it (None), or change nothing and return how far it is over the limit."""
-
-    def give_back(self, amount: float, taken_at_s: float) -> None:
-        """Undo a `take` of this amount at that time."""
-
-    def remaining(self, now_s: float) -> float:
-        """The amount that would be admitted now."""
-
-    def reset_s(self, now_s: float) -> float:
-        """Seconds until all of the limit is free again if nothing more comes."""
-
-    def announced(self, now_s: float) -> Announced:
-        """What an answer states."""
-
-
-class SlidingWindow:
-    """At most `limit` admitted in any half-open window `(t - window_s, t]`."""
-
-    def __init__(self, limit: float, window_s: float) -> None:
-        self._limit = limit
-        self._window_s = window_s
-        self._entries: deque[list[float]] = deque()
-        self._total = 0.0
-
-    @property
-    def limit(self) -> float:
-        return self._limit
-
-    def take(self, amount: float, now_s: float) -> Excess | None:
-        self._forget(now_s)
-        over = self._total + amount - self._limit
-        if over <= 0:
-            self._entries.append([now_s, amount])
-            self._total += amount
-            return None
-        return Excess(over, self._wait_s(over, now_s))
-
-    def give_back(self, amount: float, taken_at_s: float) -> None:
-        for entry in reversed(self._entries):
-            if entry[0] < taken_at_s:
-                return
-            if entry[0] == taken_at_s and entry[1] == amount:
-                entry[1] = 0.0
-                self._total -= amount
-                return
-
-    def remaining(self, now_s: float) -> float:
-        self._forget(now_s)
-        return self._limit - self._total
-
-    def reset_s(self, now_s: float) -> float:
-        self._forget(now_s)
-        return self._entries[-1][0] + self._window_s - now_s if self._entries else 0.0
-
-    def announced(self, now_s: float) -> Announced:
-        return Announced(self._limit, self.remaining(now_s), self.reset_s(now_s))
-
-    def _forget(self, now_s: float) -> None:
-        entries = self._entries
-        while entries and now_s - entries[0][0] >= self._window_s:
-            self._total -= entries.popleft()[1]
-
-    def _wait_s(self, over: float, now_s: float) -> float:
-        freed = 0.0
-        for at_s, amount in self._entries:
-            freed += amount
-            if freed >= over:
-                return at_s + self._window_s - now_s
-        return self._window_s  # larger than the limit itself: it never fits
-
-
-class TokenBucket:
-    """A bucket of `capacity` that fills at `rate_per_s`, full at the beginning.
-
-    An amount larger than the bucket passes when the bucket is full, and leaves it in debt; otherwise it would never
-    pass.
-    """
-
-    def __init__(self, rate_per_s: float, capacity: float) -> None:
-        self._rate_per_s = rate_per_s
-        self._capacity = capacity
-        self._level = capacity
-        self._level_at_s: float | None = None
-
-    @property
-    def limit(self) -> float:
-        return self._capacity
-
-    def take(self, amount: float, now_s: float) -> Excess | None:
-        self._fill(now_s)
-        missing = min(amount, self._capacity) - self._level
-        if missing <= _BUCKET_TOLERANCE:
-            self._level -= amount
-            return None
-        return Excess(missing, missing / self._rate_per_s)
-
-    def give_back(self, amount: float, taken_at_s: float) -> None:
-        self._level = min(self._capacity, self._level + amount)
-
-    def remaining(self, now_s: float) -> float:
-        self._fill(now_s)
-        return max(0.0, self._level)
-
-    def reset_s(self, now_s: float) -> float:
-        self._fill(now_s)
-        return (self._capacity - self._level) / self._rate_per_s
-
-    def announced(self, now_s: float) -> Announced:
-        # Providers state the rate per minute, and enforce it over shorter times without a word.
-        self._fill(now_s)
-        per_minute = self._rate_per_s * 60.0
-        return Announced(per_minute, max(0.0, per_minute - (self._capacity - self._level)), self.reset_s(now_s))
-
-    def _fill(self, now_s: float) -> None:
-        if self._level_at_s is not None:
-            self._level = min(self._capacity, self._level + (now_s - self._level_at_s) * self._rate_per_s)
-        self._level_at_s = now_s

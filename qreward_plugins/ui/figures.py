@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import multiprocessing
-import os
-import signal
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +19,7 @@ from markupsafe import Markup
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding, audit
 from ..journal.comparison import Figure, Judged, JudgedPair, figures, pairs_of
+from ..system.processes import process_pool, terminate
 from . import charts
 
 T = TypeVar("T")
@@ -54,7 +50,7 @@ class Figures:
     """Results of functions of a journal's entries. One event loop uses it, and calls `aclose` at the end."""
 
     def __init__(self) -> None:
-        self._pool = _new_pool()
+        self._pool = process_pool(PROCESSES)
         self._figures: OrderedDict[tuple[Any, ...], _Figure] = OrderedDict()
 
     async def of(self, entries: int, function: Callable[..., T], *arguments: Any) -> tuple[T | None, bool]:
@@ -95,7 +91,7 @@ class Figures:
                 figure.value, figure.entries = doing.result(), entries
                 figure.again_at = loop.time() + REST * (loop.time() - began)
             elif isinstance(figure.error, BrokenProcessPool):
-                self._pool = _new_pool()
+                self._pool = process_pool(PROCESSES)
 
         if figure.doing is None and entries != figure.entries and began >= figure.again_at:
             figure.doing = loop.run_in_executor(self._pool, function, *arguments)
@@ -104,11 +100,8 @@ class Figures:
 
     async def aclose(self) -> None:
         """End the processes, whatever they compute. Idempotent."""
-        pool = self._pool
-        # Python has a public way to do this from 3.14 on (`terminate_workers`).
-        for process in list((getattr(pool, "_processes", None) or {}).values()):
-            process.terminate()
-        await asyncio.to_thread(pool.shutdown, cancel_futures=True)
+        terminate(self._pool)
+        await asyncio.to_thread(self._pool.shutdown)
 
 
 def audited(*paths: str) -> dict[str, Any]:
@@ -119,25 +112,6 @@ def audited(*paths: str) -> dict[str, Any]:
     except InputError as error:
         problem = str(error)
     return {"findings": findings, "problem": problem, "audited_run": run}
-
-
-def _new_pool() -> ProcessPoolExecutor:
-    # Forking is unsafe, because there are threads.
-    return ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
-
-
-def _begin() -> None:
-    # Ctrl-C reaches the whole process group; the parent handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Python's processes of a pool survive a parent that is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 CELLS = 20

@@ -123,41 +123,6 @@ class LedgerAgainstAList(RuleBasedStateMachine):
 TestLedgerAgainstAList = LedgerAgainstAList.TestCase
 TestLedgerAgainstAList.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
-steps = st.lists(
-    st.tuples(
-        st.floats(0, 30, allow_nan=False),  # seconds until the next request asks
-        st.integers(1, 40),  # its amount
-        st.floats(0, 90, allow_nan=False),  # how late it is really written
-        st.one_of(st.none(), st.integers(0, 60)),  # what it really took, once known
-    ),
-    max_size=60,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(steps=steps)
-def test_no_window_holds_more_than_the_limit(steps):
-    limit, window = 100.0, 60.0
-    ledger = Ledger(limit, window)
-    now, seen = 0.0, []
-    for pause, amount, late, really in steps:
-        now += pause
-        wait, rounds = ledger.wait_s(amount, now), 0
-        while wait > 0:
-            now += wait
-            wait = ledger.wait_s(amount, now)
-            rounds += 1
-            assert rounds < 200
-        ledger.hold(amount)
-        now += late
-        entry = ledger.stamp(amount, now)
-        if really is not None:
-            really = min(really, amount)  # what is reserved is an upper bound
-            ledger.amend(entry, really - amount)
-        seen.append((now, amount if really is None else really))
-    for at, _ in seen:
-        assert sum(amount for when, amount in seen if at <= when < at + window) <= limit + 1e-6
-
 
 def test_settling_after_the_window_changes_nothing():
     ledger = Ledger(1000, 60)

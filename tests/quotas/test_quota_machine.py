@@ -34,6 +34,8 @@ class QuotaAgainstAStrictServer(RuleBasedStateMachine):
     def start(self, limits):
         self.now, self.era, self.limits = 1000.0, 0, limits
         self.quota = Quota(limits, source="a")
+        self.plain = True
+        """Whether nothing happened that makes the quota stricter than the server."""
         self.held: list[Held] = []
         self.requests: list[float] = []
         self.tokens: list[tuple[float, float]] = []
@@ -94,6 +96,7 @@ class QuotaAgainstAStrictServer(RuleBasedStateMachine):
     @rule(data=st.data(), share=st.floats(0, 1), end=st.sampled_from(["answer", "unknown", "reject", "cancel"]))
     def end(self, data, share, end):
         held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.plain = self.plain and end != "reject" and (end != "cancel" or held.arrived)
         if end == "cancel":
             # The server may have it or not; if it has, it writes to the end of what was asked for.
             if held.arrived:
@@ -121,17 +124,20 @@ class QuotaAgainstAStrictServer(RuleBasedStateMachine):
         unit=st.sampled_from(["requests", "tokens"]),
     )
     def announce(self, limit, remaining, reset_s, unit):
+        self.plain = False
         self.quota.announced(
             {f"{unit}_per_window": limit, f"{unit}_remaining": remaining * limit, f"{unit}_reset_s": reset_s}, self.now
         )
 
     @rule(limits=limits)
     def retune(self, limits):
+        self.plain = False
         self.quota.retune(limits, self.now)
         self.limits, self.era, self.paced = limits, self.era + 1, []
 
     @rule()
     def lose_the_loop(self):
+        self.plain = self.plain and all(held.arrived for held in self.held)
         for held in self.held:
             if held.arrived:
                 self.book(held, completion=held.completion)
@@ -153,6 +159,21 @@ class QuotaAgainstAStrictServer(RuleBasedStateMachine):
             assert use.in_flight == len(self.held) >= 0
             assert use.concurrency >= 1
             assert self.quota.wait_s(0, self.now) >= 0
+
+    @invariant()
+    def it_is_no_stricter_than_it_must_be(self):
+        if not hasattr(self, "quota") or not self.plain or self.held or self.limits.window == "bucket":
+            return
+        limits, since = self.limits, self.now - self.limits.window_s - MARGIN_S
+        allowed = math.inf
+        if limits.requests_per_minute is not None:
+            allowed = int(limits.requests_per_minute * limits.window_s / 60)
+        tokens = math.inf
+        if limits.tokens_per_minute is not None:
+            tokens = limits.tokens_per_minute * limits.window_s / 60
+        if sum(at > since for at in self.requests) < allowed:
+            spent = sum(amount for at, amount in self.tokens if at > since)
+            assert spent + 1 > tokens or self.quota.wait_s(1, self.now) == 0
 
     def teardown(self):
         """Nothing that happened may stop it for ever."""

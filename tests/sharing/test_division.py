@@ -34,28 +34,6 @@ def report(pool, worker, now, share=0.0, spent=(), more=0.0, unit=1.0, limit=LIM
 # The table of shares
 
 
-def test_a_worker_is_charged_the_larger_of_share_and_spent(pool):
-    report(pool, "a", 0.0, share=10.0, spent=[(30.0, 4.0)])
-    assert pool.free(0.0) == 90.0
-    report(pool, "a", 0.0, share=2.0, spent=[(30.0, 4.0), (50.0, 3.0)])
-    assert pool.free(0.0) == 93.0
-    assert pool.free(30.0) == 97.0
-    assert pool.free(50.0) == 98.0
-
-
-def test_the_unknown_is_the_whole_limit_less_what_workers_turn_out_to_hold(pool):
-    pool.hold(90.0)
-    assert pool.free(0.0) == 0.0
-    report(pool, "a", 0.0, share=30.0, spent=[(10.0, 20.0)])
-    assert pool.free(0.0) == 0.0
-    report(pool, "b", 0.0, share=5.0, spent=[(10.0, 20.0)])
-    assert pool.free(0.0) == 0.0
-    # What b gives up is free, what nobody has told of is not.
-    assert pool.free(10.0) == 15.0
-    assert pool.free(89.9) == 15.0
-    assert pool.free(90.0) == 65.0
-
-
 def test_of_limits_that_differ_the_lowest_rate_counts_until_it_is_gone(pool):
     report(pool, "a", 0.0)
     report(pool, "b", 0.0, limit=40.0)

@@ -63,57 +63,12 @@ def test_a_newer_report_takes_the_place_of_the_one_that_is_held(desk):
     assert list(desk.wait(HOLD_S)) == [("a", 2)]
 
 
-def test_old_and_doubled_reports_are_not_heard(desk):
-    known(desk, "a", "b")
-    desk.report("a", 5, share=LIMIT)
-    for number in (5, 4):
-        assert desk.report("a", number, share=0.0)["a", number] is None
-    # The share of the latest report is charged.
-    assert desk.report("b", 1, more=1000.0) == {}
-
-
-def test_shares_are_charged_before_the_worker_hears_of_them(desk):
-    assert desk.share("a", 0, more=1000.0) == LIMIT
-    # The answer to `a` may be lost; until it says so, it may hold everything.
-    assert desk.share("b", 0, more=10.0) == 0.0
-    desk.report("a", 1, share=0.0)
-    assert desk.share("b", 1, more=10.0) > 0.0
-
-
-def test_a_silent_worker_is_forgotten_after_its_time_and_a_margin_and_is_a_ghost_for_a_window(desk):
-    desk.report("a", 0, more=1000.0)
-    assert desk.share("b", 0, more=10.0) == 0.0
-    silent_since, number, forgotten_at, share = desk.now, 0, 0.0, 0.0
-    while not share:
-        number += 1
-        answers = desk.report("b", number, more=10.0) | desk.wait(0.5)
-        forgotten_at = forgotten_at or (desk.now if desk.keeper.workers == 1 else 0.0)
-        shares = [one.sources["s"].grants["requests"].share for one in answers.values() if one]
-        share = max(shares, default=0.0)
-    assert TTL_S + MARGIN_S < forgotten_at - silent_since <= TTL_S + MARGIN_S + 0.5
-    assert desk.now - forgotten_at == pytest.approx(WINDOW_S, abs=0.5)
-
-
 def test_who_leaves_is_forgotten_at_once_and_what_it_spent_since_its_last_report_is_not(desk):
     known(desk, "a", "b")
     desk.report("a", 1, share=LIMIT)
     assert desk.report("a", 2, leaves=True, spent=[(20.0, 60.0)]) == {("a", 1): None, ("a", 2): None}
     assert desk.keeper.workers == 1
     assert desk.share("b", 1, more=1000.0) == 40.0
-
-
-def test_an_heir_gives_nothing_away_until_nobody_can_have_anything_untold():
-    desk = Desk(first=False)
-    assert desk.share("a", 0, more=10.0) == 0.0
-    number = 1
-    waited_s = 0.0
-    while waited_s < WINDOW_S + 2 * TTL_S + MARGIN_S - 1.0:
-        answers = desk.report("a", number, more=10.0)
-        answers |= desk.wait(1.0)
-        number, waited_s = number + 1, waited_s + 1.0
-        assert all(not one.sources["s"].grants["requests"].share for one in answers.values() if one)
-    desk.wait(1.0)
-    assert desk.share("a", number, more=10.0) > 0.0
 
 
 def test_an_heir_believes_what_workers_say_they_hold():

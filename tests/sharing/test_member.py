@@ -9,7 +9,7 @@ import pytest
 from qreward_plugins.config import Limits
 from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
-from qreward_plugins.sharing.member import NETWORK_JITTER_S, Demand, Member
+from qreward_plugins.sharing.member import Demand, Member
 from qreward_plugins.sharing.messages import Answer, Grant, SourceAnswer
 
 WINDOW_S = 60.15
@@ -94,16 +94,6 @@ def test_after_the_last_report_no_answer_counts(worker):
     assert not worker.answer(requests=20.0)
 
 
-# How long shares last
-
-
-def test_shares_are_valid_from_when_the_report_was_sent(worker):
-    worker.report()
-    worker.now += 4.0
-    worker.answer(requests=20.0)
-    assert worker.member.valid_until == worker.quota.valid_until == NOW + TTL_S
-
-
 def test_shares_end_by_themselves_and_what_was_spent_stays_spent(worker):
     worker.given(requests=20.0)
     worker.send(7)
@@ -117,28 +107,7 @@ def test_shares_end_by_themselves_and_what_was_spent_stays_spent(worker):
     assert (part.share, spent(part)) == (0.0, 7.0)
 
 
-def test_a_dead_keeper_gives_nothing_away(worker):
-    worker.given(requests=20.0)
-    worker.now += 6.0
-    worker.member.keeper_died(worker.now)
-    assert worker.member.valid_until == NOW + 6.0 + TTL_S
-    assert worker.quota.valid_until == worker.member.valid_until
-    worker.now += 9.0
-    # There may be an heir by now, who waits two times as long before it gives away what nobody told it of.
-    worker.member.keeper_died(worker.now)
-    assert worker.member.valid_until == NOW + 2 * TTL_S
-    worker.member.keeper_died(worker.now, seen_at=NOW + 10.0)
-    assert worker.member.valid_until == NOW + 15.0 + TTL_S
-
-
 # What is given up
-
-
-def test_a_share_is_lowered_before_it_is_reported(worker):
-    worker.given(requests=20.0, target=8.0, recall=True)
-    part = worker.parts(Demand(1))["requests"]
-    assert part.share == worker.quota.share["requests"] == 8.0
-    assert worker.quota.requests.limit == 8.0
 
 
 def test_what_is_more_than_fair_is_kept_until_it_is_asked_for_or_spent(worker):
@@ -149,24 +118,6 @@ def test_what_is_more_than_fair_is_kept_until_it_is_asked_for_or_spent(worker):
     part = worker.parts()["requests"]
     assert (part.share, spent(part)) == (8.0, 20.0)
     assert max(left_s for left_s, _ in part.spent) == pytest.approx(WINDOW_S)
-
-
-# Buckets
-
-
-def test_a_part_of_a_bucket_is_owed_until_it_is_full_again():
-    worker = Worker(requests_per_minute=60, window="bucket", burst=6).given(burst=4.0)
-    worker.send(2)
-    worker.report()
-    worker.answer(burst=4.0, target=1.0, recall=True)
-    part = worker.parts(Demand(1))["burst"]
-    # 2 of 4, at four sixths of a request a second.
-    assert part.share == 1.0
-    ((left_s, amount),) = part.spent
-    assert amount == 4.0
-    assert left_s == pytest.approx(2 * 6 / 4 + NETWORK_JITTER_S, abs=0.2)
-    worker.now += left_s
-    assert worker.parts()["burst"].spent == ()
 
 
 # What is said

@@ -363,20 +363,4 @@ def test_an_engine_goes_on_with_its_shares_in_the_next_loop():
     assert len(source.arrivals) == 16
 
 
-def test_the_same_seed_gives_the_same_schedule():
-    def once():
-        async def main():
-            office, source = Office(delay_s=0.02), a_source(requests_per_window=20)
-            async with an_engine(office, source, limits(20)) as one, an_engine(office, source, limits(20)) as other:
-                await asyncio.gather(one.score_all(samples(45)), other.score_all(samples(25, 45)))
-                reported = [(at, report.number, report.leaves) for at, report in office.reports]
-            return source.arrivals, reported
-
-        return run(main())
-
-    first = once()
-    assert first == once()
-    assert len(first[0]) == 70
-
-
 assert MARGIN_S > MARGIN

@@ -10,7 +10,7 @@ import pytest
 
 from qreward_plugins.config import load_config
 from qreward_plugins.judges import LLMJudge
-from qreward_plugins.simulation import SCENARIOS, Luck, Trace, run, scenario, score_of
+from qreward_plugins.simulation import SCENARIOS, Trace, run, scenario, score_of
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -77,7 +77,7 @@ def test_jobs_are_what_the_servers_will_count():
     assert abs(statistics.mean(job.tokens for job in scenario("tokens", 4000).jobs()) - 1000) < 50
 
 
-def test_streamed_samples_come_over_a_minute():
+def test_streamed_samples_come_over_a_minute_and_outcomes_keep_their_order():
     made = scenario("streamed", 500)
     arrivals = made.arrivals()
     assert arrivals == sorted(arrivals)
@@ -85,23 +85,17 @@ def test_streamed_samples_come_over_a_minute():
     assert 58 < arrivals[-1] < 60
     assert set(scenario("equal", 500).arrivals()) == {0.0}
 
-
-def test_play_hands_in_when_they_come_and_keeps_the_order():
-    made = scenario("streamed", 50)
+    async def score(sample):
+        came = asyncio.get_running_loop().time()
+        await asyncio.sleep(sample.extras["work"])
+        return sample.id, came
 
     async def main():
-        loop = asyncio.get_running_loop()
-
-        async def score(sample):
-            came = loop.time()
-            await asyncio.sleep(sample.extras["work"])
-            return sample.id, came
-
         return await made.play(score)
 
     done = run(main())
     assert [name for name, _ in done] == [sample.id for sample in made.samples()]
-    assert [came for _, came in done] == pytest.approx(made.arrivals())
+    assert [came for _, came in done] == pytest.approx(arrivals)
 
 
 def test_faults_come_at_parts_of_the_bound_without_them():
@@ -136,12 +130,3 @@ def test_the_engine_scores_a_scenario_and_repeats_itself():
         assert outcome.verdict.score == pytest.approx(score_of(sample.id) / 10)
     assert makespan_s >= made.bound_s()
     assert play() == (outcomes, makespan_s, trace)
-
-
-def test_sources_of_a_run_share_their_luck_and_runs_do_not():
-    made = scenario("equal", 4)
-    first, second = made.sources(), made.sources()
-    lucks = {id(source._luck) for source in first.values()}
-    assert len(lucks) == 1
-    assert id(second["a"]._luck) not in lucks
-    assert isinstance(first["a"]._luck, Luck)

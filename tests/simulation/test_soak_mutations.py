@@ -252,7 +252,7 @@ MUTATIONS = [
     (quota_without("tokens"), "P3", "over its tokens", 150),
     (quota_without("concurrency"), "P3", "requests were in flight", 30),
     (no_pacing, "P3", "was overdrawn", 150),
-    (endless_attempts, "P4", "times, ", 300),
+    (endless_attempts, "P4", "requests were sent", 300),
     (endless_hedges, "P4", "was hedged", 150),
     (hedges_without_budget, "P4", "was hedged", 150),
     (nothing_given_back, "P5", "requests in flight", 10),
@@ -274,7 +274,7 @@ MUTATIONS = [
 """What was done to the code, which promise that breaks, words of the finding, and seeds that suffice."""
 
 TRIED_FIRST = {
-    "endless_attempts": 218,
+    "endless_attempts": 267,
     "quota_without_tokens": 43,
     "priorities_do_not_matter": 27,
 }

@@ -301,7 +301,7 @@ def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch)
     """The first answer comes at once. Later ones show the last figures until there are newer ones."""
     may_end = threading.Event()
     monkeypatch.setattr(figures, "REST", 0.0)
-    monkeypatch.setattr(figures, "_new_pool", lambda: ThreadPoolExecutor(2))
+    monkeypatch.setattr(figures, "process_pool", ThreadPoolExecutor)
     for name in ("comparison", "audited"):
         function = getattr(pages, name)
         monkeypatch.setattr(pages, name, lambda *given, function=function: may_end.wait(60) and function(*given))

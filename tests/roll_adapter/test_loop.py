@@ -52,25 +52,23 @@ MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), py
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_nan_of_another_worker_is_masked_and_poisons_nothing(mode) -> None:
-    with train(Spoilt, **mode) as trainer:
+@pytest.mark.parametrize(
+    ("rewards", "scores", "expected", "masked"),
+    [
+        ((0.0, math.nan, 1.0, 0.5), (0.0, math.nan, 1.0, 0.5), [0.0, 0.5, 1.0, 0.5], [1]),
+        ((0.0, math.inf, 1.0, 0.5), (0.0, 1.0, math.nan, 0.5), [0.0, 0.25, 0.25, 0.5], [1, 2]),
+    ],
+)
+def test_what_is_no_number_of_another_worker_is_masked_and_poisons_nothing(
+    mode, rewards, scores, expected, masked
+) -> None:
+    with train(type("Worker", (Spoilt,), {"rewards": rewards, "scores": scores}), **mode) as trainer:
         step = trainer.step()
     assert not step.poisoned
-    assert step.raw_rewards == pytest.approx([0.0, 0.5, 1.0, 0.5] * 2)
-    assert step.trained_tokens == [2, 0, 2, 2] * 2
+    assert step.raw_rewards == pytest.approx(expected * 2)
+    assert step.scores == pytest.approx(expected * 2)
+    assert step.trained_tokens == [0 if place in masked else 2 for place in range(4)] * 2
     assert not [name for name in step.metrics if "qreward" in name], "these rewards are not ours"
-
-
-def test_so_is_an_infinity_and_a_score_that_is_none() -> None:
-    class Infinite(Spoilt):
-        rewards = (0.0, math.inf, 1.0, 0.5)
-        scores = (0.0, 1.0, math.nan, 0.5)
-
-    with train(Infinite) as trainer:
-        step = trainer.step()
-    assert step.raw_rewards == pytest.approx([0.0, 0.25, 0.25, 0.5] * 2)
-    assert step.scores == pytest.approx([0.0, 0.25, 0.25, 0.5] * 2)
-    assert step.trained_tokens == [2, 0, 0, 2] * 2
 
 
 def test_a_worker_that_only_gives_nan_ends_the_training_in_the_end() -> None:
@@ -93,13 +91,10 @@ def test_validation_of_another_worker_leaves_a_nan_out_of_its_tag() -> None:
 
 
 def test_rolls_own_filter_sees_the_neutral_rewards() -> None:
-    class Flat(Spoilt):
-        rewards = scores = (0.5, math.nan, 0.5, 0.5)
-
     reward = {"query_filter_config": {"type": "std_filter", "filter_args": {"std_threshold": 0.0}}}
     calls = 0
 
-    class Once(Flat):
+    class Once(Spoilt):
         async def compute_rewards(self, data: Any) -> Any:
             nonlocal calls
             calls += 1

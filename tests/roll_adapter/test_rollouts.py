@@ -14,6 +14,7 @@ from qreward_plugins.testing.generation import WordTokenizer
 from qreward_plugins.testing.roll.protocol import torch
 from qreward_plugins.testing.roll.rollout_loop import response_batch
 from roll_adapter.rollouts import is_streamed, prompt_of, to_samples
+from tests.kit import each_of
 
 TOKENIZER = WordTokenizer()
 
@@ -40,30 +41,29 @@ def test_texts_come_without_padding_and_end_tokens() -> None:
         [{"role": "user", "content": "A much longer question, is it not?"}],
     ]
 
-
-def test_a_templated_prompt_is_read_back_as_turns() -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     text = TOKENIZER.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     (sample,) = to_samples(batch((text, "2")), TOKENIZER)
     assert sample.messages == chat
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_the_messages_column_wins_up_to_the_first_answer(as_json: bool) -> None:
-    chat = [
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "the reference"},
-        {"role": "user", "content": "never asked"},
-    ]
-    column = json.dumps(chat) if as_json else chat
+CHAT = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "the reference"},
+    {"role": "user", "content": "never asked"},
+]
+
+
+@each_of(
+    ("column", "content"),
+    [
+        *[(column, "1 + 1?") for column in (CHAT, json.dumps(CHAT))],
+        *[(column, "something else") for column in ("no json", "[1, 2]", None, 3, [], "null")],
+    ],
+)
+def test_the_messages_column_wins_up_to_the_first_answer_if_it_is_one(column: Any, content: str) -> None:
     (sample,) = to_samples(batch(("something else", "2"), columns={"messages": [column]}), TOKENIZER)
-    assert sample.messages == chat[:1]
-
-
-@pytest.mark.parametrize("column", ["no json", "[1, 2]", None, 3, [], "null"])
-def test_a_messages_column_that_is_none_falls_back_to_the_tokens(column: Any) -> None:
-    (sample,) = to_samples(batch(("1 + 1?", "2"), columns={"messages": [column]}), TOKENIZER)
-    assert sample.messages == [{"role": "user", "content": "1 + 1?"}]
+    assert sample.messages == [{"role": "user", "content": content}]
 
 
 def test_columns_become_what_they_are() -> None:

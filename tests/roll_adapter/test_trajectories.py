@@ -17,6 +17,7 @@ from qreward_plugins.adapters import RunningMeans
 from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.testing import FakeTrajEnvManager
 from roll_adapter import barrier
+from tests.kit import each_of
 
 
 @pytest.fixture(autouse=True)
@@ -112,15 +113,6 @@ def test_a_manager_that_shows_the_whole_conversation_in_each_step_shows_it_once(
     assert [turn["content"] for turn in sample.turns] == ["3", "And 8?", "8"]
 
 
-def test_what_is_seen_can_be_chosen(manager_of) -> None:
-    from dataclasses import replace
-
-    manager = manager_of("3", "8", turns=2)
-    own = manager.trajectory_sample
-    manager.trajectory_sample = lambda cache: replace(own(cache), response="6")
-    assert scores(manager.play()) == pytest.approx(0.25 + 0.6)
-
-
 def test_in_parts_each_turn_adds_to_its_own_step(manager_of, make_tree, judge) -> None:
     """A manager with a row for each step, as ROLL's `StepEnvManager`: the judge's reward is where it was earned."""
     from qreward_plugins.testing.roll.protocol import RollDataProto
@@ -149,11 +141,6 @@ def test_in_parts_each_turn_adds_to_its_own_step(manager_of, make_tree, judge) -
     assert judge.report().requests == 4
 
 
-def test_a_weight(manager_of) -> None:
-    assert scores(manager_of("8", qreward_weight=0.5).play()) == pytest.approx(0.125 + 0.4)
-    assert scores(manager_of("8", qreward_weight=0).play()) == pytest.approx(0.125)
-
-
 def test_a_failed_trajectory_is_masked_and_adds_the_mean_of_its_group(manager_of, make_tree) -> None:
     # The third failure in a row leaves the judge to probes, which go on until the deadline of what waits.
     tree = make_tree(engine={"max_attempts": 1, "seed": 1, "deadline_s": 3.0})
@@ -177,8 +164,9 @@ def test_a_constant_trains_and_raise_raises(manager_of, make_tree) -> None:
         manager_of("break", tree=make_tree(on_failure="raise")).play()
 
 
-@pytest.mark.parametrize("weight", [1e39, -1e300, float("inf"), float("nan")])
+@each_of("weight", [1e39, -1e300, float("inf"), float("nan")])
 def test_what_would_be_infinite_in_32_bits_is_masked_and_adds_nothing(manager_of, weight) -> None:
+    assert scores(manager_of("8", qreward_weight=0.5).play()) == pytest.approx(0.125 + 0.4)
     rollout = manager_of("8", qreward_weight=weight).play()
     assert scores(rollout) == pytest.approx(0.125)
     assert int(rollout.batch["response_mask"].sum()) == 0
@@ -186,6 +174,8 @@ def test_what_would_be_infinite_in_32_bits_is_masked_and_adds_nothing(manager_of
 
 
 def test_the_configuration_may_be_a_file(manager_of, make_tree, tmp_path, monkeypatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"custom_envs\.talk\.qreward"):
+        manager_of("8", tree={"sources": {}}).play()
     file = tmp_path / "judges.yaml"
     file.write_text(yaml.safe_dump(make_tree()))
     assert scores(manager_of("8", tree=str(file)).play()) == pytest.approx(0.925)
@@ -193,59 +183,28 @@ def test_the_configuration_may_be_a_file(manager_of, make_tree, tmp_path, monkey
     assert scores(manager_of("8", qreward=None).play()) == pytest.approx(0.925)
 
 
-def test_a_mistake_has_its_path(manager_of) -> None:
-    with pytest.raises(ConfigurationError, match=r"custom_envs\.talk\.qreward"):
-        manager_of("8", tree={"sources": {}}).play()
-
-
-def test_a_trajectory_that_ends_in_a_full_context(manager_of, make_tree) -> None:
-    from roll_adapter import QRewardTrajectoryMixin
-
-    class Judged(QRewardTrajectoryMixin, FakeTrajEnvManager):
-        pass
-
-    lines = iter(["7", None])
-    manager = Judged(
-        env=Turns(3), respond=lambda messages, rng: next(lines), env_config={"tag": "talk", "qreward": make_tree()}
-    )
-    rollout = manager.play()
-    assert rollout.non_tensor_batch["step_scores"].tolist() == [[pytest.approx(0.825)]]
-
-
-def test_all_managers_of_a_process_share_an_engine(manager_of, judge) -> None:
-    from qreward_plugins import process_portal
-
-    first, second = manager_of("8"), manager_of("6", env_id=1)
-    first.play()
-    second.play()
-    assert process_portal(first._qreward_settings) is process_portal(second._qreward_settings)
-
-
-def test_environment_workers_share_the_limits(manager_of, make_tree) -> None:
-    tree = make_tree()
-    for source in tree["sources"].values():
-        source["limits"] = {"concurrency": 4}
-    manager = manager_of("5", "5", tree=tree)
-    manager.pipeline_config = SimpleNamespace(
-        train_env_manager=SimpleNamespace(world_size=6), val_env_manager=SimpleNamespace(world_size=2)
-    )
-    with pytest.raises(ConfigurationError, match="cannot be shared by 8 processes"):
-        manager.play()
-    manager.pipeline_config.train_env_manager.world_size = 2
-    assert scores(manager.play()) == pytest.approx(0.125 + 0.5)
-
-
-def test_configurations_of_several_environments_share_the_limits(manager_of, make_tree) -> None:
+@pytest.mark.parametrize(
+    ("workers", "others", "processes"),
+    [((6, 2), {}, 8), ((3, 0), {"chat": {"deadline_s": 5.0}, "alike": None}, 6), ((2, 2), {}, None)],
+)
+def test_environment_workers_and_configurations_share_the_limits(
+    manager_of, make_tree, workers, others, processes
+) -> None:
     """Each configuration has an engine of its own in every process."""
-    mine, other = make_tree(), make_tree(engine={"deadline_s": 5.0})
+    mine = make_tree()
     mine["sources"]["judge"]["limits"] = {"concurrency": 4}
     manager = manager_of("5", tree=mine)
+    train, val = (SimpleNamespace(world_size=size) for size in workers)
+    trees = {name: {"qreward": make_tree(engine=engine) if engine else mine} for name, engine in others.items()}
     manager.pipeline_config = SimpleNamespace(
-        train_env_manager=SimpleNamespace(world_size=3),
-        val_env_manager=SimpleNamespace(world_size=0),
-        custom_envs={"talk": {"qreward": mine}, "chat": {"qreward": other}, "alike": {"qreward": mine}, "without": {}},
+        train_env_manager=train,
+        val_env_manager=val,
+        custom_envs={"talk": {"qreward": mine}, "without": {}, **trees},
     )
-    with pytest.raises(ConfigurationError, match="cannot be shared by 6 processes"):
+    if processes is None:
+        assert scores(manager.play()) == pytest.approx(0.125 + 0.5)
+        return
+    with pytest.raises(ConfigurationError, match=f"cannot be shared by {processes} processes"):
         manager.play()
 
 
@@ -337,13 +296,6 @@ def test_stop_ends_the_waiting(manager_of, tree_of, pool, monkeypatch, early) ->
     asked.wait(LONG_S)
     failed.stop()
     assert scores(waiting.result(LONG_S)) == pytest.approx(0.125 + 0.8)
-
-
-def test_a_trajectory_that_is_stopped_leaves_those_that_others_wait_for(manager_of, tree_of, pool) -> None:
-    waiting = pool.submit(manager_of("break", tree=tree_of(), size=2).play)
-    manager_of("8", tree=tree_of(), size=2, group_id=9).stop()
-    manager_of("6", tree=tree_of(), size=2, env_id=1).play()
-    assert scores(waiting.result(LONG_S)) == pytest.approx(0.125 + 0.6)
 
 
 def test_a_validation_waits_for_nobody(manager_of, tree_of) -> None:

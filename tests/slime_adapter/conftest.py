@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import slime_adapter
-from qreward_plugins.testing import JudgeServer
-
-
-class Status(enum.Enum):
-    PENDING = "pending"
-    COMPLETED = "completed"
-    ABORTED = "aborted"
-
-
-@dataclass
-class SlimeSample:
-    """The fields of slime's Sample that a reward function may touch."""
-
-    response: str = ""
-    label: str | None = "42"
-    prompt: Any = "17 + 25?"
-    group_index: int | None = 0
-    index: int | None = 0
-    reward: Any = None
-    metadata: Any = field(default_factory=dict)
-    remove_sample: bool = False
-    status: Status = Status.COMPLETED
-    non_generation_time: float = 0.0
-    response_length: int = 3
-    loss_mask: list[int] | None = None
+from qreward_plugins.testing import JudgeServer, SlimeSample
 
 
 @pytest.fixture
 def make_group():
     def make(*responses, group=0, **fields):
-        return [SlimeSample(text, group_index=group, index=n, **fields) for n, text in enumerate(responses)]
+        given = {
+            "prompt": "17 + 25?",
+            "label": "42",
+            "status": SlimeSample.Status.COMPLETED,
+            "response_length": 3,
+            **fields,
+        }
+        return [SlimeSample(response=text, group_index=group, index=n, **given) for n, text in enumerate(responses)]
 
     return make
 

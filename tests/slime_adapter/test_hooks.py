@@ -10,7 +10,8 @@ import pytest
 
 import slime_adapter
 from qreward_plugins import JudgeUnavailable
-from qreward_plugins.testing import FakeSlimeTrainer, JudgeServer, slime_stand_in
+from qreward_plugins.testing import FakeSlimeTrainer, JudgeServer
+from tests.kit import each_of
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def tracker(request, monkeypatch):
     return logged
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("min_scored", "group", "keep"),
     [
         ("all", (1, 1, 0, 1), False),
@@ -67,15 +68,12 @@ def tracker(request, monkeypatch):
     ],
 )
 def test_a_group_with_too_few_rewards_is_dropped_under_its_reason(make_args, groups, min_scored, group, keep):
-    output = slime_adapter.drop_failed_groups(make_args(tree={"groups": {"min_scored": min_scored}}), groups(*group))
+    args = make_args(tree={"groups": {"min_scored": min_scored}})
+    output = slime_adapter.drop_failed_groups(args, groups(*group))
     expected = (keep, None if keep else "qreward_failed", False)
     assert (output.keep, output.reason, output.keep_when_insufficient) == expected
-
-
-def test_a_group_of_rollouts_that_became_several_samples_is_flattened(make_args, groups):
-    args = make_args(tree={"groups": {"min_scored": 4}})
-    assert not slime_adapter.drop_failed_groups(args, [groups(1, 1), groups(1, 0)]).keep
-    assert slime_adapter.drop_failed_groups(args, [groups(1, 1), groups(1, 1)]).keep
+    # A rollout may have become several samples.
+    assert slime_adapter.drop_failed_groups(args, [groups(*group[:2]), groups(*group[2:])]).keep is keep
 
 
 def test_the_reward_of_another_function_counts_if_it_is_a_number(make_args, make_group):
@@ -94,24 +92,19 @@ def test_a_judge_that_is_down_ends_in_one_error_with_what_became_of_its_calls(ma
     assert not slime_adapter.drop_failed_groups(args, groups(0, 0)).keep
     with pytest.raises(JudgeUnavailable, match=r"2 groups in a row .*infra/deadline 4 times"):
         slime_adapter.drop_failed_groups(args, groups(0, 0))
-    with slime_stand_in(), JudgeServer() as judge:
-        tree = {
-            "sources": {"judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
-            "judges": {"quality": {"kind": "llm"}},
-            "engine": {"max_attempts": 1, "deadline_s": 2.0},
-            "groups": {"give_up_after": 2},
-        }
-        judge.stop()
-        flags = {
-            "custom_rm_path": "slime_adapter.reward",
-            "dynamic_sampling_filter_path": "slime_adapter.drop_failed_groups",
-        }
-        prompts = [{"prompt": "What is 2 + 2?", "label": "4"}] * 4
-        with (
-            FakeSlimeTrainer(**flags, qreward=tree, prompts=prompts) as trainer,
-            pytest.raises(JudgeUnavailable, match=r"The last failure: .*could not connect"),
-        ):
-            trainer.rollout()
+    with JudgeServer() as judge:
+        source = {"kind": "openai", "base_url": judge.base_url, "model": "judge"}
+    engine = {"max_attempts": 1, "deadline_s": 1.0}
+    tree = make_args(tree={"sources": {"judge": source}, "engine": engine, "groups": {"give_up_after": 1}}).qreward
+    flags = {
+        "custom_rm_path": "slime_adapter.reward",
+        "dynamic_sampling_filter_path": "slime_adapter.drop_failed_groups",
+    }
+    with (
+        FakeSlimeTrainer(**flags, qreward=tree) as trainer,
+        pytest.raises(JudgeUnavailable, match=r"The last failure: .*could not connect"),
+    ):
+        trainer.rollout()
 
 
 def test_slimes_filter_of_flat_groups_sees_the_scored_samples(make_args, groups, monkeypatch):

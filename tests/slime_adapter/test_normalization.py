@@ -12,6 +12,7 @@ import slime_adapter
 from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.testing import FakeSlimeTrainer
 from slime_adapter import settings
+from tests.kit import each_of
 
 FLOAT32_MAX = 3.4028234663852886e38
 ESTIMATORS = ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo"]
@@ -49,9 +50,7 @@ def normalized(rewards, *, std=True):
     return [0.0 if r is None else (r - middle) / ((spread + 1e-6) if std else 1.0) for r in rewards]
 
 
-@pytest.mark.parametrize(
-    ("estimator", "normalize", "std"), [*itertools.product(ESTIMATORS, [True, False], [True, False])]
-)
+@each_of(("estimator", "normalize", "std"), itertools.product(ESTIMATORS, [True, False], [True, False]))
 def test_failed_samples_stay_out_of_every_estimators_statistics(make_group, estimator, normalize, std):
     groups = [[0.1, None, 0.7, 0.4], [1.0, 0.5, 0.25, 0.0], [None, None, None, None], [None, 0.3, None, None]]
     samples = batch(make_group, *groups)
@@ -78,7 +77,7 @@ def test_where_rollouts_became_several_samples_the_batch_is_one_group_as_in_slim
     assert rewards == pytest.approx(normalized([0.1, None, 0.3, 0.4, 0.9, 0.5, 0.6]))
 
 
-@pytest.mark.parametrize("broken", [None, math.nan, math.inf, -math.inf, "0.5x", 1e39, {"other": 1.0}])
+@each_of("broken", [None, math.nan, math.inf, -math.inf, "0.5x", 1e39, {"other": 1.0}])
 def test_a_broken_reward_of_any_function_is_a_failed_sample(make_group, broken):
     samples = batch(make_group, [0.2, 0.4, 0.6, 0.0])
     samples[3].reward = broken
@@ -89,23 +88,11 @@ def test_a_broken_reward_of_any_function_is_a_failed_sample(make_group, broken):
     assert [sample.remove_sample for sample in samples] == [False, False, False, True]
 
 
-def test_a_group_of_one_has_no_deviation_and_no_nan(make_group):
-    _, rewards = slime_adapter.post_process(make_args(size=1, groups=2), batch(make_group, [0.3], [0.9]))
-    assert rewards == [0.0, 0.0]
-
-
 def test_the_key_of_dict_rewards_chooses_what_trains(make_group):
     samples = make_group("a", "b")
     samples[0].reward, samples[1].reward = {"acc": 1, "score": 9.0}, {"acc": 0, "score": 9.0}
     raw, rewards = slime_adapter.post_process(make_args("ppo", size=2, reward_key="acc"), samples)
     assert raw == rewards == [1, 0]
-
-
-def test_removed_samples_of_others_still_count_as_in_slime(make_group):
-    samples = batch(make_group, [0.0, 1.0])
-    samples[1].remove_sample = True
-    raw, rewards = slime_adapter.post_process(make_args(size=2, std=False), samples)
-    assert (raw, rewards) == ([0.0, 1.0], [-0.5, 0.5])
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
@@ -122,22 +109,6 @@ def test_the_token_that_reinforce_plus_plus_keeps_of_a_failed_sample_has_the_mea
         (False, [1, 0, 0]),
         (False, [0, 0, 1]),
     ]
-
-
-def test_a_failed_sample_moves_nothing_with_reinforce_plus_plus(make_args, judge):
-    flags = {
-        "custom_rm_path": "slime_adapter.reward",
-        "custom_reward_post_process_path": "slime_adapter.post_process",
-        "advantage_estimator": "reinforce_plus_plus",
-        "normalize_advantages": True,
-        "rollout_batch_size": 2,
-        "n_samples_per_prompt": 4,
-    }
-    said = ["1", "2 2 2 2", "break", "9 9"]
-    tree = make_args().qreward
-    with FakeSlimeTrainer(qreward=tree, respond=lambda sample, rng: said[sample.index % 4], **flags) as trainer:
-        advantages = trainer.rollout().advantages
-    assert [abs(advantage) < 1e-4 for advantage in advantages] == [False, False, True, False] * 2
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "ppo"])
@@ -179,10 +150,10 @@ def test_where_everything_failed_whitening_still_has_a_token(make_group, normali
     assert samples[1].loss_mask == ([0, 0, 0, 0, 1] if normalize_advantages else None)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize(
-    "rewards", [[3.4e38, 3.4e38, -3.4e38, 1.0], [3.4e38, -3.4e38, None, None], [-3.4e38, 3.4e38, 3.4e38, 3.4e38]]
-)
+LARGE = ([3.4e38, 3.4e38, -3.4e38, 1.0], [3.4e38, -3.4e38, None, None], [-3.4e38, 3.4e38, 3.4e38, 3.4e38])
+
+
+@each_of(("estimator", "rewards"), itertools.product(ESTIMATORS, LARGE))
 def test_what_overflows_in_32_bits_on_the_way_is_finite_in_the_end(make_group, estimator, rewards):
     ordinary = [0.1, None, 0.7, 0.4]
     raw, trained = slime_adapter.post_process(make_args(estimator, groups=2), batch(make_group, rewards, ordinary))

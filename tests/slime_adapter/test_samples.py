@@ -10,6 +10,7 @@ import pytest
 import slime_adapter
 from qreward_plugins.samples.check import Rejected, read_sample
 from slime_adapter.samples import to_sample
+from tests.kit import each_of
 
 CHATML = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n17 + 25?<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -22,7 +23,7 @@ GLM = "[gMASK]<sop><|system|>\nBe brief.<|user|>\n17 + 25?<|assistant|>\n"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "17 + 25?"}]
 
 
-@pytest.mark.parametrize("prompt", [CHATML, LLAMA, GLM, MESSAGES])
+@each_of("prompt", [CHATML, LLAMA, GLM, MESSAGES])
 def test_a_templated_prompt_is_read_back_into_messages(make_group, prompt):
     assert to_sample(make_group("42", prompt=prompt)[0]).messages == MESSAGES
 
@@ -51,7 +52,7 @@ def test_every_field_finds_its_place(make_group):
     assert (bare.response, bare.messages) == ("", [{"role": "user", "content": ""}])
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("metadata", "expected"),
     [
         ({"data_source": "a", "source_name": "b"}, "a"),
@@ -64,17 +65,13 @@ def test_the_data_source_is_found_wherever_data_sets_keep_it(make_group, metadat
     assert to_sample(make_group("42", metadata=metadata)[0]).data_source == expected
 
 
-@pytest.mark.parametrize("name", slime_adapter.__all__)
-def test_every_path_that_a_flag_may_name_is_there(name):
-    assert callable(getattr(slime_adapter, name))
-
-
-def test_an_unknown_path_says_what_there_is():
+def test_every_path_that_a_flag_may_name_is_there():
+    assert all(callable(getattr(slime_adapter, name)) for name in slime_adapter.__all__)
     with pytest.raises(AttributeError, match="post_process"):
         _ = slime_adapter.postprocess
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("attribute", "value", "field"),
     [
         ("response", None, "response"),

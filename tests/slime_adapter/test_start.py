@@ -12,8 +12,10 @@ import pytest
 import slime_adapter
 from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeSlimeTrainer, slime_stand_in
+from tests.kit import each_of
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
 SLIMES_OWN = "slime.rollout.sglang_rollout.generate_rollout"
 
 
@@ -78,79 +80,57 @@ def test_all_mistakes_are_told_at_once(mistakes):
     assert "--eval-function-path slime_adapter.eval_rollout" in texts["--group-rm"]
 
 
-def test_a_run_that_would_not_ask_qreward_is_refused(mistakes):
-    ((key, text),) = mistakes(custom_rm_path=None, rm_type="math")
-    assert key == "--custom-rm-path"
-    assert "--rm-type" in text
-    assert mistakes(custom_rm_path="json.loads") == [], "a function of one's own may call qreward"
+ELSEWHERE = {"custom_rm_path": None, "rm_type": "math"}
+NO_HOOK = {"advantage_estimator": "reinforce_plus_plus", "custom_reward_post_process_path": None}
+EVALUATED = {"eval_interval": 1, "group_rm": True, "eval_function_path": SLIMES_OWN}
+RIGOR = {"judges": {"quality": {"kind": "llm", "criteria": {"rigor": "is it?", "tone": "is it?"}}}}
+ANY_KEY = {"sources": {"f": {"kind": "function", "function": "json:loads"}}, "judges": {"f": {"kind": "function"}}}
 
 
-@pytest.mark.parametrize(
-    "arguments",
+@each_of(
+    ("arguments", "key", "told"),
     [
-        {"custom_generate_function_path": "json.loads"},
-        {"rollout_function_path": "my_package.rollout"},
-        {"rollout_sample_hook_path": ["my_package.hook"]},
-        {"eval_custom_rm_path": "slime_adapter.reward"},
-        {
-            "eval_datasets": [
-                SimpleNamespace(custom_rm_path=None),
-                SimpleNamespace(custom_rm_path="slime_adapter.reward"),
-            ]
-        },
-        {"debug_train_only": True},
-    ],
-    ids=lambda arguments: next(iter(arguments)),
-)
-def test_a_run_in_which_others_may_ask_qreward_is_not_refused(mistakes, arguments):
-    assert mistakes(custom_rm_path=None, rm_type="math", **arguments) == []
-
-
-def test_reinforce_plus_plus_needs_the_hook_that_makes_failed_samples_neutral(mistakes):
-    flags = {"advantage_estimator": "reinforce_plus_plus", "custom_reward_post_process_path": None}
-    ((key, text),) = mistakes(**flags)
-    assert key == "--advantage-estimator"
-    assert "--custom-reward-post-process-path slime_adapter.post_process" in text
-    assert mistakes(tree={"on_failure": "raise"}, **flags) == []
-
-
-def test_saved_rollouts_are_neither_scored_nor_evaluated(mistakes):
-    evaluation = {"group_rm": True, "eval_interval": 20, "eval_function_path": SLIMES_OWN}
-    assert mistakes(**evaluation) != []
-    assert mistakes(debug_train_only=True, **evaluation) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        ({"group_rm": True, "eval_function_path": SLIMES_OWN}, "--group-rm"),
-        ({"group_rm": True, "eval_function_path": None, "rollout_function_path": SLIMES_OWN}, "--group-rm"),
-        ({"group_rm": True, "eval_function_path": "slime_adapter.eval_rollout"}, None),
+        (ELSEWHERE, "--custom-rm-path", "--rm-type"),
+        # Functions of one's own may ask qreward.
+        ({"custom_rm_path": "json.loads"}, "", ""),
+        *[
+            ({**ELSEWHERE, **asking}, "", "")
+            for asking in (
+                {"custom_generate_function_path": "json.loads"},
+                {"rollout_function_path": "my_package.rollout"},
+                {"rollout_sample_hook_path": ["my_package.hook"]},
+                {"eval_custom_rm_path": "slime_adapter.reward"},
+                {"eval_datasets": [SimpleNamespace(custom_rm_path=path) for path in (None, "slime_adapter.reward")]},
+                {"debug_train_only": True},
+            )
+        ],
+        (NO_HOOK, "--advantage-estimator", "--custom-reward-post-process-path slime_adapter.post_process"),
+        ({**NO_HOOK, "tree": {"on_failure": "raise"}}, "", ""),
+        (EVALUATED, "--group-rm", "--eval-function-path slime_adapter.eval_rollout"),
+        ({**EVALUATED, "eval_function_path": None, "rollout_function_path": SLIMES_OWN}, "--group-rm", ""),
+        ({**EVALUATED, "eval_function_path": "slime_adapter.eval_rollout"}, "", ""),
+        ({**EVALUATED, "eval_interval": None}, "", ""),
+        ({**EVALUATED, "debug_train_only": True}, "", ""),
+        ({"eval_interval": 1, "rollout_function_path": FULLY_ASYNC}, "--eval-interval", "cannot evaluate"),
         (
-            {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"},
-            "--eval-interval",
+            {"tree": RIGOR, "reward_key": "rigour", "eval_reward_key": "rigour"},
+            "--reward-key",
+            "Did you mean `rigor`? Keys: score, rigor, tone.",
         ),
+        ({"tree": RIGOR, "reward_key": "tone", "eval_reward_key": "score"}, "", ""),
+        ({"tree": RIGOR, "reward_key": "tone", "eval_reward_key": "tones"}, "--eval-reward-key", ""),
+        # A key of one's own holds the score, and a function may give any.
+        ({"tree": RIGOR, "reward_key": "points"}, "", ""),
+        ({"tree": ANY_KEY, "reward_key": "whatever"}, "", ""),
     ],
 )
-def test_an_evaluation_that_slime_would_refuse_is_refused_at_the_start(mistakes, arguments, key):
-    assert [found for found, _ in mistakes(eval_interval=1, **arguments)] == ([key] if key else [])
-    assert mistakes(eval_interval=None, **arguments) == [], "nothing is evaluated"
+def test_what_is_a_mistake_of_a_run(mistakes, arguments, key, told):
+    found = mistakes(**arguments)
+    assert [path for path, _ in found] == ([key] if key else [])
+    assert not told or told in found[0][1]
 
 
-def test_a_misspelt_criterion_is_no_key_of_ones_own(mistakes):
-    judges = {"quality": {"kind": "llm", "criteria": {"rigor": "is it?", "tone": "is it?"}}}
-    ((key, text),) = mistakes(tree={"judges": judges}, reward_key="rigour", eval_reward_key="rigour")
-    assert key == "--reward-key"
-    assert "Did you mean `rigor`? Keys: score, rigor, tone." in text
-    assert mistakes(tree={"judges": judges}, reward_key="tone", eval_reward_key="score") == []
-    ((key, _),) = mistakes(tree={"judges": judges}, reward_key="tone", eval_reward_key="tones")
-    assert key == "--eval-reward-key"
-    assert mistakes(tree={"judges": judges}, reward_key="points") == [], "a key of one's own holds the score"
-    function = {"sources": {"f": {"kind": "function", "function": "json:loads"}}, "judges": {"f": {"kind": "function"}}}
-    assert mistakes(tree=function, reward_key="whatever") == [], "a function may give any"
-
-
-@pytest.mark.parametrize(
+@each_of(
     ("attributes", "told"),
     [
         ({"sources": {}, "judges": {}}, "has no key `qreward`. Indent `sources` and `judges` below it"),

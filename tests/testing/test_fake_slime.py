@@ -15,7 +15,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from qreward_plugins.testing import DynamicFilterOutput, FakeSlimeTrainer, SlimeSample, slime_stand_in
-from qreward_plugins.testing.slime.training import pass_rates
 from slime_adapter.aborts import finished
 from slime_adapter.hooks import FilterOutput
 from tests.kit import each_of
@@ -59,7 +58,7 @@ def numbers(groups):
         ({"over_sampling_batch_size": 2}, ValueError, "below rollout_batch_size"),
         ({"rollout_batch_size": 0}, ValueError, "1 or more"),
         ({"rm_type": "math"}, NotImplementedError, "rm_type=math is not played by FakeSlimeTrainer"),
-        ({"kl_coef": 0.1}, NotImplementedError, "kl_coef=0.1 is not played"),
+        ({"gamma": 0.9}, NotImplementedError, "gamma=0.9 is not played"),
         ({"buffer_filter_path": "my.filter"}, NotImplementedError, "buffer_filter_path=my.filter is not played"),
         ({"custom_reward_post_process_path": "no_such_module.hook"}, ModuleNotFoundError, "no_such_module"),
         ({"custom_reward_post_process_path": "json.no_such"}, AttributeError, "no_such"),
@@ -211,7 +210,6 @@ def test_a_generation_that_fans_out_is_rewarded_with_a_list():
         step = trainer.rollout()
         assert [[len(parts) for parts in group] for group in step.groups] == [[2, 2, 2]] * 2
         assert step.raw_rewards == [2.0] * 12
-        assert step.train_data["rollout_mask_sums"] == [3] * 12
         assert trainer.evaluate().rewards == {"e": [2.0] * 2}
     with (
         FakeSlimeTrainer(**flags, custom_generate_function_path=fan_out(False)) as trainer,
@@ -417,12 +415,10 @@ def test_a_removed_sample_has_no_loss_but_stays_in_the_statistics_of_its_group()
     assert all(math.isnan(value) for value in whitened.advantages[1:3])
 
 
-def test_estimators_that_use_the_last_token():
-    step = step_with(*REWARDS, advantage_estimator="ppo", gamma=0.5, lambd=0.5)
-    assert step.token_advantages[2] == [5 / 16, 5 / 4, 5.0]
+def test_whitening_and_an_estimator_that_needs_a_token_of_each_sample():
     whitened = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
-    step = step_with(0.0, 1.0, 5.0, **whitened, gamma=0.5)
-    tokens = [reward * discount for reward in (0, 1, 5) for discount in (0.25, 0.5, 1.0)] * 2
+    step = step_with(0.0, 1.0, 5.0, **whitened)
+    tokens = [reward for reward in (0, 1, 5) for _ in range(3)] * 2
     mean = sum(tokens) / 18
     deviation = math.sqrt(sum((token - mean) ** 2 for token in tokens) / 17)
     flat = [value for row in step.token_advantages for value in row]
@@ -436,10 +432,8 @@ def test_estimators_that_use_the_last_token():
 
 def test_the_key_chooses_what_trains_and_another_what_an_evaluation_averages():
     flags = {"custom_rm_path": in_turn({"score": 1.0, "strict": 0.0, "cause": "late"}), "eval_datasets": {"e": ["p"]}}
-    with FakeSlimeTrainer(**SMALL, **flags, reward_key="score", log_reward_category="cause") as trainer:
-        step = trainer.rollout()
-        assert step.raw_rewards == [1.0] * 6
-        assert (step.metrics["rollout/error_cat/late"], step.metrics["rollout/zero_std/count_1.0"]) == (1.0, 2)
+    with FakeSlimeTrainer(**SMALL, **flags, reward_key="score") as trainer:
+        assert trainer.rollout().raw_rewards == [1.0] * 6
         assert trainer.evaluate().rewards == {"e": [1.0]}
     with FakeSlimeTrainer(**SMALL, **flags, reward_key="score", eval_reward_key="strict") as trainer:
         assert trainer.evaluate().rewards == {"e": [0.0]}
@@ -507,19 +501,6 @@ def test_evaluation_with_group_rm_is_refused_unless_another_function_does_it():
         trainer.evaluate()
     with slime_stand_in(), FakeSlimeTrainer(**flags, eval_function_path="slime_adapter.eval_rollout") as trainer:
         assert trainer.evaluate().rewards == {"e": [1.0]}
-
-
-def test_pass_rates():
-    assert pass_rates([1, 0, 0, 0, 1, 1, 0, 0], 4) == pytest.approx(
-        {"pass@1": 0.375, "pass@2": (0.5 + 5 / 6) / 2, "pass@4": 1.0}
-    )
-    assert pass_rates([1, 0], 1) == {}
-    with pytest.raises(AssertionError, match="no whole groups"):
-        pass_rates([1, 0, 1], 2)
-    flags = {"eval_datasets": {"e": ["p", "q"]}, "log_passrate": True, "n_samples_per_eval_prompt": 2}
-    with FakeSlimeTrainer(custom_rm_path=parity, **flags) as trainer:
-        metrics = trainer.evaluate().metrics
-    assert (metrics["eval/e-pass@1"], metrics["eval/e-pass@2"]) == (0.5, 1.0)
 
 
 def test_closing_ends_what_runs_and_leaves_nothing_behind():

@@ -1,1 +1,1 @@
-"""ROLL's rollout side for unit tests, as a stand-in: the same calls, order and failures. It needs only torch."""
+"""A stand-in for ROLL's rollout side, for unit tests: the same calls, order and failures."""

@@ -10,7 +10,6 @@ import copy
 import functools
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import fake_trainer as _shared
@@ -23,9 +22,6 @@ DEFAULTS: dict[str, Any] = {
     "num_return_sequences_in_group": 4,
     "prompt_length": 128,
     "sequence_length": 192,
-    "response_length": None,
-    "val_prompt_length": None,
-    "val_sequence_length": None,
     "generate_opt_level": 1,
     "is_num_return_sequences_expand": False,
     "user_defined_rollout_loop_cls": DEFAULT_LOOP,
@@ -33,39 +29,33 @@ DEFAULTS: dict[str, Any] = {
     "adv_estimator": "gae",
     "gamma": 1,
     "lambd": 0.95,
-    "norm_mean_type": None,
-    "norm_std_type": None,
-    "max_len_mask": False,
-    "difficulty_mask": False,
-    "difficulty_low_threshold": 0.0,
-    "difficulty_high_threshold": 1.0,
     # For workers and loops that read them; they change nothing in the fake.
-    "add_token_level_kl": False,
-    "init_kl_coef": 0.2,
-    "use_kl_loss": False,
-    "max_steps": 500,
-    "eval_steps": 10,
-    "pretrain": None,
     "exp_name": "fake_roll_trainer",
+    "max_steps": 500,
     "output_dir": "./output",
 }
 
 NOT_PLAYED: dict[str, Any] = {
+    "response_length": None,
+    "val_prompt_length": None,
+    "val_sequence_length": None,
+    "domain_interleave_probs": None,
     "async_generation_ratio": 0,
     "is_use_additional_prompts": False,
+    "max_len_mask": False,
+    "difficulty_mask": False,
+    "error_max_len_clip": False,
+    "norm_mean_type": None,
+    "norm_std_type": None,
     "reward_clip": None,
     "advantage_clip": None,
     "whiten_rewards": False,
     "whiten_advantages": False,
-    "error_max_len_clip": False,
+    "add_token_level_kl": False,
 }
 """What the fake refuses to set to anything but ROLL's default, which stands here."""
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "adv_estimator": ("gae", "reinforce", "grpo"),
-    "norm_mean_type": (None, "batch", "group"),
-    "norm_std_type": (None, "batch", "group"),
-}
+ESTIMATORS = ("gae", "grpo", "reinforce")
 
 REWARD_DEFAULTS: dict[str, Any] = {
     "name": None,
@@ -74,29 +64,19 @@ REWARD_DEFAULTS: dict[str, Any] = {
     "max_concurrency": 1,
     "tag_included": (),
     "query_filter_config": None,
-    "response_filter_config": None,
     "reward_manager_config": (),
     "system_envs": None,
     # For workers that read them.
     **dict.fromkeys(
-        [
-            "device_mapping",
-            "data_args",
-            "generating_args",
-            "strategy_args",
-            "model_args",
-            "code_url",
-            "judge_prompt",
-            "judge_model_type",
-            "judge_model_name",
-            "judge_api_url",
-            "judge_api_key",
-            "format_pattern",
-            "reward_type",
-        ]
+        (
+            *("response_filter_config", "device_mapping", "data_args", "generating_args", "strategy_args"),
+            *("model_args", "code_url", "judge_prompt", "judge_model_type", "judge_model_name", "judge_api_url"),
+            *("judge_api_key", "format_pattern", "reward_type", "use_local"),
+        )
     ),
-    "use_local": True,
 }
+
+SAMPLING = {"temperature": 0.95, "top_p": 0.7, "top_k": 50, "max_new_tokens": 8192, "num_return_sequences": 1}
 
 FILTERS = ("no_filter", "mean_filter", "std_filter")
 
@@ -114,31 +94,14 @@ class ModelArguments:
         return self
 
 
-@dataclass
-class GeneratingArguments:
+class GeneratingArguments(Namespace):
     """How responses are generated; as a dict it is `generation_config` of the meta information."""
 
-    do_sample: bool = True
-    temperature: float = 0.95
-    top_p: float = 0.7
-    top_k: int = 50
-    num_beams: int = 1
-    max_new_tokens: int = 8192
-    repetition_penalty: float = 1.0
-    num_return_sequences: int = 1
-    stop_strings: list[str] | None = None
-    logprobs: int | None = 0
-
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 refuse_unknown = functools.partial(_shared.refuse_unknown, note=" ROLL itself ignores unknown keys.")
-
-
-def path_of(value: Any) -> Any:
-    """The dotted path of a class, as in ROLL's configuration."""
-    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else value
 
 
 def make_config(
@@ -160,32 +123,24 @@ def make_config(
     for name, default in NOT_PLAYED.items():
         if getattr(config, name) != default:
             raise NotImplementedError(f"{name}={getattr(config, name)} is not played by FakeRollTrainer")
-    for name, choices in CHOICES.items():
-        if (value := getattr(config, name)) not in choices:
-            raise NotImplementedError(f"{name}={value} is not played by FakeRollTrainer; it plays {choices}")
+    if config.adv_estimator not in ESTIMATORS:
+        played = ", ".join(ESTIMATORS)
+        raise NotImplementedError(
+            f"adv_estimator={config.adv_estimator} is not played by FakeRollTrainer, but {played}"
+        )
     config.user_defined_rollout_loop_cls = path_of(config.user_defined_rollout_loop_cls)
     for name in ("rollout_batch_size", "num_return_sequences_in_group"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be 1 or more, not {getattr(config, name)}")
-    if config.response_length is not None:
-        config.sequence_length = config.prompt_length + config.response_length
-    if config.sequence_length <= config.prompt_length:
+    room = config.sequence_length - config.prompt_length
+    if room < 1:
         raise ValueError(f"sequence_length {config.sequence_length} leaves no room after prompt_length")
-    if (config.val_prompt_length is None) != (config.val_sequence_length is None):
-        raise ValueError("val_prompt_length and val_sequence_length must be set simultaneously")
-    if config.val_prompt_length is None:
-        config.val_prompt_length, config.val_sequence_length = config.prompt_length, config.sequence_length
     model = ModelArguments(tokenizer)
-    room, val_room = (
-        config.sequence_length - config.prompt_length,
-        config.val_sequence_length - config.val_prompt_length,
-    )
-    sampling = _generating(
-        generating_args, max_new_tokens=room, num_return_sequences=config.num_return_sequences_in_group
-    )
+    size = config.num_return_sequences_in_group
+    sampling = _sampling(generating_args, max_new_tokens=room, num_return_sequences=size)
     config.actor_train = Namespace(name="actor_train", model_args=model)
     config.actor_infer = Namespace(name="actor_infer", model_args=model, generating_args=sampling)
-    config.validation = Namespace(name=None, generating_args=_generating(val_generating_args, max_new_tokens=val_room))
+    config.validation = Namespace(name=None, generating_args=_sampling(val_generating_args, max_new_tokens=room))
     config.rewards = {domain: _reward_config(domain, given, model) for domain, given in rewards.items()}
     if not config.rewards:
         raise ValueError("rewards is empty: there is no domain to train on")
@@ -193,50 +148,48 @@ def make_config(
     return config
 
 
-def _generating(given: Mapping[str, Any], **derived: Any) -> GeneratingArguments:
-    refuse_unknown(given, asdict(GeneratingArguments()), "generating_args")
-    return GeneratingArguments(**{**given, **derived})
+def path_of(value: Any) -> Any:
+    """The dotted path of a class, as in ROLL's configuration."""
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else value
+
+
+def _sampling(given: Mapping[str, Any], **derived: Any) -> GeneratingArguments:
+    refuse_unknown(given, SAMPLING, "generating_args")
+    return GeneratingArguments(**{**SAMPLING, **given, **derived})
 
 
 def _reward_config(domain: str, given: Mapping[str, Any], model: ModelArguments) -> Namespace:
     where = f"rewards.{domain}"
     refuse_unknown(given, REWARD_DEFAULTS, where)
     reward = Namespace(**{**REWARD_DEFAULTS, **copy.deepcopy(dict(given))})
-    if reward.worker_cls is None:
-        raise ValueError(f"{where}.worker_cls is missing")
+    told = {"type": "no_filter", "filter_args": {}, **(reward.query_filter_config or {})}
+    refuse_unknown(told, ("type", "filter_args"), f"{where}.query_filter_config")
+    envs = reward.system_envs or {}
+    problems = {
+        "worker_cls is missing": reward.worker_cls is None,
+        "world_size must be 1 or more": not reward.world_size or reward.world_size < 1,
+        "reward_manager_config must be a list (of one tree), as ROLL's field is": not isinstance(
+            reward.reward_manager_config, list | tuple
+        ),
+        "system_envs must be texts: Ray takes nothing else": not all(isinstance(each, str) for each in envs.values()),
+        f"query_filter_config.type is one of {', '.join(FILTERS)}": told["type"] not in FILTERS,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(f"{where}.{problem}")
     reward.worker_cls = path_of(reward.worker_cls)
-    if not reward.world_size or reward.world_size < 1:
-        raise ValueError(f"{where}.world_size must be 1 or more, not {reward.world_size}")
-    if not isinstance(reward.reward_manager_config, (list, tuple)):
-        raise ValueError(f"{where}.reward_manager_config must be a list (of one tree), as ROLL's field is")
     reward.tag_included, reward.reward_manager_config = list(reward.tag_included), list(reward.reward_manager_config)
-    reward.system_envs = dict(reward.system_envs or {})
-    for name, value in reward.system_envs.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{where}.system_envs.{name} must be a str: Ray takes no {type(value).__name__}")
-    for name in ("query_filter_config", "response_filter_config"):
-        told = getattr(reward, name) or {}
-        refuse_unknown(told, ("type", "filter_args"), f"{where}.{name}")
-        kind = told.get("type", "no_filter")
-        if kind not in FILTERS:
-            raise ValueError(f"{where}.{name}.type is one of {', '.join(FILTERS)}, not {kind!r}")
-        setattr(reward, name, Namespace(type=kind, filter_args=dict(told.get("filter_args") or {})))
+    reward.system_envs, reward.query_filter_config = dict(envs), Namespace(**told)
     reward.model_args = reward.model_args or model
     return reward
 
 
-def batch_sizes(config: Namespace, shares: Mapping[str, float] | None) -> dict[str, int]:
-    """The prompts of each domain in a batch, by `domain_interleave_probs`; the last gets the rest, as in ROLL.
-
-    Raises `TypeError` for a domain without a reward, and `ValueError` for one without a prompt.
+def batch_sizes(config: Namespace) -> dict[str, int]:
+    """The prompts of each domain in a batch: equal parts, and the last gets the rest, as in ROLL. Raises `ValueError`
+    if a domain gets none.
     """
-    domains = list(shares or config.rewards)
-    refuse_unknown(domains, config.rewards, "rewards (for which domain_interleave_probs has a share)")
-    sizes = {
-        domain: int((shares or {}).get(domain, 1 / len(domains)) * config.rollout_batch_size) for domain in domains[:-1]
-    }
-    sizes[domains[-1]] = config.rollout_batch_size - sum(sizes.values())
-    empty = [domain for domain, size in sizes.items() if size < 1]
-    if empty:
-        raise ValueError(f"rollout_batch_size {config.rollout_batch_size} leaves no prompt for {', '.join(empty)}")
-    return sizes
+    part = config.rollout_batch_size // len(config.rewards)
+    if not part:
+        raise ValueError(f"rollout_batch_size {config.rollout_batch_size} leaves no prompt for some domains")
+    *domains, last = config.rewards
+    return {**dict.fromkeys(domains, part), last: config.rollout_batch_size - part * len(domains)}

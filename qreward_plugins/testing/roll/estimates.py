@@ -1,7 +1,7 @@
 """Computes advantages from rewards as `RLVRPipeline.run` does (utils/functionals.py), without a model, in 64 bits.
 
 The KL penalty and the critic's values are taken as zero. A reward that spoils a batch in ROLL spoils it here: a NaN
-makes its group NaN, or with a norm over the batch everything.
+makes its group NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REDUCERS: dict[str, Any] = {
     "mean": np.mean,
     "max": np.max,
     "min": np.min,
-    "p50": lambda values: np.percentile(values, 50),
+    "p50": np.median,
     "p99": lambda values: np.percentile(values, 99),
     "std": np.std,
     "sum": np.sum,
@@ -41,38 +41,23 @@ def _reducer(name: str) -> Any:
 
 
 def train_batch(batch: RollDataProto, config: Any) -> tuple[RollDataProto, dict[str, Any]]:
-    """The batch with `final_response_mask`, normalised `response_level_rewards` and `advantages`, in its order; and
-    metrics by domain. Each domain is normalised separately.
+    """The batch with `final_response_mask`, normalised `response_level_rewards` and `advantages`; and metrics, also by
+    domain.
     """
-    batch.batch["prompt_id"] = torch.arange(len(batch))
-    metrics: dict[str, Any] = {}
-    parts = []
-    for domain, part in batch.group_by("domain").items():
-        of_part = _estimate(part, config)
-        metrics |= {f"{domain}/{name}": value for name, value in of_part.items()}
-        parts.append(part)
-    whole = RollDataProto.concat(parts)
-    whole.reorder(np.argsort(np.asarray(whole.batch["prompt_id"])))
-    whole.pop("prompt_id")
-    return whole, {**metrics, **value_metrics(whole)}
-
-
-def _estimate(data: RollDataProto, config: Any) -> dict[str, float]:
-    """Add what trains to a domain's rows."""
-    tensors, size = data.batch, config.actor_infer.generating_args.num_return_sequences
-    kept, metrics = _kept(data, config, size)
-    mask = _array(tensors["response_mask"])[:, 1:] * kept[:, None]
-    norms = ("group", "group") if config.adv_estimator == "grpo" else (config.norm_mean_type, config.norm_std_type)
-    rewards = normalised(_array(tensors["response_level_rewards"]), size, *norms)
+    tensors, size = batch.batch, config.actor_infer.generating_args.num_return_sequences
+    mask = _array(tensors["response_mask"])[:, 1:]
+    rewards = _array(tensors["response_level_rewards"])
+    if config.adv_estimator == "grpo":
+        rewards = normalised(rewards, size)
     # The reward stands at the last token of its response.
     tokens = np.zeros(mask.shape)
-    tokens[np.arange(len(data)), _array(tensors["attention_mask"]).sum(-1).astype(int) - 2] = rewards
+    tokens[np.arange(len(batch)), _array(tensors["attention_mask"]).sum(-1).astype(int) - 2] = rewards
     tokens *= mask
     discount = config.gamma * (config.lambd if config.adv_estimator == "gae" else 1)
-    advantages, later = np.zeros_like(tokens), np.zeros(len(data))
+    advantages, later = np.zeros_like(tokens), np.zeros(len(batch))
     for place in reversed(range(tokens.shape[-1])):
         advantages[:, place] = later = tokens[:, place] + discount * later
-    data.rename("token_level_rewards", "token_level_scores")
+    tensors["token_level_scores"] = tensors.pop("token_level_rewards")
     for name, values in {
         "final_response_mask": mask,
         "response_level_rewards": rewards,
@@ -80,43 +65,19 @@ def _estimate(data: RollDataProto, config: Any) -> dict[str, float]:
         "advantages": advantages * mask,
     }.items():
         tensors[name] = torch.tensor(values.astype(np.float32))
-    return {**metrics, **value_metrics(data)}
+    parts = batch.group_by("domain").items()
+    of_domains = {f"{domain}/{name}": value for domain, part in parts for name, value in _means(part).items()}
+    return batch, {**of_domains, **_means(batch)}
 
 
-def _kept(data: RollDataProto, config: Any, size: int) -> tuple[Any, dict[str, float]]:
-    """1.0 for each sample that trains, else 0.0; and metrics of the masks."""
-    kept, metrics = np.ones(len(data)), {}
-    if config.max_len_mask:
-        lengths = _array(data.batch["response_mask"])[:, 1:].sum(-1)
-        masked = (lengths != data.batch["responses"].shape[-1]).astype(float)
-        kept, metrics["actor/max_len_mask_ratio"] = kept * masked, float(masked.mean())
-    if config.difficulty_mask and size > 1:
-        means = np.repeat(_array(data.batch["scores"]).reshape(-1, size).mean(-1), size)
-        low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
-        masked = ((means > low) & (means < high)).astype(float)
-        kept, metrics["actor/difficulty_mask_ratio"] = kept * masked, float(masked.mean())
-    metrics["actor/final_mask_ratio"] = float(kept.mean())
-    metrics["actor/samples_total"] = float(len(data))
-    return kept, metrics
-
-
-def normalised(rewards: Any, size: int, mean_type: str | None, std_type: str | None) -> Any:
-    """Rewards minus their mean, divided by their standard deviation, of the `batch` or of each `group` of `size`."""
+def normalised(rewards: Any, size: int) -> Any:
+    """Rewards minus the mean of their group of `size`, divided by its standard deviation; NaN for a group of one."""
     groups = rewards.reshape(-1, size)
-    mean = {"batch": rewards.mean(), "group": groups.mean(-1, keepdims=True), None: 0.0}[mean_type]
-    centred = groups - mean
-    if std_type is not None:
-        with np.errstate(all="ignore"):
-            spread = rewards.std(ddof=1) if std_type == "batch" else _spread(groups)
-        centred = centred / (spread + 1e-6)
-    return centred.reshape(rewards.shape)
+    spread = groups.std(-1, ddof=1, keepdims=True) if size > 1 else np.nan
+    return ((groups - groups.mean(-1, keepdims=True)) / (spread + 1e-6)).reshape(rewards.shape)
 
 
-def _spread(groups: Any) -> Any:
-    return groups.std(-1, ddof=1, keepdims=True) if groups.shape[-1] > 1 else np.full((len(groups), 1), np.nan)
-
-
-def value_metrics(batch: RollDataProto) -> dict[str, float]:
+def _means(batch: RollDataProto) -> dict[str, float]:
     """ROLL's `critic/` metrics that depend on rewards (metrics_manager.py)."""
     scores, advantages = _array(batch.batch["scores"]), _array(batch.batch["advantages"])
     trained = _array(batch.batch["final_response_mask"]) > 0

@@ -7,10 +7,11 @@ ROLL's requests do not number the responses of a group, so the engine counts the
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -76,26 +77,12 @@ def positions(mask: Any) -> Any:
     return np.maximum(np.cumsum(mask, -1) - 1, 0)
 
 
-class RollDataset:
-    """Rows in ROLL's order: shuffled for every epoch, from the seed."""
-
-    def __init__(self, items: Iterable[Mapping[str, Any]], seed: int) -> None:
-        self._items = list(items)
-        self._seed = seed
-        self._epoch = -1
-        self._order = list(range(len(self._items)))
-        self._left: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def next(self) -> Mapping[str, Any]:
-        """The next row; after the last one the next epoch starts."""
-        if not self._left:
-            self._epoch += 1
-            random.Random(self._seed + self._epoch).shuffle(self._order)
-            self._left = self._order[::-1]
-        return self._items[self._left.pop()]
+def shuffled(items: Iterable[Mapping[str, Any]], seed: int) -> Iterator[Mapping[str, Any]]:
+    """Rows in ROLL's order, for ever: shuffled for every epoch, from the seed."""
+    order = list(items)
+    for epoch in itertools.count():
+        random.Random(seed + epoch).shuffle(order)
+        yield from list(order)
 
 
 @dataclass(frozen=True)
@@ -140,17 +127,16 @@ class RollEngine:
         self._respond, self._hold, self._seed = respond, hold, seed
         self._asked: Counter[object] = Counter()
 
-    async def generate(
-        self, req: RollDataProto, row: int, *, scope: object, domain: str, prompt_id: int, is_val: bool
-    ) -> list[int]:
+    async def generate(self, req: RollDataProto, row: int, *, scope: object, prompt_id: int, is_val: bool) -> list[int]:
         """The tokens of another response to this row of a request. `scope` identifies the scheduler and step. Raises
         the errors of `respond`.
         """
         number = self._asked[scope, prompt_id]
         self._asked[scope, prompt_id] += 1
+        columns = {name: values[row] for name, values in req.non_tensor_batch.items()}
         draft = RollDraft(
-            domain=domain,
-            columns={name: values[row] for name, values in req.non_tensor_batch.items()},
+            domain=columns["domain"],
+            columns=columns,
             prompt=self.tokenizer.decode(req.batch["input_ids"][row][req.batch["attention_mask"][row].bool()]),
             prompt_id=prompt_id,
             number=number,

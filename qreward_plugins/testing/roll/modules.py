@@ -26,7 +26,7 @@ from .rollout_loop import (
 )
 from .scheduler import RolloutContext
 from .trajectories import FakeTrajEnvManager, RolloutCache
-from .workers import Dispatch, RankInfo, Worker, register
+from .workers import Dispatch, Worker, register
 
 
 def default_tokenizer_provider(model_args: Any, model_name_or_path: str | None = None) -> Any:
@@ -50,17 +50,8 @@ def get_logger() -> logging.Logger:
 
 _SCHEDULER = "roll.distributed.scheduler"
 _ENV_MANAGER = "roll.pipeline.agentic.env_manager"
-_CONTENTS: dict[str, dict[str, Any]] = {
-    "roll": {},
-    "roll.distributed": {},
-    "roll.distributed.executor": {},
-    _SCHEDULER: {},
-    "roll.models": {},
-    "roll.pipeline": {},
-    "roll.pipeline.agentic": {},
-    _ENV_MANAGER: {},
-    "roll.utils": {},
-    "roll.distributed.executor.worker": {"RankInfo": RankInfo, "Worker": Worker},
+_NAMES: dict[str, dict[str, Any]] = {
+    "roll.distributed.executor.worker": {"Worker": Worker},
     f"{_SCHEDULER}.decorator": {"Dispatch": Dispatch, "register": register},
     f"{_SCHEDULER}.generate_scheduler": {
         "RolloutContext": RolloutContext,
@@ -86,7 +77,7 @@ _CONTENTS: dict[str, dict[str, Any]] = {
 def roll_stand_in(*, over_installed: bool = False) -> AbstractContextManager[bool]:
     """Let workers and loops import a few of ROLL's names, for a `FakeRollTrainer`.
 
-    They are `Worker`, `RankInfo`, `Dispatch`, `register`, `DataProto`, `default_tokenizer_provider`,
+    They are `Worker`, `Dispatch`, `register`, `DataProto`, `default_tokenizer_provider`,
     `UserDefinedRolloutLoop` and its helpers, `expand_requests`, `expand_responses`, `RolloutContext`, `reduce_metrics`,
     `safe_import_class`, `get_logger`, and for agentic code `TrajEnvManager` and `RolloutCache`; and without torch a
     `torch` with `tensor`, `zeros`, `ones`, `full_like`, `zeros_like`, `ones_like`, `cat`, `arange` and a few types, on
@@ -98,5 +89,8 @@ def roll_stand_in(*, over_installed: bool = False) -> AbstractContextManager[boo
     For a whole test suite, enter it in a session fixture or in `conftest.py`, before the first import of a worker.
     Leaving it removes the modules; classes imported before keep their names. For one thread at a time.
     """
-    contents = _CONTENTS if find_spec("torch") is not None else {**_CONTENTS, "torch": TORCH}
+    parents = (name.split(".")[:depth] for name in _NAMES for depth in range(1, name.count(".") + 1))
+    contents = {**{".".join(parent): {} for parent in parents}, **_NAMES}
+    if find_spec("torch") is None:
+        contents["torch"] = TORCH
     return stand_in_modules(contents, proof="roll.distributed.executor.worker", over_installed=over_installed)

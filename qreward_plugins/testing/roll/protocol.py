@@ -7,7 +7,6 @@ tensors are torch's, or numpy arrays with their methods where torch is not insta
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -47,8 +46,6 @@ class RollDataProto:
         self.batch: Any = batch
         self.non_tensor_batch: dict[str, Any] = non_tensor_batch if non_tensor_batch is not None else {}
         self.meta_info: dict[str, Any] = meta_info if meta_info is not None else {}
-        both = set(self.non_tensor_batch) & set(self.batch or ())
-        assert not both, f"batch and non_tensor_batch cannot have overlapping keys: {', '.join(sorted(both))}"
         for name, values in self.non_tensor_batch.items():
             assert len(values) == len(self), f"{name} has {len(values)} rows, the batch has {len(self)}"
 
@@ -81,9 +78,6 @@ class RollDataProto:
     def to(self, device: Any) -> RollDataProto:
         return self
 
-    def clone(self) -> RollDataProto:
-        return copy.deepcopy(self)
-
     def select_idxs(self, idxs: Any) -> RollDataProto:
         """The rows of a slice, of these numbers, or where a mask is true. The meta information is the same object."""
         rows = np.arange(len(self))[idxs if isinstance(idxs, slice) else np.asarray(idxs) if len(idxs) else []]
@@ -93,37 +87,14 @@ class RollDataProto:
         others = {name: values[rows] for name, values in self.non_tensor_batch.items()}
         return RollDataProto(batch, others, self.meta_info)
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> RollDataProto:
-        return self.select_idxs(slice(start, end, step))
-
-    def pop(
-        self, batch_keys: Any = None, non_tensor_batch_keys: Any = None, meta_info_keys: Any = None
-    ) -> RollDataProto:
-        """Remove columns, and return them as a DataProto."""
-        tensors = {name: self.batch.pop(name) for name in _names(batch_keys)}
-        others = {name: self.non_tensor_batch.pop(name) for name in _names(non_tensor_batch_keys)}
-        meta = {name: self.meta_info.pop(name) for name in _names(meta_info_keys)}
-        return RollDataProto(TensorColumns(tensors, len(self)), others, meta)
-
-    def rename(self, old_keys: Any = None, new_keys: Any = None) -> RollDataProto:
-        for before, after in zip(_names(old_keys), _names(new_keys), strict=True):
-            self.batch[after] = self.batch.pop(before)
-        return self
-
     def union(self, other: RollDataProto) -> RollDataProto:
         """Add the columns and the meta information of another. Values in both must be equal (a NaN is not)."""
         if other.batch is not None:
             self.batch = self.batch if self.batch is not None else TensorColumns({}, len(other))
-            assert len(self) == len(other), f"two batches of {len(self)} and {len(other)} rows have no union"
             _add(self.batch, other.batch)
         _add(self.non_tensor_batch, other.non_tensor_batch)
         _add(self.meta_info, other.meta_info)
         return self
-
-    def chunk(self, chunks: int) -> list[RollDataProto]:
-        """`chunks` parts of as equal size as possible, in order. Raises `AssertionError` if there are fewer rows."""
-        assert len(self) >= chunks, f"batch_size {len(self)} < chunks {chunks}"
-        return [self.select_idxs(rows) for rows in np.array_split(np.arange(len(self)), chunks)]
 
     @staticmethod
     def concat(data: Sequence[RollDataProto]) -> RollDataProto:
@@ -140,15 +111,9 @@ class RollDataProto:
         names = dict.fromkeys(name for part in data for name in part.non_tensor_batch)
         others = {name: [value for part in data for value in part.non_tensor_batch.get(name, ())] for name in names}
         meta = dict(data[0].meta_info)
-        metrics = [part.meta_info["metrics"] for part in data if part.meta_info.get("metrics") is not None]
-        if metrics:
+        if metrics := [part.meta_info["metrics"] for part in data if part.meta_info.get("metrics") is not None]:
             meta["metrics"] = _collected(metrics)
         return RollDataProto.from_dict(tensors, others, meta)
-
-    def reorder(self, indices: Any) -> None:
-        """Put the rows into this order, in place."""
-        ordered = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def group_by(self, key: str) -> dict[str, RollDataProto]:
         """Parts by the values of a column as text, in the order of their first rows."""
@@ -163,10 +128,6 @@ class RollDataProto:
         return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
 
-def _names(keys: Any) -> list[str]:
-    return [keys] if isinstance(keys, str) else list(keys or ())
-
-
 def _add(mine: Any, theirs: Mapping[str, Any]) -> None:
     for name, value in theirs.items():
         same = name not in mine or bool(np.all(np.asarray(value == mine[name])))
@@ -174,11 +135,9 @@ def _add(mine: Any, theirs: Mapping[str, Any]) -> None:
         mine[name] = value
 
 
-def _collected(metrics: Iterable[Any]) -> dict[str, Any]:
+def _collected(metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     collected: dict[str, Any] = {}
     for of_part in metrics:
-        if not isinstance(of_part, dict):
-            raise TypeError(f"metrics are a dict, not a {type(of_part).__name__}: {of_part!r:.100}")
         for name, value in of_part.items():
             collected.setdefault(name, []).extend(value if isinstance(value, list) else [value])
     return collected

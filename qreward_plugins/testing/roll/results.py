@@ -49,18 +49,16 @@ class RollStep(_Result):
     mean over the trained tokens of a response, or None if none is trained. `metrics` are the logged metrics.
 
     `dropped` are prompts for which the rollout loop returned None. `reward_calls` counts the calls of
-    `compute_rewards`; at most `rewards_pending_max` of the streaming path ran at once. `skipped`: there is nothing to
-    train, so ROLL skips the step.
+    `compute_rewards`.
     """
 
     raw_rewards: list[float]
     dropped: list[RollPrompt]
     reward_calls: int
-    rewards_pending_max: int
 
     @property
     def trained_tokens(self) -> list[int]:
-        """For each response its tokens in the loss."""
+        """For each response its tokens in the loss. If there is none at all, ROLL skips the step."""
         return [int(count) for count in self._array("final_response_mask").sum(-1)]
 
     @property
@@ -76,13 +74,5 @@ class RollStep(_Result):
         """Whether any advantage is not finite. Such a step ruins the policy, and ROLL does not detect it."""
         return not bool(np.isfinite(self._array("advantages")).all())
 
-    @property
-    def skipped(self) -> bool:
-        return not any(self.trained_tokens)
-
     def _array(self, name: str) -> Any:
         return np.asarray(self.batch.batch[name])
-
-
-def _untrained(row: Any) -> float | None:
-    return None if np.isfinite(row).all() else float("nan")

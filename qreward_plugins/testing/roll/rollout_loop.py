@@ -68,9 +68,9 @@ def response_batch(
     `prompts` (B, P) is padded on the left, `responses` (B, R) on the right. `input_ids`, the masks and `position_ids`
     cover both, without the padding between them: (B, `sequence_length`), padded on the right.
     """
-    asked, there = (np.asarray(prompts.batch[name]) for name in ("input_ids", "attention_mask"))
-    count, room = len(responses), sequence_length - asked.shape[1]
+    count, asked, there = len(responses), *(np.asarray(prompts.batch[name]) for name in ("input_ids", "attention_mask"))
     asked, there = (np.repeat(column, count // len(prompts), axis=0) for column in (asked, there))
+    room = sequence_length - asked.shape[1]
     answers = np.full((count, room), pad_token_id)
     whole = np.full((count, sequence_length), pad_token_id)
     mask = np.zeros((count, sequence_length), dtype=np.int64)

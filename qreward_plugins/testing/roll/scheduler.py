@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import random
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..tensors import objects
-from .generation import RollDataset, RollEngine, collate
+from .generation import RollEngine, collate
 from .protocol import RollDataProto, torch
 from .rollout_loop import expand_responses, response_batch
 from .workers import RollActor
@@ -34,15 +32,6 @@ class RollPrompt:
     id: Any
 
 
-@dataclass
-class RollRecord:
-    """The other results since the last batch."""
-
-    dropped: list[RollPrompt] = field(default_factory=list)
-    reward_calls: int = 0
-    rewards_pending_max: int = 0
-
-
 class RolloutContext:
     """ROLL's `RolloutContext`, a loop's interface to its scheduler for one prompt: it provides a row, and generates and
     rewards responses.
@@ -54,20 +43,18 @@ class RolloutContext:
         self.meta_info = copy.deepcopy(scheduler.meta_info)
         self.pipeline_config = scheduler.pipeline_config
         self.is_val = scheduler.is_val
-        self.sequence_length = scheduler.sequence_length
+        self.sequence_length = scheduler.pipeline_config.sequence_length
         self.prompt_length = scheduler.pipeline_config.prompt_length
         self.is_num_return_sequences_expand = scheduler.pipeline_config.is_num_return_sequences_expand
         self.domain: str | None = None
         self.row_id: Any = None
-        self.generated = False
         self._inside = False
 
     def get_request_data(self, meta_info: dict[str, Any]) -> tuple[RollDataProto, str]:
         """The next row of the data set and its domain. Call it once, before `do_generate_and_reward`."""
-        assert not self._inside
         if self.domain is not None:
             raise RuntimeError("get_request_data may be called once; return None to start another prompt")
-        request = RollDataProto.from_single_dict(self._scheduler.rows(1), meta_info=meta_info)
+        request = RollDataProto.from_single_dict(self._scheduler.next_rows(1), meta_info=meta_info)
         self.row_id = request.non_tensor_batch["id"][0]
         domain = self.domain = str(request.non_tensor_batch["domain"][0])
         return request, domain
@@ -76,7 +63,7 @@ class RolloutContext:
     async def do_generate_and_reward(self, max_concurrency: int) -> AsyncIterator[None]:
         """The context in which `generate` and `compute_rewards` may be called."""
         assert not self._inside
-        self._inside = self.generated = True
+        self._inside = True
         try:
             yield
         finally:
@@ -87,16 +74,17 @@ class RolloutContext:
         `output_token_ids` and `finish_reasons` added.
         """
         assert self._inside, "a rollout loop must generate in do_generate_and_reward"
-        engine, scope, meta = self._scheduler.engine, self._scheduler.name, req.meta_info
+        scheduler, meta = self._scheduler, req.meta_info
+        scope, count = scheduler.name, meta["generation_config"]["num_return_sequences"]
         writing = [
-            engine.generate(req, 0, scope=scope, domain=domain, prompt_id=self.prompt_id, is_val=self.is_val)
-            for _ in range(meta["generation_config"]["num_return_sequences"])
+            scheduler.engine.generate(req, 0, scope=scope, prompt_id=self.prompt_id, is_val=self.is_val)
+            for _ in range(count)
         ]
         meta["output_token_ids"] = written = await asyncio.gather(*writing)
-        end = engine.tokenizer.eos_token_id
+        tokenizer = scheduler.engine.tokenizer
+        end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         meta["finish_reasons"] = ["stop" if tokens[-1:] == [end] else "length" for tokens in written]
-        meta["eos_token_id"] = [end, engine.tokenizer.pad_token_id]
-        meta["pad_token_id"] = engine.tokenizer.pad_token_id
+        meta["eos_token_id"], meta["pad_token_id"] = [end, pad], pad
         return RollDataProto(meta_info=meta)
 
     async def compute_rewards(self, req: RollDataProto, domain: str) -> RollDataProto:
@@ -104,20 +92,16 @@ class RolloutContext:
         Raises the worker's errors.
         """
         assert self._inside, "a rollout loop must ask for rewards in do_generate_and_reward"
-        scheduler, record = self._scheduler, self._scheduler.record
-        req.non_tensor_batch["rollout_id"] = objects(scheduler.next_name() for _ in range(len(req)))
-        record.reward_calls += 1
-        scheduler.rewards_pending += 1
-        record.rewards_pending_max = max(record.rewards_pending_max, scheduler.rewards_pending)
-        try:
-            rewards: RollDataProto = await next(scheduler.workers[domain]).call("compute_rewards", req)
-        finally:
-            scheduler.rewards_pending -= 1
-        return rewards
+        req.non_tensor_batch["rollout_id"] = objects(itertools.islice(self._scheduler.names, len(req)))
+        return await self._scheduler.ask(domain, req)
 
 
 class RollScheduler:
-    """Samples from one data set, on one event loop. `clusters` are the workers that it may call, by domain."""
+    """Samples from `rows`, on one event loop. `clusters` are the workers that it may call, by domain.
+
+    `reward_calls` and `dropped` are the calls of workers and the prompts without a result since the last batch,
+    `rewards_pending` the calls that are under way.
+    """
 
     def __init__(
         self,
@@ -125,7 +109,7 @@ class RollScheduler:
         config: Any,
         engine: RollEngine,
         clusters: Mapping[str, Sequence[RollActor]],
-        dataset: RollDataset,
+        rows: Iterator[Mapping[str, Any]],
         loop: Any,
         *,
         is_val: bool,
@@ -133,30 +117,37 @@ class RollScheduler:
         self.name = name
         self.pipeline_config = config
         self.engine = engine
-        self.dataset = dataset
         self.is_val = is_val
-        self.sequence_length = config.val_sequence_length if is_val else config.sequence_length
-        self.workers = {domain: itertools.cycle(actors) for domain, actors in clusters.items()}
         self.meta_info: dict[str, Any] = {}
-        self.record = RollRecord()
-        self.rewards_pending = 0
+        self.dropped: list[RollPrompt] = []
+        self.reward_calls = self.rewards_pending = 0
+        self._rows = rows
         self._clusters = clusters
+        self._next_actor = {domain: itertools.cycle(actors) for domain, actors in clusters.items()}
         self._ending = False
         self._loop = loop
         self._prompts, self._batches = itertools.count(), itertools.count()
-        self._random = random.Random(f"{config.seed}/{name}")
+        self.names = (f"{name}/{number}" for number in itertools.count())
+        """The ids of rollouts, which are UUIDs in ROLL."""
 
-    def next_name(self) -> str:
-        """An id for a rollout: a UUID, the same in every run."""
-        return str(uuid.UUID(int=self._random.getrandbits(128), version=4))
-
-    def rows(self, count: int) -> dict[str, Any]:
+    def next_rows(self, count: int) -> dict[str, Any]:
         """The next rows, collated."""
         pad, length = self.engine.tokenizer.pad_token_id, self.pipeline_config.prompt_length
-        return collate([self.dataset.next() for _ in range(count)], pad_token_id=pad, length=length)
+        return collate(list(itertools.islice(self._rows, count)), pad_token_id=pad, length=length)
+
+    async def ask(self, domain: str, data: RollDataProto) -> RollDataProto:
+        """The rewards that the next worker of a domain gives."""
+        self.reward_calls += 1
+        self.rewards_pending += 1
+        try:
+            rewards: RollDataProto = await next(self._next_actor[domain]).call("compute_rewards", data)
+        finally:
+            self.rewards_pending -= 1
+        return rewards
 
     async def get_batch(self, meta_info: dict[str, Any], prompts: int) -> RollDataProto:
         """A batch of `prompts` groups. Raises the errors of workers and rollout loops."""
+        self.dropped, self.reward_calls = [], 0
         if self.pipeline_config.generate_opt_level == 0:
             return await self._whole_batch(meta_info, prompts)
         self.meta_info = copy.deepcopy(meta_info)
@@ -190,47 +181,40 @@ class RollScheduler:
                 continue  # of a call that its worker cancelled: ROLL takes another prompt
             if responses is not None:
                 break
-            self.record.dropped.append(RollPrompt(context.domain or self.name, context.prompt_id, context.row_id))
+            self.dropped.append(RollPrompt(context.domain or self.name, context.prompt_id, context.row_id))
             await asyncio.sleep(0)
         singles = expand_responses(responses)
         wanted = self.meta_info["generation_config"]["num_return_sequences"]
         assert len(singles) == wanted, f"a rollout loop returned {len(singles)} responses, not {wanted}"
-        assert context.generated, "a rollout loop must generate in do_generate_and_reward"
         done.append(singles)
 
     async def _whole_batch(self, meta_info: dict[str, Any], prompts: int) -> RollDataProto:
         count = meta_info["generation_config"]["num_return_sequences"]
-        asked = RollDataProto.from_single_dict(self.rows(prompts), meta_info=meta_info)
-        asked.batch["origin_prompt_id"] = torch.arange(prompts)
+        asked = RollDataProto.from_single_dict(self.next_rows(prompts), meta_info=meta_info)
+        asked.batch["origin_prompt_id"] = torch.tensor(np.arange(prompts))
         scope = f"{self.name}/{next(self._batches)}"
-        domains = asked.non_tensor_batch["domain"]
         writing = [
-            self.engine.generate(asked, row, scope=scope, domain=domains[row], prompt_id=row, is_val=self.is_val)
+            self.engine.generate(asked, row, scope=scope, prompt_id=row, is_val=self.is_val)
             for row in range(prompts)
             for _ in range(count)
         ]
         tokens = await asyncio.gather(*writing)
-        # ROLL uses the sequence length of training here, also in validation.
         length, pad = self.pipeline_config.sequence_length, self.engine.tokenizer.pad_token_id
         answers = response_batch(asked, tokens, sequence_length=length, pad_token_id=pad)
-        asked.pop(batch_keys=["input_ids", "attention_mask", "position_ids"])
+        for name in ("input_ids", "attention_mask", "position_ids"):
+            asked.batch.pop(name)
         batch = RollDataProto.from_dict(answers).union(asked.repeat(repeat_times=count))
         rewards = await self._rewarded(batch)
-        batch.meta_info.pop("metrics", None)
         rewards.meta_info.pop("metrics", None)
         return batch.union(rewards)
 
     async def _rewarded(self, batch: RollDataProto) -> RollDataProto:
         """The rewards of a batch in its order; each domain's rows go to its own workers (reward_scheduler.py)."""
         places = batch.non_tensor_batch["domain"]
-        rows = [np.flatnonzero([place == domain for place in places]) for domain in self._clusters]
-        calls = [
-            actor.call("compute_rewards", part)
-            for own, actors in zip(rows, self._clusters.values(), strict=True)
-            if len(own)
-            for actor, part in zip(actors, batch.select_idxs(own).chunk(len(actors)), strict=True)
-        ]
-        self.record.reward_calls += len(calls)
-        rewards = RollDataProto.concat(await asyncio.gather(*calls))
-        rewards.reorder(np.argsort(np.concatenate(rows)))
-        return rewards
+        parts: list[tuple[str, Any]] = []
+        for domain, actors in self._clusters.items():
+            own = np.flatnonzero([place == domain for place in places])
+            parts += [(domain, rows) for rows in np.array_split(own, len(actors)) if len(own)]
+        rewards = await asyncio.gather(*(self.ask(domain, batch.select_idxs(rows)) for domain, rows in parts))
+        order = np.argsort(np.concatenate([rows for _, rows in parts]))
+        return RollDataProto.concat(rewards).select_idxs(order)

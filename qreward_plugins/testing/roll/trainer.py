@@ -17,9 +17,9 @@ import copy
 import importlib
 import itertools
 from argparse import Namespace
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -31,20 +31,18 @@ from .generation import (
     DEFAULT_ROWS,
     Hold,
     Respond,
-    RollDataset,
     RollDraft,
     RollEngine,
     Row,
     answer_by_chance,
     encode_row,
+    shuffled,
 )
 from .protocol import RollDataProto
 from .results import RollStep, RollValidation
 from .rollout_loop import UserDefinedRolloutLoop
-from .scheduler import RollRecord, RollScheduler
+from .scheduler import RollScheduler
 from .workers import RollActor
-
-T = TypeVar("T")
 
 _START_S = 60.0
 """Most seconds for making all workers, and for closing them."""
@@ -61,8 +59,7 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
 
     `rows`: the data set of all domains, or one for each domain; a row is a question, or a mapping with `messages`
     or a `prompt`, `ground_truth`, `tag`, `id` and any columns. `val_rows`: the rows of the validation, each with its
-    `domain` or `tag`. `domain_interleave_probs`: each domain's part of the batch, equal by default.
-    `generating_args` and `val_generating_args` set `generation_config`.
+    `domain` or `tag`. `generating_args` and `val_generating_args` set `generation_config`.
 
     `respond(draft, rng)` returns a response; it may be async. A word is a token, and an end token follows. If
     `hold(draft)` is true, the generation waits for `release()`. `seed` fixes all random numbers. `timeout_s` bounds a
@@ -73,8 +70,8 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     called at the end if it has one; ROLL kills its process. Leaving the context closes the trainer. Methods are
     for one thread, except `release` and `wait_until_held`.
 
-    Batches are sampled and trained in turn. What samples ahead or beyond the batch, clips or whitens is not played: its
-    flag is refused by name.
+    Batches are sampled and trained in turn. Sampling ahead or beyond the batch, and masks, norms and clips of the
+    trainer's are not played: their flags are refused by name.
 
     Raises `TypeError` for an unknown name, `ValueError` if ROLL would not start, `NotImplementedError` for what is not
     played, and the errors of importing, making and initialising the workers.
@@ -86,7 +83,6 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         *,
         rows: Sequence[Row] | Mapping[str, Sequence[Row]] = DEFAULT_ROWS,
         val_rows: Sequence[Row] = (),
-        domain_interleave_probs: Mapping[str, float] | None = None,
         respond: Respond = answer_by_chance,
         hold: Hold | None = None,
         tokenizer: Any = None,
@@ -108,65 +104,60 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         config = self.pipeline_config
         self._tokenizer = tokenizer
         self._engine = RollEngine(respond, hold, tokenizer, seed)
-        super().__init__("fake-roll-scheduler", "fake-roll-driver", self._engine.held, timeout_s)
-        self._sizes = batch_sizes(config, domain_interleave_probs)
-        datasets = {domain: RollDataset(self._encoded(rows, domain), seed) for domain in self._sizes}
-        for domain, dataset in datasets.items():
-            if len(dataset) <= self._sizes[domain]:
-                raise ValueError(
-                    f"the data set of {domain} has {len(dataset)} rows: ROLL needs more than the "
-                    f"{self._sizes[domain]} prompts of a batch"
-                )
-        val_set = RollDataset([self._encoded_val(row, number) for number, row in enumerate(val_rows)], seed)
+        limit_s = min(config.rpc_timeout, config.rpc_timeout if timeout_s is None else timeout_s)
+        super().__init__("fake-roll-scheduler", "fake-roll-driver", self._engine.held, limit_s)
+        self._sizes = batch_sizes(config)
+        if isinstance(rows, Mapping):
+            refuse_unknown(rows, config.rewards, "rewards (for which there are rows)")
+        own = {domain: rows.get(domain, ()) if isinstance(rows, Mapping) else rows for domain in config.rewards}
+        for domain, size in self._sizes.items():
+            if (count := len(own[domain])) <= size:
+                raise ValueError(f"{domain} has {count} rows: ROLL needs more than the {size} prompts of a batch")
+        val_set = [self._encoded(row, number, self._domain_of(row)) for number, row in enumerate(val_rows)]
+        self._val_size = len(val_set)
         loop_cls = _loaded(flags.get("user_defined_rollout_loop_cls", DEFAULT_LOOP))
-        kinds = {domain: _loaded(rewards[domain]["worker_cls"]) for domain in config.rewards}
         self._steps = itertools.count()
         self._step = 0
-        self._ended: BaseException | None = None
-        self._actors: dict[str, list[RollActor]] = {}
+        self._actors = {
+            domain: [
+                RollActor(_loaded(given["worker_cls"]), reward, f"reward-{domain}", n) for n in range(reward.world_size)
+            ]
+            for (domain, reward), given in zip(config.rewards.items(), rewards.values(), strict=True)
+        }
+
         self._schedulers: dict[str, RollScheduler] = {}
-        self._val: RollScheduler | None = None
+        for domain, given in own.items():
+            data = [self._encoded(row, number, domain) for number, row in enumerate(given)]
+            self._schedulers[domain] = self._scheduler(domain, [domain], data, loop_cls())
+        self._val = self._scheduler(None, list(config.rewards), val_set, loop_cls())
         try:
-            self._loop.run(self._start(kinds, datasets, val_set, loop_cls), _START_S)
+            self._loop.run(self._start(), _START_S)
         except BaseException:
             self.close()
             raise
 
-    async def _start(
-        self, kinds: Mapping[str, type], datasets: Mapping[str, RollDataset], val_set: RollDataset, loop_cls: type
-    ) -> None:
-        config = self.pipeline_config
-        for domain, kind in kinds.items():
-            reward = config.rewards[domain]
-            self._actors[domain] = [
-                RollActor(kind, reward, f"reward-{domain}", rank) for rank in range(reward.world_size)
-            ]
+    async def _start(self) -> None:
         for actor in self._all_actors():
             await actor.start()
-        for domain, dataset in datasets.items():
-            self._schedulers[domain] = self._scheduler(domain, [domain], dataset, loop_cls(), is_val=False)
-        if len(val_set):
-            self._val = self._scheduler("validation", list(self._actors), val_set, loop_cls(), is_val=True)
         for actor in self._all_actors():
-            await actor.initialize(config)
+            await actor.initialize(self.pipeline_config)
 
     def _scheduler(
-        self, name: str, domains: Sequence[str], dataset: RollDataset, loop: Any, *, is_val: bool
+        self, domain: str | None, domains: Sequence[str], data: Sequence[dict[str, Any]], loop: Any
     ) -> RollScheduler:
-        clusters = {domain: self._actors[domain] for domain in domains}
-        config = copy.deepcopy(self.pipeline_config)  # a scheduler is a separate actor
-        return RollScheduler(name, config, self._engine, clusters, dataset, loop, is_val=is_val)
+        """That of a domain, or of validation (None)."""
+        config = copy.deepcopy(self.pipeline_config)  # a scheduler is an actor of its own
+        clusters = {each: self._actors[each] for each in domains}
+        name, rows = domain or "validation", shuffled(data, config.seed)
+        return RollScheduler(name, config, self._engine, clusters, rows, loop, is_val=domain is None)
 
     def step(self) -> RollStep:
         """Sample one batch and compute its advantages.
 
-        Raises the errors of workers and rollout loops. These end ROLL's training, so any further step raises
-        `RuntimeError`. Raises `TimeoutError` after `rpc_timeout`, as ROLL does, or after `timeout_s`.
+        Raises the errors of workers and rollout loops, which end ROLL's training, and `TimeoutError` after
+        `rpc_timeout`, as ROLL does, or after `timeout_s`.
         """
         self._step = next(self._steps)
-        records = [RollRecord() for _ in self._schedulers]
-        for scheduler, record in zip(self._schedulers.values(), records, strict=True):
-            scheduler.record = record
         parts = self._run(self._sample(self._step))
         logged: dict[str, Any] = {}
         for domain, part in parts.items():
@@ -176,15 +167,15 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         batch.meta_info["global_step"] = self._step
         raw = [float(number) for number in batch.batch["response_level_rewards"]]
         batch, of_training = train_batch(batch, self.pipeline_config)
+        schedulers = self._schedulers.values()
         return RollStep(
             global_step=self._step,
             batch=batch,
             responses=self._texts(batch),
             raw_rewards=raw,
             metrics={**logged, **of_training},
-            dropped=[prompt for record in records for prompt in record.dropped],
-            reward_calls=sum(record.reward_calls for record in records),
-            rewards_pending_max=max(record.rewards_pending_max for record in records),
+            dropped=[prompt for scheduler in schedulers for prompt in scheduler.dropped],
+            reward_calls=sum(scheduler.reward_calls for scheduler in schedulers),
         )
 
     def start_step(self) -> Future[RollStep]:
@@ -193,9 +184,9 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
 
     def validate(self) -> RollValidation:
         """Generate and reward `val_rows` once. Raises like `step`, and `ValueError` without any."""
-        if self._val is None:
+        if not self._val_size:
             raise ValueError("there is nothing to validate on: set val_rows")
-        batch = self._run(self._sample_val(self._val, self._step))
+        batch = self._run(self._sample_val(self._step))
         metrics = reduce_metrics(batch.meta_info.pop("metrics", {}))
         parts = {"all": batch, **batch.group_by("tag")}
         correct = {name: float(np.mean(np.asarray(part.batch["scores"]) == 1)) for name, part in parts.items()}
@@ -214,43 +205,30 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     def _end(self) -> None:
         self._loop.run(self._close_workers(), _START_S)
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._ended is not None:
-            coroutine.close()
-            raise RuntimeError(f"the training has ended: {self._ended!r}") from self._ended
-        limits = [limit for limit in (self.pipeline_config.rpc_timeout, self._timeout_s) if limit is not None]
-        try:
-            return self._loop.run(coroutine, min(limits, default=None), self._waiting_for)
-        except BaseException as error:
-            self._ended = error
-            raise
-
     def _waiting_for(self) -> str:
-        limit_s, schedulers = self.pipeline_config.rpc_timeout, [*self._schedulers.values(), self._val]
-        pending = sum(scheduler.rewards_pending for scheduler in schedulers if scheduler is not None)
-        waited = f"{pending} reward calls are pending and {len(self._engine.held)} generations are held"
-        if self._timeout_s is None or limit_s <= self._timeout_s:
-            return f"rpc_timeout: no batch came for {limit_s} s, which ends ROLL's training; {waited}"
-        return f"ROLL would wait for its rpc_timeout: after {self._timeout_s} s {waited}"
+        pending = sum(scheduler.rewards_pending for scheduler in (*self._schedulers.values(), self._val))
+        return (
+            f"ROLL would wait until rpc_timeout ({self.pipeline_config.rpc_timeout:g} s): after {self._timeout_s:g} s "
+            f"{pending} reward calls are pending and {len(self._engine.held)} generations are held"
+        )
 
     async def _sample(self, number: int) -> dict[str, RollDataProto]:
         await self._call_all("load_states")
         sampling = self.pipeline_config.actor_infer.generating_args.to_dict()
         meta = {"global_step": number, "collect_unfinished": False, "generation_config": sampling}
-        sampled = await asyncio.gather(
-            *(
-                scheduler.get_batch(copy.deepcopy(meta), self._sizes[domain])
-                for domain, scheduler in self._schedulers.items()
-            )
+        batches = (
+            scheduler.get_batch(copy.deepcopy(meta), self._sizes[domain])
+            for domain, scheduler in self._schedulers.items()
         )
+        sampled = await asyncio.gather(*batches)
         await self._call_all("offload_states")
         return dict(zip(self._schedulers, sampled, strict=True))
 
-    async def _sample_val(self, scheduler: RollScheduler, number: int) -> RollDataProto:
+    async def _sample_val(self, number: int) -> RollDataProto:
         await self._call_all("load_states")  # ROLL validates between this call and the rollouts of a step
         sampling = self.pipeline_config.validation.generating_args.to_dict()
         meta = {"is_offload_states": False, "generation_config": sampling, "global_step": number}
-        return await scheduler.get_batch(meta, len(scheduler.dataset))
+        return await self._val.get_batch(meta, self._val_size)
 
     def _all_actors(self) -> list[RollActor]:
         return [actor for actors in self._actors.values() for actor in actors]
@@ -268,27 +246,19 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         texts: list[str] = self._tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True)
         return texts
 
-    def _encoded(self, rows: Sequence[Row] | Mapping[str, Sequence[Row]], domain: str) -> list[dict[str, Any]]:
-        if isinstance(rows, Mapping):
-            refuse_unknown(rows, self._sizes, "rewards (for which there are rows)")
-            own = rows.get(domain, ())
-        else:
-            own = rows
-        return [self._encoded_row(row, number, domain) for number, row in enumerate(own)]
-
-    def _encoded_row(self, row: Row, number: int, domain: str) -> dict[str, Any]:
+    def _encoded(self, row: Row, number: int, domain: str) -> dict[str, Any]:
         config = self.pipeline_config
         tag = next(iter(config.rewards[domain].tag_included), domain)
         length = config.prompt_length
         return encode_row(row, number, domain=domain, tag=tag, tokenizer=self._tokenizer, prompt_length=length)
 
-    def _encoded_val(self, row: Row, number: int) -> dict[str, Any]:
-        config = self.pipeline_config
-        columns = row if isinstance(row, Mapping) else {}
+    def _domain_of(self, row: Row) -> str:
+        """The domain of a row of the validation: its own, that of its tag, or the first."""
+        config, columns = self.pipeline_config, row if isinstance(row, Mapping) else {}
         domain = columns.get("domain") or config.tag_2_domain.get(columns.get("tag")) or next(iter(config.rewards))
         if domain not in config.rewards:
             raise ValueError(f"a row of val_rows is of the domain {domain!r}, for which there is no reward")
-        return self._encoded_row(row, number, domain)
+        return str(domain)
 
 
 def _loaded(path: Any) -> Any:

@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 _ASYNC_CALLS = 1000
@@ -38,16 +37,6 @@ def register(dispatch_mode: Any = Dispatch.ALL_TO_ALL, **_: Any) -> Callable[[Ca
     return lambda method: method
 
 
-@dataclass
-class RankInfo:
-    """A worker's rank in its cluster."""
-
-    world_size: int = 1
-    rank: int = 0
-    dp_size: int = 1
-    dp_rank: int = 0
-
-
 class Worker:
     """The part of ROLL's `Worker` that reward workers use. `FakeRollTrainer` makes and calls it."""
 
@@ -58,8 +47,6 @@ class Worker:
         self.cluster_name = os.environ.get("CLUSTER_NAME")
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank_info = RankInfo(self.world_size, self.rank, self.world_size, self.rank)
-        self.thread_executor = ThreadPoolExecutor(max_workers=5)
         self.logger = logging.getLogger("qreward_plugins.testing.roll")
 
     def initialize(self, pipeline_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,8 +69,6 @@ class RollActor:
                 "imported, and where ROLL is installed with over_installed=True, for ROLL's own Worker needs Ray"
             )
         is_async = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(kind))
-        if not is_async and config.max_concurrency != 1:
-            raise ValueError(f"{cluster}: a worker without async methods has max_concurrency 1")
         self._kind = kind
         self._config = copy.deepcopy(config)
         self._environment = {
@@ -106,7 +91,7 @@ class RollActor:
 
     async def initialize(self, pipeline_config: Any) -> None:
         with _environment(self._environment):
-            await self.call("initialize", copy.deepcopy(pipeline_config))
+            await self.call("initialize", pipeline_config)
         self._initialized = True
 
     def call(self, name: str, *args: Any) -> asyncio.Future[Any]:
@@ -140,8 +125,6 @@ class RollActor:
             if self._initialized and hasattr(self.worker, "close"):
                 await self._call("close")
         finally:
-            if self.worker is not None:
-                self.worker.thread_executor.shutdown(wait=False, cancel_futures=True)
             if self._thread is not None:
                 # A sync call cannot be cancelled, so closing waits for it.
                 await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
@@ -149,13 +132,12 @@ class RollActor:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..fake_trainer import refuse_unknown
-from .samples import SlimeSample
+from .samples import Row, SlimeSample, prompt_of
 
 ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
@@ -42,31 +42,23 @@ DEFAULTS: dict[str, Any] = {
     "custom_convert_samples_to_train_data_path": None,
     "custom_rollout_log_function_path": None,
     "custom_eval_rollout_log_function_path": None,
-    "log_passrate": False,
-    "log_reward_category": None,
     "advantage_estimator": "grpo",
     "rewards_normalization": True,
     "grpo_std_normalization": True,
     "normalize_advantages": False,
-    "gamma": 1.0,
-    "lambd": 1.0,
     "rollout_max_response_len": None,
     "n_samples_per_eval_prompt": 1,
     "eval_max_response_len": None,
     "colocate": False,
     "offload_train": None,
-    "offload_rollout": None,
     "release_train": False,
     "debug_rollout_only": False,
 }
 
 INERT: dict[str, Any] = dict.fromkeys(
     (
-        *("global_batch_size", "num_steps_per_rollout", "num_rollout", "num_epoch", "eval_interval", "hf_checkpoint"),
-        *("rollout_num_gpus", "sglang_server_concurrency", "rollout_global_dataset", "rollout_seed", "ci_test"),
-        *("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids"),
-        *("rollout_skip_special_tokens", "eval_temperature", "eval_top_p", "eval_top_k", "use_wandb"),
-        *("use_tensorboard", "save_debug_rollout_data"),
+        *("num_rollout", "eval_interval", "hf_checkpoint", "rollout_num_gpus", "sglang_server_concurrency"),
+        *("rollout_temperature", "rollout_top_p", "rollout_top_k", "use_wandb", "use_tensorboard"),
     )
 )
 """Flags for hooks that read them. They change nothing in the fake."""
@@ -80,6 +72,10 @@ NOT_PLAYED: dict[str, Any] = {
     "rollout_shuffle": False,
     "wandb_always_use_train_step": False,
     "kl_coef": 0.0,
+    "gamma": 1.0,
+    "lambd": 1.0,
+    "log_passrate": False,
+    "log_reward_category": None,
     "debug_train_only": False,
     "load_debug_rollout_data": None,
 }
@@ -93,12 +89,9 @@ class EvalDataset:
     name: str
     samples: Sequence[SlimeSample]
     n_samples_per_eval_prompt: int
-    custom_rm_path: Any = None
-    max_response_len: int | None = None
-    metadata_overrides: Mapping[str, Any] = field(default_factory=dict)
-
-
-EVAL_DATASET_KEYS = ("n_samples_per_eval_prompt", "custom_rm_path", "max_response_len", "metadata_overrides")
+    custom_rm_path: Any
+    max_response_len: int | None
+    metadata_overrides: Mapping[str, Any]
 
 
 def resolve_args(flags: Mapping[str, Any], extra: Mapping[str, Any]) -> Namespace:
@@ -126,33 +119,19 @@ def resolve_args(flags: Mapping[str, Any], extra: Mapping[str, Any]) -> Namespac
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
     if args.over_sampling_batch_size < args.rollout_batch_size:
         raise ValueError(f"over_sampling_batch_size {args.over_sampling_batch_size} is below rollout_batch_size")
-    _resolve_offloading(args)
     vars(args).update(extra)
     return args
 
 
-def _resolve_offloading(args: Namespace) -> None:
-    """Set who leaves the GPUs to whom, as slime does."""
-    if args.debug_rollout_only:
-        args.colocate = args.offload_train = args.offload_rollout = False
-    if args.colocate:
-        if args.release_train:
-            args.offload_train, args.offload_rollout = False, True
-        args.offload_train = args.offload_train is not False
-        args.offload_rollout = args.offload_rollout is not False
-    args.offload_train = bool(args.offload_train) or args.advantage_estimator == "ppo"
-    args.offload_rollout = bool(args.offload_rollout)
-
-
-def resolve_eval_dataset(
-    args: Namespace, name: str, samples: Sequence[SlimeSample], settings: Mapping[str, Any]
-) -> EvalDataset:
+def eval_dataset(args: Namespace, name: str, given: Sequence[Row] | Mapping[str, Any]) -> EvalDataset:
     """A data set with slime's fallbacks: its own setting, else the flag of the evaluation, else that of the rollout."""
-    return EvalDataset(
-        name,
-        samples,
-        settings.get("n_samples_per_eval_prompt", args.n_samples_per_eval_prompt),
-        settings.get("custom_rm_path", args.eval_custom_rm_path or args.custom_rm_path),
-        settings.get("max_response_len", args.eval_max_response_len or args.rollout_max_response_len),
-        settings.get("metadata_overrides") or {},
-    )
+    own = given if isinstance(given, Mapping) else {"rows": given}
+    fallbacks = {
+        "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
+        "custom_rm_path": args.eval_custom_rm_path or args.custom_rm_path,
+        "max_response_len": args.eval_max_response_len or args.rollout_max_response_len,
+        "metadata_overrides": {},
+    }
+    refuse_unknown(own, ("rows", *fallbacks), f"the eval data set {name!r}")
+    samples = [prompt_of(row) for row in own["rows"]]
+    return EvalDataset(name, samples, **{key: own.get(key, value) for key, value in fallbacks.items()})

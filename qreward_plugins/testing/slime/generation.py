@@ -15,13 +15,8 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from ..fake_trainer import refuse_unknown
 from ..generation import HeldGenerations
-from .samples import Group, SlimeSample
-
-Row: TypeAlias = "str | list[dict[str, Any]] | Mapping[str, Any] | SlimeSample"
-"""A prompt, a conversation, `{"prompt": ..., "label": ..., "metadata": {...}, "images": [...]}`, or a sample. Images
-are Pillow images, as slime has them after it has read a row."""
+from .samples import Group, Row, SlimeSample, prompt_of
 
 Respond: TypeAlias = Callable[[SlimeSample, random.Random], "str | Awaitable[str | None] | None"]
 Hold: TypeAlias = Callable[[SlimeSample], bool]
@@ -30,23 +25,6 @@ DEFAULT_PROMPTS: tuple[dict[str, str], ...] = tuple(
     {"prompt": f"What is {number} + {number + 1}?", "label": str(2 * number + 1)} for number in range(1, 17)
 )
 END_TOKEN = 0
-
-
-def prompt_of(row: Row) -> SlimeSample:
-    """Turn a row of a data set into a sample. Raises `TypeError` for a key that a row does not have."""
-    if isinstance(row, SlimeSample):
-        return copy.deepcopy(row)
-    if isinstance(row, str | list):
-        return SlimeSample(prompt=copy.deepcopy(row))
-    refuse_unknown(row, ("prompt", "label", "metadata", "images"), "a row of prompts")
-    if "prompt" not in row:
-        raise TypeError(f"a row of prompts needs a 'prompt': {dict(row)!r:.200}")
-    own = copy.deepcopy(dict(row))
-    # What slime keeps of a row if there is a processor (slime/utils/processing_utils.py: `process_vision_info`).
-    inputs = {"images": own["images"] or None, "videos": None} if "images" in own else None
-    return SlimeSample(
-        prompt=own["prompt"], label=own.get("label"), metadata=own.get("metadata") or {}, multimodal_inputs=inputs
-    )
 
 
 class SlimeDataSource:

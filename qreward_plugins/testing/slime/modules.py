@@ -36,25 +36,19 @@ def _check_spread(args: Namespace, samples: list[SlimeSample], **_: Any) -> Dyna
     return DynamicFilterOutput(keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
-def _contents() -> dict[str, dict[str, Any]]:
+def _names() -> dict[str, dict[str, Any]]:
     logging_utils = {"log": _log}
     metric_utils = {"compute_rollout_step": lambda args, rollout_id: rollout_id}
+    outputs = {"RolloutFnEvalOutput": SlimeEvalOutput, "RolloutFnTrainOutput": SlimeRolloutOutput}
     return {
-        "slime": {},
-        "slime.observability": {},  # the place on slime's main branch of what v0.3.1 has in slime.utils
+        # The place on slime's main branch of what v0.3.1 has in slime.utils.
         "slime.observability.logging_utils": logging_utils,
         "slime.observability.metric_utils": metric_utils,
-        "slime.rollout": {},
-        "slime.rollout.base_types": {
-            "RolloutFnEvalOutput": SlimeEvalOutput,
-            "RolloutFnTrainOutput": SlimeRolloutOutput,
-        },
+        "slime.rollout.base_types": outputs,
         "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": _data_source},
-        "slime.rollout.filter_hub": {},
         "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
         "slime.rollout.filter_hub.dynamic_sampling_filters": {"check_reward_nonzero_std": _check_spread},
         "slime.rollout.sglang_rollout": {"generate_rollout": _generate_rollout},
-        "slime.utils": {},
         "slime.utils.logging_utils": logging_utils,
         "slime.utils.metric_utils": metric_utils,
         "slime.utils.misc": {"load_function": load},
@@ -73,4 +67,6 @@ def slime_stand_in() -> AbstractContextManager[bool]:
     fixture or in `conftest.py`, before the first import of a hook. Leaving it removes the modules; hooks imported
     before keep their names. For one thread at a time.
     """
-    return stand_in_modules(_contents(), proof="slime.utils.types")
+    names = _names()
+    parents = (name.split(".")[:depth] for name in names for depth in range(1, name.count(".") + 1))
+    return stand_in_modules({**{".".join(parent): {} for parent in parents}, **names}, proof="slime.utils.types")

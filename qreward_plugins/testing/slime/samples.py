@@ -1,16 +1,18 @@
 """slime's `Sample` and the result of its dynamic filter, with slime's names, types and defaults (v0.3.1).
 
-Lists take the place of tensors. What no reward code reads is left out: speculative decoding, the prefix cache, and the
-replays of top-p token ids and of routed experts.
+Lists take the place of tensors. What no reward code reads is left out.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from ..fake_trainer import refuse_unknown
 
 _FINISHED = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
@@ -39,21 +41,17 @@ class SlimeSample:
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
     response: str = ""
     response_length: int = 0
     label: Any = None
     reward: Any = None
     loss_mask: list[int] | None = None
-    weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     remove_sample: bool = False
-    teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: Any = None
     custom_rm_path: Any = None
-    train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
 
@@ -104,6 +102,10 @@ class SlimeSample:
             self.status = SlimeSample.Status(_FINISHED[reason])
 
 
+Row: TypeAlias = "str | list[dict[str, Any]] | Mapping[str, Any] | SlimeSample"
+"""A prompt, a conversation, `{"prompt": ..., "label": ..., "metadata": {...}, "images": [...]}`, or a sample. Images
+are Pillow images, as slime has them after it has read a row."""
+
 Group: TypeAlias = "list[Any]"
 """The samples of one prompt; lists of samples if a custom generate function fans out."""
 
@@ -123,3 +125,20 @@ class DynamicFilterOutput:
 def flat(samples: Any) -> list[SlimeSample]:
     """The samples of nested lists, in order."""
     return [one for part in samples for one in flat(part)] if isinstance(samples, list) else [samples]
+
+
+def prompt_of(row: Row) -> SlimeSample:
+    """Turn a row of a data set into a sample. Raises `TypeError` for a key that a row does not have."""
+    if isinstance(row, SlimeSample):
+        return copy.deepcopy(row)
+    if isinstance(row, str | list):
+        return SlimeSample(prompt=copy.deepcopy(row))
+    refuse_unknown(row, ("prompt", "label", "metadata", "images"), "a row of prompts")
+    if "prompt" not in row:
+        raise TypeError(f"a row of prompts needs a 'prompt': {dict(row)!r:.200}")
+    own = copy.deepcopy(dict(row))
+    # What slime keeps of a row if there is a processor (slime/utils/processing_utils.py: `process_vision_info`).
+    inputs = {"images": own["images"] or None, "videos": None} if "images" in own else None
+    return SlimeSample(
+        prompt=own["prompt"], label=own.get("label"), metadata=own.get("metadata") or {}, multimodal_inputs=inputs
+    )

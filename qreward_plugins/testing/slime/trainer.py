@@ -22,18 +22,11 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from ..fake_trainer import FakeTrainer, refuse_unknown
-from .arguments import (
-    DEFAULT_DATA_SOURCE,
-    DEFAULT_ROLLOUT_FUNCTION,
-    EVAL_DATASET_KEYS,
-    EvalDataset,
-    resolve_args,
-    resolve_eval_dataset,
-)
-from .generation import DEFAULT_PROMPTS, Hold, Respond, Row, SlimeDataSource, SlimeEngine, answer_by_chance, prompt_of
+from ..fake_trainer import FakeTrainer
+from .arguments import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, eval_dataset, resolve_args
+from .generation import DEFAULT_PROMPTS, Hold, Respond, SlimeDataSource, SlimeEngine, answer_by_chance
 from .rollout import Hook, RolloutRecord, SlimeRollout, load
-from .samples import Group, SlimeSample, flat
+from .samples import Group, Row, SlimeSample, flat
 from .training import (
     check_rollout_ids,
     convert_samples,
@@ -174,9 +167,7 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         self.args.qreward_aborted = lambda: self._engine.aborted
         self.args.qreward_log = self._log
         self.args.qreward_generate_rollout = self.generate_rollout
-        self.args.eval_datasets = [
-            _eval_dataset(self.args, name, given) for name, given in (eval_datasets or {}).items()
-        ]
+        self.args.eval_datasets = [eval_dataset(self.args, *each) for each in (eval_datasets or {}).items()]
         self.args.qreward_data_source = lambda args: SlimeDataSource(args, prompts)
         # slime makes it before it loads other hooks.
         path = self.args.data_source_path
@@ -278,10 +269,3 @@ def _custom_config(given: str | Path | Mapping[str, Any] | None) -> dict[str, An
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
     return dict(yaml.safe_load(Path(given).read_text(encoding="utf-8")) or {})
-
-
-def _eval_dataset(args: Namespace, name: str, given: Sequence[Row] | Mapping[str, Any]) -> EvalDataset:
-    if not isinstance(given, Mapping):
-        given = {"rows": given}
-    refuse_unknown(given, ("rows", *EVAL_DATASET_KEYS), f"the eval data set {name!r}")
-    return resolve_eval_dataset(args, name, [prompt_of(row) for row in given["rows"]], given)

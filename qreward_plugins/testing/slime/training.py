@@ -1,16 +1,13 @@
 """What slime makes of scored samples: normalised rewards, loss masks, the trainer's batch, advantages, and metrics.
 
 The advantages assume a model that is worth nothing: the KL penalty is zero, and with ppo the critic's values, too. Then
-grpo, gspo, cispo and reinforce_plus_plus_baseline give every token the normalised reward, reinforce_plus_plus gives the
-reward at the last trained token, discounted backwards, and ppo the same from the last token.
+every token has the reward that trains, with reinforce_plus_plus up to the last trained token.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,21 +64,17 @@ def convert_samples(
 ) -> dict[str, Any]:
     """The batch for slime's trainer; tensors are lists.
 
-    It sets `loss_mask` of every sample, to zeros with `remove_sample`. `rollout_mask_sums` has for each sample the
-    trained tokens of its rollout, the denominator of the loss. Raises `AssertionError` for a wrong number of rewards or
-    a wrong length of a mask.
+    It sets `loss_mask` of every sample, to zeros with `remove_sample`. Raises `AssertionError` for a wrong number of
+    rewards or a wrong length of a mask.
     """
     assert len(raw_rewards) == len(samples), f"{len(raw_rewards)} raw rewards for {len(samples)} samples"
     assert len(rewards) == len(samples), f"{len(rewards)} rewards for {len(samples)} samples"
-    trained: Counter[Any] = Counter()
-    ids = [sample.rollout_id if sample.rollout_id is not None else ("own", at) for at, sample in enumerate(samples)]
-    for sample, rollout_id in zip(samples, ids, strict=True):
+    for sample in samples:
         length = sample.response_length
         sample.loss_mask = [1] * length if sample.loss_mask is None else sample.loss_mask
         assert len(sample.loss_mask) == length, f"loss mask length {len(sample.loss_mask)} != response length {length}"
         if sample.remove_sample:
             sample.loss_mask = [0] * length
-        trained[rollout_id] += sum(sample.loss_mask)
     return {
         "tokens": [sample.tokens for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],
@@ -90,44 +83,32 @@ def convert_samples(
         "truncated": [int(sample.status is SlimeSample.Status.TRUNCATED) for sample in samples],
         "sample_indices": [sample.index for sample in samples],
         "loss_masks": [sample.loss_mask for sample in samples],
-        "rollout_mask_sums": [trained[rollout_id] for rollout_id in ids],
-        "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
     }
 
 
 def token_advantages(args: Namespace, rewards: Sequence[Any], loss_masks: Sequence[Sequence[int]]) -> list[list[float]]:
     """One number for each token of each sample.
 
-    Raises the errors of slime's trainer: `TypeError` for a reward that is no number; with ppo `IndexError` for an empty
-    response; with reinforce_plus_plus `AssertionError` for a sample without a trained token, so that `remove_sample`
-    ends the run there; with `normalize_advantages` `ValueError` if no token of the batch is trained.
+    Raises the errors of slime's trainer: `TypeError` for a reward that is no number; with reinforce_plus_plus
+    `AssertionError` for a sample without a trained token, so that `remove_sample` ends the run there; with
+    `normalize_advantages` `ValueError` if no token of the batch is trained.
     """
     advantages = []
     for index, (reward, mask) in enumerate(zip(rewards, loss_masks, strict=True)):
         tokens = np.full(len(mask), float(reward))
-        if args.advantage_estimator in ("ppo", "reinforce_plus_plus"):
-            ppo = args.advantage_estimator == "ppo"
-            if ppo and not len(mask):
-                raise IndexError(f"sample {index} has an empty response: ppo has no last token to give the reward to")
-            assert ppo or any(mask), f"Sequence at index {index} is fully masked: its group must be dropped"
-            last = len(mask) - 1 if ppo else int(np.flatnonzero(mask)[-1])
-            tokens[: last + 1] *= (args.gamma * (args.lambd if ppo else 1.0)) ** np.arange(last, -1, -1)
-            tokens[last + 1 :] = 0.0
+        if args.advantage_estimator == "reinforce_plus_plus":
+            assert any(mask), f"Sequence at index {index} is fully masked: its group must be dropped"
+            tokens[int(np.flatnonzero(mask)[-1]) + 1 :] = 0.0
         advantages.append(tokens)
     if args.normalize_advantages:
-        advantages = _whiten(advantages, loss_masks)
+        # Over all trained tokens. As in slime, a NaN reaches the whole batch even if it is not trained.
+        values, kept = np.concatenate(advantages), np.concatenate(loss_masks)
+        if not (count := kept.sum()):
+            raise ValueError("no token of the batch is trained: slime cannot normalise its advantages")
+        mean = (values * kept).sum() / count
+        variance = (np.square(values - mean) * kept).sum() / max(count - 1, 1)
+        advantages = [(tokens - mean) / np.sqrt(variance + 1e-8) for tokens in advantages]
     return [[float(value) for value in tokens] for tokens in advantages]
-
-
-def _whiten(advantages: list[Any], loss_masks: Sequence[Sequence[int]]) -> list[Any]:
-    """Whiten over all trained tokens. As in slime, a NaN reaches the whole batch even if it is not trained."""
-    values, mask = np.concatenate(advantages), np.concatenate(loss_masks)
-    count = mask.sum()
-    if not count:
-        raise ValueError("no token of the batch is trained: slime cannot normalise its advantages")
-    mean = (values * mask).sum() / count
-    variance = (np.square(values - mean) * mask).sum() / max(count - 1, 1)
-    return [(tokens - mean) / math.sqrt(variance + 1e-8) for tokens in advantages]
 
 
 def sample_advantages(tokens: Sequence[Sequence[float]], loss_masks: Sequence[Sequence[int]]) -> list[float | None]:
@@ -151,7 +132,7 @@ def log_rollout(
     path = args.custom_rollout_log_function_path
     if path is not None and load(path)(rollout_id, args, samples, extra_metrics, rollout_time_s):
         return {}
-    own = {f"rollout/{name}": value for name, value in sample_metrics(args, samples).items()}
+    own = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
     return {**(extra_metrics or {}), **own, "rollout/step": rollout_id}
 
 
@@ -170,45 +151,15 @@ def log_evaluation(
     for name, results in data.items():
         rewards = results["rewards"]
         logged[f"eval/{name}"] = sum(rewards) / len(rewards)
-        found = sample_metrics(args, results["samples"]) if "samples" in results else {}
+        found = sample_metrics(results["samples"]) if "samples" in results else {}
         logged |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
-        if args.log_passrate:
-            rates = pass_rates(rewards, args.n_samples_per_eval_prompt)
-            logged |= {f"eval/{name}-{metric}": value for metric, value in rates.items()}
     logged["eval/step"] = rollout_id
     return logged
 
 
-def sample_metrics(args: Namespace, samples: Sequence[SlimeSample]) -> dict[str, Any]:
-    """Lengths, truncation, groups of equal rewards, and categories of rewards."""
-    metrics: dict[str, Any] = {
+def sample_metrics(samples: Sequence[SlimeSample]) -> dict[str, float]:
+    """Lengths and truncation."""
+    return {
         "response_len/mean": statistics.fmean(sample.effective_response_length for sample in samples),
         "truncated_ratio": statistics.fmean(sample.status is SlimeSample.Status.TRUNCATED for sample in samples),
     }
-    groups: dict[int | None, list[Any]] = {}
-    for sample in samples if args.advantage_estimator != "ppo" else ():
-        groups.setdefault(sample.group_index, []).append(sample.get_reward_value(args))
-    equal = [rewards[0] for rewards in groups.values() if all(rewards[0] == reward for reward in rewards)]
-    counts = Counter(str(round(reward, 1)) for reward in equal)
-    metrics |= {f"zero_std/count_{reward}": count for reward, count in counts.items()}
-    if key := args.log_reward_category:
-        categories = Counter(sample.reward[key] for sample in samples)
-        metrics |= {f"error_cat/{category}": count / len(samples) for category, count in categories.items()}
-    return metrics
-
-
-def pass_rates(rewards: Sequence[float], group_size: int) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... up to the group's size, where a reward of 1 is a pass.
-
-    Raises `AssertionError` if the rewards do not make whole groups.
-    """
-    if group_size == 1:
-        return {}
-    assert len(rewards) % group_size == 0, f"{len(rewards)} rewards are no whole groups of {group_size}"
-    passed = [sum(reward == 1 for reward in rewards[at : at + group_size]) for at in range(0, len(rewards), group_size)]
-
-    def at_least_one(k: int, right: int) -> float:
-        return 1.0 - math.comb(group_size - right, k) / math.comb(group_size, k)
-
-    sizes = [2**power for power in range(group_size.bit_length())]
-    return {f"pass@{k}": statistics.fmean(at_least_one(k, right) for right in passed) for k in sizes}

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from .played import Played
+from ..played import Played
+from ..scenarios import Scenario
 from .real import Companies, Player, play, why_not
-from .scenarios import EVERY, Scenario
+from .scenarios import EVERY
 
 
 @pytest.fixture(scope="session")

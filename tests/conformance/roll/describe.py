@@ -32,8 +32,7 @@ def describe(batch: DataProto) -> dict[str, Any]:
                 strict=True,
             )
         ],
-        "tensors": sorted(tensors.keys()),
-        "non_tensors": sorted(batch.non_tensor_batch.keys()),
+        "columns": sorted([*tensors.keys(), *batch.non_tensor_batch.keys()]),
     }
 
 

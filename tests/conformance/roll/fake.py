@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+import numpy as np
 
-from qreward_plugins.testing import FakeRollTrainer, RollDataProto, RollDraft, roll_stand_in
+from qreward_plugins.testing import FakeRollTrainer, roll_stand_in
 
-from ..bad_minutes import shorter
 from ..judges import GROUP_SIZE, ITEMS, Draft, dying, item_of, read_response
-from .played import Played, PlayedSample, PlayedStep
+from ..played import Played, PlayedSample, PlayedStep
+from ..scenarios import Scenario, shorter
 from .rows import item_row
-from .scenarios import DOMAIN, LOOP, OWN_LOOP, SEED, TAG, VAL_ITEMS, WATCHDOG_S, WORKER, Scenario
-
-PROMPT_LENGTH = 24
-SEQUENCE_LENGTH = 40
-"""As in ROLL's own configuration here."""
+from .scenarios import DOMAIN, LOOP, OWN_LOOP, SEED, TAG, VAL_ITEMS, WATCHDOG_S, WORKER, masks, tree_of
 
 
 def play(scenario: Scenario) -> Played:
@@ -37,12 +32,11 @@ def play(scenario: Scenario) -> Played:
     ):
         try:
             for _ in range(scenario.steps):
-                steps.append(_validation(trainer) if scenario.validation else _step(trainer))
+                steps.append(_validation(trainer, scenario) if scenario.evaluate else _step(trainer, scenario))
         except Exception as raised:
             error = raised
-    return Played(
-        tuple(steps), type(error).__name__ if error else None, str(error or ""), tuple(said), tuple(complaints)
-    )
+    name = type(error).__name__ if error else None
+    return Played(tuple(steps), (), name, str(error or ""), tuple(said), tuple(complaints))
 
 
 def _rewards(scenario: Scenario, base_url: str) -> dict[str, Any]:
@@ -50,7 +44,7 @@ def _rewards(scenario: Scenario, base_url: str) -> dict[str, Any]:
         "worker_cls": WORKER,
         "tag_included": [TAG],
         "world_size": scenario.workers,
-        "reward_manager_config": [scenario.config(base_url)],
+        "reward_manager_config": [tree_of(scenario, base_url)],
     }
     return {DOMAIN: worker}
 
@@ -58,19 +52,20 @@ def _rewards(scenario: Scenario, base_url: str) -> dict[str, Any]:
 def _flags(scenario: Scenario) -> dict[str, Any]:
     flags: dict[str, Any] = {
         "rows": _rows(ITEMS),
-        "respond": _respond,
+        "respond": lambda draft, rng: Draft(item_of(draft.prompt), draft.number).response,
         "seed": SEED,
         "timeout_s": WATCHDOG_S,
         "rollout_batch_size": scenario.prompts,
         "num_return_sequences_in_group": GROUP_SIZE,
-        "prompt_length": PROMPT_LENGTH,
-        "sequence_length": SEQUENCE_LENGTH,
+        # As in ROLL's own configuration here.
+        "prompt_length": 24,
+        "sequence_length": 40,
         "adv_estimator": "grpo",
         "is_num_return_sequences_expand": scenario.mode == "single",
         "generate_opt_level": 0 if scenario.mode == "batch" else 1,
-        "user_defined_rollout_loop_cls": LOOP if scenario.loop else OWN_LOOP,
+        "user_defined_rollout_loop_cls": LOOP if scenario.hook else OWN_LOOP,
     }
-    if scenario.validation:
+    if scenario.evaluate:
         flags["val_rows"] = _rows(VAL_ITEMS)
         flags["val_generating_args"] = {"num_return_sequences": GROUP_SIZE}
     return flags
@@ -80,58 +75,39 @@ def _rows(count: int) -> list[dict[str, Any]]:
     return [item_row(item, DOMAIN, TAG) for item in range(count)]
 
 
-def _respond(draft: RollDraft, _: random.Random) -> str:
-    return Draft(item_of(draft.prompt), draft.number).response
-
-
-def _step(trainer: FakeRollTrainer) -> PlayedStep:
+def _step(trainer: FakeRollTrainer, scenario: Scenario) -> PlayedStep:
     step = trainer.step()
-    samples = tuple(
-        PlayedSample(
-            read_response(response),
-            step.column("domain")[place],
-            step.scores[place],
-            step.raw_rewards[place],
-            step.rewards[place],
-            _largest(step.batch.batch["advantages"][place]),
-            step.trained_tokens[place],
-        )
-        for place, response in enumerate(step.responses)
-    )
-    return _played(samples, step.metrics, step.batch)
+    advantages = [(_largest(row),) for row in np.asarray(step.batch.batch["advantages"])]
+    trained = list(zip(step.raw_rewards, step.rewards, advantages, step.trained_tokens, strict=True))
+    return _played(scenario, step, trained, step.metrics)
 
 
-def _validation(trainer: FakeRollTrainer) -> PlayedStep:
+def _validation(trainer: FakeRollTrainer, scenario: Scenario) -> PlayedStep:
     validation = trainer.validate()
-    tokens = validation.batch.batch["response_mask"].sum(-1).tolist()
-    samples = tuple(
-        PlayedSample(
-            read_response(response),
-            validation.column("domain")[place],
-            validation.scores[place],
-            validation.rewards[place],
-            None,
-            None,
-            tokens[place],
-        )
-        for place, response in enumerate(validation.responses)
-    )
-    return _played(samples, validation.metrics, validation.batch)
+    tokens = np.asarray(validation.batch.batch["response_mask"]).sum(-1)
+    trained = [(raw, None, (), count) for raw, count in zip(validation.rewards, tokens, strict=True)]
+    return _played(scenario, validation, trained, validation.metrics)
 
 
-def _played(samples: tuple[PlayedSample, ...], metrics: Mapping[str, Any], batch: RollDataProto) -> PlayedStep:
+def _played(
+    scenario: Scenario, result: Any, trained: Sequence[tuple[Any, ...]], metrics: Mapping[str, Any]
+) -> PlayedStep:
+    samples = []
+    told = zip(result.responses, result.scores, result.column("domain"), trained, strict=True)
+    for response, score, domain, (raw, normalised, advantages, tokens) in told:
+        draft = read_response(response)
+        failed = not tokens if masks(scenario) else scenario.fails(draft)
+        mask = (1,) * int(tokens)
+        samples.append(PlayedSample(draft, score, raw, normalised, advantages, mask, failed, group=domain))
     # The pipeline names the domain before what its scheduler tells, and `real` looks at the scheduler.
-    return PlayedStep(
-        samples,
-        {name.removeprefix(f"{DOMAIN}/"): value for name, value in metrics.items()},
-        tuple(sorted(batch.batch.keys())),
-        tuple(sorted(batch.non_tensor_batch.keys())),
-    )
+    named = {name.removeprefix(f"{DOMAIN}/"): value for name, value in metrics.items()}
+    columns = sorted([*result.batch.batch.keys(), *result.batch.non_tensor_batch.keys()])
+    return PlayedStep(tuple(samples), named, tuple(columns))
 
 
-def _largest(values: torch.Tensor) -> float:
+def _largest(values: Any) -> float:
     """The value farthest from zero; NaN where there is one."""
-    return values[values.abs().argmax()].item() if values.isfinite().all() else float("nan")
+    return float(values[np.abs(values).argmax()]) if np.isfinite(values).all() else float("nan")
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from roll.models.model_providers import default_tokenizer_provider  # noqa: E402
 from roll.utils.constants import RAY_NAMESPACE  # noqa: E402
 
 from . import agentic, calls, pipelines, rollouts  # noqa: E402
-from .comparison import COMPARISONS  # noqa: E402
 from .job import make_config, make_tokenizer, strict_config  # noqa: E402
 from .logs import Logs  # noqa: E402
 from .scenarios import DOMAIN, TAG  # noqa: E402
@@ -105,10 +104,6 @@ class Player:
         (cluster,) = self._hired[key].values()
         return calls.score(cluster, requests, self.tokenizer_path)
 
-    def schedule(self, key: str, rows: list[Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask the reward workers of several domains through ROLL's reward scheduler."""
-        return calls.schedule(self._hired[key], rows, self._config(keys), self.tokenizer_path)
-
     def pipeline(self, keys: Mapping[str, Any], tags: Mapping[str, str], val_tags: Mapping[str, str]) -> Any:
         """A whole run of ROLL's pipeline, from its configuration to its last step."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
@@ -117,10 +112,6 @@ class Player:
     def trajectories(self, keys: Mapping[str, Any], episodes: int) -> list[Any]:
         """Play a group of environments with the mixin."""
         return agentic.play(make_config(keys, self.tokenizer_path, self.folder / "output", agentic=True), episodes)
-
-    def compare(self, what: str, options: Mapping[str, Any]) -> dict[str, str]:
-        """Compute something with ROLL and with the fake. Returns the differences by name, empty where there is none."""
-        return COMPARISONS[what](**options)
 
     def strict(self, path: str, environment: Mapping[str, str]) -> str:
         """Compose a recipe with Hydra and read it into ROLL's dataclasses, no key left over."""

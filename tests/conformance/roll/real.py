@@ -16,9 +16,10 @@ from packaging.requirements import Requirement
 import qreward_plugins
 
 from ..judges import GROUP_SIZE, ITEMS, Draft, RunningJudge, dying, read_response
+from ..played import Played, PlayedSample, PlayedStep
 from ..processes import PlayerProcess
-from .played import Played, PlayedSample, PlayedStep
-from .scenarios import DOMAIN, LOOP, OWN_LOOP, TAG, VAL_ITEMS, WATCHDOG_S, WORKER, Scenario
+from ..scenarios import Scenario
+from .scenarios import DOMAIN, LOOP, OWN_LOOP, TAG, VAL_ITEMS, WATCHDOG_S, WORKER, masks, tree_of
 
 HERE = Path(__file__).parent
 PROJECT = Path(qreward_plugins.__file__).parents[1]
@@ -107,7 +108,7 @@ def scenario_keys(scenario: Scenario, base_url: str) -> dict[str, Any]:
         "model_args": {"model_name_or_path": "${pretrain}"},
         "tag_included": [TAG],
         "world_size": scenario.workers,
-        "reward_manager_config": [scenario.config(base_url)],
+        "reward_manager_config": [tree_of(scenario, base_url)],
     }
     keys: dict[str, Any] = {
         "rewards": {DOMAIN: worker},
@@ -115,9 +116,9 @@ def scenario_keys(scenario: Scenario, base_url: str) -> dict[str, Any]:
         "generate_opt_level": 0 if scenario.mode == "batch" else 1,
         "async_generation_ratio": int(scenario.asynchronous),
         "rollout_batch_size": scenario.prompts,
-        "user_defined_rollout_loop_cls": LOOP if scenario.loop else OWN_LOOP,
+        "user_defined_rollout_loop_cls": LOOP if scenario.hook else OWN_LOOP,
     }
-    if scenario.validation:
+    if scenario.evaluate:
         keys["validation"] = {"generating_args": {"max_new_tokens": 16, "num_return_sequences": GROUP_SIZE}}
     return keys
 
@@ -192,32 +193,30 @@ def play(scenario: Scenario, companies: Companies) -> Played:
             key=company.key,
             keys=scenario_keys(scenario, company.judge.base_url),
             steps=scenario.steps,
-            validation=scenario.validation,
-            items=VAL_ITEMS if scenario.validation else ITEMS,
+            validation=scenario.evaluate,
+            items=VAL_ITEMS if scenario.evaluate else ITEMS,
         )
         company.said.extend(reply.said)
-    steps = tuple(_step(told) for told in reply.result or ())
-    return Played(steps, reply.error, reply.text, tuple(company.said), reply.complaints)
+    steps = tuple(_step(told, scenario) for told in reply.result or ())
+    return Played(steps, (), reply.error, reply.text, tuple(company.said), reply.complaints)
 
 
-def _step(told: Mapping[str, Any]) -> PlayedStep:
-    return PlayedStep(
-        tuple(played_sample(sample) for sample in told["samples"]),
-        told["metrics"],
-        tuple(told["tensors"]),
-        tuple(told["non_tensors"]),
-    )
+def _step(told: Mapping[str, Any], scenario: Scenario) -> PlayedStep:
+    samples = tuple(played_sample(sample, scenario) for sample in told["samples"])
+    return PlayedStep(samples, told["metrics"], tuple(told["columns"]))
 
 
-def played_sample(told: Mapping[str, Any]) -> PlayedSample:
+def played_sample(told: Mapping[str, Any], scenario: Scenario) -> PlayedSample:
     """A sample as the player describes it."""
+    draft = read_response(told["response"]) if told["response"] else Draft(-1, -1)
     trains = told["advantage"] is not None
     return PlayedSample(
-        read_response(told["response"]) if told["response"] else Draft(-1, -1),
-        told["domain"],
+        draft,
         told["score"],
         told.get("raw"),
         told["reward"] if trains else None,
-        told["advantage"],
-        told["mask"],
+        (told["advantage"],) if trains else (),
+        (1,) * told["mask"],
+        not told["mask"] if masks(scenario) else scenario.fails(draft),
+        group=told["domain"],
     )

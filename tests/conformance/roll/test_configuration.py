@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+from ..checks import close
 from ..judges import Draft
-from .checks import close
+from ..scenarios import UP as JUDGE
+from ..scenarios import Scenario
 from .real import scenario_keys
-from .scenarios import ALIVE, DOMAIN
+from .scenarios import DOMAIN, tree_of
 
-UP = next(scenario for scenario in ALIVE if scenario.name == "up-single")
+UP = Scenario("up", JUDGE, "all")
 
 
 def party(tree=None, **worker):
@@ -20,7 +22,7 @@ def party(tree=None, **worker):
 
 
 def test_mistakes_are_told_with_their_path_when_workers_are_initialised(player):
-    tree = UP.config("http://127.0.0.1:9/v1")
+    tree = tree_of(UP, "http://127.0.0.1:9/v1")
     misspelt = json.loads(json.dumps(tree).replace('"concurrency"', '"concurency"'))
     wrong = player.must(
         "hire",
@@ -39,7 +41,7 @@ def test_a_file_serves_as_well_whichever_way_it_is_named(player, tmp_path):
     """In `reward_manager_config`, where inline keys win, and in the environment of the domain's workers."""
     with UP.judge.start() as judge:
         file = tmp_path / "judges.yaml"
-        file.write_text(json.dumps(UP.config(judge.base_url)))
+        file.write_text(json.dumps(tree_of(UP, judge.base_url)))
         parties = {
             "path": party({"config": str(file), "judges": {"quality": {"reward_range": [0, 2]}}}),
             "environment": party(system_envs={"QREWARD_CONFIG": str(file)}),
@@ -48,5 +50,5 @@ def test_a_file_serves_as_well_whichever_way_it_is_named(player, tmp_path):
         assert not any(wrong.values()), wrong
         for key, scale in (("path", 2), ("environment", 1)):
             (answer,) = player.must("score", key=key, requests=[[[5, 1]]])
-            assert close(answer["tensors"]["response_level_rewards"]["values"][0], scale * Draft(5, 1).reward)
+            assert close(answer["rewards"][0], scale * Draft(5, 1).reward)
             player.must("let_go", key=key)

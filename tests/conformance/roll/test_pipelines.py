@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from qreward_plugins.journal.stories import Stories
 from qreward_plugins.testing import Faults
 
+from ..checks import by_item, close
 from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, dying, read_response, uneven
-from .checks import close
+from ..scenarios import CORRECT_AT, GIVES_UP, HASTY, MINUTE, MINUTE_S, PATIENT, Scenario
 from .real import played_sample, scenario_keys
-from .scenarios import CORRECT_AT, DOMAIN, MINUTE, MINUTE_S, PIPELINE_S, TAG, TRAIN_ITEMS, VAL_ITEMS, Scenario
-from .test_worker import RULED
+from .scenarios import DOMAIN, PIPELINE_S, TAG, TRAIN_ITEMS, VAL_ITEMS
 
 LONG_S = 20.0
 """More than a step waits whose judge is there, on a busy machine."""
-PATIENT = {"deadline_s": 50.0, "max_attempts": 20}
-QUICK = {"deadline_s": 1.5, "max_attempts": 2}
+RULED = {
+    "worker_cls": (
+        "roll.pipeline.rlvr.rewards.multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker"
+    ),
+    "model_args": {"model_name_or_path": "${pretrain}"},
+    "tag_included": ["ruled_tag"],
+    "world_size": 1,
+}
+"""A rule worker of ROLL's own as a second domain."""
 
 
 @pytest.fixture
@@ -41,8 +49,8 @@ def run(player):
     return run
 
 
-def steps_of(told):
-    return [[played_sample(sample) for sample in step["samples"]] for step in told["trained"]]
+def steps_of(told, scenario):
+    return [[played_sample(sample, scenario) for sample in step["samples"]] for step in told["trained"]]
 
 
 def recorded_of(journal):
@@ -61,11 +69,9 @@ def close_to(number):
 
 def check_groups(samples, scenario):
     """Masks, and advantages that the failed samples have not moved."""
-    groups = {}
-    for sample in samples:
-        assert all(math.isfinite(number) for number in (sample.score, sample.trained, sample.advantage)), sample
-        groups.setdefault(sample.draft.item, []).append(sample)
-    for group in groups.values():
+    for group in by_item(samples):
+        for sample in group:
+            assert all(math.isfinite(number) for number in (sample.reward, sample.trained, *sample.advantages)), sample
         assert sorted(sample.draft.draft for sample in group) == list(range(GROUP_SIZE))
         failed = [sample for sample in group if scenario.loses(sample.draft)]
         assert [sample for sample in group if not sample.mask] == failed
@@ -96,23 +102,23 @@ def test_asynchronous_grpo_trains_and_validates_two_domains(run, tmp_path):
     )
     assert told["stage"] == "done", (told["error"], told["text"])
     assert len(told["trained"]) == len(told["logged"]) == scenario.steps
-    for samples, metrics in zip(steps_of(told), told["logged"], strict=True):
-        judged = [sample for sample in samples if sample.domain == DOMAIN]
+    for samples, metrics in zip(steps_of(told, scenario), told["logged"], strict=True):
+        judged = [sample for sample in samples if sample.group == DOMAIN]
         assert len(judged) == len(samples) / 2 == 2 * GROUP_SIZE
         check_groups(judged, scenario)
-        assert all(sample.mask for sample in samples if sample.domain == "ruled")
+        assert all(sample.mask for sample in samples if sample.group == "ruled")
         assert metrics["judged/qreward/samples_sum"] == len(judged)
         assert close(metrics["judged/qreward/failed_sum"], sum(not sample.mask for sample in judged))
         assert not any("ruled" in name and "qreward" in name for name in metrics)
         numbers = [value for name, value in metrics.items() if "qreward" in name or "val_correct" in name]
         assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
-        assert not any("qreward_failed" in name for step in told["trained"] for name in step["tensors"])
+        assert not any("qreward_failed" in name for step in told["trained"] for name in step["columns"])
     recorded = recorded_of(journal)
-    judged = [sample for samples in steps_of(told) for sample in samples if sample.domain == DOMAIN]
+    judged = [sample for samples in steps_of(told, scenario) for sample in samples if sample.group == DOMAIN]
     assert len(recorded) == len(judged)
     for sample in judged:
         trained = bool(sample.mask)
-        assert (sample.draft, trained, sample.trained, sample.advantage if trained else None) in recorded
+        assert (sample.draft, trained, sample.trained, sample.advantages[0] if trained else None) in recorded
     first = [Draft(TRAIN_ITEMS + item, 0) for item in range(VAL_ITEMS)]
     scored = [draft.reward >= CORRECT_AT for draft in first if not uneven(draft)]
     assert close(told["logged"][0][f"val_correct/{TAG}/mean"], statistics.fmean(scored))
@@ -130,7 +136,7 @@ def test_asynchronous_grpo_trains_and_validates_two_domains(run, tmp_path):
 
 def test_a_minute_without_a_judge_costs_no_innocent_sample(run):
     """It answers one request in ten with prose before and after, and beside it a reward function hangs."""
-    scenario = MINUTE
+    scenario = replace(MINUTE, asynchronous=True, evaluate=False)
     told = run(
         scenario,
         val_tags={TAG: DOMAIN},
@@ -140,7 +146,7 @@ def test_a_minute_without_a_judge_costs_no_innocent_sample(run):
     assert told["stage"] == "done", (told["error"], told["text"])
     assert len(told["trained"]) == len(told["logged"]) == scenario.steps
     hung = 0
-    for samples, metrics in zip(steps_of(told), told["logged"], strict=True):
+    for samples, metrics in zip(steps_of(told, scenario), told["logged"], strict=True):
         assert len(samples) == scenario.prompts * GROUP_SIZE
         check_groups(samples, scenario)
         lost = sum(not sample.mask for sample in samples)
@@ -159,7 +165,7 @@ def test_a_minute_without_a_judge_costs_no_innocent_sample(run):
 def test_ppo_over_a_judge_that_dies_ends_with_one_error(run):
     """The first step trains; then there are no rewards any more, and prompts are not replaced for ever."""
     judge = Judge(answers=GROUPS * GROUP_SIZE)
-    scenario = Scenario("dying", judge, "some", engine=QUICK, groups={"give_up_after": 3}, steps=50)
+    scenario = Scenario("dying", judge, "some", engine=HASTY, steps=50, **GIVES_UP)
     critic = {
         "worker_cls": "conformance.roll.workers.TrainWorker",
         "training_args": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
@@ -169,9 +175,9 @@ def test_ppo_over_a_judge_that_dies_ends_with_one_error(run):
     told = run(scenario, adv_estimator="gae", critic=critic)
     assert (told["stage"], told["error"]) == ("run", "JudgeUnavailable"), told["text"]
     assert "3 groups in a row had fewer than 1 samples with a reward" in told["text"]
-    (samples,) = steps_of(told)
-    assert all(sample.mask and math.isfinite(sample.advantage) for sample in samples)
-    assert all(sample.score == float(sample.draft.reward >= CORRECT_AT) for sample in samples)
+    (samples,) = steps_of(told, scenario)
+    assert all(sample.mask and math.isfinite(sample.advantages[0]) for sample in samples)
+    assert all(sample.reward == float(sample.draft.reward >= CORRECT_AT) for sample in samples)
     assert told["logged"][0]["judged/qreward/failed_sum"] == 0
     assert any(name.startswith("judged/qreward/blame_s/judge/") for name in told["logged"][0])
 

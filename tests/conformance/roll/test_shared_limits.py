@@ -7,8 +7,9 @@ import pytest
 from qreward_plugins.testing import Latency, ServerLimits
 
 from ..judges import GROUP_SIZE, GROUPS, Judge
+from ..scenarios import Scenario
 from .real import Player, scenario_keys
-from .scenarios import DOMAIN, TAG, Scenario
+from .scenarios import DOMAIN, TAG
 
 STEPS = 4
 WINDOW_S = 6.0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .played import Played
+from ..played import Played
+from ..scenarios import Scenario
 from .real import Player, play, why_not
-from .scenarios import Scenario
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import slime_adapter
 from qreward_plugins.testing import FakeSlimeTrainer, SlimeSample, slime_stand_in
 
-from ..bad_minutes import shorter
 from ..judges import GROUP_SIZE, ITEMS, Draft, dying, item_of, label_of, prompt_of, read_response
-from .played import Played, PlayedSample, PlayedStep
+from ..played import Played, PlayedSample, PlayedStep
+from ..scenarios import Scenario, shorter
 from .rollouts import parts_of
-from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, WATCHDOG_S, Scenario
+from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, WATCHDOG_S
 
 
 def play(scenario: Scenario) -> Played:
@@ -44,7 +43,7 @@ def play(scenario: Scenario) -> Played:
 def _flags(scenario: Scenario) -> dict[str, Any]:
     flags: dict[str, Any] = {
         "prompts": _rows(ITEMS),
-        "respond": _respond,
+        "respond": lambda sample, rng: _draft_of(sample).response,
         "hold": lambda sample: scenario.never_generated(_draft_of(sample)),
         "rollout_batch_size": scenario.prompts,
         "n_samples_per_prompt": GROUP_SIZE,
@@ -54,13 +53,11 @@ def _flags(scenario: Scenario) -> dict[str, Any]:
         "group_rm": scenario.mode == "group",
         "partial_rollout": scenario.partial,
         "reward_key": scenario.reward_key,
-        "log_reward_category": scenario.log_category,
-        "log_passrate": scenario.log_passrate,
         "custom_rm_path": "slime_adapter.reward",
         "custom_rollout_log_function_path": "slime_adapter.log_rollout",
         "custom_eval_rollout_log_function_path": "slime_adapter.log_eval",
     }
-    if scenario.post_process:
+    if scenario.hook:
         flags["custom_reward_post_process_path"] = "slime_adapter.post_process"
     if scenario.drop_failed_groups:
         flags["dynamic_sampling_filter_path"] = "slime_adapter.drop_failed_groups"
@@ -82,17 +79,10 @@ def _draft_of(sample: SlimeSample) -> Draft:
     return Draft(item_of(str(sample.prompt)), sample.index % drafts)
 
 
-def _respond(sample: SlimeSample, _: random.Random) -> str:
-    return _draft_of(sample).response
-
-
 def _step(trainer: FakeSlimeTrainer, number: int) -> PlayedStep:
     step = trainer.rollout(number)
-    samples = tuple(
-        _played(sample, step.raw_rewards[place], step.rewards[place], step.loss_masks[place])
-        for place, sample in enumerate(step.samples)
-    )
-    return PlayedStep(samples, step.metrics, advantages=tuple(map(tuple, step.token_advantages)))
+    told = zip(step.raw_rewards, step.rewards, step.token_advantages, step.loss_masks, strict=True)
+    return PlayedStep(tuple(map(_played, step.samples, told)), step.metrics)
 
 
 def _evaluation(trainer: FakeSlimeTrainer, number: int) -> PlayedStep:
@@ -113,19 +103,19 @@ def _evaluation(trainer: FakeSlimeTrainer, number: int) -> PlayedStep:
     return PlayedStep(tuple(_played(sample) for sample in seen), evaluation.metrics)
 
 
-def _played(
-    sample: SlimeSample, raw: float | None = None, trained: float | None = None, mask: list[int] | None = None
-) -> PlayedSample:
+def _played(sample: SlimeSample, told: tuple[Any, ...] = (None, None, (), ())) -> PlayedSample:
+    raw, trained, advantages, mask = told
     record = sample.metadata.get("qreward") or {"failed": True, "cause": "no record"}
     return PlayedSample(
         read_response(sample.response),
-        sample.group_index,
         sample.reward,
         raw,
         trained,
-        tuple(mask or ()),
+        tuple(advantages),
+        tuple(mask),
         bool(record["failed"] or record.get("excluded", False)),
         record["cause"],
+        sample.group_index,
         sample.remove_sample,
         sample.status.value,
         sample.non_generation_time,

@@ -15,9 +15,10 @@ from typing import Any
 import qreward_plugins
 
 from ..judges import GROUP_SIZE, ITEMS, Draft, RunningJudge, dying, label_of, prompt_of, read_response
+from ..played import Played, PlayedSample, PlayedStep
 from ..processes import PlayerProcess, Reply
-from .played import Played, PlayedSample, PlayedStep
-from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, WATCHDOG_S, Scenario
+from ..scenarios import Scenario
+from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, WATCHDOG_S
 from .servers import ROLLOUT_SEED, GenerateServer
 
 HERE = Path(__file__).parent
@@ -108,14 +109,10 @@ class Stage:
         return reply.result
 
     def step(self, number: int) -> PlayedStep:
-        return self.read(self.ask("step", rollout_id=number))
+        return _step(self.ask("step", rollout_id=number), self.scenario)
 
     def evaluate(self, number: int) -> PlayedStep:
-        return self.read(self.ask("eval", rollout_id=number))
-
-    def read(self, told: Mapping[str, Any]) -> PlayedStep:
-        """A step as the player describes it."""
-        return _step(told, self.scenario)
+        return _step(self.ask("eval", rollout_id=number), self.scenario)
 
 
 class JobEnded(Exception):
@@ -222,7 +219,7 @@ def job_flags(scenario: Scenario, folder: Path, port: int, tree: Mapping[str, An
         path = folder / "qreward.yaml"
         path.write_text(json.dumps({"qreward": tree}))
         flags += ["--custom-config-path", str(path)]
-    if scenario.post_process:
+    if scenario.hook:
         flags += ["--custom-reward-post-process-path", "slime_adapter.post_process"]
     if scenario.drop_failed_groups:
         flags += ["--dynamic-sampling-filter-path", "slime_adapter.drop_failed_groups"]
@@ -233,11 +230,7 @@ def job_flags(scenario: Scenario, folder: Path, port: int, tree: Mapping[str, An
     if scenario.partial:
         flags += ["--partial-rollout"]
     if scenario.reward_key:
-        flags += ["--reward-key", scenario.reward_key]
-    if scenario.log_category:
-        flags += ["--log-reward-category", scenario.log_category]
-    if scenario.log_passrate:
-        flags += ["--log-passrate"]
+        flags += ["--reward-key", scenario.reward_key, "--log-reward-category", "cause"]
     if scenario.evaluate:
         items = _write_items(folder / "eval.jsonl", EVAL_ITEMS)
         flags += ["--eval-interval", "1", "--eval-prompt-data", "sums", str(items)]
@@ -252,42 +245,30 @@ def _write_items(path: Path, count: int) -> Path:
 
 
 def _step(told: Mapping[str, Any], scenario: Scenario) -> PlayedStep:
-    train = told.get("train")
     assert not told["left"] or scenario.partial, f"tasks are left on slime's loop: {told['left']}"
-    samples = tuple(
-        played_sample(
-            sample,
-            train and train["raw_reward"][place],
-            train and train["rewards"][place],
-            sample["mask"] if train is None else train["loss_masks"][place],
-        )
-        for place, sample in enumerate(told["samples"])
-    )
-    default, advantages = told.get("default"), told.get("advantages", ())
-    return PlayedStep(
-        samples,
-        told["metrics"],
-        None if default is None else tuple(default),
-        () if isinstance(advantages, str) else tuple(map(tuple, advantages)),
-        advantages if isinstance(advantages, str) else "",
-    )
+    train = told.get("train")
+    if train is None:
+        return PlayedStep(tuple(map(played_sample, told["samples"])), told["metrics"])
+    assert isinstance(told["advantages"], list), f"the training ends: {told['advantages']}"
+    numbers = zip(train["raw_reward"], train["rewards"], told["advantages"], train["loss_masks"], strict=True)
+    samples = tuple(map(played_sample, told["samples"], numbers))
+    return PlayedStep(samples, told["metrics"], default=told["default"] and tuple(told["default"]))
 
 
-def played_sample(
-    sample: Mapping[str, Any], raw: float | None = None, trained: float | None = None, mask: Sequence[int] | None = None
-) -> PlayedSample:
-    """A sample as the player describes it."""
+def played_sample(sample: Mapping[str, Any], numbers: tuple[Any, ...] = (None, None, (), ())) -> PlayedSample:
+    """A sample as the player describes it, and what trains: raw and normalised reward, advantages, mask."""
+    raw, trained, advantages, mask = numbers
     record = sample["record"] or {"failed": True, "cause": "no record"}
-    draft = read_response(sample["response"]) if sample["response"] else Draft(-1, -1)
     return PlayedSample(
-        draft,
-        sample["group"],
+        read_response(sample["response"]) if sample["response"] else Draft(-1, -1),
         sample["reward"],
         raw,
         trained,
-        tuple(mask or ()),
-        record["failed"] or record.get("excluded", False),
+        tuple(advantages),
+        tuple(mask),
+        bool(record["failed"] or record.get("excluded", False)),
         record["cause"],
+        sample["group"],
         sample["removed"],
         sample["status"],
         sample["seconds"],

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from ..checks import check_counts, own_metrics
+from ..judges import GROUPS
 from . import scenarios
-from .checks import check, check_failed_samples, check_metrics, check_train_data
+from .checks import check, check_samples, check_train_data
 from .real import play, played_sample
 
 
@@ -28,7 +30,7 @@ def test_pending_rewards_do_not_hold_the_step(player, scenario):
     (report,) = reports
     assert report.in_flight == 0
     assert report.answered == len(played.steps[0].samples)
-    assert {sample.draft.item for sample in played.steps[0].samples} == set(range(scenarios.GROUPS))
+    assert {sample.draft.item for sample in played.steps[0].samples} == set(range(GROUPS))
 
 
 @pytest.mark.parametrize("scenario", scenarios.PARTIAL, ids=str)
@@ -48,9 +50,9 @@ def test_with_partial_rollout_they_are_scored_behind_the_step_and_train_in_the_n
     assert not played.complaints
     first, second = played.steps
     for step in (first, second):
-        check_failed_samples(scenario, step)
+        check_samples(scenario, step)
         check_train_data(scenario, step)
-        check_metrics(step, "rollout")
+        check_counts(scenario, own_metrics(step, "rollout/qreward/"), step)
     held = [sample for sample in map(played_sample, buffers["aborted"]) if scenario.judge.holds(sample.draft)]
     assert len(held) == scenario.judge.held
     for sample in held:

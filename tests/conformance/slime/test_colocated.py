@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from ..judges import Judge
+from ..scenarios import Scenario
 from .real import Player, play
-from .scenarios import Scenario
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
 from pools import StandIns

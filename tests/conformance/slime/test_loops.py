@@ -7,10 +7,10 @@ import pytest
 from qreward_plugins.testing import Latency, ServerLimits
 
 from ..judges import GROUP_SIZE, Judge
+from ..scenarios import BAD_MINUTES, PATIENT, UNEVEN, Scenario
 from . import scenarios
 from .checks import check
 from .real import play, played_sample
-from .scenarios import Scenario
 
 FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")
 
@@ -33,22 +33,16 @@ def test_loops_share_the_limits_of_a_judge(player):
     assert all(sample.reward == sample.draft.reward and not sample.failed for sample in scored)
 
 
-@pytest.mark.parametrize("name", ["up-single", "uneven-single", "nan-group", "refused-single", "flaky-group"])
-def test_fully_async_rollouts_run_on_a_loop_of_their_own(player, name):
-    (scenario,) = (each for each in scenarios.EVERY_JUDGE_IN_EVERY_MODE if each.name == name)
-    played = play(scenario, player, flags=[*FULLY_ASYNC, "--sglang-server-concurrency", "2"])
-    check(scenario, played)
+ASYNC = [each for each in scenarios.EVERY_JUDGE if each.name in ("uneven-single", "nan-group", "refused-single")]
 
 
-@pytest.mark.parametrize("scenario", scenarios.BAD_MINUTES, ids=str)
-def test_a_bad_minute_costs_fully_async_rollouts_no_innocent_sample(player, scenario):
+@pytest.mark.parametrize("scenario", [*ASYNC, *BAD_MINUTES], ids=str)
+def test_fully_async_rollouts_run_on_a_loop_of_their_own(player, scenario):
     check(scenario, play(scenario, player, flags=[*FULLY_ASYNC, "--sglang-server-concurrency", "16"]))
 
 
 def test_fully_async_rollouts_and_evaluation_have_a_loop_each(player):
-    scenario = Scenario(
-        "async-eval", Judge(spoils=scenarios.uneven), "unspoilt", engine={"max_attempts": 20}, evaluate=True
-    )
+    scenario = Scenario("async-eval", UNEVEN, "unspoilt", engine=PATIENT, evaluate=True)
     flags = [*FULLY_ASYNC, "--sglang-server-concurrency", "8"]
     played = play(
         scenario, player, flags=[*flags, "--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout"]

@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from ..judges import Judge
-from . import scenarios
+from ..judges import GROUP_SIZE, GROUPS, Judge
+from ..scenarios import Scenario
 from .checks import check
 from .real import play
-from .scenarios import Scenario
 from .servers import ScoreServer
 
 SCENARIO = Scenario("remote", Judge(), "all")
@@ -37,7 +36,7 @@ def remote(player):
 
 def test_a_number(remote):
     with ScoreServer() as server:
-        scenario, before, after = remote(server, post_process=False)
+        scenario, before, after = remote(server, hook=False)
     assert before.error is None, before.error_text
     check(scenario, after)
     assert rewards(after) == rewards(before)
@@ -45,7 +44,7 @@ def test_a_number(remote):
 
 def test_a_mapping_and_a_reward_key(remote):
     with ScoreServer(mapping=True) as server:
-        scenario, before, after = remote(server, post_process=False, reward_key="score")
+        scenario, before, after = remote(server, hook=False, reward_key="score")
     assert before.error is None, before.error_text
     check(scenario, after)
     for draft, (reward, *trained) in rewards(before).items():
@@ -55,9 +54,9 @@ def test_a_mapping_and_a_reward_key(remote):
 
 
 def test_the_configuration_may_come_from_the_environment(new_player, tmp_path):
-    with scenarios.Judge().start() as judge:
+    with Judge().start() as judge:
         path = tmp_path / "qreward.yaml"
         path.write_text(json.dumps(SCENARIO.config(judge.base_url)))
         played = play(SCENARIO, new_player, tree={}, env={"QREWARD_CONFIG": str(path)})
         check(SCENARIO, played)
-        assert judge.server.report().answered == scenarios.GROUPS * scenarios.GROUP_SIZE
+        assert judge.server.report().answered == GROUPS * GROUP_SIZE

@@ -12,10 +12,11 @@ import sys
 import pytest
 
 from ..judges import GROUP_SIZE, Judge, dying, read_response, uneven
-from .checks import check_failed_samples, check_train_data
-from .played import PlayedStep
+from ..played import PlayedStep
+from ..scenarios import MINUTE, Scenario
+from .checks import check_samples, check_train_data
 from .real import environment, job_flags, played_sample
-from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, MINUTE, Scenario
+from .scenarios import EVAL_DRAFTS, EVAL_ITEMS
 from .servers import GenerateServer
 
 UNEVEN = Scenario(
@@ -101,13 +102,12 @@ def test_every_rank_trains_finite_rewards_and_no_failed_sample(job):
                     "removed": sample["remove_sample"],
                     "seconds": sample["non_generation_time"],
                 },
-                raw[sample["index"]],
-                *by_index[sample["index"]],
+                (raw[sample["index"]], by_index[sample["index"]][0], (), by_index[sample["index"]][1]),
             )
             for sample in samples
         )
         step = PlayedStep(played, {})
-        check_failed_samples(scenario, step)
+        check_samples(scenario, step)
         if scenario is DYING:
             scored = sum(not sample.failed for sample in played)
             assert scored == (0 if number else scenario.judge.answers - EVAL_ITEMS * EVAL_DRAFTS)

@@ -6,24 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..judges import Draft
+from .judges import Draft
 
 
 @dataclass(frozen=True)
 class PlayedSample:
-    """A sample as it was handed to training, or as evaluation left it."""
+    """A sample as it was handed to training, or as an evaluation left it (then without what trains)."""
 
     draft: Draft
-    group: int | None
-    reward: float | Mapping[str, Any] | None
+    reward: Any
+    """slime's reward, a number or a dict; of ROLL `scores`, which it logs and counts as correct where it is 1."""
     raw: float | None
-    """The raw reward in the train data, None for evaluation."""
+    """Before normalisation; None where only the trainer saw the batch."""
     trained: float | None
-    """The reward after normalisation in the train data, None for evaluation."""
+    """After normalisation."""
+    advantages: tuple[float, ...]
+    """What each token is trained with."""
     mask: tuple[int, ...]
-    failed: bool
-    cause: str
-    removed: bool
+    """One 0 or 1 for each token of the response."""
+    failed: bool | None
+    """Whether it has no reward; None where nothing tells."""
+    cause: str = ""
+    group: Any = None
+    """slime's group, ROLL's domain."""
+    removed: bool = False
     status: str = "completed"
     seconds: float = 0.0
     """What slime was told that it waited (`non_generation_time`)."""
@@ -35,12 +41,10 @@ class PlayedStep:
 
     samples: tuple[PlayedSample, ...]
     metrics: Mapping[str, Any]
+    columns: tuple[str, ...] = ()
+    """The names of all that ROLL's batch carries."""
     default: tuple[float, ...] | None = None
     """What slime's own normalisation makes of the same rewards. None where some sample has failed."""
-    advantages: tuple[tuple[float, ...], ...] = ()
-    """What the trainer makes of it: for each sample one number a token. Empty where it ends with an error."""
-    training_error: str = ""
-    """The error that ends the training, if one does."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Played:
     steps: tuple[PlayedStep, ...]
     evaluations: tuple[PlayedStep, ...] = ()
     error: str | None = None
-    """Name of the error that ended the job."""
+    """Name of the error that ended the run."""
     error_text: str = ""
     said: tuple[str, ...] = ()
-    """Warnings of the logger `slime_adapter`."""
+    """Warnings of the adapter."""
     complaints: tuple[str, ...] = ()
     """What Python found wrong: tasks and sockets left behind, exceptions that nobody took."""

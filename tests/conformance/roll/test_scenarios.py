@@ -1,0 +1,101 @@
+"""ROLL's own scheduler and reward workers with every judge: the run goes on, or ends in one error that says why; and
+the fake does the same.
+
+Without ROLL the fake's half runs alone, held against what must hold of ROLL.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ..checks import outcomes
+from ..judges import GROUP_SIZE, GROUPS, ITEMS, Draft, Judge
+from ..scenarios import Scenario
+from . import fake, scenarios
+from .checks import check, close
+from .real import scenario_keys
+from .scenarios import SLOW, masks
+
+BY_CHANCE = (
+    *("/time/", "latency_s", "attempts_", "tokens_", "cost_usd_", "blame_s/"),
+    # Whether nonsense is the verdict's fault or the source's depends on how much of it came before.
+    *("/failed/infra_", "/failed/verdict_"),
+)
+"""In the names of metrics that differ between two runs of ROLL itself."""
+
+
+@pytest.fixture(scope="module")
+def played_by_fake():
+    """What the fake made of a scenario, played once."""
+    played = {}
+
+    def of(scenario):
+        return played.get(scenario.name) or played.setdefault(scenario.name, fake.play(scenario))
+
+    return of
+
+
+@pytest.mark.parametrize("scenario", [*scenarios.SHARED, *scenarios.DYING], ids=str)
+def test_the_fake_does_what_must_hold_of_roll(played_by_fake, scenario):
+    check(scenario, played_by_fake(scenario))
+
+
+@pytest.mark.parametrize("scenario", scenarios.SHARED, ids=str)
+def test_roll_does_it_and_the_fake_agrees(play_once, played_by_fake, scenario):
+    theirs, ours = play_once(scenario), played_by_fake(scenario)
+    check(scenario, theirs)
+    for mine, rolls in zip(ours.steps, theirs.steps, strict=True):
+        # Elsewhere a failed sample has the mean of those that happened to be scored by then.
+        if masks(scenario) or scenario.mode != "single" or scenario.scored != "unspoilt":
+            assert outcomes(mine) == pytest.approx(outcomes(rolls), abs=1e-4)
+        assert numbers(mine) == pytest.approx(numbers(rolls), abs=1e-6)
+        assert set(mine.columns) <= set(rolls.columns)
+    if scenario in scenarios.ENDING:
+        assert "3 groups in a row had fewer than 1 samples with a reward" in theirs.error_text
+        # A source that answers nothing but nonsense is put to rest: then that is why there is no verdict.
+        expected = ("infra",) if scenario.name.startswith(("refused", "broken")) else ("verdict", "infra/garbage")
+        assert any(cause in theirs.error_text for cause in expected), theirs.error_text
+    if scenario == scenarios.WHOLE_GROUPS:
+        _, *others = scenarios.drawn()
+        assert {sample.draft.item for sample in theirs.steps[0].samples} == set(others[:GROUPS])
+
+
+def numbers(step):
+    """Our metrics that are no matter of time."""
+    names = (
+        name for name in step.metrics if name.startswith("qreward/") and not any(part in name for part in BY_CHANCE)
+    )
+    return {name: step.metrics[name] for name in names}
+
+
+@pytest.mark.parametrize("scenario", scenarios.ONLY_ROLL, ids=str)
+def test_what_only_roll_plays(play_once, scenario):
+    played = play_once(scenario)
+    check(scenario, played)
+    if scenario.name == "dying-no_loop":
+        (step,) = played.steps
+        assert step.metrics["qreward/failed_sum"] == len(step.samples) - scenario.judge.answers
+
+
+def test_a_worker_carries_a_thousand_calls_at_once(companies):
+    requests = [[[number % ITEMS, number % GROUP_SIZE]] for number in range(1000)]
+    with companies.company(SLOW) as company:
+        answers = companies.player.must("score", key=company.key, requests=requests)
+        report = company.judge.server.report()
+    assert report.peak_concurrency == 64, "as many at once as the configuration allows"
+    assert report.violations_total == 0
+    for (draft,), answer in zip(requests, answers, strict=True):
+        assert answer["causes"] == [""]
+        assert close(answer["rewards"][0], Draft(*draft).reward)
+
+
+def test_a_call_is_back_well_before_rolls_time_out(player):
+    """ROLL ends the training when a call takes longer than `rpc_timeout`."""
+    scenario = Scenario("hanging", Judge(answers=0), "none")
+    with scenario.judge.start() as judge:
+        party = {**scenario_keys(scenario, judge.base_url), "rpc_timeout": 2}
+        assert player.must("hire", parties={"hanging": party}) == {"hanging": None}
+        (answer,) = player.must("score", key="hanging", requests=[[[0, 0]]])
+    player.must("let_go", key="hanging")
+    assert answer["causes"] == ["infra/deadline"]
+    assert answer["metrics"]["qreward/latency_s_max"] < 2

@@ -1,0 +1,230 @@
+"""What is played: a judge that behaves in some way, and a way to ask it. Nothing here knows a framework.
+
+A scenario of both frameworks stands here once. Some cost a run a minute or a few samples, and no innocent one: a judge
+that is away and comes back, a reward function that never ends for 2 % of the samples, and prose in place of one
+verdict in ten. The minute is a few seconds here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from qreward_plugins.testing import Faults, Latency
+
+from .functions import PATH as FUNCTION
+from .judges import GROUP_SIZE, GROUPS, Draft, Judge, hanging, never, tenth, uneven
+
+STEP = GROUPS * GROUP_SIZE
+"""Samples of a step."""
+CORRECT_AT = 0.5
+FLAGGED_AT = 0.8
+"""The reward from which a monitor flags a sample."""
+LATE_S = 0.5
+"""By how much a declared window is longer than the server's, which gets no processor at times."""
+AWAY_S = 4.0
+
+Mode = Literal["single", "group", "batch", "fan_out"]
+"""How rewards are asked for: of a sample, of a group, of a whole batch (ROLL), of the parts of a sample (slime)."""
+
+Scored = Literal["all", "none", "unspoilt", "some", "any"]
+
+JudgedBy = Literal["server", "function", "both", "ranked", "screened"]
+"""Who judges: a judge server, the user's own function (functions.py), a sum of the two, a judge server that sees a
+group at once, or one with a monitor that flags the best."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is played, and what must come out of it."""
+
+    name: str
+    judge: Judge
+    scored: Scored
+    """Which samples have a reward: all, none, those that the judge does not spoil, some but not all, or that depends
+    on who comes first."""
+    mode: Mode = "single"
+    steps: int = 1
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """The node `engine` of the configuration."""
+    groups: Mapping[str, Any] = field(default_factory=dict)
+    """The node `groups` of the configuration."""
+    hook: bool = True
+    """Whether our rollout loop (ROLL) or post-processing (slime) is configured."""
+    prompts: int = GROUPS
+    """Groups that a step trains."""
+    judged_by: JudgedBy = "server"
+    function_s: float = 1.0
+    """After how many seconds a call of the function is killed."""
+    patience_s: float = 120.0
+    """After how many seconds a request is given up."""
+    on_failure: Any = "exclude"
+    evaluate: bool = False
+    """slime: evaluate before each step. ROLL: validate in place of steps."""
+    error: str | None = None
+    """Name of the error that ends the run, None where it goes on."""
+    workers: int = 1
+    """ROLL's reward workers."""
+    asynchronous: bool = False
+    """Whether ROLL samples ahead."""
+    drop_failed_groups: bool = False
+    """The rest is slime's. Whether its dynamic filter is ours."""
+    oversampling: int = 0
+    """Groups that are submitted together; as many as a step trains, or more."""
+    partial: bool = False
+    never_generated: Callable[[Draft], bool] = never
+    """Drafts whose generation does not end before it is aborted."""
+    reward_key: str | None = None
+    advantage_estimator: str = "grpo"
+    normalize_advantages: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def company(self) -> tuple[Any, ...]:
+        """Scenarios of the same company can share a reward worker: it cannot tell them apart."""
+        told = (self.engine, self.groups, self.hook, self.workers, self.on_failure)
+        return id(self.judge), repr((*told, self.judged_by, self.function_s, self.patience_s))
+
+    def loses(self, draft: Draft) -> bool:
+        """Whether this draft can have no reward."""
+        flagged = self.judged_by == "screened" and draft.reward >= FLAGGED_AT
+        return self.judge.spoils(draft) or flagged or (self.judged_by in ("function", "both") and hanging(draft))
+
+    def fails(self, draft: Draft) -> bool | None:
+        """Whether a draft has no reward; None where that depends on who comes first."""
+        return {"all": False, "none": True, "unspoilt": self.loses(draft)}.get(self.scored)
+
+    def config(self, base_url: str, **engine: Any) -> dict[str, Any]:
+        """The tree of the configuration; `engine` has defaults of its node."""
+        sources: dict[str, Any] = {}
+        judges: dict[str, Any] = {}
+        if self.judged_by != "function":
+            sources["judge"] = {
+                "kind": "openai",
+                "base_url": base_url,
+                "model": "judge",
+                "limits": self._limits(),
+                "timeouts": {"connect_s": 2.0, "total_s": self.patience_s},
+            }
+            judges["quality"] = {"kind": "llm"}
+        if self.judged_by in ("function", "both"):
+            timeouts = {"total_s": self.function_s}
+            sources["own"] = {"kind": "function", "function": FUNCTION, "timeouts": timeouts, "workers": 2}
+            judges["rules"] = {"kind": "function"}
+        if self.judged_by == "both":
+            judges["both"] = {"kind": "sum", "weights": {"quality": 0.5, "rules": 0.5}}
+        judges[list(judges)[-1]]["correct_at"] = CORRECT_AT
+        if self.judged_by == "screened":
+            judges["monitor"] = {"kind": "llm"}
+            judges["screen"] = {"kind": "screen", "judge": "quality", "monitor": "monitor", "at": FLAGGED_AT}
+        if self.judged_by == "ranked":
+            judges["ranked"] = {"kind": "rank", "judge": "quality", "rewards": "scores"}
+        nodes = {"engine": {"deadline_s": 30.0, "seed": 7, **engine, **self.engine}, "groups": dict(self.groups)}
+        return {"sources": sources, "judges": judges, "on_failure": self.on_failure, **nodes}
+
+    def _limits(self) -> dict[str, Any]:
+        theirs = self.judge.limits
+        limits: dict[str, Any] = {"concurrency": theirs.concurrency or 64}
+        if theirs.requests_per_minute is not None:
+            amount, window_s = theirs.requests_per_minute * theirs.window_s, theirs.window_s + LATE_S
+            limits |= {"requests_per_minute": amount / window_s, "window_s": window_s, "window": "sliding"}
+        return limits
+
+
+HOPELESS = {"deadline_s": 0.5, "max_attempts": 2}
+"""For judges without any verdict, where nothing comes of waiting."""
+HASTY = {"deadline_s": 1.5, "max_attempts": 2}
+PATIENT = {"deadline_s": 50.0, "max_attempts": 20}
+AWAY = {"deadline_s": 20.0}
+"""What a judge that is away for a short time, and cold afterwards, leaves time for."""
+GIVES_UP = {"groups": {"give_up_after": 3}, "error": "JudgeUnavailable"}
+
+UP = Judge()
+UNEVEN = Judge(spoils=uneven)
+REFUSED = Judge(listens=False)
+_INVALID = {"prose": 0.25, "score_out_of_range": 0.25, "two_verdicts": 0.25, "wrong_nonce": 0.25}
+
+ALIVE: dict[str, tuple[Judge, Scored, Mapping[str, Any]]] = {
+    "up": (UP, "all", {}),
+    "slow": (Judge(latency=Latency(median_s=0.2, sigma=0.5)), "all", {}),
+    "flaky": (Judge(faults=Faults(rates={"error_500": 0.3})), "all", PATIENT),
+    "uneven": (UNEVEN, "unspoilt", PATIENT),
+}
+"""Judges that answer at least some of every group."""
+
+DEAD: dict[str, tuple[Judge, Scored, Mapping[str, Any]]] = {
+    "refused": (REFUSED, "none", HOPELESS),
+    "broken": (Judge(faults=Faults(rates={"error_500": 1.0})), "none", HOPELESS),
+    "nan": (Judge(faults=Faults(rates={"score_nan": 1.0})), "none", HOPELESS),
+    "invalid": (Judge(faults=Faults(rates=_INVALID)), "none", HOPELESS),
+}
+"""Judges without any verdict."""
+
+
+def in_modes(
+    judges: Mapping[str, tuple[Judge, Scored, Mapping[str, Any]]], *modes: Mode, **more: Any
+) -> list[Scenario]:
+    """Every judge, asked in every mode."""
+    return [
+        Scenario(f"{name}-{mode}", judge, scored, mode, engine=engine, **more)
+        for name, (judge, scored, engine) in judges.items()
+        for mode in modes
+    ]
+
+
+RANKED = Scenario("ranked", UP, "all", "group", judged_by="ranked", steps=2)
+"""A judge that sees the samples of a group at once."""
+
+SCREENED = tuple(
+    Scenario(f"screened-{mode}", UP, "unspoilt", mode, judged_by="screened") for mode in ("single", "group")
+)
+"""A monitor takes samples out, which have not failed."""
+
+BAD_MINUTES = (
+    Scenario("away", Judge(answers=STEP, away_s=AWAY_S), "all", engine=AWAY, steps=3),
+    Scenario("hanging", Judge(), "unspoilt", engine=AWAY, prompts=48, judged_by="function"),
+    Scenario("prose", Judge(prose=tenth), "all", steps=3, prompts=16),
+    Scenario(
+        "everything",
+        Judge(prose=tenth, answers=100, away_s=AWAY_S),
+        "unspoilt",
+        engine=AWAY,
+        steps=2,
+        prompts=16,
+        judged_by="both",
+    ),
+)
+
+_GONE = {"engine": AWAY, "steps": 2}
+MORE_BAD_MINUTES = (
+    Scenario("away-group", Judge(answers=STEP + 3, away_s=AWAY_S), "all", "group", **_GONE),
+    Scenario("away-503", Judge(answers=STEP + 3, away_s=AWAY_S, away_as="error_503"), "all", **_GONE),
+    Scenario("away-silent", Judge(answers=STEP + 3, away_s=AWAY_S, away_as="hang"), "all", patience_s=2.5, **_GONE),
+    Scenario("away-evaluated", Judge(answers=3, away_s=AWAY_S), "all", engine=AWAY, evaluate=True),
+)
+"""The same in other ways to ask, and a judge that is away in other ways. The fake trainers do not play them, because
+each takes some seconds."""
+
+MINUTE_S = 60.0
+MINUTE = Scenario(
+    "minute",
+    Judge(prose=tenth, answers=100, away_s=MINUTE_S),
+    "unspoilt",
+    engine={"deadline_s": 300.0},
+    steps=3,
+    prompts=12,
+    judged_by="both",
+    function_s=2.0,
+    evaluate=True,
+)
+"""All of it in one run, with a whole minute and the deadline that is the default."""
+
+
+def shorter(judge: Judge) -> Judge:
+    """The same judge, away for half the time and warm sooner, for fake trainers. (Whole minutes without a judge are
+    played in virtual time, in tests/engine and by the soak.)
+    """
+    return judge if judge.away_s is None else replace(judge, away_s=AWAY_S / 2, cold_s=0.2)

@@ -134,7 +134,6 @@ def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(compose, place):
 @pytest.mark.parametrize(
     "override",
     [
-        "+reward.custom_reward_function.reward_kwargs.qreward_url=http://judges:8000",
         "+reward.custom_reward_function.reward_kwargs.qreward={config: judges.yaml}",
         "+ray_kwargs.ray_init.runtime_env.env_vars.qreward_log=debug",
         "+trainer.tags.qreward=true",

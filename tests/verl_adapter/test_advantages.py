@@ -22,6 +22,7 @@ from qreward_plugins.adapters import Constant
 from verl_adapter import queue
 from verl_adapter.advantages import NOT_GROUPED, Advantages
 from verl_adapter.metrics import RewardLog
+from verl_adapter.startup import _BEYOND_V1
 
 ESTIMATORS = (
     *("grpo", "dr_grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
@@ -224,3 +225,4 @@ def test_every_estimator_of_this_verl_is_known_here():
 
     names = {str(getattr(name, "value", name)) for name in ADV_ESTIMATOR_REGISTRY}
     assert names == {*ESTIMATORS, "tir_optimal_token_baseline"} - {"dr_grpo"}
+    assert names - {*V1_ESTIMATORS} == {*_BEYOND_V1, "gdpo"}, "what V1 cannot compute is refused"

@@ -59,6 +59,11 @@ def test_a_validation_of_judged_samples(validate, trainer, correct, failing):
     assert metrics[f"val-core/math/{core}/mean@2"] == pytest.approx(sum(by_prompt) / 2)
     assert not any("mean@1" in name for name in metrics)
     assert metrics["val-aux/math/qreward/missing/mean@2"] == failing / 4
+    assert metrics["qreward/val/samples"] == 4
+    assert metrics["qreward/val/failed_rate"] == metrics["qreward/val/data/math/failed_rate"] == failing / 4
+    assert metrics["qreward/val/reward/mean"] == pytest.approx(0.8 if failing else 0.6), "without the failed ones"
+    assert not any("/qreward/reward/" in name for name in metrics if name.startswith("val-"))
+    assert "qreward/samples" not in metrics
     assert correct or not any("/acc/" in name for name in metrics)
 
 

@@ -247,6 +247,3 @@ def as_task_error(error: BaseException) -> RayError:
     except TypeError:  # a class that no other can be made of
         wrapped = type(f"RayTaskError({cls.__name__})", (RayTaskError,), body)(error)
     return wrapped
-
-
-__all__ = ["ActorHandle", "FakeRay"]

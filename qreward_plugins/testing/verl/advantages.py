@@ -205,6 +205,3 @@ def compute_advantage_for_multi_trajectories(
     tokens = np.array([scores[session] for session in sessions])[:, None] * np.asarray(data.batch["response_mask"])
     data.batch["advantages"] = data.batch["returns"] = tokens.astype(np.float32)
     return data
-
-
-__all__ = ["ESTIMATORS", "NOT_PLAYED", "compute_advantage", "compute_advantage_for_multi_trajectories"]

@@ -223,14 +223,3 @@ def queue_fields(output: AgentOutput) -> dict[str, Any]:
         rewards[-1] = score
         fields["rm_scores"] = rewards
     return fields
-
-
-__all__ = [
-    "AgentLoopManager",
-    "AgentLoopWorker",
-    "QueuedAgentLoops",
-    "batch_of",
-    "postprocess",
-    "queue_fields",
-    "reward_input",
-]

@@ -53,6 +53,3 @@ def _composed(overrides: list[str]) -> DictConfig:
             return compose("ppo_trainer", overrides=overrides)
     finally:
         hydra.hydra = before
-
-
-__all__ = ["compose_config"]

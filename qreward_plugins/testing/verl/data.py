@@ -95,6 +95,3 @@ class VerlDataLoader:
         row["raw_prompt"] = with_images(row["prompt"], row.pop("images", None) or [])
         row["extra_info"] = row["extra_info"] if row["extra_info"] is not None else {}
         return row
-
-
-__all__ = ["DEFAULT_ROWS", "Row", "VerlDataLoader"]

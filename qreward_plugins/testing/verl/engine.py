@@ -119,6 +119,3 @@ class VerlEngine:
             reward_score=output.reward_score,
             extra_fields=dict(output.extra_fields),
         )
-
-
-__all__ = ["AgentOutput", "Hold", "Respond", "VerlDraft", "VerlEngine", "VerlOutput", "answer_by_chance"]

@@ -91,6 +91,3 @@ def _of_prompt(values: Sequence[Any]) -> dict[str, float]:
     mean, std = (float(of(values)) for of in (np.mean, np.std))
     count = len(values)
     return {f"mean@{count}": mean} | ({f"std@{count}": std} if count > 1 else {})
-
-
-__all__ = ["data_metrics", "named", "validation_metrics"]

@@ -115,5 +115,3 @@ def _place(row: tuple[str, Any]) -> tuple[int, ...]:
 
 _NOTHING = "Sync replay buffer selected terminal groups with no materializable trajectories."
 _ENABLE = " Enable trainer.v1.sampler.sync_refill_failed_groups to replace failed groups."
-
-__all__ = ["MODULE", "ReplayBuffer", "TransferQueue"]

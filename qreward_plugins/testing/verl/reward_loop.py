@@ -117,6 +117,3 @@ class RewardLoopManager:
         keys = list(infos[0])
         columns = {key: np.array([info[key] for info in infos]) for key in keys}
         return VerlDataProto(TensorColumns({"rm_scores": rewards}, len(data)), columns, {"reward_extra_keys": keys})
-
-
-__all__ = ["MODULE", "REWARD", "Played", "RewardLoopManager", "RewardLoopWorker", "load_manager", "resolve_manager"]

@@ -142,6 +142,3 @@ def float32_column(scores: Sequence[Any]) -> np.ndarray[Any, Any]:
             raise TypeError(f"must be real number, not {type(score).__name__}")
     with np.errstate(over="ignore"):
         return np.array([float(score) for score in scores], dtype=np.float64).astype(np.float32)
-
-
-__all__ = ["BATCH_MANAGERS", "MANAGERS", "AbstractRewardManager", "Registry", "RewardManagerBase", "float32_column"]

@@ -182,6 +182,3 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         held = len(self._engine.held)
         waiting = f"{calls} reward calls and {held} responses are pending"
         return f"verl would wait for ever: after {self._timeout_s} s {waiting}"
-
-
-__all__ = ["FakeVerlTrainer", "VerlDraft"]

@@ -361,21 +361,3 @@ def _refuse_policy_terms(algorithm: Any) -> None:
             raise NotImplementedError(
                 f"algorithm.{key}={value} is not played by FakeVerlTrainer: it needs the policy's numbers"
             )
-
-
-__all__ = [
-    "AGENT_LOOP",
-    "BATCH_REGISTRY",
-    "CHECKPOINTS",
-    "LEGACY",
-    "TRACKING",
-    "VERSIONS",
-    "BatchTrainer",
-    "CheckpointEngineManager",
-    "LegacyTrainer",
-    "Setup",
-    "Tracking",
-    "TrainerBase",
-    "Validated",
-    "Values",
-]

@@ -181,6 +181,3 @@ class V1Trainer(TrainerBase):
 
 def _info(row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(row["extra_fields"].get("reward_extra_info") or {})
-
-
-__all__ = ["MODULE", "V1Trainer"]

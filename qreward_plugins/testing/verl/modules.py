@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..stand_in_modules import stand_in_modules
+from . import reward_loop, trainers
 from .advantages import compute_advantage, compute_advantage_for_multi_trajectories
 from .agent_loop import AgentLoopManager
 from .metrics import validation_metrics
@@ -21,36 +22,19 @@ from .protocol import VerlDataProto, VerlDataProtoItem, pad_to_divisor
 from .replay_buffer import MODULE as REPLAY_BUFFER
 from .replay_buffer import ReplayBuffer, TransferQueue
 from .reward_functions import default_compute_score, get_custom_reward_fn, load_extern_object
-from .reward_loop import MODULE as REWARD_LOOP
-from .reward_loop import REWARD, RewardLoopManager, RewardLoopWorker, load_manager, resolve_manager
 from .reward_managers import BATCH_MANAGERS, MANAGERS, AbstractRewardManager, Registry, RewardManagerBase
-from .trainers import (
-    AGENT_LOOP,
-    BATCH_REGISTRY,
-    CHECKPOINTS,
-    LEGACY,
-    TRACKING,
-    BatchTrainer,
-    CheckpointEngineManager,
-    LegacyTrainer,
-    Tracking,
-)
 from .v1 import MODULE as V1
 from .v1 import V1Trainer
 
 _log = logging.getLogger("verl")
 
-SEPARATION = "verl.experimental.separation.ray_trainer"
-_FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_trainer"
-_ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer"
-_BATCH_CONTRACT = "verl.trainer.ppo.ray_trainer_0_4"
-"""A name of our own, because the trainer of verl 0.4 to 0.7 has the same module name as that of 0.9."""
 TRAINERS = {
     "v1": (V1, "PPOTrainer"),
-    "legacy": (LEGACY, "RayPPOTrainer"),
-    "batch": (_BATCH_CONTRACT, "RayPPOTrainer"),
-    "one_step_off": (_ONE_STEP_OFF, "OneStepOffRayTrainer"),
-    "fully_async": (_FULLY_ASYNC, "FullyAsyncTrainer"),
+    "legacy": (trainers.LEGACY, "RayPPOTrainer"),
+    "one_step_off": ("verl.experimental.one_step_off_policy.ray_trainer", "OneStepOffRayTrainer"),
+    "fully_async": ("verl.experimental.fully_async_policy.fully_async_trainer", "FullyAsyncTrainer"),
+    # A name of our own, because the trainer of verl 0.4 to 0.7 has the same module name as that of 0.9.
+    "batch": ("verl.trainer.ppo.ray_trainer_0_4", "RayPPOTrainer"),
 }
 """The trainers, by module and name."""
 _OURS = ("verl_adapter",)
@@ -97,54 +81,55 @@ def verl_stand_in(modules: Mapping[str, Mapping[str, Any]] | None = None) -> Ite
 
 
 def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> Mapping[str, Mapping[str, Any]]:
-    loop = {"RewardLoopWorker": _anew(RewardLoopWorker), "RewardLoopManager": _anew(RewardLoopManager)}
+    loop = {
+        "RewardLoopWorker": _anew(reward_loop.RewardLoopWorker),
+        "RewardLoopManager": _anew(reward_loop.RewardLoopManager),
+    }
     managers = {
         "NaiveRewardManager": MANAGERS["naive"],
         "register": registry.register,
         "get_reward_manager_cls": registry.get,
     }
-    legacy = _anew(LegacyTrainer, LEGACY, "RayPPOTrainer")
-    separated = type("Separated", (legacy,), {"advantages_of": SEPARATION})
-    made = {"v1": V1Trainer, "legacy": legacy, "one_step_off": separated, "fully_async": separated}
+    legacy = _anew(trainers.LegacyTrainer, *TRAINERS["legacy"])
+    separated = type("Separated", (legacy,), {"advantages_of": trainers.SEPARATION})
     validation = {"process_validation_metrics": validation_metrics}
     padding = {"pad_dataproto_to_divisor": pad_to_divisor}
-    reward_loop = "verl.experimental.reward_loop"
+    home = "verl.experimental.reward_loop"
     contents: dict[str, dict[str, Any]] = {
-        _BATCH_CONTRACT: {"RayPPOTrainer": _anew(BatchTrainer, LEGACY)},
         "verl": {"DataProto": VerlDataProto, "__version__": "0.9.1"},
         "verl.protocol": {"DataProto": VerlDataProto, "DataProtoItem": VerlDataProtoItem, **padding},
-        CHECKPOINTS: {"CheckpointEngineManager": _anew(CheckpointEngineManager)},
-        AGENT_LOOP: {"AgentLoopManager": _anew(AgentLoopManager)},
-        reward_loop: loop,
-        REWARD_LOOP: {**loop, **padding},
-        f"{reward_loop}.reward_manager": managers,
-        f"{reward_loop}.reward_manager.base": {"RewardManagerBase": RewardManagerBase},
-        f"{reward_loop}.reward_manager.naive": {"NaiveRewardManager": MANAGERS["naive"]},
-        f"{reward_loop}.reward_manager.registry": {"REWARD_MANAGER": registry.classes, **managers},
-        SEPARATION: {"compute_advantage": compute_advantage},
-        LEGACY: {"compute_advantage": compute_advantage, **validation, **padding},
+        trainers.CHECKPOINTS: {"CheckpointEngineManager": _anew(trainers.CheckpointEngineManager)},
+        trainers.AGENT_LOOP: {"AgentLoopManager": _anew(AgentLoopManager)},
+        trainers.SEPARATION: {"compute_advantage": compute_advantage},
+        trainers.TRACKING: {"Tracking": _anew(trainers.Tracking)},
+        home: loop,
+        reward_loop.MODULE: {**loop, **padding},
+        f"{home}.reward_manager": managers,
+        f"{home}.reward_manager.base": {"RewardManagerBase": RewardManagerBase},
+        f"{home}.reward_manager.naive": {"NaiveRewardManager": MANAGERS["naive"]},
+        f"{home}.reward_manager.registry": {"REWARD_MANAGER": registry.classes, **managers},
+        trainers.LEGACY: {"compute_advantage": compute_advantage, **validation, **padding},
         V1: {"compute_advantage_for_multi_trajectories": compute_advantage_for_multi_trajectories, **validation},
         REPLAY_BUFFER: {"ReplayBuffer": _anew(ReplayBuffer)},
-        "verl.trainer.ppo.metric_utils": validation,
-        REWARD: {
+        reward_loop.REWARD: {
             "get_custom_reward_fn": get_custom_reward_fn,
-            "load_reward_manager": partial(load_manager, registry),
-            "resolve_reward_manager_cls": partial(resolve_manager, registry),
+            "load_reward_manager": partial(reward_loop.load_manager, registry),
+            "resolve_reward_manager_cls": partial(reward_loop.resolve_manager, registry),
         },
         "verl.utils.import_utils": {"load_extern_object": load_extern_object},
         "verl.utils.reward_score": {"default_compute_score": default_compute_score},
         "verl.utils.tensordict_utils": {"get_tensordict": dict},
-        TRACKING: {"Tracking": _anew(Tracking)},
-        BATCH_REGISTRY: {
+        trainers.BATCH_REGISTRY: {
             "AbstractRewardManager": AbstractRewardManager,
             "get_reward_manager_cls": batch.get,
             "register": batch.register,
         },
         "transfer_queue": {"kv_batch_get": queue.kv_batch_get, "kv_batch_put": queue.kv_batch_put},
     }
-    for name, cls in made.items():
-        module, called = TRAINERS[name]
-        contents.setdefault(module, {})[called] = legacy if cls is legacy else _anew(cls, module, called)
+    made = {"v1": V1Trainer, "one_step_off": separated, "fully_async": separated, "batch": trainers.BatchTrainer}
+    for trainer, (module, name) in TRAINERS.items():
+        cls = _anew(made[trainer], module, name) if trainer in made else legacy
+        contents.setdefault(module, {})[name] = cls
     return contents
 
 

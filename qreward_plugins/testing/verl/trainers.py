@@ -29,6 +29,7 @@ from .reward_functions import bind, default_compute_score, get_custom_reward_fn
 from .reward_loop import MODULE as REWARD_LOOP
 
 LEGACY = "verl.trainer.ppo.ray_trainer"
+SEPARATION = "verl.experimental.separation.ray_trainer"
 AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
 CHECKPOINTS = "verl.checkpoint_engine"
 TRACKING = "verl.utils.tracking"

@@ -1,19 +1,20 @@
-"""Real verl, real DataProto; a tokenizer of characters and judge servers on loopback."""
+"""Rollouts and trainings on the stand-in of verl, and verl's own configuration where it is installed."""
 
 from __future__ import annotations
 
 import os
 import sys
 
+import numpy as np
 import pytest
 
-from qreward_plugins.testing import FakeVerlTrainer
+from qreward_plugins.testing import FakeVerlTrainer, VerlDataProto
+from qreward_plugins.testing.tensors import padded
+from qreward_plugins.testing.verl.protocol import TensorColumns
 
 # Ray phones home and verl imports optional parts with a word; neither belongs to a test.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
 
 
 class CharacterTokenizer:
@@ -21,9 +22,6 @@ class CharacterTokenizer:
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(int(token)) for token in ids if int(token) > 0)
-
-    def batch_decode(self, batch, skip_special_tokens=True):
-        return [self.decode(ids) for ids in batch]
 
 
 @pytest.fixture
@@ -33,49 +31,30 @@ def tokenizer():
 
 @pytest.fixture
 def make_data():
-    """Build the DataProto of some rollouts, padded on the right as verl pads several outputs."""
-    import numpy as np
-    import torch
-    from tensordict import TensorDict
-    from verl import DataProto
+    """Build the batch of some rollouts, padded on the right as verl pads several outputs."""
 
-    def make(responses, *, data_source="test/add", ground_truth="42", uid="u1", columns=None, response_len=True):
-        prompt = "What is 17 plus 25?"
-        width = max(map(len, responses))
-        count = len(responses)
-        prompts = torch.tensor([[ord(c) for c in prompt]] * count)
-        padded = torch.tensor([[ord(c) for c in text] + [0] * (width - len(text)) for text in responses])
-        mask = torch.tensor([[1] * (len(prompt) + len(text)) + [0] * (width - len(text)) for text in responses])
-        batch = TensorDict(
-            {
-                "prompts": prompts,
-                "responses": padded,
-                "attention_mask": mask,
-                "input_ids": torch.cat([prompts, padded], dim=1),
-                "position_ids": mask.cumsum(-1) - 1,
-            },
-            batch_size=count,
-        )
-        messages = [{"role": "user", "content": prompt}]
+    def make(responses, *, data_source="test/add", columns=None):
+        prompt, count = "What is 17 plus 25?", len(responses)
+        prompts, written = padded([[*map(ord, prompt)]] * count), padded([[*map(ord, text)] for text in responses])
+        mask = padded([[1] * (len(prompt) + len(text)) for text in responses], width=len(prompt) + written.shape[1])
         values = {
             "data_source": [data_source] * count,
-            "reward_model": [{"style": "rule", "ground_truth": ground_truth}] * count,
+            "reward_model": [{"style": "rule", "ground_truth": "42"}] * count,
             "extra_info": [{"index": 3, "split": "train"}] * count,
-            "raw_prompt": [messages] * count,
-            "uid": [uid] * count if isinstance(uid, str) else uid,
+            "raw_prompt": [[{"role": "user", "content": prompt}]] * count,
+            "uid": ["u1"] * count,
             "global_steps": [5] * count,
             "__num_turns__": [2] * count,
             "tool_extra_fields": [{"weight_version": 1}] * count,
+            "response_len": [*map(len, responses)],
             **(columns or {}),
         }
-        if response_len:
-            values["response_len"] = [len(text) for text in responses]
         non_tensor = {}
         for key, column in values.items():
-            array = np.empty(count, dtype=object)
-            array[:] = column
-            non_tensor[key] = array
-        return DataProto(batch=batch, non_tensor_batch=non_tensor)
+            non_tensor[key] = np.empty(count, dtype=object)
+            non_tensor[key][:] = column
+        tensors = {"prompts": prompts, "responses": written, "attention_mask": mask}
+        return VerlDataProto(TensorColumns(tensors, count), non_tensor)
 
     return make
 
@@ -113,6 +92,7 @@ def run():
 @pytest.fixture
 def compose():
     """Compose verl's own trainer configuration with these overrides, as `main_ppo` does."""
+    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
 
@@ -130,11 +110,8 @@ def judge_overrides():
     def make(**servers):
         overrides = ["reward.reward_manager.name=qreward", "+qreward.judges.quality.kind=llm", "+qreward.engine.seed=7"]
         for name, server in servers.items():
-            overrides += [
-                f"+qreward.sources.{name}.kind=openai",
-                f"+qreward.sources.{name}.base_url={server.base_url}",
-                f"+qreward.sources.{name}.model=judge",
-            ]
+            source = f"{{kind: openai, base_url: '{server.base_url}', model: judge}}"
+            overrides.append(f"+qreward.sources.{name}={source}")
         return overrides
 
     return make

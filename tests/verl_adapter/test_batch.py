@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
 
 from qreward_plugins import RewardMissing
 from qreward_plugins.samples.check import read_sample
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
+from qreward_plugins.testing.verl.reward_functions import load_extern_object
 from verl_adapter import QRewardBatchManager
 from verl_adapter.rollouts import to_sample
 
@@ -52,14 +56,19 @@ def saying(*words):
 
 
 def test_rewards_stand_at_the_last_token_of_each_response():
-    with JudgeServer(right) as server, older(server, respond=saying("It is {}.", "No, I am sure.")) as fake:
-        step = fake.step()
+    named = {
+        "respond": saying("It is {}.", "No, I am sure."),
+        "val_rows": [{"prompt": each, "ground_truth": each} for each in "12"],
+    }
+    with JudgeServer(right) as server, older(server, **named) as fake:
+        step, validation = fake.step(), fake.validate()
     rewards = step.batch.batch["token_level_scores"]
     last = step.batch.batch["response_mask"].sum(dim=-1) - 1
     assert rewards[range(16), last].tolist() == pytest.approx([1.0, 0.2] * 8)
     assert (rewards != 0).sum() == 16
     assert step.extra_info[0]["qreward/source"] == "a"
     assert step.reward_calls == 1
+    assert validation.extra_info["qreward/missing"] == [0.0, 0.0]
 
 
 def test_a_failed_sample_is_neutral_to_its_group_and_a_group_that_failed_has_one_number():
@@ -85,14 +94,6 @@ def test_a_constant_and_a_raise_are_what_they_say():
             pytest.raises(RewardMissing),
         ):
             fake.step()
-
-
-def test_validation_gets_one_call():
-    rows = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
-    with JudgeServer(right) as server, older(server, val_rows=rows, respond=saying("It is {}.")) as fake:
-        validation = fake.validate()
-    assert validation.metrics["val-core/fake/data/reward/mean@1"] == 1.0
-    assert validation.extra_info["qreward/missing"] == [0.0, 0.0]
 
 
 def test_the_column_that_holds_the_data_source_chooses_the_judge(tokenizer, make_data):
@@ -169,10 +170,6 @@ def test_two_managers_of_one_process_keep_to_one_limit(make_manager, make_data):
 
 
 def test_managers_share_a_reward_function_that_was_loaded_twice_and_no_other(tokenizer, tmp_path):
-    from functools import partial
-
-    from verl.utils.import_utils import load_extern_object
-
     path = tmp_path / "rewards.py"
     path.write_text("def one(*args, **kwargs):\n    return 1.0\n\n\ndef two(*args, **kwargs):\n    return 2.0\n")
     managers = []
@@ -191,8 +188,6 @@ def test_managers_share_a_reward_function_that_was_loaded_twice_and_no_other(tok
 
 
 def test_every_column_is_as_long_as_the_batch_and_none_of_it_breaks_a_mean(make_manager, make_data):
-    import numpy as np
-
     tree = {"judges": {"quality": {"kind": "llm", "invalid_retries": 0, "correct_at": 0.5}}}
     with JudgeServer(right) as server:
         infos = make_manager(server, **tree)(make_data(["42", "break", "no"]), return_dict=True)["reward_extra_info"]

@@ -60,6 +60,18 @@ def test_each_turn_has_its_reward_at_its_last_token(trainer):
     assert returns[0, int(np.flatnonzero(mask[0])[-1])] == pytest.approx(1.0)
 
 
+def test_of_several_outputs_the_last_one_has_the_parts():
+    """In V1 the last output of a session is judged, and verl has put the reward at the end of all of them."""
+    score, asked = called({"41": 0.25, "42": 1.0})
+    outputs = [VerlOutput(["let us see 42"]), VerlOutput(list(SAID))]
+    with FakeVerlTrainer(TURNS, rows=ROWS, reward=score, respond=lambda draft, rng: outputs) as fake:
+        step = fake.step()
+    assert sorted(set(asked)) == ["I try 41\n", "then it is 42"]
+    rewards = np.asarray(step.batch.batch["token_level_rewards"])
+    parts = [row[row != 0].tolist() for row in rewards]
+    assert parts == [[1.25], [0.25, 1.0]] * 8
+
+
 @BOTH
 def test_a_failed_turn_takes_the_whole_sample_out(trainer):
     score, _ = called({"41": 0.25, "42": float("nan")})

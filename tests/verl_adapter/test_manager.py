@@ -37,8 +37,6 @@ def hanging(data_source, solution_str, ground_truth, extra_info):
 
 IN_A_THREAD = "+qreward.sources.compute_score.mode=thread"
 ONE_WORKER = "+qreward.sources.compute_score.workers=1"
-HOOKED = "+qreward_trainer={name: v1, tells_phases: false}"
-"""What a reward worker is told of a trainer that keeps failed samples out of training."""
 
 
 @pytest.fixture
@@ -50,6 +48,12 @@ def functions(tmp_path):
 
 def right(call):
     return 10.0 if call.blocks["reference"] in call.blocks["response"] else 0.0
+
+
+def custom(path, name="rule"):
+    """The overrides that let our manager call a function of one's own, in one worker process."""
+    node = "reward.custom_reward_function"
+    return ["reward.reward_manager.name=qreward", ONE_WORKER, f"{node}.path={path}", f"{node}.name={name}"]
 
 
 def test_a_rollout_is_judged(run, judge_overrides):
@@ -112,8 +116,7 @@ def test_a_failed_sample_returns_at_once_with_a_stand_in_that_is_marked(run, jud
 def test_raise_ends_the_run_with_one_clear_exception(run, judge_overrides):
     with JudgeServer(right, faults=Faults(script=["error_400"])) as server:
         results = run(["It is 42."] * 2, *judge_overrides(a=server), "+qreward.on_failure=raise")
-    (failure,) = [result for result in results if isinstance(result, Exception)]
-    assert isinstance(failure, RewardMissing)
+    (failure,) = [result for result in results if isinstance(result, RewardMissing)]
     assert "leave it out of training" in str(failure)
     assert "400" in str(failure)
 
@@ -170,8 +173,8 @@ def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, ma
     from verl.trainer.ppo.reward import load_reward_manager
 
     async def main():
-        config = compose("reward.reward_manager.name=qreward", "reward.num_workers=1", IN_A_THREAD, HOOKED)
-        manager = load_reward_manager(config, tokenizer)
+        hooked = "+qreward_trainer={name: v1, tells_phases: false}"
+        manager = load_reward_manager(compose("reward.reward_manager.name=qreward", IN_A_THREAD, hooked), tokenizer)
         data = [make_data([text], data_source="openai/gsm8k") for text in ("so it is #### 42", "so it is #### 41")]
         try:
             return await asyncio.gather(*map(manager.run_single, data))
@@ -181,18 +184,11 @@ def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, ma
     good, bad = asyncio.run(main())
     assert type(good["reward_score"]) is float
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
-    assert good["reward_extra_info"]["qreward/source"] == "compute_score"
 
 
 @pytest.mark.parametrize("name", ["rule", "rule_async"])
 def test_a_custom_reward_function_needs_no_configuration(run, functions, name):
-    overrides = [
-        "reward.reward_manager.name=qreward",
-        f"reward.custom_reward_function.path={functions}",
-        f"reward.custom_reward_function.name={name}",
-        "reward.num_workers=1",
-        ONE_WORKER,
-    ]
+    overrides = custom(functions, name)
     if name == "rule":
         overrides.append("+reward.custom_reward_function.reward_kwargs.bonus=0.25")
     good, bad = run(["It is 42.", "It is 7."], *overrides)
@@ -204,12 +200,8 @@ def test_a_custom_reward_function_needs_no_configuration(run, functions, name):
 
 
 @pytest.mark.parametrize("form", ["{folder}/telling.py", "file://{folder}/telling.py", "pkg://telling"])
-def test_a_worker_process_loads_a_reward_function_without_verl(
-    compose, tokenizer, make_data, tmp_path, monkeypatch, form
-):
+def test_a_worker_process_loads_a_reward_function_without_verl(run, tmp_path, monkeypatch, form):
     """verl takes seconds and 400 MB in each worker process, at each of its starts."""
-    from verl.trainer.ppo.reward import load_reward_manager
-
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "telling.py").write_text(
         "import os, sys\n"
@@ -217,21 +209,8 @@ def test_a_worker_process_loads_a_reward_function_without_verl(
         "    told = {'pid': os.getpid(), 'loaded': ' '.join(sys.modules), 'truth': ground_truth}\n"
         "    return {'score': bonus, **told}\n"
     )
-    custom = "reward.custom_reward_function"
-    config = compose(
-        *("reward.reward_manager.name=qreward", "reward.num_workers=1", ONE_WORKER, HOOKED),
-        *(f"{custom}.path={form.format(folder=tmp_path)}", f"{custom}.name=rule"),
-        f"+{custom}.reward_kwargs={{bonus: 0.25, ground_truth: its own}}",
-    )
-
-    async def main():
-        manager = load_reward_manager(config, tokenizer)
-        try:
-            return await manager.run_single(make_data(["It is 42."]))
-        finally:
-            await manager.aclose()
-
-    told = asyncio.run(main())
+    arguments = "+reward.custom_reward_function.reward_kwargs={bonus: 0.25, ground_truth: its own}"
+    (told,) = run(["It is 42."], *custom(form.format(folder=tmp_path)), arguments)
     info = json.loads(told["reward_extra_info"]["qreward/returned"])
     assert told["reward_score"] == 0.25
     assert info["truth"] == "its own", "as in verl, reward_kwargs win over the arguments of a call"
@@ -239,41 +218,20 @@ def test_a_worker_process_loads_a_reward_function_without_verl(
     assert not {"verl", "torch", "ray"} & set(info["loaded"].split())
 
 
-def test_a_reward_function_gets_the_devices_that_a_reward_worker_does_not_see(
-    compose, tokenizer, make_data, tmp_path, monkeypatch
-):
-    from verl.trainer.ppo.reward import load_reward_manager
-
+def test_a_reward_function_gets_the_devices_that_a_reward_worker_does_not_see(run, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (tmp_path / "device.py").write_text(
-        "import os\n\ndef rule(**_):\n    return float(os.environ['CUDA_VISIBLE_DEVICES']) / 10\n"
-    )
-    config = compose(
-        *("reward.reward_manager.name=qreward", "reward.num_workers=1", HOOKED),
-        *(f"reward.custom_reward_function.path={tmp_path}/device.py", "reward.custom_reward_function.name=rule"),
-        "+qreward.sources.compute_score.devices=[5]",
-    )
-
-    async def main():
-        manager = load_reward_manager(config, tokenizer)
-        try:
-            return manager.engine.upstreams["compute_score"].source.slots, await manager.run_single(make_data(["a"]))
-        finally:
-            await manager.aclose()
-
-    slots, told = asyncio.run(main())
-    assert (slots, told["reward_score"]) == (1, 0.5)
+    path = tmp_path / "device.py"
+    path.write_text("import os\n\ndef rule(**_):\n    return float(os.environ['CUDA_VISIBLE_DEVICES']) / 10\n")
+    overrides = [each for each in custom(path) if each != ONE_WORKER]
+    (told,) = run(["a"], *overrides, "+qreward.sources.compute_score.devices=[5]")
+    assert told["reward_score"] == 0.5
 
 
 def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(run, functions):
     texts = ["hang", "die", "raise", "nan", *["fine"] * 6]
     results = run(
         texts,
-        "reward.reward_manager.name=qreward",
-        f"reward.custom_reward_function.path={functions}",
-        "reward.custom_reward_function.name=hanging",
-        "reward.num_workers=1",
-        ONE_WORKER,
+        *custom(functions, "hanging"),
         "+qreward.sources.compute_score.timeouts.total_s=1",
         "+qreward.engine.deadline_s=120",
         # Every other try of what hangs or dies starts another worker process.

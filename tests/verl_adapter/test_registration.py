@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 import verl_adapter
+
+pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
+
 from verl_adapter import plugin
 
 

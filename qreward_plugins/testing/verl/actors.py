@@ -1,4 +1,4 @@
-"""Ray actors in one process: enough of `ray` for reward workers, the group barrier and whatever they share.
+"""Ray actors in one process: enough of `ray` for reward workers, and for what qreward shares between them.
 
 Every actor lives on the trainer's event loop, where verl has a process for each. As there, an actor with async methods
 carries 1,000 calls at once, arguments and results are copies, an exception reaches the caller as a `RayTaskError` that
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
-import inspect
 import itertools
 import uuid
 from collections.abc import Generator, Mapping, Sequence
@@ -28,10 +27,6 @@ class RayActorError(RayError):
     """An actor died."""
 
 
-class GetTimeoutError(RayError, TimeoutError):
-    """No answer in time."""
-
-
 class RayTaskError(RayError):
     """An exception that an actor's method raised; `cause` is that."""
 
@@ -42,15 +37,15 @@ class ObjectRef:
     """What a call to an actor gives: `await` it, or `ray.get` it. Giving up the wait does not end the call."""
 
     def __init__(self, future: concurrent.futures.Future[Any]) -> None:
-        self.future_ = future
+        self._future = future
 
     def __await__(self) -> Generator[Any, None, Any]:
-        answer = asyncio.wrap_future(self.future_)
+        answer = asyncio.wrap_future(self._future)
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever gave up may not look
         return asyncio.shield(answer).__await__()
 
     def future(self) -> concurrent.futures.Future[Any]:
-        return self.future_
+        return self._future
 
 
 class FakeRay:
@@ -60,8 +55,7 @@ class FakeRay:
         self.loop = loop
         self._named: dict[str, Actor] = {}
         self._actors: list[Actor] = []
-        self._store: dict[bytes, bytes] = {}
-        self._numbers = itertools.count()
+        self._keys: set[bytes] = set()
 
     def modules(self) -> dict[str, Mapping[str, Any]]:
         """What stands in for `ray`, by module."""
@@ -74,21 +68,16 @@ class FakeRay:
         )
         return {
             "ray": {
-                "ObjectRef": ObjectRef,
                 "get": self.get,
                 "get_actor": self.get_actor,
                 "get_runtime_context": lambda: context,
-                "init": lambda *_, **__: None,
                 "is_initialized": lambda: True,
-                "kill": self.kill,
-                "nodes": lambda: [{"NodeID": "node", "Alive": True, "Resources": {"CPU": 1.0}}],
-                "put": copy.deepcopy,
+                "kill": lambda handle, **_: self.kill(handle),
                 "remote": self.remote,
             },
-            "ray.actor": {"ActorHandle": ActorHandle},
             "ray.exceptions": {
                 "ActorDiedError": RayActorError,
-                "GetTimeoutError": GetTimeoutError,
+                "GetTimeoutError": TimeoutError,
                 "RayActorError": RayActorError,
                 "RayError": RayError,
                 "RayTaskError": RayTaskError,
@@ -96,23 +85,23 @@ class FakeRay:
             "ray.util": {},
             "ray.util.scheduling_strategies": {"NodeAffinitySchedulingStrategy": SimpleNamespace},
             "ray.experimental": {},
-            "ray.experimental.internal_kv": {"_internal_kv_put": self._kv_put, "_internal_kv_get": self._kv_get},
+            "ray.experimental.internal_kv": {"_internal_kv_put": self._kv_put},
         }
 
-    def remote(self, cls: type | None = None, **_: Any) -> Any:
-        """The class of actors made of `cls`; with options only, a decorator."""
-        return ActorClass(self, cls) if cls is not None else lambda given: ActorClass(self, given)
+    def remote(self, cls: type | None = None, **options: Any) -> Any:
+        """The class of actors made of `cls`; without a class, a decorator."""
+        if cls is None:
+            return lambda given: self.remote(given, **options)
+        return SimpleNamespace(
+            options=lambda **more: self.remote(cls, **{**options, **more}),
+            remote=lambda *arguments, **named: self._start(cls, arguments, named, options),
+        )
 
     def get(self, refs: Any, *, timeout: float | None = None) -> Any:
-        """The results, from any thread but the loop's. Raises what the calls raised."""
+        """The results, from any thread but the loop's. Raises what the calls raised, and `TimeoutError`."""
         if isinstance(refs, Sequence):
             return [self.get(ref, timeout=timeout) for ref in refs]
-        try:
-            return refs.future().result(timeout)
-        except concurrent.futures.TimeoutError as error:
-            if refs.future().done():
-                raise
-            raise GetTimeoutError("Get timed out: some object(s) not ready.") from error
+        return refs.future().result(timeout)
 
     def get_actor(self, name: str) -> ActorHandle:
         """The actor of this name. Raises `ValueError` if there is none."""
@@ -121,17 +110,19 @@ class FakeRay:
             raise ValueError(f"Failed to look up actor with name '{name}'.")
         return ActorHandle(actor)
 
-    def kill(self, handle: ActorHandle, *, no_restart: bool = True) -> None:
-        """End an actor: its calls fail. One that Ray restarts starts anew, with nothing in it, unless `no_restart`."""
-        handle._actor.kill(no_restart=no_restart)
+    def kill(self, handle: ActorHandle) -> None:
+        """End an actor: its calls fail. None is restarted."""
+        self.loop.call_soon_threadsafe(handle._actor.kill)
 
-    def start(self, cls: type, arguments: tuple[Any, ...], named: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    def _start(
+        self, cls: type, arguments: tuple[Any, ...], named: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> ActorHandle:
         """An actor, or the one that has its name already (`get_if_exists`)."""
         name = options.get("name")
-        known = self._named.get(name) if name is not None else None
-        if known is not None and not known.is_dead and options.get("get_if_exists"):
+        known = self._named.get(name) if name is not None and options.get("get_if_exists") else None
+        if known is not None and not known.is_dead:
             return ActorHandle(known)
-        actor = Actor(self, cls, arguments, named, options, next(self._numbers))
+        actor = Actor(self.loop, cls, arguments, named, int(options.get("max_concurrency", ASYNC_CALLS)))
         self._actors.append(actor)
         if name is not None:
             self._named[name] = actor
@@ -142,136 +133,84 @@ class FakeRay:
         for actor in self._actors:
             await actor.aclose_instance()
         for actor in self._actors:
-            await actor.aclose()
+            actor.kill()
+            await asyncio.gather(*actor.running, return_exceptions=True)
 
     def _kv_put(self, key: bytes, value: bytes, overwrite: bool = True, namespace: bytes = b"") -> bool:
-        there = namespace + key in self._store
-        if overwrite or not there:
-            self._store[namespace + key] = value
-        return there
-
-    def _kv_get(self, key: bytes, namespace: bytes = b"") -> bytes | None:
-        return self._store.get(namespace + key)
-
-
-class ActorClass:
-    """`ray.remote(cls)`."""
-
-    def __init__(self, ray: FakeRay, cls: type, options: Mapping[str, Any] | None = None) -> None:
-        self._ray, self._cls, self._options = ray, cls, dict(options or {})
-
-    def options(self, **options: Any) -> ActorClass:
-        return ActorClass(self._ray, self._cls, {**self._options, **options})
-
-    def remote(self, *arguments: Any, **named: Any) -> Any:
-        return self._ray.start(self._cls, arguments, named, self._options)
+        """Returns whether the key was there already, which is all that qreward asks."""
+        known = namespace + key in self._keys
+        self._keys.add(namespace + key)
+        return known
 
 
 class Actor:
-    """One actor: its instance, and the calls that are under way."""
+    """One actor: its instance, and the calls that are under way. `most`: how many it carries at once."""
+
+    _numbers = itertools.count()
 
     def __init__(
         self,
-        ray: FakeRay,
+        loop: asyncio.AbstractEventLoop,
         cls: type,
         arguments: tuple[Any, ...],
         named: Mapping[str, Any],
-        options: Mapping[str, Any],
-        number: int,
+        most: int,
     ) -> None:
-        self.actor_id = number
-        self.cls = cls
+        self.actor_id = next(self._numbers)
         self.is_dead = False
-        self.peak = 0
-        """Most calls that ran at once."""
-        self._ray = ray
-        self._arguments = copy.deepcopy(arguments), copy.deepcopy(dict(named))
-        self._restarts = int(options.get("max_restarts", 0))
-        is_async = any(inspect.iscoroutinefunction(method) for _, method in inspect.getmembers(cls))
-        self._slots = asyncio.Semaphore(int(options.get("max_concurrency", ASYNC_CALLS if is_async else 1)))
-        self._running: set[asyncio.Task[Any]] = set()
-        self._busy = 0
-        self._instance: asyncio.Task[Any] | None = None
-        self._started = asyncio.Event()
-        ray.loop.call_soon_threadsafe(self._start)
+        self.running: set[asyncio.Task[Any]] = set()
+        self._loop, self._cls = loop, cls
+        self._slots = asyncio.Semaphore(most)
+        self._instance = asyncio.run_coroutine_threadsafe(self._make(*copy.deepcopy((arguments, dict(named)))), loop)
 
     def call(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> ObjectRef:
         """Call a method, from any thread."""
-        arguments, named = copy.deepcopy((arguments, named))
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        answer = self._answer(method, *copy.deepcopy((arguments, named)))
+        return ObjectRef(asyncio.run_coroutine_threadsafe(answer, self._loop))
 
-        def begin() -> None:
-            task = asyncio.ensure_future(self._call(method, arguments, named))
-            self._running.add(task)
-            task.add_done_callback(lambda done: self._end(done, future))
-
-        self._ray.loop.call_soon_threadsafe(begin)
-        return ObjectRef(future)
-
-    def kill(self, *, no_restart: bool) -> None:
-        """End it, from any thread."""
-        self._ray.loop.call_soon_threadsafe(self._kill, no_restart)
+    def kill(self) -> None:
+        """End it; on its event loop."""
+        self.is_dead = True
+        for task in self.running:
+            task.cancel()
 
     async def instance(self) -> Any:
         """What the actor is made of, once it is made. Raises what making it raised."""
-        await self._started.wait()
-        assert self._instance is not None
-        return await asyncio.shield(self._instance)
-
-    async def aclose(self) -> None:
-        self.is_dead = True
-        for task in list(self._running):
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        return await asyncio.shield(asyncio.wrap_future(self._instance))
 
     async def aclose_instance(self) -> None:
         """Close what the actor is made of, if it can be."""
-        if self._instance is not None and self._instance.done() and self._instance.exception() is None:
+        if self._instance.done() and self._instance.exception() is None:
             close = getattr(self._instance.result(), "aclose", None)
             if close is not None:
                 await close()
 
-    def _start(self) -> None:
-        self._instance = asyncio.ensure_future(self._make())
-        self._started.set()
-        self._instance.add_done_callback(lambda task: task.cancelled() or task.exception())
+    async def _make(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        return self._cls(*arguments, **named)
 
-    async def _make(self) -> Any:
-        arguments, named = self._arguments
-        return self.cls(*arguments, **named)
-
-    def _kill(self, no_restart: bool) -> None:
-        for task in list(self._running):
-            task.cancel()
-        if no_restart or not self._restarts:
-            self.is_dead = True
-            return
-        self._restarts -= 1
-        self._start()
-
-    async def _call(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self.is_dead:
-            raise _died(self.cls)
+    async def _answer(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         async with self._slots:
-            self._busy += 1
-            self.peak = max(self.peak, self._busy)
+            task = asyncio.ensure_future(self._result(method, arguments, named))
+            self.running.add(task)
+            task.add_done_callback(self.running.discard)
             try:
-                instance = await self.instance()
-                result = getattr(instance, method)(*arguments, **named)
-                return copy.deepcopy(await result if inspect.isawaitable(result) else result)
-            finally:
-                self._busy -= 1
+                return await task
+            except asyncio.CancelledError:
+                raise self._died() from None
+            except RayError:
+                raise
+            except Exception as error:
+                raise as_task_error(error) from error
 
-    def _end(self, task: asyncio.Task[Any], future: concurrent.futures.Future[Any]) -> None:
-        self._running.discard(task)
-        if not future.set_running_or_notify_cancel():
-            return
-        if task.cancelled():
-            future.set_exception(_died(self.cls))
-        elif (error := task.exception()) is not None:
-            future.set_exception(error if isinstance(error, RayError) else as_task_error(error))
-        else:
-            future.set_result(task.result())
+    async def _result(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if self.is_dead:
+            raise self._died()
+        result = getattr(await self.instance(), method)(*arguments, **named)
+        return copy.deepcopy(await result if asyncio.iscoroutine(result) else result)
+
+    def _died(self) -> RayActorError:
+        name = self._cls.__name__
+        return RayActorError(f"The actor died unexpectedly before finishing this task. class_name: {name}")
 
 
 class ActorHandle:
@@ -296,8 +235,7 @@ def as_task_error(error: BaseException) -> RayError:
     cls = type(error)
 
     def start(self: Any, cause: BaseException) -> None:
-        self.cause = cause
-        self.args = (cause,)
+        self.cause, self.args = cause, (cause,)
 
     body = {
         "__init__": start,
@@ -306,11 +244,6 @@ def as_task_error(error: BaseException) -> RayError:
     }
     try:
         wrapped: RayError = type(f"RayTaskError({cls.__name__})", (RayTaskError, cls), body)(error)
-    except TypeError:
+    except TypeError:  # a class that no other can be made of
         wrapped = type(f"RayTaskError({cls.__name__})", (RayTaskError,), body)(error)
-    wrapped.__cause__ = error
     return wrapped
-
-
-def _died(cls: type) -> RayActorError:
-    return RayActorError(f"The actor died unexpectedly before finishing this task. class_name: {cls.__name__}")

@@ -24,103 +24,108 @@ EPSILON = 1e-6
 class Rewards:
     """What an estimator gets: token rewards and the response mask as (rows, response length), and each row's group.
 
-    `baselines`: the greedy response's reward of each row (remax). `values`: the critic's. `config`: verl's node
-    `algorithm`.
+    `values`: the critic's. `baselines`: the greedy response's reward of each row (remax). `parts`: the single rewards
+    of each row (gdpo). `config`: verl's node `algorithm`.
     """
 
-    rewards: Array
+    tokens: Array
     mask: Array
     uids: Sequence[Any]
     config: Any
+    by_std: bool
     values: Array | None = None
     baselines: Array | None = None
+    parts: Sequence[Array] = ()
 
-    @property
-    def scores(self) -> Array:
-        return np.asarray(self.rewards.sum(axis=-1))
-
-    @property
-    def groups(self) -> dict[Any, list[int]]:
+    def compared(self, compare: Callable[[Array, Array], Array], scores: Array | None = None) -> Array:
+        """Each row's advantage at all its tokens. `compare` gets the scores and the lengths of a group."""
+        scores = self.tokens.sum(axis=-1) if scores is None else scores
+        lengths = self.mask.sum(axis=-1)
         groups: dict[Any, list[int]] = {}
         for row, uid in enumerate(self.uids):
             groups.setdefault(uid, []).append(row)
-        return groups
+        out = np.empty_like(scores)
+        for rows in groups.values():
+            out[rows] = compare(scores[rows], lengths[rows])
+        return np.asarray(out[:, None] * self.mask)
+
+    def normed(self, group: Array, _: Array) -> Array:
+        """A reward less the mean of its group, by the group's deviation. A row alone in its group keeps its reward."""
+        mean, std = (0.0, 1.0) if len(group) == 1 else (group.mean(), group.std(ddof=1))
+        return np.asarray((group - mean) / (std + EPSILON) if self.by_std else group - mean)
+
+    def whitened(self, values: Array) -> Array:
+        """Mean 0 and variance 1 over the trained tokens. Raises `ValueError` where there are fewer than two of them."""
+        if self.mask.sum() < 2:
+            raise ValueError("the batch has fewer than two tokens to train")
+        trained = values[self.mask.astype(bool)]
+        return np.asarray((values - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8)) * self.mask
 
 
 def grpo(data: Rewards) -> Both:
-    """A reward less the mean of its group, by the group's deviation. A row alone in its group keeps its reward."""
-    by_std = bool(data.config.get("norm_adv_by_std_in_grpo", True))
-
-    def compare(group: Array, _: Array) -> Array:
-        mean, std = (0.0, 1.0) if len(group) == 1 else (group.mean(), group.std(ddof=1))
-        return np.asarray((group - mean) / (std + EPSILON) if by_std else group - mean)
-
-    return _by_group(data, compare)
+    tokens = data.compared(data.normed)
+    return tokens, tokens
 
 
 def grpo_passk(data: Rewards) -> Both:
     """Only the best of a group has an advantage: its lead over the second. Raises `ValueError` for a group of one."""
-    by_std = bool(data.config.get("norm_adv_by_std_in_grpo", True))
 
     def compare(group: Array, _: Array) -> Array:
         if len(group) < 2:
             raise ValueError(f"Pass@k requires at least 2 samples per group. Got {len(group)}.")
-        # NaN is greater than any number to torch, and of equal ones the first comes first.
-        order = sorted(range(len(group)), key=lambda place: (np.isnan(group[place]), group[place]), reverse=True)
+        second, best = np.argsort(group, kind="stable")[-2:]
         lead = np.zeros_like(group)
-        lead[order[0]] = group[order[0]] - group[order[1]]
-        return np.asarray(lead / (group.std(ddof=1) + EPSILON) if by_std else lead)
+        lead[best] = group[best] - group[second]
+        return np.asarray(lead / (group.std(ddof=1) + EPSILON) if data.by_std else lead)
 
-    return _by_group(data, compare)
+    tokens = data.compared(compare)
+    return tokens, tokens
 
 
 def rloo(data: Rewards) -> Both:
     """A reward less the mean of its siblings."""
-
-    def compare(group: Array, _: Array) -> Array:
-        count = len(group)
-        return group if count == 1 else np.asarray((group - group.mean()) * count / (count - 1))
-
-    return _by_group(data, compare)
+    tokens = data.compared(
+        lambda group, _: group if len(group) == 1 else (group - group.mean()) * len(group) / (len(group) - 1)
+    )
+    return tokens, tokens
 
 
 def opo(data: Rewards) -> Both:
     """A reward less the mean of its group, weighted by the lengths."""
+    tokens = data.compared(
+        lambda group, lengths: group if len(group) == 1 else group - (lengths * group).sum() / lengths.sum()
+    )
+    return tokens, tokens
 
-    def compare(group: Array, lengths: Array) -> Array:
-        return group if len(group) == 1 else np.asarray(group - (lengths * group).sum() / lengths.sum())
 
-    return _by_group(data, compare)
-
-
-def gpg(data: Rewards) -> Both:
-    """A reward less the mean of its group, more the fewer rows of the batch have a reward."""
-    alpha = len(data.scores) / max(int(np.count_nonzero(data.scores)), 1)
-    return _by_group(data, lambda group, _: alpha * _centred(group))
+def gdpo(data: Rewards) -> Both:
+    """GRPO of each single reward, added up with `gdpo_reward_weights`, and whitened over all tokens of the batch."""
+    weights = data.config.get("gdpo_reward_weights") or [1.0] * len(data.parts)
+    added = sum(weight * data.compared(data.normed, part) for weight, part in zip(weights, data.parts, strict=True))
+    tokens = data.whitened(np.asarray(added))
+    return tokens, tokens
 
 
 def reinforce_plus_plus_baseline(data: Rewards) -> Both:
     """A reward less the mean of its group, whitened over all tokens of the batch."""
-    tokens = _whitened(_by_group(data, lambda group, _: _centred(group))[0], data.mask) * data.mask
+    tokens = data.whitened(data.compared(lambda group, _: group if len(group) == 1 else group - group.mean()))
     return tokens, tokens
 
 
 def reinforce_plus_plus(data: Rewards) -> Both:
     """The discounted reward, whitened over all tokens of the batch."""
-    gamma, mask = float(data.config.gamma), data.mask
-    returns, running = np.zeros_like(data.rewards), np.zeros(len(data.rewards))
+    returns, running = np.zeros_like(data.tokens), np.zeros(len(data.tokens))
     for column in reversed(range(returns.shape[1])):
-        now = data.rewards[:, column] + gamma * running
-        returns[:, column] = now * mask[:, column]
-        running = np.where(mask[:, column], now, running)
-    return _whitened(returns, mask) * mask, returns
+        now = data.tokens[:, column] + float(data.config.gamma) * running
+        returns[:, column] = now * data.mask[:, column]
+        running = np.where(data.mask[:, column], now, running)
+    return data.whitened(returns), returns
 
 
 def remax(data: Rewards) -> Both:
     """The reward to come, less that of the greedy response."""
-    if data.baselines is None:
-        raise TypeError("compute_remax_outcome_advantage() missing 1 required positional argument: 'reward_baselines'")
-    returns = np.cumsum((data.rewards * data.mask)[:, ::-1], axis=-1)[:, ::-1]
+    assert data.baselines is not None
+    returns = np.cumsum((data.tokens * data.mask)[:, ::-1], axis=-1)[:, ::-1]
     return returns - data.baselines[:, None] * data.mask, returns
 
 
@@ -132,65 +137,53 @@ def gae(data: Rewards) -> Both:
     advantages = np.zeros_like(values)
     for column in reversed(range(values.shape[1])):
         there = data.mask[:, column]
-        now = data.rewards[:, column] + gamma * next_values - values[:, column] + gamma * lam * last
+        now = data.tokens[:, column] + gamma * next_values - values[:, column] + gamma * lam * last
         next_values = np.where(there, values[:, column], next_values)
         last = np.where(there, now, last)
         advantages[:, column] = last
-    return _whitened(advantages, data.mask), advantages + values
+    return data.whitened(advantages), advantages + values
 
 
 ESTIMATORS: dict[str, Callable[[Rewards], Both]] = {
-    "gae": gae,
-    "grpo": grpo,
-    "grpo_passk": grpo_passk,
-    "rloo": rloo,
-    "opo": opo,
-    "gpg": gpg,
-    "remax": remax,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    each.__name__: each
+    for each in (gae, gdpo, grpo, grpo_passk, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo)
 }
 
 NOT_PLAYED = frozenset(
-    {"gdpo", "grpo_vectorized", "rloo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline"}
+    {"gpg", "grpo_vectorized", "rloo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline"}
 )
 """Estimators of verl that this stand-in refuses by name."""
 
 
 def compute_advantage(
-    data: VerlDataProto,
-    adv_estimator: Any,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    num_repeat: int = 1,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    data: VerlDataProto, adv_estimator: Any, norm_adv_by_std_in_grpo: bool = True, config: Any = None, **_: Any
 ) -> VerlDataProto:
     """`verl.trainer.ppo.ray_trainer.compute_advantage`: sets `advantages` and `returns`.
 
     Raises `ValueError` for an estimator that verl does not know, and `NotImplementedError` for one that is not played.
     """
     name, batch = str(adv_estimator), data.batch
-    if name in NOT_PLAYED or (config is not None and config.get("use_pf_ppo", False)):
+    if name in NOT_PLAYED or config.get("use_pf_ppo", False):
         what = f"algorithm.adv_estimator={name}" if name in NOT_PLAYED else "algorithm.use_pf_ppo"
         raise NotImplementedError(f"{what} is not played by FakeVerlTrainer; it plays {', '.join(ESTIMATORS)}")
     if name not in ESTIMATORS:
         raise ValueError(f"Unknown advantage estimator simply: {name}")
 
-    def column(key: str) -> Array | None:
+    def column(key: str) -> Any:
         return np.asarray(batch[key], dtype=np.float64) if key in batch else None
 
-    rewards = column("token_level_rewards")
-    assert rewards is not None
+    parts = config.gdpo_reward_keys if name == "gdpo" else ()
     with np.errstate(all="ignore"):
         found = ESTIMATORS[name](
             Rewards(
-                rewards=rewards,
+                tokens=column("token_level_rewards"),
                 mask=np.asarray(batch["response_mask"]),
-                uids=list(data.non_tensor_batch.get("uid", ())),
+                uids=list(data.non_tensor_batch["uid"]),
                 config=config,
+                by_std=norm_adv_by_std_in_grpo or name == "gdpo",
                 values=column("values"),
                 baselines=column("reward_baselines"),
+                parts=[np.asarray(data.non_tensor_batch[key], dtype=np.float64) for key in parts],
             )
         )
         batch["advantages"], batch["returns"] = (each.astype(np.float32) for each in found)
@@ -203,46 +196,12 @@ def compute_advantage_for_multi_trajectories(
     """V1's: with GRPO the last output of each session counts, and the session's other outputs get its advantage."""
     if str(adv_estimator) != "grpo":
         return compute_advantage(data, adv_estimator=adv_estimator, **named)
-    last: dict[str, tuple[int, int]] = {}
-    for row, key in enumerate(batch_keys):
-        session, _, index = key.rpartition("_")
-        if session not in last or last[session][0] < int(index):
-            last[session] = (int(index), row)
-    places = {session: place for place, session in enumerate(last)}
-    final = compute_advantage(data.select_idxs([row for _, row in last.values()]), adv_estimator=adv_estimator, **named)
+    sessions = [key.rpartition("_")[0] for key in batch_keys]
+    order = sorted(range(len(sessions)), key=lambda row: int(batch_keys[row].rpartition("_")[2]))
+    last = {sessions[row]: row for row in order}
+    final = compute_advantage(data.select_idxs(list(last.values())), adv_estimator=adv_estimator, **named)
     first = np.asarray(final.batch["response_mask"]).argmax(axis=1)
-    scores = np.asarray(final.batch["advantages"])[np.arange(len(final)), first]
-    chosen = scores[[places[key.rpartition("_")[0]] for key in batch_keys]]
-    tokens = chosen[:, None] * np.asarray(data.batch["response_mask"]).astype(np.float32)
-    data.batch["advantages"], data.batch["returns"] = tokens, tokens.copy()
+    scores = dict(zip(last, np.asarray(final.batch["advantages"])[np.arange(len(final)), first], strict=True))
+    tokens = np.array([scores[session] for session in sessions])[:, None] * np.asarray(data.batch["response_mask"])
+    data.batch["advantages"] = data.batch["returns"] = tokens.astype(np.float32)
     return data
-
-
-def _by_group(data: Rewards, compare: Callable[[Array, Array], Array]) -> Both:
-    """Each row's advantage at all its tokens. `compare` gets the scores and the lengths of a group."""
-    scores, lengths = data.scores, data.mask.sum(axis=-1)
-    out = np.empty_like(scores)
-    for rows in data.groups.values():
-        out[rows] = compare(scores[rows], lengths[rows])
-    tokens = out[:, None] * data.mask
-    return tokens, tokens
-
-
-def _centred(group: Array) -> Array:
-    return group if len(group) == 1 else np.asarray(group - group.mean())
-
-
-def _whitened(values: Array, mask: Array) -> Array:
-    """Mean 0 and variance 1 over the trained tokens. Raises `ValueError` where there are fewer than two of them."""
-    count = int(mask.sum())
-    if count < 2:
-        raise ValueError(
-            "The sum of the mask is one, which can cause a division by zero."
-            if count
-            else "At least one element in the mask has to be 1."
-        )
-    trained = values[mask.astype(bool)]
-    return np.asarray((values - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8))
-
-
-__all__ = ["ESTIMATORS", "NOT_PLAYED", "compute_advantage", "compute_advantage_for_multi_trajectories"]

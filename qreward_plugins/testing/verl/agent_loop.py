@@ -10,28 +10,35 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..tensors import as_float32, objects, padded
+from ..tensors import as_float32, padded
 from .engine import AgentOutput, VerlEngine
 from .protocol import TensorColumns, VerlDataProto
+from .replay_buffer import TransferQueue
 from .reward_managers import float32_column
-from .transfer_queue import Prompt, TransferQueue
 
-_NUMBER = "__number__"
 _log = logging.getLogger("verl.trainer.ppo.v1")
 
 
 class AgentLoopWorker:
-    """The part of verl's agent loop workers that asks for rewards."""
+    """Writes trajectories and asks for their rewards. `reward_workers`: None where nobody is asked meanwhile."""
 
-    def __init__(self, reward_workers: Any, rng: random.Random) -> None:
+    def __init__(self, reward_workers: Any, config: Any, engine: VerlEngine, rng: random.Random) -> None:
         self.reward_workers = reward_workers
         self.reward_calls = 0
-        self._rng = rng
+        self._length = int(config.actor_rollout_ref.rollout.response_length)
+        self._engine, self._rng = engine, rng
+
+    async def run(self, columns: Mapping[str, Any], number: int, **named: Any) -> list[AgentOutput]:
+        """The scored outputs of a trajectory, the `number`-th one of its prompt."""
+        outputs = await self._engine.run(columns, number, response_length=self._length, **named)
+        if outputs:
+            await self._compute_score(outputs, columns)
+        return outputs
 
     async def _compute_score(self, outputs: Sequence[AgentOutput], kwargs: Mapping[str, Any]) -> None:
         """Ask a reward worker, drawn by chance, for the score of a trajectory; its last output gets it. An output that
@@ -48,131 +55,92 @@ class AgentLoopWorker:
 
 
 class AgentLoopManager:
-    """The part of verl's `AgentLoopManager` that starts workers: one here."""
+    """`AgentLoopManager`: it starts the workers, one here, and has the legacy trainer's batches written. `run` runs a
+    coroutine on the event loop of the actors.
+    """
 
-    def __init__(self, reward_workers: Any, rng: random.Random) -> None:
+    def __init__(self, config: Any, run: Callable[[Coroutine[Any, Any, Any]], Any], *arguments: Any) -> None:
+        self.config = config
         self.agent_loop_workers_class = AgentLoopWorker
-        self._arguments = reward_workers, rng
+        self._run, self._arguments = run, arguments
+        self._run(self._init_agent_loop_workers())
 
     async def _init_agent_loop_workers(self) -> None:
-        self.worker = self.agent_loop_workers_class(*self._arguments)
+        reward_workers, *others = self._arguments
+        self.worker = self.agent_loop_workers_class(reward_workers, self.config, *others)
 
-
-class AgentLoops:
-    """Runs trajectories on the trainer's event loop. `worker` asks for their rewards."""
-
-    def __init__(self, config: Any, engine: VerlEngine, worker: AgentLoopWorker) -> None:
-        self.config = config
-        self.engine = engine
-        self.worker = worker
-
-    @property
-    def reward_calls(self) -> int:
-        return self.worker.reward_calls
-
-    async def score(self, outputs: list[AgentOutput], columns: Mapping[str, Any]) -> None:
-        """Ask for the score of a trajectory, if it has none."""
-        await self.worker._compute_score(outputs, columns)
-
-    async def generate_sequences(self, batch: VerlDataProto) -> VerlDataProto:
-        """A whole batch, as the legacy trainer has it generated: dealt to the agent loop workers in equal parts."""
-        batch.non_tensor_batch.setdefault("priority", np.arange(len(batch), dtype=np.int64))
+    def generate_sequences(self, prompts: VerlDataProto) -> VerlDataProto:
+        """A whole batch, dealt to the agent loop workers in equal parts."""
         seen: Counter[Any] = Counter()
         numbers = []
-        for uid in batch.non_tensor_batch["uid"]:
+        for uid in prompts.non_tensor_batch["uid"]:
             numbers.append(seen[uid])
             seen[uid] += 1
-        batch.non_tensor_batch[_NUMBER] = np.array(numbers)
-        parts = batch.chunk(self.config.actor_rollout_ref.rollout.agent.num_workers)
-        return VerlDataProto.concat(await asyncio.gather(*map(self._generate_part, parts)))
+        count = int(self.config.actor_rollout_ref.rollout.agent.num_workers)
+        size = len(prompts) // count
+        parts = [(part, numbers[at * size : (at + 1) * size]) for at, part in enumerate(prompts.chunk(count))]
 
-    async def _generate_part(self, batch: VerlDataProto) -> VerlDataProto:
-        columns = batch.non_tensor_batch
-        names = [name for name in columns if name not in (_NUMBER, "__do_sample__", "agent_name")]
-        sampled = columns.get("__do_sample__")
-        tasks = []
-        for row in range(len(batch)):
-            kwargs = {name: columns[name][row] for name in names}
-            greedy = sampled is not None and not sampled[row]
-            tasks.append(
-                asyncio.create_task(self._one(kwargs, int(columns[_NUMBER][row]), batch.meta_info, greedy=greedy))
-            )
-        return postprocess(
-            self.config, await asyncio.gather(*tasks), columns, streamed=self.worker.reward_workers is not None
-        )
+        async def written() -> list[VerlDataProto]:
+            return await asyncio.gather(*(self._part(*each) for each in parts))
 
-    async def _one(
-        self, kwargs: Mapping[str, Any], number: int, meta: Mapping[str, Any], *, greedy: bool
-    ) -> AgentOutput:
-        outputs = await self.engine.run(
-            kwargs,
-            number=number,
-            validate=bool(meta.get("validate", False)),
-            global_step=int(meta.get("global_steps", -1)),
-            response_length=self.config.actor_rollout_ref.rollout.response_length,
-            greedy=greedy,
-        )
-        if len(outputs) != 1:
-            raise AttributeError(
-                "'list' object has no attribute 'extra_fields': only the V1 trainer takes several outputs"
-            )
-        outputs[0].extra_fields["raw_prompt"] = kwargs["raw_prompt"]
-        await self.score(outputs, kwargs)
-        return outputs[0]
+        return VerlDataProto.concat(self._run(written()))
+
+    async def _part(self, prompts: VerlDataProto, numbers: Sequence[int]) -> VerlDataProto:
+        meta = prompts.meta_info
+        named = {"validate": bool(meta.get("validate")), "global_step": int(meta["global_steps"])}
+        trajectories = []
+        for item, number in zip(prompts, numbers, strict=True):
+            columns = item.non_tensor_batch
+            greedy = not columns.pop("__do_sample__", True)
+            trajectories.append(self.worker.run(columns, number, greedy=greedy, **named))
+        outputs = await asyncio.gather(*trajectories)
+        if any(len(each) != 1 for each in outputs):
+            raise NotImplementedError("several outputs of a trajectory: only verl's V1 trainer takes them")
+        return postprocess(self.config.actor_rollout_ref.rollout, [output for (output,) in outputs])
 
 
-class QueuedAgentLoops(AgentLoops):
-    """Runs the sessions of prompts on the trainer's event loop. `dropped`: uid, session and error of the failed."""
+class QueuedAgentLoops:
+    """Runs the sessions of V1's prompts on the trainer's event loop. `dropped`: uid, session and error of the failed
+    ones.
+    """
 
-    def __init__(self, config: Any, engine: VerlEngine, worker: AgentLoopWorker, queue: TransferQueue) -> None:
-        super().__init__(config, engine, worker)
-        self.queue = queue
+    def __init__(self, config: Any, worker: AgentLoopWorker, queue: TransferQueue) -> None:
+        self.config, self.worker, self.queue = config, worker, queue
         self.dropped: list[tuple[str, int, BaseException]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, prompts: Sequence[dict[str, Any]], partition: str) -> None:
         """Begin these prompts, which have their uid and the step that they are of; on the event loop."""
         for columns in prompts:
-            prompt = Prompt(columns["uid"], columns["global_steps"])
-            self.queue.partitions[partition][prompt.uid] = prompt
-            task = asyncio.ensure_future(self._run_prompt(prompt, columns, partition))
+            self.queue.status[partition][columns["uid"]] = "running"
+            task = asyncio.ensure_future(self._run_prompt(columns, partition))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _run_prompt(self, prompt: Prompt, columns: dict[str, Any], partition: str) -> None:
-        rollout = self.config.actor_rollout_ref.rollout
-        columns.pop("agent_name", None)
+    async def _run_prompt(self, columns: dict[str, Any], partition: str) -> None:
+        rollout, uid = self.config.actor_rollout_ref.rollout, columns["uid"]
         count = int(columns.pop("__rollout_n__", rollout.val_kwargs.n if partition == "val" else rollout.n))
-        sessions = [self._run_session(prompt, {**columns, "session_id": number}, partition) for number in range(count)]
+        sessions = (self._run_session({**columns, "session_id": number}, partition) for number in range(count))
         results = await asyncio.gather(*sessions, return_exceptions=True)
-        for number, error in enumerate(results):
-            if isinstance(error, BaseException):
-                _log.error("Error in _run_prompt for uid=%s: %r", prompt.uid, error)
-                prompt.errors.append((number, error))
-                if partition == "train":
-                    self.dropped.append((prompt.uid, number, error))
-        prompt.status = "failure" if prompt.errors else "finished"
+        errors = [(number, error) for number, error in enumerate(results) if isinstance(error, BaseException)]
+        for number, error in errors:
+            _log.error("Error in _run_prompt for uid=%s: %r", uid, error)
+            if partition == "train":
+                self.dropped.append((uid, number, error))
+        self.queue.status[partition][uid] = "failure" if errors else "finished"
         self.queue.changed.set()
 
-    async def _run_session(self, prompt: Prompt, columns: dict[str, Any], partition: str) -> None:
-        outputs = await self.engine.run(
-            columns,
-            number=columns["session_id"],
-            validate=partition == "val",
-            global_step=columns["global_steps"],
-            response_length=self.config.actor_rollout_ref.rollout.response_length,
-        )
-        if not outputs:
-            return
-        await self.score(outputs, columns)
-        final = outputs[-1]
-        if final.reward_score is not None:
-            for output in outputs[:-1]:
-                output.reward_score = final.reward_score
-                output.extra_fields["reward_extra_info"] = final.extra_fields["reward_extra_info"]
-        rows = [{**queue_fields(output), **columns} for output in outputs]
+    async def _run_session(self, columns: dict[str, Any], partition: str) -> None:
+        step, session = columns["global_steps"], columns["session_id"]
+        outputs = await self.worker.run(columns, session, validate=partition == "val", global_step=step)
+        rows = []
+        for output in outputs:
+            output.reward_score = outputs[-1].reward_score
+            if (info := outputs[-1].extra_fields.get("reward_extra_info")) is not None:
+                output.extra_fields["reward_extra_info"] = info
+            rows.append({**queue_fields(output), **columns})
         for number, row in enumerate(rows):
-            prompt.rows[f"{prompt.uid}_{columns['session_id']}_{number}"] = row
+            self.queue.rows[partition][f"{columns['uid']}_{session}_{number}"] = row
 
 
 def reward_input(outputs: Sequence[AgentOutput], columns: Mapping[str, Any]) -> VerlDataProto:
@@ -187,7 +155,7 @@ def reward_input(outputs: Sequence[AgentOutput], columns: Mapping[str, Any]) -> 
         "position_ids": padded([range(len(ids)) for ids in whole]),
     }
     return VerlDataProto(
-        TensorColumns(batch, batch_size=count),
+        TensorColumns(batch, count),
         {
             **{name: np.array([value] * count) for name, value in columns.items()},
             "__num_turns__": np.array([output.num_turns for output in outputs]),
@@ -198,60 +166,56 @@ def reward_input(outputs: Sequence[AgentOutput], columns: Mapping[str, Any]) -> 
     )
 
 
-def postprocess(
-    config: Any, outputs: Sequence[AgentOutput], columns: Mapping[str, Any], *, streamed: bool
-) -> VerlDataProto:
-    """One batch of the legacy trainer: prompts padded on the left, responses on the right, scores at the last tokens.
+def batch_of(rows: Sequence[Mapping[str, Any]], wide: int = 0, long: int = 0) -> TensorColumns:
+    """Rows of tokens as a batch: prompts padded on the left to at least `wide` tokens, responses on the right to at
+    least `long`.
+    """
+    prompts, responses = ([list(row[name]) for row in rows] for name in ("prompts", "responses"))
+    there = padded([[1] * len(ids) for ids in responses], width=long)
+    prompt_mask = padded([[1] * len(ids) for ids in prompts], width=wide)[:, ::-1]
+    tensors = {
+        "prompts": padded([ids[::-1] for ids in prompts], width=wide)[:, ::-1],
+        "responses": padded(responses, width=long),
+        "response_mask": padded([row["response_mask"] for row in rows], width=long) * there,
+        "attention_mask": np.concatenate([prompt_mask, there], axis=1),
+    }
+    return TensorColumns(tensors, len(rows))
+
+
+def postprocess(rollout: Any, outputs: Sequence[AgentOutput]) -> VerlDataProto:
+    """One batch of the legacy trainer, with scores at the last tokens.
 
     The first row's extra info says which keys all have: another row that lacks one is a `KeyError`. If any row has no
     score, none has.
     """
-    rollout = config.actor_rollout_ref.rollout
-    wide, long = int(rollout.prompt_length), int(rollout.response_length)
-    prompts = padded([output.prompt_ids[::-1] for output in outputs], width=wide)[:, ::-1]
-    prompt_mask = padded([[1] * len(output.prompt_ids) for output in outputs], width=wide)[:, ::-1]
-    responses = padded([output.response_ids for output in outputs], width=long)
-    there = padded([[1] * len(output.response_ids) for output in outputs], width=long)
-    mask = padded([output.response_mask for output in outputs], width=long) * there
-    attention = np.concatenate([prompt_mask, there], axis=1)
-    tensors: dict[str, Any] = {
-        "prompts": prompts,
-        "responses": responses,
-        "response_mask": mask,
-        "input_ids": np.concatenate([prompts, responses], axis=1),
-        "attention_mask": attention,
-        "position_ids": np.clip(attention.cumsum(axis=-1) - 1, 0, None),
-    }
+    batch = batch_of([fields_of(output) for output in outputs], rollout.prompt_length, rollout.response_length)
     scores = [output.reward_score for output in outputs]
-    has_scores = all(score is not None for score in scores)
-    if has_scores:
-        rewards = np.zeros(mask.shape, dtype=np.float32)
-        rewards[np.arange(len(outputs)), there.sum(axis=1) - 1] = float32_column(scores)
-        tensors["rm_scores"] = rewards
-    columns_by_name: dict[str, Any] = {
-        "__num_turns__": np.array([output.num_turns for output in outputs], dtype=np.int32)
-    }
-    if not streamed:
-        columns_by_name |= columns
+    meta = {}
     infos = [output.extra_fields.get("reward_extra_info", {}) for output in outputs]
-    keys = list(infos[0])
-    columns_by_name |= {key: np.array([info[key] for info in infos]) for key in keys}
-    standing = {"turn_scores", "tool_rewards", "min_global_steps", "max_global_steps", "extras"}
-    for name in sorted({name for output in outputs for name in output.extra_fields} | standing):
-        columns_by_name[name] = objects(output.extra_fields.get(name) for output in outputs)
-    meta = {"reward_extra_keys": keys} if has_scores else {}
-    return VerlDataProto(TensorColumns(tensors, batch_size=len(outputs)), columns_by_name, meta)
+    if all(score is not None for score in scores):
+        rewards = np.zeros(batch["responses"].shape, dtype=np.float32)
+        rewards[np.arange(len(outputs)), [len(output.response_ids) - 1 for output in outputs]] = float32_column(scores)
+        batch["rm_scores"] = rewards
+        meta = {"reward_extra_keys": list(infos[0])}
+    found = {key: np.array([info[key] for info in infos]) for key in infos[0]}
+    turns = np.array([output.num_turns for output in outputs], dtype=np.int32)
+    return VerlDataProto(batch, {"__num_turns__": turns, **found}, meta)
 
 
-def queue_fields(output: AgentOutput) -> dict[str, Any]:
-    """An output in the queue: its score stands at its last token. Raises what torch raises where there is none."""
-    fields: dict[str, Any] = {
+def fields_of(output: AgentOutput) -> dict[str, Any]:
+    """An output as a row."""
+    return {
         "prompts": output.prompt_ids,
         "responses": output.response_ids,
         "response_mask": output.response_mask,
         "num_turns": output.num_turns,
         "extra_fields": output.extra_fields,
     }
+
+
+def queue_fields(output: AgentOutput) -> dict[str, Any]:
+    """An output in the queue: its score stands at its last token. Raises what torch raises where there is none."""
+    fields = fields_of(output)
     if output.reward_score is not None:
         rewards, score = np.zeros(len(output.response_mask), dtype=np.float32), as_float32(output.reward_score)
         if not len(rewards):
@@ -259,6 +223,3 @@ def queue_fields(output: AgentOutput) -> dict[str, Any]:
         rewards[-1] = score
         fields["rm_scores"] = rewards
     return fields
-
-
-__all__ = ["AgentLoopManager", "AgentLoopWorker", "AgentLoops", "QueuedAgentLoops"]

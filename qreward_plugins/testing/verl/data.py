@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..tensors import Tensor, objects, tensor
+from ..tensors import objects
 
 Row: TypeAlias = "str | Mapping[str, Any]"
 """A question, or a mapping as in verl's parquet files: `prompt` (messages, or a question), `data_source`,
 `reward_model` with its `ground_truth` (or `ground_truth` itself), `extra_info`, `images` for the places `<image>` of
 the prompt, and any other column."""
 
-_PLACE = re.compile("(<image>|<video>|<audio>)")
+_PLACE = re.compile("(<image>)")
 
 DEFAULT_ROWS: tuple[dict[str, Any], ...] = tuple(
     {"prompt": f"What is {number} + {number + 1}?", "ground_truth": str(2 * number + 1)} for number in range(1, 17)
@@ -38,83 +37,46 @@ def row_of(row: Row, number: int) -> dict[str, Any]:
     return own
 
 
-def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One column for each key: tensors stacked, everything else as objects."""
-    columns: dict[str, list[Any]] = {}
-    for row in rows:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
-    return {
-        name: tensor(values) if isinstance(values[0], Tensor) else objects(values) for name, values in columns.items()
-    }
-
-
-def build_messages(messages: list[Any], images: Sequence[Any]) -> list[Any]:
-    """Put the images of a row into its prompt, in place, as `RLHFDataset._build_messages` does.
-
-    An image is a Pillow image, a mapping with `bytes` or `image`, or a path. Raises `AssertionError` if the prompt has
-    another number of places, and `TypeError` for another image.
+def with_images(messages: list[Any], images: Sequence[Any]) -> list[Any]:
+    """The messages of a prompt with the images of its row at their places. An image is a Pillow image, or a mapping
+    with its `bytes`. Raises `AssertionError` if the prompt has another number of places.
     """
-    if not images:
-        return messages
-    left = list(images)
-    for message in messages:
-        if not isinstance(message["content"], str):
-            continue
-        segments = [segment for segment in _PLACE.split(message["content"]) if segment]
+    texts = [message for message in messages if isinstance(message["content"], str)] if images else []
+    places = sum(message["content"].count("<image>") for message in texts)
+    assert places == len(images), f"the prompt has {places} places for {len(images)} images"
+    left = iter(images)
+    for message in texts:
+        parts = filter(None, _PLACE.split(message["content"]))
         message["content"] = [
-            _image_part(left, len(images)) if segment == "<image>" else {"type": "text", "text": segment}
-            for segment in segments
+            {"type": "image", "image": _opened(next(left))} if part == "<image>" else {"type": "text", "text": part}
+            for part in parts
         ]
-    assert not left, f"image_offset {len(images) - len(left)} != len(images) {len(images)}"
     return messages
 
 
-def _image_part(left: list[Any], count: int) -> dict[str, Any]:
-    assert left, f"image_offset {count} >= len(images) {count}"
-    image = left.pop(0)
-    if isinstance(image, Mapping):
-        if "bytes" not in image:
-            return {"type": "image", **image}
-        from PIL import Image
+def _opened(image: Any) -> Any:
+    if not isinstance(image, Mapping):
+        return image
+    from PIL import Image
 
-        return {"type": "image", **image, "image": Image.open(io.BytesIO(image["bytes"]))}
-    if isinstance(image, (str, os.PathLike)):
-        return {"type": "image", "image": os.fspath(image)}
-    if not hasattr(image, "convert"):
-        raise TypeError(f"image must be dict, PIL.Image, or path-like, unsupported image type: {type(image)}")
-    return {"type": "image", "image": image.convert("RGB")}
+    return Image.open(io.BytesIO(image["bytes"]))
 
 
-class VerlDataset:
-    """Rows; each access gives a row anew."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = [row_of(row, number) for number, row in enumerate(rows)]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        row = copy.deepcopy(self._rows[number])
-        row["raw_prompt"] = build_messages(row["prompt"], row.pop("images", None) or [])
-        row["dummy_tensor"] = tensor([0], "uint8")
-        info = row["extra_info"] = row["extra_info"] if row.get("extra_info") is not None else {}
-        row["index"] = info.get("index", 0)
-        row["tools_kwargs"] = info.get("tools_kwargs", {})
-        row["interaction_kwargs"] = info.get("interaction_kwargs", {})
-        return row
+def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One column of objects for each key."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: objects(row[name] for row in rows if name in row) for name in names}
 
 
 class VerlDataLoader:
-    """Batches of rows. Shuffled rows come in another order than torch's, the same for the same seed."""
+    """Batches of rows. `shuffle` gives their order, which is not torch's; None: the order of `rows`."""
 
     def __init__(
-        self, dataset: VerlDataset, batch_size: int, *, shuffle: bool, drop_last: bool, rng: random.Random
+        self, rows: Sequence[Row], batch_size: int, *, shuffle: random.Random | None = None, drop_last: bool = False
     ) -> None:
-        self.dataset = dataset
+        self.dataset = [row_of(row, number) for number, row in enumerate(rows)]
         self.collate_fn: Callable[[Any], dict[str, Any]] = collate
-        self._batch_size, self._shuffle, self._drop_last, self._rng = batch_size, shuffle, drop_last, rng
+        self._batch_size, self._shuffle, self._drop_last = batch_size, shuffle, drop_last
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.dataset), self._batch_size)
@@ -122,9 +84,14 @@ class VerlDataLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         order = list(range(len(self.dataset)))
-        if self._shuffle:
-            self._rng.shuffle(order)
-        for start in range(0, len(order), self._batch_size):
-            chosen = order[start : start + self._batch_size]
-            if len(chosen) == self._batch_size or not self._drop_last:
-                yield self.collate_fn([self.dataset[number] for number in chosen])
+        if self._shuffle is not None:
+            self._shuffle.shuffle(order)
+        for batch in range(len(self)):
+            chosen = order[batch * self._batch_size : (batch + 1) * self._batch_size]
+            yield self.collate_fn([self._columns(number) for number in chosen])
+
+    def _columns(self, number: int) -> dict[str, Any]:
+        row = copy.deepcopy(self.dataset[number])
+        row["raw_prompt"] = with_images(row["prompt"], row.pop("images", None) or [])
+        row["extra_info"] = row["extra_info"] if row["extra_info"] is not None else {}
+        return row

@@ -73,13 +73,13 @@ class VerlEngine:
         self.tokenizer = tokenizer
         self.held: HeldGenerations[VerlDraft] = HeldGenerations()
         self._respond, self._hold, self._seed = respond, hold, seed
-        self._asked: Counter[str] = Counter()
+        self._asked: Counter[bool] = Counter()
 
     async def run(
         self,
         columns: Mapping[str, Any],
-        *,
         number: int,
+        *,
         validate: bool,
         global_step: int,
         response_length: int,
@@ -90,23 +90,19 @@ class VerlEngine:
             list(columns["raw_prompt"]), tokenize=False, add_generation_prompt=True
         )
         draft = VerlDraft(columns, prompt, str(columns["uid"]), number, validate, global_step, greedy)
-        split = "val" if validate else "train"
-        self._asked[split] += 1
-        rng = random.Random(f"{self._seed}/{split}/{global_step}/{self._asked[split]}")
+        self._asked[validate] += 1
+        rng = random.Random(f"{self._seed}/{validate}/{global_step}/{self._asked[validate]}")
         written = self._respond(draft, rng)
         written = await written if inspect.isawaitable(written) else written
         if self._hold is not None and self._hold(draft):
             await self.held.wait(draft)
-        if isinstance(written, str):
-            written = VerlOutput([written], num_turns=2)
-        if not isinstance(written, (VerlOutput, list, tuple)):
+        if isinstance(written, (str, VerlOutput)):
+            written = [VerlOutput([written], num_turns=2) if isinstance(written, str) else written]
+        if not isinstance(written, (list, tuple)):
             raise TypeError(f"respond returned an object of type {type(written).__name__}, not a text or a VerlOutput")
-        outputs = [written] if isinstance(written, VerlOutput) else list(written)
-        version = global_step if global_step < 1 else global_step - 1
-        versions = {"global_steps": version, "min_global_steps": version, "max_global_steps": version}
-        return [self._tokens(output, prompt, response_length, versions) for output in outputs]
+        return [self._tokens(output, prompt, response_length) for output in written]
 
-    def _tokens(self, output: VerlOutput, prompt: str, limit: int, versions: Mapping[str, int]) -> AgentOutput:
+    def _tokens(self, output: VerlOutput, prompt: str, limit: int) -> AgentOutput:
         ids: list[int] = []
         mask: list[int] = []
         for place, part in enumerate(output.parts):
@@ -115,12 +111,11 @@ class VerlEngine:
                 tokens.append(self.tokenizer.eos_token_id)
             ids += tokens
             mask += [1 - place % 2] * len(tokens)
-        fields: dict[str, Any] = {"turn_scores": [], "tool_rewards": [], **versions}
         return AgentOutput(
             prompt_ids=list(self.tokenizer(output.prompt if output.prompt is not None else prompt)["input_ids"]),
             response_ids=ids[:limit],
             response_mask=mask[:limit],
             num_turns=output.num_turns if output.num_turns is not None else len(output.parts) + 1,
             reward_score=output.reward_score,
-            extra_fields={**fields, **output.extra_fields},
+            extra_fields=dict(output.extra_fields),
         )

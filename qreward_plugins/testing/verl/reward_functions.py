@@ -19,8 +19,6 @@ def load_extern_object(module_path: str, object_name: str) -> Any:
     Raises `FileNotFoundError`, `RuntimeError` where the file cannot be executed, and `AttributeError`.
     """
     module = _module(module_path)
-    if not hasattr(module, object_name):
-        raise AttributeError(f"Object not found in module: {object_name=}, {module_path=}.")
     return getattr(module, object_name)
 
 
@@ -63,9 +61,9 @@ def _module(path: str) -> Any:
     path = path.removeprefix(_FILE)
     if not os.path.exists(path):
         raise FileNotFoundError(f"Custom module file not found: module_path={path!r}")
-    spec = importlib.util.spec_from_file_location(f"custom_module_{hash(os.path.abspath(path))}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"Could not load module from module_path={path!r}")
+    spec = importlib.util.spec_from_file_location("custom_module", path)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -15,6 +15,7 @@ from .reward_functions import bind, default_compute_score, get_custom_reward_fn,
 from .reward_managers import Registry
 
 MODULE = "verl.experimental.reward_loop.reward_loop"
+REWARD = "verl.trainer.ppo.reward"
 
 
 @dataclass
@@ -32,11 +33,8 @@ def resolve_manager(registry: Registry, config: Any) -> type[Any]:
     if chosen.source == "register":
         return registry.get(chosen.name)
     if chosen.source == "importlib":
-        module = chosen.module
-        assert getattr(module, "path", None) is not None, (
-            f"Module path is required when reward_manager_cfg.source={chosen.source!r}, but got module_cfg={module}"
-        )
-        return load_extern_object(module.path, chosen.name)  # type: ignore[no-any-return]
+        assert getattr(chosen.module, "path", None) is not None, "Module path is required when source='importlib'"
+        return load_extern_object(chosen.module.path, chosen.name)  # type: ignore[no-any-return]
     raise ValueError(f"Unknown reward manager source: {chosen.source}")
 
 
@@ -47,39 +45,29 @@ def load_manager(registry: Registry, config: Any, tokenizer: Any, reward: Any = 
     return cls(config=config, tokenizer=tokenizer, compute_score=function or default_compute_score, **named)
 
 
-class Shared:
-    """The registry and what is played: the same objects in every actor."""
-
-    def __init__(self, registry: Registry, played: Played) -> None:
-        self.registry, self.played = registry, played
-
-    def __deepcopy__(self, _: Any) -> Shared:
-        return self
-
-
 class RewardLoopWorker:
     """One reward worker: an actor that has a reward manager."""
 
-    def __init__(self, config: Any, reward_router_address: str | None, shared: Shared) -> None:
+    played: Played
+
+    def __init__(self, config: Any, reward_router_address: str | None) -> None:
         self.config = config
-        self.reward_manager = load_manager(
-            shared.registry,
+        tokenizer = self.played.tokenizer
+        self.reward_manager = sys.modules[REWARD].load_reward_manager(
             config,
-            shared.played.tokenizer,
-            shared.played.reward,
+            tokenizer,
+            reward=self.played.reward,
             reward_router_address=reward_router_address,
-            reward_model_tokenizer=shared.played.tokenizer if config.reward.reward_model.enable else None,
+            reward_model_tokenizer=tokenizer if config.reward.reward_model.enable else None,
         )
 
     async def compute_score_batch(self, data: VerlDataProto) -> list[Any]:
         """The scores of a part of a batch."""
-        tasks = [asyncio.create_task(self.compute_score(data[row : row + 1])) for row in range(len(data))]
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*(self.compute_score(data[row : row + 1]) for row in range(len(data))))
 
     async def compute_score(self, data: VerlDataProto) -> Any:
         """The score of one trajectory. verl's own reward model is not played."""
-        custom = self.config.reward.custom_reward_function.path is not None
-        if not custom and self.config.reward.reward_model.enable:
+        if self.config.reward.reward_model.enable and self.config.reward.custom_reward_function.path is None:
             raise NotImplementedError(
                 "verl asks its own reward model here, and no reward manager; FakeVerlTrainer has no reward model"
             )
@@ -96,14 +84,13 @@ class RewardLoopManager:
     """Starts the reward workers, in the trainer's process."""
 
     played: Played
-    registry: Registry
 
     def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
         self.config = config
         self.reward_router_address = "fake-router:0" if config.reward.reward_model.enable else None
-        self.reward_loop_workers_class = self.played.ray.remote(RewardLoopWorker)
-        # Looked up by its name in verl, because hooks may have replaced it there.
-        self.reward_manager_cls = sys.modules["verl.trainer.ppo.reward"].resolve_reward_manager_cls(config)
+        # Looked up by their names in verl, because hooks may have replaced them there.
+        self.reward_loop_workers_class = self.played.ray.remote(sys.modules[MODULE].RewardLoopWorker)
+        self.reward_manager_cls = sys.modules[REWARD].resolve_reward_manager_cls(config)
         self._init_reward_loop_workers()
 
     @property
@@ -113,11 +100,9 @@ class RewardLoopManager:
         return self.reward_loop_workers if not model.enable or model.enable_resource_pool else None
 
     def _init_reward_loop_workers(self) -> None:
-        make = self.reward_loop_workers_class
-        shared = Shared(self.registry, self.played)
         self.reward_loop_workers: list[ActorHandle] = [
-            make.options(name=f"reward_loop_worker_{number}").remote(self.config, self.reward_router_address, shared)
-            for number in range(self.config.reward.num_workers)
+            self.reward_loop_workers_class.remote(self.config, self.reward_router_address)
+            for _ in range(self.config.reward.num_workers)
         ]
 
     def compute_rm_score(self, data: VerlDataProto) -> VerlDataProto:
@@ -127,14 +112,8 @@ class RewardLoopManager:
         parts = sys.modules[MODULE].pad_dataproto_to_divisor(data, len(workers))[0].chunk(len(workers))
         calls = [worker.compute_score_batch.remote(part) for worker, part in zip(workers, parts, strict=True)]
         outputs = [output for part in self.played.ray.get(calls) for output in part][: len(data)]
-        scores = [output["reward_score"] for output in outputs]
-        rewards = self.reward_manager_cls.assemble_rm_scores(data, scores)
+        rewards = self.reward_manager_cls.assemble_rm_scores(data, [output["reward_score"] for output in outputs])
         infos = [output.get("reward_extra_info", {}) for output in outputs]
         keys = list(infos[0])
         columns = {key: np.array([info[key] for info in infos]) for key in keys}
-        return VerlDataProto(
-            TensorColumns({"rm_scores": rewards}, batch_size=len(data)), columns, {"reward_extra_keys": keys}
-        )
-
-
-__all__ = ["MODULE", "Played", "RewardLoopManager", "RewardLoopWorker", "load_manager", "resolve_manager"]
+        return VerlDataProto(TensorColumns({"rm_scores": rewards}, len(data)), columns, {"reward_extra_keys": keys})

@@ -23,24 +23,19 @@ from omegaconf import DictConfig
 from ..fake_trainer import FakeTrainer
 from ..generation import WordTokenizer
 from .actors import FakeRay
-from .base import Setup, Values
-from .batch_contract import VERSIONS
-from .configuration import check_config, compose_config
+from .configuration import compose_config
 from .data import DEFAULT_ROWS, Row
 from .engine import Hold, Respond, VerlDraft, VerlEngine, answer_by_chance
-from .legacy import MODULE as LEGACY
-from .modules import BATCH_CONTRACT, FULLY_ASYNC, ONE_STEP_OFF, verl_stand_in
+from .modules import TRAINERS, verl_stand_in
 from .results import VerlStep, VerlValidation
+from .reward_loop import MODULE as REWARD_LOOP
 from .reward_loop import Played
-from .v1 import MODULE as V1
+from .trainers import VERSIONS, Setup, Values
 
 T = TypeVar("T")
 
 _CLOSING_S = 60.0
-_EXPERIMENTAL = {
-    "one_step_off": (ONE_STEP_OFF, "OneStepOffRayTrainer"),
-    "fully_async": (FULLY_ASYNC, "FullyAsyncTrainer"),
-}
+_EXPERIMENTAL = ("one_step_off", "fully_async")
 
 
 class FakeVerlTrainer(FakeTrainer[VerlDraft]):
@@ -97,7 +92,6 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         if version != "0.9" and experimental is not None:
             raise ValueError(f"the trainer {experimental} is that of version '0.9'")
         self.config = compose_config(config)
-        check_config(self.config)
         self._trainer: Any = None
         self._ended: BaseException | None = None
         self._engine = VerlEngine(respond, hold, tokenizer if tokenizer is not None else WordTokenizer(), seed)
@@ -106,11 +100,14 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         self._modules = ExitStack()
         try:
             queue = self._modules.enter_context(verl_stand_in(self._ray.modules()))
-            manager = sys.modules["verl.experimental.reward_loop.reward_loop"].RewardLoopManager
-            manager.played = Played(self._ray, self._engine.tokenizer, reward)
-            logged = sys.modules["verl.utils.tracking"].Tracking.logged
-            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward, values, logged)
-            self._trainer = _trainer_class(self.config, experimental, version)(self.config, setup, queue)
+            loop = sys.modules[REWARD_LOOP]
+            loop.RewardLoopManager.played = loop.RewardLoopWorker.played = Played(
+                self._ray, self._engine.tokenizer, reward
+            )
+            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward, values)
+            name = experimental or ("v1" if self.config.trainer.use_v1 else "legacy")
+            module, trainer = TRAINERS[name if version == "0.9" else "batch"]
+            self._trainer = getattr(sys.modules[module], trainer)(self.config, setup, queue)
             self._trainer.start()
             self._wait_for_workers()
         except BaseException:
@@ -139,17 +136,12 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     @property
     def tracked(self) -> list[tuple[int, dict[str, Any]]]:
         """What the tracker got so far: the step, and its metrics."""
-        return list(self._trainer.setup.logged)
+        return list(self._trainer.logger.logged)
 
     @property
     def reward_managers(self) -> list[Any]:
         """The reward managers, one for each worker. They belong to the trainer's event loop: look only."""
         return [self._loop.run(handle._actor.instance()).reward_manager for handle in self._workers]
-
-    @property
-    def peak_calls(self) -> list[int]:
-        """For each reward worker the most calls that it had under way at once."""
-        return [handle._actor.peak for handle in self._workers]
 
     def kill_worker(self, number: int) -> None:
         """End a reward worker: its calls fail with `RayActorError`, those under way and all later ones."""
@@ -186,19 +178,7 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
             raise
 
     def _waiting_for(self) -> str:
-        calls = sum(len(handle._actor._running) for handle in self._workers)
+        calls = sum(len(handle._actor.running) for handle in self._workers)
         held = len(self._engine.held)
         waiting = f"{calls} reward calls and {held} responses are pending"
         return f"verl would wait for ever: after {self._timeout_s} s {waiting}"
-
-
-def _trainer_class(config: DictConfig, experimental: str | None, version: str) -> Any:
-    if version != "0.9":
-        return sys.modules[BATCH_CONTRACT].RayPPOTrainer
-    if experimental is not None:
-        module, name = _EXPERIMENTAL[experimental]
-        return getattr(sys.modules[module], name)
-    return sys.modules[V1].PPOTrainer if config.trainer.use_v1 else sys.modules[LEGACY].RayPPOTrainer
-
-
-__all__ = ["FakeVerlTrainer", "VerlDraft"]

@@ -20,6 +20,14 @@ VERLS_WARNINGS = [
 """Marks for a module that calls verl: its own warnings are ignored, those of our packages stay errors."""
 
 
+NEEDS_VERL = [
+    pytest.mark.trainer,
+    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
+    pytest.mark.usefixtures("verl_and_tasks"),
+]
+"""Marks for what trains with the real verl."""
+
+
 def same(real, fake):
     return np.array_equal(np.asarray(real), np.asarray(fake), equal_nan=True)
 

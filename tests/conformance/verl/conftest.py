@@ -9,9 +9,13 @@ from .players import Players
 
 
 @pytest.fixture(scope="session")
-def players(tmp_path_factory):
+def verl_and_tasks():
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
+
+
+@pytest.fixture(scope="session")
+def players(tmp_path_factory):
     return Players(tmp_path_factory.mktemp("players"))
 
 

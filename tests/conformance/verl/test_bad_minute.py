@@ -5,23 +5,18 @@ one response in fifty: in all of verl's trainers, only the responses that hang l
 from __future__ import annotations
 
 import math
-import os
 import warnings
 
 import pytest
 
+from .agreement import NEEDS_VERL
 from .runs import BAD_MINUTE, GROUP, MINUTE_S, PROMPTS, STEPS, TRAINERS, BadMinute, train
 
-pytestmark = [
-    pytest.mark.trainer,
-    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
-]
+pytestmark = NEEDS_VERL
 
 
 @pytest.fixture(scope="module", params=TRAINERS)
-def outcome(request, tmp_path_factory):
-    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
+def outcome(request, tmp_path_factory, verl_and_tasks):
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         out = tmp_path_factory.mktemp(request.param)

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from .agreement import NEEDS_VERL
 from .runs import CPU, RECORDER, recipe
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
 from pools import StandIns
 
-pytestmark = [
-    pytest.mark.trainer,
-    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
-]
+pytestmark = NEEDS_VERL
 
 STEPS = 2
 MODES = {
@@ -30,8 +28,6 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_judge_sleeps_while_verl_trains(mode, tmp_path):
-    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
     stand_ins, modules = StandIns(tmp_path), recipe()
     assets = modules.tasks.prepare(
         tmp_path / "assets", modules.tasks.Sizes(learning_steps=5, habit_steps=2, val_questions=8)

@@ -9,16 +9,12 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
-
 from qreward_plugins.testing import JudgeServer
 
+from .agreement import NEEDS_VERL
 from .runs import CPU, RECORDER, recipe
 
-pytestmark = [
-    pytest.mark.trainer,
-    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
-]
+pytestmark = NEEDS_VERL
 
 STEPS = 2
 MODULE = RECORDER / "verl_reward_model.py"
@@ -78,12 +74,6 @@ def train(out: Path, configuration: str, *, use_v1: bool) -> tuple[str | None, l
     tracked = out / "grpo.jsonl"
     records = [json.loads(line)["data"] for line in tracked.read_text().splitlines()] if tracked.exists() else []
     return ended, records, (out / "grpo.log").read_text(errors="replace")
-
-
-@pytest.fixture(autouse=True)
-def _installed():
-    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
 
 
 def test_a_function_is_refused_at_the_first_sample_of_v1(tmp_path):

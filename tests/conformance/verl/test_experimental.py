@@ -6,25 +6,20 @@ They inherit `trainer.use_v1: true` and derive from the legacy trainer, in which
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 
+from .agreement import NEEDS_VERL
 from .checks import OF_TRAINED_SAMPLES
 from .runs import EXPERIMENTAL, GROUP, HELD_OUT, PROMPTS, STEPS, train
 
-pytestmark = [
-    pytest.mark.trainer,
-    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
-]
+pytestmark = NEEDS_VERL
 
 SOURCE = "reasoning_gym/chain_sum"
 
 
 @pytest.fixture(scope="module", params=EXPERIMENTAL)
-def outcome(request, tmp_path_factory):
-    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
+def outcome(request, tmp_path_factory, verl_and_tasks):
     return train(tmp_path_factory.mktemp(request.param), request.param)
 
 

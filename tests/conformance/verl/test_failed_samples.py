@@ -5,26 +5,21 @@ that nobody said.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 
 import pytest
 
+from .agreement import NEEDS_VERL
 from .checks import OF_TRAINED_SAMPLES
 from .runs import GROUP, HELD_OUT, PROMPTS, STEPS, train
 
-pytestmark = [
-    pytest.mark.trainer,
-    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
-]
+pytestmark = NEEDS_VERL
 
 SOURCE = "reasoning_gym/chain_sum"
 
 
 @pytest.fixture(scope="module", params=["v1", "legacy"])
-def outcome(request, tmp_path_factory):
-    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
+def outcome(request, tmp_path_factory, verl_and_tasks):
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         return train(tmp_path_factory.mktemp(request.param), request.param)

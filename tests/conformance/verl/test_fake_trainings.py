@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 
 import numpy as np
 import pytest
 
+from .agreement import NEEDS_VERL
 from .players import COLUMNS, IN_PARTS, LEGACY, RANKED, SCREENED, Scenario
 
-NEEDS_VERL = [
-    pytest.mark.trainer,
-    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
-]
 PLAYERS = pytest.mark.parametrize("player", ["fake", pytest.param("verl", marks=NEEDS_VERL)])
 
 FUNCTION_V1 = Scenario("function-v1", ())
@@ -96,11 +92,10 @@ def compare_rows(real, fake, *, same_keys):
     assert len(set(groups.values())) == len(groups)
 
 
-@pytest.mark.trainer
-@pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl")
+@pytest.mark.parametrize("player", [pytest.param("verl", marks=NEEDS_VERL)])
 @pytest.mark.parametrize("scenario", COMPARED, ids=lambda scenario: scenario.name)
-def test_every_row_of_a_training_is_the_same(players, scenario):
-    real, fake = players.play("verl", scenario), players.play("fake", scenario)
+def test_every_row_of_a_training_is_the_same(players, player, scenario):
+    real, fake = players.play(player, scenario), players.play("fake", scenario)
     assert (real.error, fake.error) == ("", "")
     assert len(fake.rows) >= 16 * scenario.steps
     assert set(fake.table) == set(real.table)
@@ -199,11 +194,10 @@ def test_each_turn_has_its_reward_where_its_mask_ends(players, player, scenario)
     assert several >= 4
 
 
-@pytest.mark.trainer
-@pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl")
-def test_gdpo_trains_in_v1_and_leaves_the_failed_out(players):
+@PLAYERS
+def test_gdpo_trains_in_v1_and_leaves_the_failed_out(players, player):
     """verl itself would end the first step: its V1 trainer passes no single rewards to an estimator."""
-    outcome = players.play("verl", GDPO_V1)
+    outcome = players.play(player, GDPO_V1)
     assert outcome.error == ""
     assert {row["step"] for row in outcome.rows} == {1, 2}
     for row in outcome.rows:

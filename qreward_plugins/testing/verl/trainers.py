@@ -1,0 +1,364 @@
+"""The parts of verl's trainers that deal with rewards: data, reward workers, agent loops, advantages and the tracker.
+
+The legacy trainer (trainer/ppo/ray_trainer.py) generates and scores a whole batch, and one error ends the run. That of
+verl 0.4 to 0.7 calls its reward manager with the batch. V1 is in a module of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from .agent_loop import AgentLoopManager
+from .data import Row, VerlDataLoader
+from .engine import VerlEngine
+from .metrics import data_metrics, named
+from .protocol import VerlDataProto
+from .results import VerlStep, VerlValidation
+from .reward_functions import bind, default_compute_score, get_custom_reward_fn
+from .reward_loop import MODULE as REWARD_LOOP
+
+LEGACY = "verl.trainer.ppo.ray_trainer"
+SEPARATION = "verl.experimental.separation.ray_trainer"
+AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
+CHECKPOINTS = "verl.checkpoint_engine"
+TRACKING = "verl.utils.tracking"
+BATCH_REGISTRY = "verl.workers.reward_manager"
+VERSIONS = ("0.4", "0.5", "0.6", "0.7")
+
+_CORRECTIONS = ("rollout_correction.rollout_is", "rollout_correction.rollout_rs")
+
+Values = Callable[[VerlDataProto], Any]
+"""Returns the critic's values of a batch: (rows, response length)."""
+
+
+@dataclass
+class Setup:
+    """The arguments of a trainer, besides its configuration. `run` runs a coroutine on the event loop of the actors."""
+
+    engine: VerlEngine
+    rows: Sequence[Row]
+    val_rows: Sequence[Row]
+    run: Callable[[Coroutine[Any, Any, Any]], Any]
+    seed: int
+    reward: Any = None
+    values: Values | None = None
+
+
+@dataclass(frozen=True)
+class Validated:
+    """One sample of a validation."""
+
+    uid: str
+    data_source: str
+    text: str
+    score: float
+    num_turns: int
+    info: Mapping[str, Any]
+
+
+class TrainerBase(ABC):
+    """The parts of a training run that deal with rewards, made in verl's order."""
+
+    module: str
+    """The module by whose name means are computed, because hooks may have wrapped them there."""
+    advantages_of: str
+    """The module by whose name advantages are computed: the experimental trainers have one of their own."""
+
+    def __init__(self, config: Any, setup: Setup) -> None:
+        self.config, self.setup = config, setup
+        self.tokenizer = setup.engine.tokenizer
+        self.global_steps = 0
+        algorithm, data = config.algorithm, config.data
+        _refuse_policy_terms(algorithm)
+        self.estimator = str(algorithm.adv_estimator)
+        critic = config.critic.enable
+        self.use_critic = bool(critic) if critic is not None else self.estimator == "gae"
+        self._rng = random.Random(setup.seed)
+        size = int(data.gen_batch_size or data.train_batch_size)
+        shuffle = self._rng if data.shuffle else None
+        self.train_dataloader = VerlDataLoader(setup.rows, size, shuffle=shuffle, drop_last=True)
+        assert len(self.train_dataloader) >= 1, (
+            f"Train dataloader is empty! rows has {len(setup.rows)}, and a batch is {size} (data.train_batch_size)"
+        )
+        self.val_dataloader = VerlDataLoader(setup.val_rows, data.val_batch_size or max(len(setup.val_rows), 1))
+        self._batches = iter(self.train_dataloader)
+        self._validated: list[Validated] = []
+
+    @abstractmethod
+    def step(self) -> VerlStep:
+        """One step of the training loop."""
+
+    @abstractmethod
+    def _validate(self) -> dict[str, Any]:
+        """Validate, and return the metrics."""
+
+    def validate(self) -> VerlValidation:
+        """One validation, logged."""
+        metrics = self._log(self._validate())
+        rows = self._validated
+        scores, texts, uids = [row.score for row in rows], [row.text for row in rows], [row.uid for row in rows]
+        return VerlValidation(self.global_steps, metrics, texts, scores, uids, _columns(rows))
+
+    def start(self) -> None:
+        """Start the reward workers, then the tracker, and the inference engines with the weights of the checkpoint."""
+        self._start_rewards()
+        self.checkpoint_manager = sys.modules[CHECKPOINTS].CheckpointEngineManager(self.config)
+        self.checkpoint_manager.sleep_replicas()
+        self.logger = sys.modules[TRACKING].Tracking("fake", "fake", config=self.config)
+        self.checkpoint_manager.update_weights(self.global_steps)
+
+    async def aclose(self) -> None:  # noqa: B027 (in most trainers nothing does)
+        """Close what no actor closes. Call it on the event loop of the actors."""
+
+    def _start_rewards(self) -> None:
+        """Reward workers and agent loops, from a method of the trainer."""
+        self.reward_loop_manager: Any = sys.modules[REWARD_LOOP].RewardLoopManager(config=self.config)
+        self._start_loops(self.reward_loop_manager.reward_loop_worker_handles)
+
+    def _start_loops(self, reward_workers: Any) -> None:
+        make: type[AgentLoopManager] = sys.modules[AGENT_LOOP].AgentLoopManager
+        self.loops = make(self.config, self.setup.run, reward_workers, self.setup.engine, self._rng)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether a reward model takes turns with the rollout: a batch is scored after it then."""
+        return self.reward_loop_manager.reward_loop_worker_handles is None
+
+    def _next_columns(self) -> dict[str, Any]:
+        """The columns of the next prompts, each of which gets a uid."""
+        columns = next(self._batches, None)
+        if columns is None:
+            self._batches = iter(self.train_dataloader)
+            columns = next(self._batches)
+        return self._with_uids(columns)
+
+    def _with_uids(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        uids = [str(uuid.UUID(int=self._rng.getrandbits(128), version=4)) for _ in columns["raw_prompt"]]
+        return {**columns, "uid": np.array(uids, dtype=object)}
+
+    def _apart(self, work: Callable[[], Any]) -> Any:
+        """Do what a colocated reward model does in a validation: the inference engines make room."""
+        self.checkpoint_manager.sleep_replicas()
+        result = work()
+        self.checkpoint_manager.update_weights(self.global_steps)
+        return result
+
+    def _advance(self, data: VerlDataProto, compute: str, **more: Any) -> VerlDataProto:
+        """Token rewards and advantages of a batch that has `rm_scores`. `compute` names verl's function for advantages,
+        which gets `more`, too.
+        """
+        algorithm, batch = self.config.algorithm, data.batch
+        batch["token_level_scores"] = batch["token_level_rewards"] = batch["rm_scores"]
+        if self.use_critic:
+            values = self.setup.values(data) if self.setup.values is not None else 0.0
+            shape = batch["response_mask"].shape
+            batch["values"] = np.broadcast_to(np.asarray(values, dtype=np.float32), shape).copy()
+        advanced: VerlDataProto = getattr(sys.modules[self.advantages_of], compute)(
+            data,
+            adv_estimator=algorithm.adv_estimator,
+            norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+            config=algorithm,
+            **more,
+        )
+        return advanced
+
+    def _step_of(
+        self,
+        batch: VerlDataProto,
+        infos: Sequence[dict[str, Any]],
+        calls: int,
+        metrics: Mapping[str, Any],
+        **of_v1: Any,
+    ) -> VerlStep:
+        """The step that trains `batch`, logged. `calls`: the reward calls before it."""
+        padding = of_v1.pop("padding", [False] * len(batch))
+        real = batch.select_idxs(~np.array(padding))
+        told = data_metrics(real.batch, self._lengths(real), real.non_tensor_batch["__num_turns__"])
+        logged = self._log({"training/global_step": self.global_steps, **metrics, **told})
+        uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+        of_v1.setdefault("sessions", [uids[:row].count(uid) for row, uid in enumerate(uids)])
+        return VerlStep(
+            global_step=self.global_steps,
+            batch=batch,
+            responses=self._texts(batch),
+            uids=uids,
+            extra_info=list(infos),
+            metrics=logged,
+            reward_calls=self.loops.worker.reward_calls - calls,
+            padding=padding,
+            **of_v1,
+        )
+
+    def _means(self, rows: Sequence[Validated], **more: Any) -> dict[str, Any]:
+        """The metrics of a validation."""
+        self._validated = list(rows)
+        sources, uids, turns = ([getattr(row, name) for row in rows] for name in ("data_source", "uid", "num_turns"))
+        process = sys.modules[self.module].process_validation_metrics
+        return named(process(sources, uids, _columns(rows), **more), turns)
+
+    def _lengths(self, batch: VerlDataProto) -> tuple[Any, Any]:
+        """How many tokens the prompts and the responses have."""
+        attention, wide = np.asarray(batch.batch["attention_mask"]), batch.batch["prompts"].shape[1]
+        return attention[:, :wide].sum(axis=1), attention[:, wide:].sum(axis=1)
+
+    def _texts(self, batch: VerlDataProto) -> list[str]:
+        rows = zip(batch.batch["responses"], self._lengths(batch)[1], strict=True)
+        return [str(self.tokenizer.decode(ids[:length], skip_special_tokens=True)) for ids, length in rows]
+
+    def _log(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Log metrics, and return what the tracker got."""
+        self.logger.log(data=dict(metrics), step=self.global_steps)
+        return dict(self.logger.logged[-1][1])
+
+
+class LegacyTrainer(TrainerBase):
+    """`RayPPOTrainer`."""
+
+    module = LEGACY
+    advantages_of = LEGACY
+
+    def __init__(self, config: Any, setup: Setup, queue: Any = None) -> None:
+        super().__init__(config, setup)
+
+    def step(self) -> VerlStep:
+        """One step of the training loop."""
+        self.global_steps += 1
+        calls = self.loops.worker.reward_calls
+        wanted = VerlDataProto(None, self._next_columns(), {"global_steps": self.global_steps})
+        count = int(self.config.actor_rollout_ref.rollout.n)
+        batch = wanted.repeat(count)
+        batch.non_tensor_batch["__do_sample__"] = np.ones(len(batch), dtype=bool)
+        asked = batch
+        if self.estimator == "remax":
+            wanted.non_tensor_batch["__do_sample__"] = np.zeros(len(wanted), dtype=bool)
+            asked = VerlDataProto.concat([batch, wanted])
+        output = asked.union(self.loops.generate_sequences(asked))
+        self.checkpoint_manager.sleep_replicas()
+        output = self._scored(output, validates=False)
+        if "rm_scores" not in output.batch:
+            raise KeyError(f'key "rm_scores" not found in TensorDict with keys {sorted(output.batch)}')
+        batch, greedy = output.slice(0, len(batch)), output.slice(len(batch), None)
+        if self.estimator == "remax":
+            batch.batch["reward_baselines"] = np.repeat(np.asarray(greedy.batch["rm_scores"]).sum(axis=-1), count)
+        batch = self._advance(batch, "compute_advantage")
+        self.checkpoint_manager.update_weights(self.global_steps)
+        return self._step_of(batch, _infos(batch), calls, {})
+
+    def _validate(self) -> dict[str, Any]:
+        rows: list[Validated] = []
+        rollout = self.config.actor_rollout_ref.rollout
+        meta = {"validate": True, "global_steps": self.global_steps}
+        for columns in self.val_dataloader:
+            batch = VerlDataProto(None, self._with_uids(columns), meta).repeat(int(rollout.val_kwargs.n))
+            asked, missing = sys.modules[LEGACY].pad_dataproto_to_divisor(batch, rollout.agent.num_workers)
+            output = self.loops.generate_sequences(asked).slice(0, len(asked) - missing)
+            batch = self._scored(batch.union(output), validates=True)
+            names = ("uid", "data_source", "__num_turns__")
+            uids, sources, turns = (batch.non_tensor_batch[name] for name in names)
+            scores = np.asarray(batch.batch["rm_scores"]).sum(axis=-1).tolist()
+            told = zip(uids, sources, self._texts(batch), scores, turns, _infos(batch), strict=True)
+            rows += [Validated(*each) for each in told]
+        return self._means(rows)
+
+    def _scored(self, batch: VerlDataProto, *, validates: bool) -> VerlDataProto:
+        """With the scores of a colocated reward model, if there is one."""
+        if not self.is_colocated or "rm_scores" in batch.batch:
+            return batch
+        score = self.reward_loop_manager.compute_rm_score
+        return batch.union(self._apart(lambda: score(batch)) if validates else score(batch))
+
+
+class BatchTrainer(LegacyTrainer):
+    """`RayPPOTrainer` of verl 0.4 to 0.7: no reward workers, but a reward manager that is called with a whole batch, in
+    the trainer's process (trainer/ppo/reward.py and workers/reward_manager of those versions).
+    """
+
+    def _start_rewards(self) -> None:
+        self.reward_loop_manager = SimpleNamespace(reward_loop_workers=[], reward_loop_worker_handles=None)
+        self._start_loops(None)
+        config, reward = self.config, self.setup.reward
+        function = get_custom_reward_fn(config) if reward is None else bind(reward, {})
+        self.reward_fns = [
+            sys.modules[BATCH_REGISTRY].get_reward_manager_cls(config.reward_model.get("reward_manager") or "naive")(
+                tokenizer=self.tokenizer,
+                num_examine=examined,
+                compute_score=function or default_compute_score,
+                reward_fn_key=config.data.reward_fn_key,
+                **(config.reward_model.get("reward_kwargs") or {}),
+            )
+            for examined in (0, 1)
+        ]
+
+    async def aclose(self) -> None:
+        """Close the reward managers that can be closed; verl never does."""
+        for manager in getattr(self, "reward_fns", ()):
+            await asyncio.to_thread(getattr(manager, "close", lambda: None))
+
+    def _scored(self, batch: VerlDataProto, *, validates: bool) -> VerlDataProto:
+        self.loops.worker.reward_calls += 1
+        result = self.reward_fns[validates](batch, return_dict=True)
+        infos = result.get("reward_extra_info", {})
+        batch.batch["rm_scores"] = result["reward_tensor"]
+        batch.non_tensor_batch |= {key: np.array(values) for key, values in infos.items()}
+        batch.meta_info["reward_extra_keys"] = list(infos)
+        return batch
+
+
+class CheckpointEngineManager:
+    """`CheckpointEngineManager` (checkpoint_engine/base.py): puts the inference engines to sleep before the trainer
+    uses their GPUs, and wakes them with its new weights. Nothing sleeps here, but hooks see the calls.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def sleep_replicas(self) -> None:
+        """Called before the checkpoint is loaded, and when a batch is generated."""
+
+    def update_weights(self, global_steps: int | None = None) -> None:
+        """Called before the first rollout, and when the policy has been updated."""
+
+
+class Tracking:
+    """`verl.utils.tracking.Tracking`, with one backend: a list."""
+
+    def __init__(
+        self, project_name: str, experiment_name: str, default_backend: Any = None, config: Any = None
+    ) -> None:
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+
+    def log(self, data: Mapping[str, Any], step: int, backend: Any = None) -> None:
+        self.logged.append((step, dict(data)))
+
+
+def _infos(batch: VerlDataProto) -> list[dict[str, Any]]:
+    columns = {key: batch.non_tensor_batch[key].tolist() for key in batch.meta_info.get("reward_extra_keys", ())}
+    return [{key: values[row] for key, values in columns.items()} for row in range(len(batch))]
+
+
+def _columns(rows: Sequence[Validated]) -> dict[str, list[Any]]:
+    """The scores and what the reward manager said, by column: None where a row lacks a key."""
+    names = dict.fromkeys(name for row in rows for name in row.info)
+    told = {name: [row.info.get(name) for row in rows] for name in names}
+    return {"reward": [row.score for row in rows], **told}
+
+
+def _refuse_policy_terms(algorithm: Any) -> None:
+    """Raises `NotImplementedError` for what changes rewards by a policy, which is not played."""
+    bypassed = OmegaConf.select(algorithm, "rollout_correction.bypass_mode")  # then it corrects the actor's loss
+    for key in ("use_kl_in_reward", *(() if bypassed else _CORRECTIONS)):
+        if value := OmegaConf.select(algorithm, key):
+            raise NotImplementedError(
+                f"algorithm.{key}={value} is not played by FakeVerlTrainer: it needs the policy's numbers"
+            )

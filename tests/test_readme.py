@@ -92,13 +92,11 @@ OUTPUTS = {
     "observers=": r"math: 1\.0 from a after 1 attempt\n",
     "AsyncOpenAI(http_client": r"Air scatters blue light\.\nAir scatters blue light\.\n",
     "grade.statistics()": r"0\.5\n\[0\.1, 0\.5, 0\.3\]\n1 retry\n",
-    "length.retune": r"3 \[1, None\]\n",
     "stream_text": r"Air scatters blue light\. 1\nAir scatters blue light\.\nlocal 1\n",
     "FakeVerlTrainer": r"0\.0\n1\.0\n",
     "FakeSlimeTrainer": r"0\.0 \{'held_out': \[[01.]+(, [01.]+)*\]\}\n",
     "FakeRollTrainer": r"0\.0 [\s\S]*\nJudgeUnavailable 8 groups in a row had fewer than 2 [\s\S]*\n",
     "PlayFault": r"\[[\d.]+, [\d.]+, [\d.]+, None\]\n",
-    "last_batch": r"waited longest in: \w+\n",
     "score_all(samples):": r"1\.0 Scored\([\s\S]*\)\n",
 }
 """What a program prints, by a part of it. A program without an entry prints nothing."""

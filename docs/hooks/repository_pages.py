@@ -2,7 +2,7 @@
 
 In the repository such a link opens the file, but the site holds no other files. So each linked file becomes a page
 below `repository/`: Markdown as it is, any other file as a listing. A linked folder becomes its README, or a list of
-its files.
+its files. The README of the repository is the site's home.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = "docs"
 HOME = "repository"
 """The folder of the site in which pages of other files are."""
+FIRST = "index.md"
+"""The site's home, which is the README."""
 
 _LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(\))")
 _FENCE = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2$", re.DOTALL | re.MULTILINE)
@@ -27,8 +29,9 @@ _LANGUAGES = {"py": "python", "sh": "bash", "yaml": "yaml", "yml": "yaml", "toml
 
 def on_files(files: Files, config: Any) -> Files:
     """MkDocs' hook: adds a page for each file that a page, or a page of such a file, links to."""
+    files.append(File.generated(config, FIRST, content=content_of("README.md")))
     pages = {file.src_uri for file in files}
-    waiting = [target for file in files.documentation_pages() for target in _targets(f"{DOCS}/{file.src_uri}", file)]
+    waiting = [target for file in files.documentation_pages() for target in _targets(source_of(file.src_uri), file)]
     waiting += [source_of(uri) for uri in _named(config["nav"]) if uri.startswith(f"{HOME}/")]
     while waiting:
         target = waiting.pop()
@@ -63,6 +66,8 @@ def uri_of(target: str) -> str:
     """Where the site has a file of the repository; `target` is its path from the repository's root."""
     if target.startswith(f"{DOCS}/"):
         return target.removeprefix(f"{DOCS}/")
+    if target == "README.md":
+        return FIRST
     path = ROOT / target
     if path.is_dir():
         return f"{HOME}/{target}/index.md"
@@ -75,6 +80,8 @@ def uri_of(target: str) -> str:
 
 def source_of(uri: str) -> str:
     """The path from the repository's root of the file behind a page of the site."""
+    if uri == FIRST:
+        return "README.md"
     if not uri.startswith(f"{HOME}/"):
         return f"{DOCS}/{uri}"
     target = uri.removeprefix(f"{HOME}/")

@@ -41,7 +41,7 @@ def test_with_an_address_every_link_leads_to_a_file_of_the_repository(built, mon
         assert kind in ("raw", "blob")
         assert branch == "main"
         assert (ROOT / path).is_file(), target
-    assert sum("/raw/" in target for target in found) == 3
+    assert sum("/raw/" in target for target in found) == 2
 
 
 def test_the_version_stands_in_one_place(built):

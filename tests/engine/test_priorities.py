@@ -163,7 +163,7 @@ def makespan_of_the_few(*, many, priority="normal", latency_sensitive=False, see
 
 
 def test_a_small_urgent_batch_among_many_samples():
-    """The figures for 4,096 are in docs/scheduling.md; `python -m pytest -s` prints those for 2,048."""
+    """The figures for 4,096 are in docs/concepts.md; `python -m pytest -s` prints those for 2,048."""
     alone_s = makespan_of_the_few(many=0)
     plain_s = makespan_of_the_few(many=2_048)
     high_s = makespan_of_the_few(many=2_048, priority="high")

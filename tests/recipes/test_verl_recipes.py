@@ -53,7 +53,7 @@ def test_the_line_for_a_cpu_is_complete(verl_recipe, monkeypatch):
     root = RECIPES.parents[1]
     monkeypatch.setenv("PWD", str(root))
     monkeypatch.delenv("QREWARD_CONFIG", raising=False)
-    page = (root / "docs" / "verl.md").read_text().partition("### On a CPU")[2]
+    page = (root / "docs" / "verl.md").read_text().partition("## On a CPU")[2]
     (line,) = (block for block in page.split("```bash\n") if block.startswith("PYTHONPATH="))
     command = line.partition("```")[0].replace("\\\n", " ")
     words = shlex.split(os.path.expandvars(command))

@@ -6,7 +6,7 @@ import pytest
 
 from qreward_plugins import Cause, Failed, Scored, Spent, Usage, Verdict
 from qreward_plugins.observers.batch_report import BatchReport, Part
-from qreward_plugins.observers.facts import MOST_DATA_SOURCES, Facts, summary
+from qreward_plugins.observers.facts import Facts, summary
 
 SCORED = Scored(Verdict(0.5, {"tone": 0.25}, judge="j", source="a", spent=Spent(2, Usage(10, 5), 1.5, 0.01)))
 FAILED = Failed(Cause.INFRA, "deadline", judge="j", spent=Spent(3, latency_s=4.0))

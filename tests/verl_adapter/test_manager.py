@@ -75,7 +75,10 @@ def test_a_rollout_is_judged(run, judge_overrides):
 
 def test_of_several_outputs_the_last_is_judged_without_its_padding(run, judge_overrides):
     seen = []
-    outputs = [VerlOutput(["a much longer first output"]), VerlOutput(["It is 42."])]
+    outputs = [
+        VerlOutput(["a much longer output"], prompt="after a prompt of more words " * 9),
+        VerlOutput(["It is 42."]),
+    ]
     with JudgeServer(lambda call: seen.append(call.blocks["response"]) or 5.0) as server:
         run([outputs], *judge_overrides(a=server))
     assert seen == ["It is 42."]

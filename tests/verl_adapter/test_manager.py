@@ -251,17 +251,6 @@ def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, mo
         assert run(["It is 42."], choose)[0]["reward_score"] == 1.0
 
 
-def test_mistakes_are_reported_when_the_manager_is_made(judge_overrides):
-    with JudgeServer(right) as server:
-        overrides = [*judge_overrides(a=server), "+qreward.judges.quality.temprature=0", "+qreward.routes.x=qualty"]
-        with pytest.raises(ConfigurationError) as caught:
-            FakeVerlTrainer(overrides)
-    message = str(caught.value)
-    assert "judges.quality.temprature" in message
-    assert "`temperature`" in message
-    assert "qualty" in message
-
-
 def test_a_key_that_verl_would_print_is_warned_of(judge_overrides, caplog):
     with JudgeServer(right) as server:
         FakeVerlTrainer([*judge_overrides(a=server), "+qreward.sources.a.api_key=sk-0123456789abcdef"]).close()

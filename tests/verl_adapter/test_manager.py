@@ -75,7 +75,10 @@ def test_a_rollout_is_judged(run, judge_overrides):
 
 def test_of_several_outputs_the_last_is_judged_without_its_padding(run, judge_overrides):
     seen = []
-    outputs = [VerlOutput(["a much longer first output"]), VerlOutput(["It is 42."])]
+    outputs = [
+        VerlOutput(["a much longer output"], prompt="after a prompt of more words " * 9),
+        VerlOutput(["It is 42."]),
+    ]
     with JudgeServer(lambda call: seen.append(call.blocks["response"]) or 5.0) as server:
         run([outputs], *judge_overrides(a=server))
     assert seen == ["It is 42."]
@@ -101,15 +104,19 @@ def test_older_verl_without_response_len(judge_overrides, monkeypatch):
     assert set(seen) == {"It is 42."}
 
 
-def test_a_failed_sample_returns_at_once_with_a_stand_in_that_is_marked(run, judge_overrides):
+@pytest.mark.parametrize("constant", [None, -0.5])
+def test_a_failed_sample_returns_at_once_with_a_stand_in_that_is_marked(run, judge_overrides, constant):
+    more = ["+qreward.judges.quality.correct_at=0.5", "+qreward.judges.quality.criteria.style='is it well written?'"]
+    more += [] if constant is None else [f"+qreward.on_failure.constant={constant}"]
     with JudgeServer(right, faults=Faults(script=["error_400"])) as server:
-        results = run(["It is 42."] * 2, *judge_overrides(a=server), "+qreward.judges.quality.correct_at=0.5")
+        results = run(["It is 42."] * 2, *judge_overrides(a=server), *more)
     failed, scored = sorted(results, key=lambda result: -result["reward_extra_info"]["qreward/missing"])
     assert (scored["reward_score"], scored["reward_extra_info"]["qreward/missing"]) == (1.0, 0.0)
-    assert failed["reward_score"] in (0.0, 1.0), "the mean of what its process has scored so far"
+    assert failed["reward_score"] in ((0.0, 1.0) if constant is None else (constant,)), "a mean of its process, or that"
     info = failed["reward_extra_info"]
-    assert (info["qreward/missing"], info["qreward/cause"]) == (1.0, "infra/no_source")
-    assert info.keys() == scored["reward_extra_info"].keys()
+    facts = (info["qreward/missing"], info["qreward/failed"], info["qreward/cause"])
+    assert facts == (1.0, 1.0, "infra/no_source")
+    assert info.keys() == scored["reward_extra_info"].keys() >= {"acc", "qreward/score/style", "qreward/latency_s"}
     assert all(isinstance(value, (float, str)) for value in info.values())
 
 
@@ -136,21 +143,6 @@ def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides, colu
     with JudgeServer(lambda call: 5.0) as server:
         results = run([""] * 4, *judge_overrides(a=server), trainer, respond=respond)
     assert [result["reward_extra_info"]["qreward/cause"] for result in results] == ["", "infra/input", "", ""]
-
-
-def test_a_failed_sample_with_a_constant_has_the_same_keys(run, judge_overrides):
-    with JudgeServer(right, faults=Faults(script=["error_400"])) as server:
-        overrides = [
-            *judge_overrides(a=server),
-            "+qreward.on_failure.constant=-0.5",
-            "+qreward.judges.quality.correct_at=0.5",
-            "+qreward.judges.quality.criteria.style='is it well written?'",
-        ]
-        failed, other = run(["It is 42."] * 2, *overrides)
-    failed, other = sorted((failed, other), key=lambda result: -result["reward_extra_info"]["qreward/failed"])
-    assert (failed["reward_score"], failed["reward_extra_info"]["qreward/failed"]) == (-0.5, 1.0)
-    assert failed["reward_extra_info"]["qreward/cause"] == "infra/no_source"
-    assert failed["reward_extra_info"].keys() >= {"acc", "qreward/score/style", "qreward/latency_s"}
 
 
 def test_the_limits_are_shared_by_the_reward_workers(judge_overrides):
@@ -252,27 +244,11 @@ def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, mo
             "judges: {quality: {kind: llm, reward_range: [0, 1]}}\n"
         )
         choose = "reward.reward_manager.name=qreward"
-        (by_key,) = run(["It is 42."], choose, f"+qreward.config={path}")
-        (laid_over,) = run(
-            ["It is 42."],
-            choose,
-            f"+qreward.config={path}",
-            "+qreward.judges.quality.reward_range=[0,5]",
-        )
+        by_key = [choose, f"+qreward.config={path}"]
+        for overrides, reward in ((by_key, 1.0), ([*by_key, "+qreward.judges.quality.reward_range=[0,5]"], 5.0)):
+            assert run(["It is 42."], *overrides)[0]["reward_score"] == reward
         monkeypatch.setenv("QREWARD_CONFIG", str(path))
-        (by_environment,) = run(["It is 42."], choose)
-    assert [by_key["reward_score"], laid_over["reward_score"], by_environment["reward_score"]] == [1.0, 5.0, 1.0]
-
-
-def test_mistakes_are_reported_when_the_manager_is_made(judge_overrides):
-    with JudgeServer(right) as server:
-        overrides = [*judge_overrides(a=server), "+qreward.judges.quality.temprature=0", "+qreward.routes.x=qualty"]
-        with pytest.raises(ConfigurationError) as caught:
-            FakeVerlTrainer(overrides)
-    message = str(caught.value)
-    assert "judges.quality.temprature" in message
-    assert "`temperature`" in message
-    assert "qualty" in message
+        assert run(["It is 42."], choose)[0]["reward_score"] == 1.0
 
 
 def test_a_key_that_verl_would_print_is_warned_of(judge_overrides, caplog):

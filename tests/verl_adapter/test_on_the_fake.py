@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from qreward_plugins import ConfigurationError, InputError, JudgeUnavailable
 from qreward_plugins.journal import TrainingLog
 from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency, VerlOutput
+from qreward_plugins.testing.verl.replay_buffer import TransferQueue
 
 from ..kit import threads_left
 
@@ -147,9 +149,15 @@ def test_rows_that_fill_up_a_validation_are_neither_judged_nor_counted(fails):
 def test_rows_that_fill_up_a_batch_are_no_siblings(tmp_path):
     """A colocated reward model: the batch is scored at once, and dealt to the reward workers in equal parts."""
     path = tmp_path / "mine.py"
-    path.write_text("def compute_score(solution_str, **_):\n    return float(solution_str)\n")
+    path.write_text(
+        "def compute_score(solution_str, **_):\n"
+        f"    with open({str(tmp_path / 'asked')!r}, 'a') as file:\n"
+        "        file.write('.')\n"
+        "    return float(solution_str)\n"
+    )
     overrides = [
         "trainer.use_v1=False",
+        "+qreward.engine.max_attempts=1",
         "reward.reward_model.enable=True",
         f"reward.custom_reward_function.path={path}",
         "data.train_batch_size=1",
@@ -163,6 +171,7 @@ def test_rows_that_fill_up_a_batch_are_no_siblings(tmp_path):
     assert step.advantages == pytest.approx([1.0, -1.0, 0.0, 0.0], abs=1e-5), "the first two rows were copied"
     assert step.metrics["qreward/samples"] == 4
     assert step.metrics["qreward/failed_rate"] == 1 / 4
+    assert len((tmp_path / "asked").read_text()) == 4, "and not judged"
 
 
 @pytest.fixture
@@ -253,6 +262,21 @@ def test_a_colocated_reward_model_is_no_exception(trainer, colocated):
     assert core == [1.0]
     assert (validation.metrics["qreward/val/samples"], validation.metrics["qreward/val/failed_rate"]) == (8, 1 / 4)
     assert "qreward/samples" not in validation.metrics
+
+
+def test_what_an_agent_loop_has_noted_of_a_trajectory_stays_beside_its_extra_info(monkeypatch):
+    from verl_adapter import queue
+
+    stored = TransferQueue()
+    stored.rows["val"] = {"a_0_0": {"extra_fields": {"turns": [1]}}, "a_1_0": {"extra_fields": {"turns": []}}}
+    monkeypatch.setattr(queue, "_queue", lambda: stored)
+    monkeypatch.setattr(queue, "_table", dict)
+    infos = [{"qreward/missing": 1.0, "acc": 0.5}, {"qreward/missing": 0.0, "acc": 1.0}]
+    trainer = SimpleNamespace(reward_loop_manager=SimpleNamespace(qreward_infos=infos))
+    batch = SimpleNamespace(keys=list(stored.rows["val"]), partition_id="val")
+    queue.with_extra_info(lambda self, batch: batch)(trainer, batch)
+    assert queue.extra_info(batch.keys, "val") == infos
+    assert [row["extra_fields"]["turns"] for row in stored.rows["val"].values()] == [[1], []]
 
 
 @pytest.mark.parametrize("trainer", ["one_step_off", "fully_async"])

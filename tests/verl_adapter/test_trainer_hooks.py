@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import re
 import sys
 import threading
 import warnings
@@ -104,27 +105,25 @@ def test_reward_workers_are_told_which_trainer_they_work_for(name, overrides):
 
 
 @pytest.mark.parametrize("policy", ["auto", "neutral", "exclude", "raise", "{constant: 0}"])
-def test_without_hooks_only_policies_are_accepted_that_need_none(compose, tokenizer, policy):
+@pytest.mark.parametrize("screens", [False, True])
+def test_without_hooks_only_what_needs_none_is_accepted(compose, tokenizer, policy, screens):
     """A program of one's own, or a version of verl that we do not know."""
     from verl.trainer.ppo.reward import load_reward_manager
 
-    config = compose(OURS, f"+qreward.on_failure={policy}")
-    if policy in ("raise", "{constant: 0}"):
-        load_reward_manager(config, tokenizer)
-        return
-    with pytest.raises(ConfigurationError, match=rf"`{policy}` is impossible here.*main_ppo.*`{{constant: x}}`, or"):
-        load_reward_manager(config, tokenizer)
-
-
-def test_without_hooks_a_screen_that_masks_is_refused(compose, tokenizer):
-    from verl.trainer.ppo.reward import load_reward_manager
-
-    screen = "{kind: screen, judge: quality, monitor: watch, at: 1}"
     judges = ["+qreward.sources.f={kind: function, function: 'math:fsum'}"]
     judges += [f"+qreward.judges.{name}={{kind: function}}" for name in ("quality", "watch")]
-    config = compose(OURS, "+qreward.on_failure=raise", *judges, f"+qreward.judges.safe={screen}")
-    with pytest.raises(ConfigurationError, match=r"judges\.safe\.on: `mask` is impossible here.*Choose `floor`"):
+    judges += ["+qreward.judges.safe={kind: screen, judge: quality, monitor: watch, at: 1}"]
+    problems = [r"judges\.safe\.on: `mask` is impossible here.*Choose `floor`"] if screens else []
+    if policy in ("auto", "neutral", "exclude"):
+        problems += [rf"`{policy}` is impossible here.*main_ppo.*`{{constant: x}}`, or"]
+    config = compose(OURS, f"+qreward.on_failure={policy}", *(judges if screens else []))
+    if not problems:
         load_reward_manager(config, tokenizer)
+        return
+    with pytest.raises(ConfigurationError) as refused:
+        load_reward_manager(config, tokenizer)
+    for problem in problems:
+        assert re.search(problem, str(refused.value))
 
 
 def test_what_draws_rows_anew_is_refused():

@@ -87,12 +87,14 @@ def test_votes_and_what_a_prompt_is_not_asked_for():
         "acc": [1.0, True, 0.0, math.nan, 1.0, 1.0],
         "pred": ["a", "a", "b", math.nan, "c", "c"],
         "only": [0.5, None, None, math.nan, None, None],
+        "reward": [1.0, 1.0, 0.0, 0.25, 1.0, 1.0],  # the failed one's is a stand-in
         "qreward/missing": [0.0, 0.0, 0.0, 1.0, 0.0, 0.0],
         "qreward/latency_s": [1.0, 1.0, 1.0, 5.0, 2.0, 2.0],
     }
     process = with_means(RewardLog(), inspect.unwrap(process_validation_metrics))
     found = process(["s"] * 6, ["u"] * 4 + ["w"] * 2, infos)["s"]
     assert found["acc"]["mean@4"] == pytest.approx(2 / 3)
+    assert found["reward"]["mean@4"] == pytest.approx(2 / 3)
     assert found["acc"]["mean@2"] == 1.0
     assert found["acc"]["maj@4/mean"] > found["acc"]["mean@4"]
     assert found["only"] == pytest.approx({"mean@4": 0.5, "std@4": 0.0} | found["only"])

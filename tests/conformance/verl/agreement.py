@@ -23,9 +23,8 @@ VERLS_WARNINGS = [
 NEEDS_VERL = [
     pytest.mark.trainer,
     pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
-    pytest.mark.usefixtures("verl_and_tasks"),
 ]
-"""Marks for what trains with the real verl."""
+"""Marks for what trains with the real verl; it needs the fixture `verl_and_tasks`, too."""
 
 
 def same(real, fake):

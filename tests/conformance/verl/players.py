@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer, VerlOutput
 from qreward_plugins.testing.generation import WordTokenizer
@@ -151,7 +152,8 @@ class Players:
 
     @functools.cached_property
     def _assets(self) -> SimpleNamespace:
-        import pandas
+        pandas = pytest.importorskip("pandas", reason="install 'qreward-plugins[demo]'")
+        pytest.importorskip("reasoning_gym", reason="install 'qreward-plugins[demo]'")
 
         modules = recipe()
         sizes = modules.tasks.Sizes(

@@ -16,7 +16,7 @@ from .runs import CPU, RECORDER, recipe
 sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
 from pools import StandIns
 
-pytestmark = NEEDS_VERL
+pytestmark = [*NEEDS_VERL, pytest.mark.usefixtures("verl_and_tasks")]
 
 STEPS = 2
 MODES = {

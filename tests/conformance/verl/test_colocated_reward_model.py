@@ -9,12 +9,14 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from qreward_plugins.testing import JudgeServer
 
 from .agreement import NEEDS_VERL
 from .runs import CPU, RECORDER, recipe
 
-pytestmark = NEEDS_VERL
+pytestmark = [*NEEDS_VERL, pytest.mark.usefixtures("verl_and_tasks")]
 
 STEPS = 2
 MODULE = RECORDER / "verl_reward_model.py"

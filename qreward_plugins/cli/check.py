@@ -293,7 +293,7 @@ def _samples_of(rollouts: Path) -> Iterator[Sample]:
 
 
 def _table(results: list[Probe]) -> Table:
-    shown = table("source", "judge", "latency", "verdict", "announces", left=("source", "judge"), folds=("announces",))
+    shown = table("source", "judge", "latency", "verdict", "announces", folds=("source", "judge", "announces"))
     for result in results:
         if result.verdict is not None:
             given = Text(f"{result.verdict.score:.3g}", "green")

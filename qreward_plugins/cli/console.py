@@ -196,8 +196,10 @@ def table(*columns: str, left: Collection[str] = (), folds: Collection[str] = ()
     """A table without lines. Columns hold numbers, those in `left` words, and those in `folds` words over lines."""
     made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
     for name in columns:
-        words = name in left or name in folds
-        made.add_column(name, justify="left" if words else "right", no_wrap=name not in folds, overflow="fold")
+        if name in folds:
+            made.add_column(name, overflow="fold")
+        else:
+            made.add_column(name, no_wrap=True, justify="left" if name in left else "right")
     return made
 
 

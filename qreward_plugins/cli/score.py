@@ -315,8 +315,8 @@ class _Tally:
 
     def table(self) -> Table:
         """The rewards by data source."""
-        words = ("data source", "from lowest to highest")
-        shown = table(words[0], "rows", "no reward", "mean", "p10", "p50", "p90", words[1], left=words)
+        columns = ("data source", "rows", "no reward", "mean", "p10", "p50", "p90", "from lowest to highest")
+        shown = table(*columns, left=columns[-1:], folds=columns[:1])
         lowest = min((min(each.drawn) for each in self.by_source.values() if each.drawn), default=0.0)
         highest = max((max(each.drawn) for each in self.by_source.values() if each.drawn), default=1.0)
         for name, each in sorted(self.by_source.items(), key=lambda item: -item[1].rows):

@@ -156,7 +156,7 @@ def _said_of(spec: PoolSpec) -> str:
 def _topology(states: Sequence[ReplicaState]) -> Table:
     """A row for each replica: its devices and its port."""
     columns = ("replica", "devices", "port", "address")
-    shown = table(*columns, left=columns)
+    shown = table(*columns, left=columns[:1], folds=columns[1:])
     for state in states:
         port = urlsplit(state.url).port if state.url else None
         shown.add_row(

@@ -268,7 +268,8 @@ class JudgeServer(_Server):
             listener = socket.create_server((self._host, self._port), backlog=_BACKLOG)
         except OSError as error:
             # Python appends the address to the system's text.
-            problem = os.strerror(error.errno) if error.errno else str(error)
+            number = error.errno or 0
+            problem = os.strerror(number) if number > 0 else error.strerror or str(error)
             remedy = "use a host of this machine" if error.errno == errno.EADDRNOTAVAIL else "use another port, or 0"
             raise JudgeServerError(
                 f"the judge server cannot listen on {self._host}:{self._port}: {problem}; {remedy}"

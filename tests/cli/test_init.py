@@ -136,6 +136,9 @@ def test_every_template_is_valid_with_and_without_its_marks(init, framework, sco
     assert config.engine.journal is None
     if score != "function":
         assert config.sources["rm" if score == "reward-model" else "judge"].model == "1e3"
+    if score == "judge":
+        # ROLL's `val_correct` counts scores of exactly 1, so it would read 0.
+        assert config.judges["quality"].correct_at == (0.6 if framework == "roll" else None)
     if score in ("function", "mixture"):
         assert config.sources["rules"].arguments == "sample"
         assert config.sources["rules"].function == f"{Path('mine.py').absolute()}:whole"
@@ -157,14 +160,6 @@ def test_slime_gets_a_file_below_its_key(init, judge):
     assert tree["qreward"]["sources"]["judge"]["limits"] == {"concurrency": 64}
     assert load_config(tree).sources["judge"].model == "a ${typo}"
     assert "it does not list the model a ${typo}; it lists grader" in result.stdout
-
-
-def test_roll_gets_the_threshold_that_its_validation_counts_by(init):
-    """`val_correct` counts scores of exactly 1, so it would read 0."""
-    for framework, correct_at in (("roll", 0.6), ("verl", None)):
-        result = init("--framework", framework, "--url", NOWHERE, "--model", "m", "--overwrite")
-        assert (result.exit_code, "it does not answer yet" in result.stdout) == (0, True), result.output
-        assert load_config("judges.yaml").judges["quality"].correct_at == correct_at
 
 
 @each_of(

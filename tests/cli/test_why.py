@@ -131,11 +131,6 @@ def test_what_stands_beside_a_journal(run_cli, journal):
     assert run_cli("why", journal.parent).exit_code == 0, "those of other programs and versions are left out"
 
 
-def test_no_journal(run_cli, tmp_path):
-    result = run_cli("why", tmp_path / "none.sqlite")
-    assert (result.exit_code, "there is no journal at" in result.stderr) == (2, True)
-
-
 def test_that_there_may_be_more_samples_is_said_if_not_all_entries_were_looked_at(run_cli, journal, monkeypatch):
     assert "shown: 1 of 4 samples;" in run_cli("why", journal).stdout
     monkeypatch.setattr("qreward_plugins.journal.stories.LOOKED_AT", 3)

@@ -64,15 +64,6 @@ async def test_answers_and_streams(sdk, reach):
         assert server.report().answered == 11
 
 
-@pytest.mark.parametrize("library", [httpx, httpx2], ids=lambda library: library.__name__)
-async def test_both_libraries(library):
-    with server_of() as server:
-        async with over_transport(Chat, tree_of(server), library) as client:
-            assert await client.ask() == TEXT
-            assert await whole(client, True) == TEXT
-        assert server.report().connections == 1
-
-
 async def test_google():
     from google import genai
     from google.genai import types

@@ -173,20 +173,6 @@ async def test_the_deadline_is_kept_by_the_server(serve, sample):
     assert (outcome.label, outcome.source) == ("infra/deadline", "obedient")
 
 
-async def test_what_a_full_server_does_not_take_waits(serve, sample):
-    async with serve(max_samples=2) as there, there.remote_engine() as engine:
-        held = [asyncio.ensure_future(engine.score(sample("hold"))) for _ in range(2)]
-        await until(lambda: there.server.under_way == 2)
-        cancelled, late, waiting = (
-            asyncio.ensure_future(engine.score(sample(0.5), deadline_s=seconds)) for seconds in (60, 0.3, 50)
-        )
-        assert (await late).label == "infra/unreachable"
-        cancelled.cancel()
-        there.source.release.set()
-        assert [(await each).reward for each in (*held, waiting)] == [1.0, 1.0, 0.5]
-    assert len(there.source.samples) == 3
-
-
 # Other judges
 
 

@@ -31,18 +31,6 @@ async def test_one_sample_and_many(serve, row):
         assert (await served.post("/score", {"samples": []}))[:2] == (200, {"results": [], "missing": 0})
 
 
-async def test_a_sample_reaches_the_judge_whole(serve, row):
-    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "How much?"}]
-    naming = {"group_id": "g", "step": 3, "split": "val"}
-    async with serve() as served:
-        body = {"messages": messages, "response": "1", "ground_truth": {"x": 1}, "data_source": "d", "difficulty": 2}
-        status, _, _ = await served.post("/score", {**body, **naming})
-        sample = served.source.samples[0]
-    assert status == 200
-    assert (list(sample.messages), sample.ground_truth, sample.data_source) == (messages, {"x": 1}, "d")
-    assert (sample.group_id, sample.step, sample.split, dict(sample.extras)) == ("g", 3, "val", {"difficulty": 2})
-
-
 @each_of(
     ("word", "status", "cause"),
     [("refuse", 422, "infra"), ("break", 503, "infra"), ("babble", 502, "verdict")],

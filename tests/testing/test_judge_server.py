@@ -57,7 +57,11 @@ def test_the_scorer_sees_the_call(client_of: Any, nonce: str, prompt_of: Any) ->
         return 1.0
 
     parts = [{"type": "text", "text": prompt_of("four", "4")}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "?"}]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "?"},
+    ]
     body = json.dumps({"model": "judge", "messages": turns, "temperature": 0.0, "seed": 7}).encode()
     with JudgeServer(score, models=("small", "judge")) as server:
         client_of(server).send(body)

@@ -50,6 +50,6 @@ def urls(address: str) -> dict[str, str]:
     """The project's URLs."""
     if not address:
         return {}
-    pages = {"Documentation": "README.md", "Changelog": "CHANGELOG.md"}
+    pages = {"Documentation": "README.md#documentation", "Changelog": "CHANGELOG.md"}
     found = {"Repository": address, "Issues": f"{address}/issues"}
     return found | {name: f"{address}/blob/{BRANCH}/{path}" for name, path in pages.items()}

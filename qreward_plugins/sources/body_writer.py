@@ -113,7 +113,11 @@ class BodyWriter:
         asks: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Return the body as bytes. `image` writes an image, as in `encoded`. Raises `SampleRefused`."""
-        return _or_raised(self._encoded(request, image, asks))
+        try:
+            return encoded(self.whole(request, asks), image=image)
+        except Exception as error:
+            reason = self._reason(error)
+        raise SampleRefused(reason)
 
     def text_only(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes | None:
         """Return the body as bytes, with the keys that ask for a stream; None if it has images. Raises
@@ -130,8 +134,10 @@ class BodyWriter:
 
     async def with_images(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
         """Return a body with images as bytes, written in a thread. Raises `SampleRefused`."""
-        encode = partial(self._encoded, request, str, asks)
-        return _or_raised(await self._threads.run(encode, on_start=_nothing))
+        written = await self._threads.run(partial(self._encoded_or_reason, request, asks), on_start=_nothing)
+        if isinstance(written, str):
+            raise SampleRefused(written)
+        return written
 
     async def each(self, requests: Sequence[Request]) -> list[dict[str, Any] | SampleRefused]:
         """Return the body of each request that is sent in one with others, with its images as texts, or its error.
@@ -153,30 +159,27 @@ class BodyWriter:
         self, bodies: Sequence[Mapping[str, Any]], lists: Lists, *, image: Callable[[EncodedImage], str] = str
     ) -> bytes:
         """Return one body of several calls as bytes, from what `each` returned."""
-        found: bytes | SampleRefused
         try:
-            found = encoded(lists.join(bodies), image=image)
+            return encoded(lists.join(bodies), image=image)
         except Exception as error:
-            found = self._refusal(error)
-        return _or_raised(found)
+            reason = self._reason(error)
+        raise SampleRefused(reason)
 
     async def aclose(self) -> None:
         """Wait for the threads, for up to one second."""
         await self._threads.aclose()
 
-    def _encoded(
-        self, request: Request, image: Callable[[EncodedImage], str], asks: Mapping[str, Any] | None
-    ) -> bytes | SampleRefused:
+    def _encoded_or_reason(self, request: Request, asks: Mapping[str, Any] | None) -> bytes | str:
         try:
-            return encoded(self.whole(request, asks), image=image)
-        except Exception as error:
-            return self._refusal(error)
+            return self.encode(request, asks=asks)
+        except SampleRefused as error:
+            return str(error)
 
     def _body_or_error(self, request: Request) -> dict[str, Any] | SampleRefused:
         try:
             return self.whole(request)
         except Exception as error:
-            return self._refusal(error)
+            return SampleRefused(self._reason(error))
 
     def _images_written(self, body: dict[str, Any]) -> dict[str, Any] | SampleRefused:
         """Return a body with its images as texts, or the error of an image that cannot be sent."""
@@ -184,23 +187,13 @@ class BodyWriter:
             written: dict[str, Any] = images_written(body)
             return written
         except InputError as error:
-            return self._refusal(error)
+            return SampleRefused(self._reason(error))
 
-    def _refusal(self, error: Exception) -> SampleRefused:
+    def _reason(self, error: Exception) -> str:
         # The message of an error that is not ours may hold secrets.
         ours = isinstance(error, InputError)
         reason = str(error) if ours else f"the body cannot be written: {type(error).__name__}"
-        return SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
-
-
-def _or_raised(outcome: bytes | SampleRefused) -> bytes:
-    if isinstance(outcome, bytes):
-        return outcome
-    try:
-        raise outcome
-    finally:
-        # Breaks the reference cycle of error, traceback and frame.
-        del outcome
+        return f"source {self._name!r}: {self._redact(reason)}"
 
 
 def _nothing() -> None:

@@ -45,10 +45,9 @@ class RayMethod(PathLoader):
         Raises FunctionNotFound.
         """
         method: Any = self._find()
-        answered = False
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal method, answered
+            nonlocal method
             from ray import cancel
             from ray.exceptions import RayActorError, RayTaskError
 
@@ -58,14 +57,9 @@ class RayMethod(PathLoader):
                     method = await in_thread(self._find)
                 except FunctionNotFound as error:
                     raise NotStarted(f"{self.path}: {error}") from None
-            if not answered and await in_thread(lambda: _is_pending(method)):
-                # A call would only wait for its time limit, as if the method hung.
-                raise NotStarted(f"{self.path}: Ray has not placed its actor yet (see `ray status`)")
             reference = method.remote(*args, **kwargs)
             try:
-                value = await reference
-                answered = True
-                return value
+                return await reference
             except asyncio.CancelledError:
                 cancel(reference)
                 raise
@@ -73,7 +67,7 @@ class RayMethod(PathLoader):
                 raise error.cause from None
             except RayActorError as error:
                 # This call may have killed it. Those that waited in it have their further try, too.
-                method, answered = None, False
+                method = None
                 problem = f"{self.path}: its actor died ({one_line(str(error), EXCERPT_CHARS)})"
                 raise SampleFault(problem, reason="crashed") from None
 
@@ -104,14 +98,3 @@ class RayMethod(PathLoader):
         if not hasattr(actor, self._method):
             raise FunctionNotFound(no_such_name(actor, f"the actor {self._actor!r}", self._method))
         return getattr(actor, self._method)
-
-
-def _is_pending(method: Any) -> bool:
-    """Whether the actor of a method still waits for a node with its resources; False if Ray does not tell."""
-    try:
-        from ray._private.state import actors
-
-        state = actors(method._actor._actor_id.hex()).get("State")
-    except Exception:  # a function of Ray that is not public
-        return False
-    return state in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")

@@ -96,17 +96,6 @@ async def test_a_call_may_carry_several_samples(cluster):
     del actor
 
 
-async def test_an_actor_that_cannot_be_placed_is_named_as_the_cause(cluster):
-    actor = started(Judge, "homeless", num_gpus=5)
-    own = tree("ray:homeless.score", timeouts={"total_s": 1})
-    async with RewardEngine(own) as engine:
-        (outcome,) = await engine.score_all(samples("a"), deadline_s=2)
-    assert outcome.cause == "infra"
-    assert outcome.reason != "hung"
-    assert "Ray has not placed its actor yet" in outcome.detail
-    del actor
-
-
 async def test_a_call_that_takes_too_long_is_cancelled_in_the_actor(cluster):
     actor = started(AsyncJudge, "slow")
     await actor.__ray_ready__.remote()

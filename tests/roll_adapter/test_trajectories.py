@@ -149,6 +149,12 @@ def test_in_parts_each_turn_adds_to_its_own_step(manager_of, make_tree, judge) -
     assert judge.report().requests == 4
 
 
+def test_turns_that_end_at_the_same_place_have_their_own_parts() -> None:
+    from roll_adapter.trajectories import _by_turn
+
+    assert _by_turn([5, 5, 9], [(5, 1.0), (5, 2.0), (7, 4.0)], 3) == [1.0, 2.0, 4.0]
+
+
 def test_a_weight(manager_of) -> None:
     assert scores(manager_of("8", qreward_weight=0.5).play()) == pytest.approx(0.125 + 0.4)
     assert scores(manager_of("8", qreward_weight=0).play()) == pytest.approx(0.125)

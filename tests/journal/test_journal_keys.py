@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from qreward_plugins.config import Config, load_config
 from qreward_plugins.errors import InputError, PermanentError
 from qreward_plugins.journal import question_keys
+from qreward_plugins.journal.keys import question_of
 from qreward_plugins.judges import JudgeRouter
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import FunctionSource, Source, open_source
@@ -267,6 +268,22 @@ def test_how_it_is_asked_and_read_is_in_the_key_and_what_becomes_of_the_numbers_
     assert {Asked(OPENAI, judge).key(SAMPLE) for judge in USE} == {keys[0]}
     used = [{}, {"reward_range": [0, 2]}, {"correct_at": 1}, {"components": ["acc"]}]
     assert len({Asked(HTTP, judge).key(SAMPLE) for judge in used}) == 1
+
+
+def test_how_a_reply_is_read_is_in_the_key_and_not_in_its_question() -> None:
+    def key(min_mass: float) -> str:
+        read = {"form": "logprobs", "min_mass": min_mass}
+        return str(Asked(OPENAI, {"labels": {"yes": 1, "no": 0}, "read": read}).key(SAMPLE))
+
+    assert key(0.5) == key(0.5) != key(0.9)
+    assert question_of(key(0.5)) == question_of(key(0.9))
+
+
+def test_a_call_without_an_identity_has_no_key() -> None:
+    asked = ASKED["llm"]
+    call = asked.judges[0].call(SAMPLE)
+    call.identity = ""
+    assert question_keys(call, {"a": asked.source}) == {}
 
 
 def test_a_function_without_a_version_has_no_key() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -208,11 +209,14 @@ def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _by_turn(ends: Sequence[int], dense: Iterable[tuple[int, float]], count: int) -> list[float]:
     """What each of the `count` turns of the policy, which end at `ends`, adds to the reward. A step that ends before a
-    turn does is of it.
+    turn does is of it; of turns that end at the same place, each has its own.
     """
     added = [0.0] * count
+    seen: Counter[int] = Counter()
     for end, reward in dense:
-        added[min(bisect_left(ends, end), count - 1)] += reward
+        turn, alike = bisect_left(ends, end), ends.count(end)
+        added[min(turn + (seen[end] % alike if alike else 0), count - 1)] += reward
+        seen[end] += 1
     return added
 
 

@@ -56,7 +56,7 @@ CODE_LINES = {
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;
     # similarity. `turns`, and what each step adds to a score.
-    "judges": 4_490,
+    "judges": 4_250,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
     "cli": 3_880,
@@ -72,19 +72,19 @@ CODE_LINES = {
     "server": 1_430,
     # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
     "verl_adapter": 1_880,
-    "samples": 1_135,
-    "observers": 860,
+    "samples": 1_145,
+    "observers": 800,
     # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
-    "journal": 2_100,
+    "journal": 2_005,
     # It records what slime trains on.
     "slime_adapter": 830,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
     "roll_adapter": 880,
     # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges. `figures`:
     # what takes seconds is computed in other processes.
-    "ui": 1_000,
+    "ui": 985,
     # Ready-made reward functions.
-    "checks": 260,
+    "checks": 195,
     "client": 550,
     # Labelled rows, for `bench`.
     "files": 510,

@@ -65,11 +65,11 @@ def _contents(value: Any, kind: type) -> Any:
         return dict(value)
     if dataclasses.is_dataclass(kind):
         return [getattr(value, field.name) for field in dataclasses.fields(kind)]
-    # Recognized by module name, because the core does not import these.
+    # Recognized by module name, because the core does not import these. A masked array is of another module.
     if kind.__module__ == "omegaconf.listconfig":
         return list(value)
     if kind.__module__ == "numpy" and hasattr(value, "dtype"):
-        if value.dtype.kind in "biufmM" and value.dtype.itemsize <= 8 and kind.__name__ != "MaskedArray":
+        if value.dtype.kind in "biufmM" and value.dtype.itemsize <= 8:
             return [value.dtype.str, value.shape, value.tobytes().hex()]
         if value.dtype.kind in "OSU" and type(value.tolist()) is not kind:
             return [value.dtype.str, value.shape, value.tolist()]

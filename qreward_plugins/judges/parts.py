@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import anyio
@@ -207,8 +208,14 @@ def combined(
         cut=any(verdict.cut for verdict in verdicts.values()),
         returned=_only_one(verdict.returned for verdict in verdicts.values()),
         dense=tuple(
+            # Turns that end at the same character stay in their order.
             sorted(
-                (end, weight * added) for name, weight in (weights or {}).items() for end, added in verdicts[name].dense
+                (
+                    (end, weight * added)
+                    for name, weight in (weights or {}).items()
+                    for end, added in verdicts[name].dense
+                ),
+                key=itemgetter(0),
             )
         ),
     )

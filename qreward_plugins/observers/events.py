@@ -234,35 +234,20 @@ def capped(event: Event) -> Event:
     if type(event) is not SampleEnded:
         return event
     outcome = event.outcome
-    shortened: Outcome = _failed(outcome) if isinstance(outcome, Failed) else _scored(outcome)
-    return event if shortened is outcome else event._replace(outcome=shortened)
+    return event._replace(outcome=_failed(outcome) if isinstance(outcome, Failed) else _scored(outcome.verdict))
 
 
 def _failed(failed: Failed) -> Failed:
-    if len(failed.detail) <= DETAIL_CHARS:
-        return failed
-    return replace(failed, detail=failed.detail[:DETAIL_CHARS])
+    return failed if len(failed.detail) <= DETAIL_CHARS else replace(failed, detail=failed.detail[:DETAIL_CHARS])
 
 
-def _scored(scored: Scored) -> Scored:
-    verdict = scored.verdict
-    failure = verdict.failure and _failed(verdict.failure)
-    components = verdict.components
-    fits = (
-        len(verdict.rationale) <= RATIONALE_CHARS
-        and verdict.returned is None
-        and failure is verdict.failure
-        and len(components) <= MOST_COMPONENTS
-        and all(type(name) is str and len(name) <= NAME_CHARS for name in components)
-    )
-    if fits:
-        return scored
+def _scored(verdict: Verdict) -> Scored:
     return Scored(
         replace(
             verdict,
             rationale=verdict.rationale[:RATIONALE_CHARS],
-            components={short(name): value for name, value in islice(components.items(), MOST_COMPONENTS)},
-            failure=failure,
+            components={short(name): value for name, value in islice(verdict.components.items(), MOST_COMPONENTS)},
+            failure=verdict.failure and _failed(verdict.failure),
             # The value that a function returned may contain the response.
             returned=None,
             raw=None,

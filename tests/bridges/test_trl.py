@@ -154,9 +154,11 @@ def test_a_judge_on_the_trainers_devices_is_refused():
         reward(tree)
 
 
-def test_it_does_not_import_its_library():
+@pytest.mark.parametrize("bridge", ["trl", "verifiers", "ms_swift"])
+def test_it_does_not_import_its_library(bridge):
     program = (
-        "import sys, qreward_plugins.bridges.trl; print([n for n in ('trl', 'torch', 'datasets') if n in sys.modules])"
+        f"import sys, qreward_plugins.bridges.{bridge}\n"
+        "print([n for n in ('trl', 'torch', 'datasets', 'verifiers', 'swift') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -192,6 +193,40 @@ def test_math(response: str, truth: str, score: int) -> None:
     assert checks.math(response, truth) == checks.math(response, ["17", truth]) == score
     with pytest.raises(ValueError, match="no ground truth"):
         checks.math(response, None)
+
+
+def test_math_verify_is_imported_before_the_first_call() -> None:
+    """A worker that took over from one that hung would import it in a call, and its sample would wait."""
+    pytest.importorskip("math_verify")
+    lines = [
+        "import sys",
+        "from qreward_plugins import checks",
+        "assert 'math_verify' not in sys.modules",
+        "checks.math",
+        "assert 'math_verify' in sys.modules",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+@each_of(
+    ("answer", "truth", "score"),
+    [
+        (r"\boxed{9^9^9^9}", "1", 0),
+        (r"\boxed{9^{9^{9^{9}}}}", "1", 0),
+        (r"\boxed{ 9 ** 9 ** 9 }", "1", 0),
+        (r"The last digit of $7^{7^{7^7}}$ is \boxed{3}", "3", 1),
+        (r"The last digit of $7^{7^{7^7}}$ is $3$.", "3", 1),
+        (r"Therefore $2^{1000000} \bmod 7 = 2$.", "2", 1),
+        (r"\boxed{2 \cdot 3^{250000}}", r"2\cdot3^{250000}", 1),
+        (r"\boxed{2^{2^3}}", "256", 1),
+        (r"\boxed{2 ** 3 ** 2}", "2 ** 3 ** 2", 1),
+        (r"\boxed{10^{100}}", "10^{100}", 1),
+        (r"\boxed{5!}", "120", 1),
+    ],
+)
+def test_a_tower_that_sympy_would_compute_for_ever_gets_a_0_at_once(answer: str, truth: str, score: int) -> None:
+    pytest.importorskip("math_verify")
+    assert checks.math(answer, truth) == score
 
 
 @pytest.mark.parametrize(("check", "package"), [("math", "math-verify"), ("json_schema", "jsonschema")])

@@ -120,6 +120,8 @@ def test_of_200_samples_over_all_dialects_batches_and_sums(tmp_path, log):
     for story in stories_of(path):
         for entry, attempts in zip(story.entries, story.attempts, strict=True):
             for attempt in attempts:
+                if attempt["sent_s"] is None:
+                    continue  # a hedge that was cancelled before it was written
                 name, body = attempt["source"], attempt["request"]
                 told[body] += 1
                 assert body in said, (name, body)

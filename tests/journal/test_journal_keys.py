@@ -6,7 +6,6 @@ What is sent is taken from the wire: the body as the source posts it, and the ar
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,10 +20,13 @@ from hypothesis import strategies as st
 from qreward_plugins.config import Config, load_config
 from qreward_plugins.errors import InputError, PermanentError
 from qreward_plugins.journal import question_keys
+from qreward_plugins.journal.keys import question_of
 from qreward_plugins.judges import JudgeRouter
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import FunctionSource, Source, open_source
 from qreward_plugins.sources.endpoint import Endpoint
+
+from ..kit import each_of
 
 KEYS = b"the secret of one engine", b"the secret of another"
 PARTS = ["prompt", "messages", "conversation", "response", "ground_truth", "data_source", "extras", "group_id", "id"]
@@ -152,32 +154,18 @@ EVERY_FIELD = [
     {"id": "t"},
     {"prompt": "<user>2+2"},
 ]
-SEEN = {
-    "llm": {"messages", "response", "ground_truth"},
-    "template": {"messages", "response", "ground_truth", "data_source", "extras"},
-    "remote": {"prompt", "response", "ground_truth"},
-    "everything": {"messages", "prompt", "response", "ground_truth", "data_source", "extras", "group_id", "id"},
-    "fields": {"response", "ground_truth", "data_source", "extras"},
-    "sample": {"messages", "prompt", "response", "ground_truth", "data_source", "extras", "group_id", "id"}
-    | {"step", "split"},
-}
 
 
-@pytest.mark.parametrize("kind", SEEN)
-@pytest.mark.parametrize("change", EVERY_FIELD, ids=str)
-def test_what_is_sent_is_in_the_key_and_nothing_else_is(kind: str, change: dict[str, Any]) -> None:
-    (field,) = change
+@each_of("kind", ASKED)
+def test_what_is_sent_is_in_the_key_and_nothing_else_is(kind: str) -> None:
     asked = ASKED[kind]
-    changed = asked.key(replace(SAMPLE, **change))
-    assert changed is not None
-    seen = field in SEEN[kind]
-    if kind in ("llm", "template"):
-        # A text has one form for 4 and "4", and a template names the columns that it shows.
-        seen = asked.sent(SAMPLE) != asked.sent(replace(SAMPLE, **change))
-    assert (changed != asked.key(SAMPLE)) == seen
+    for change in EVERY_FIELD:
+        changed = replace(SAMPLE, **change)
+        assert asked.key(changed) is not None
+        assert (asked.key(changed) != asked.key(SAMPLE)) == (asked.sent(changed) != asked.sent(SAMPLE)), change
 
 
-@pytest.mark.parametrize("kind", ["llm", "remote", "fields"])
+@each_of("kind", ["llm", "remote", "fields"])
 def test_a_response_cannot_forge_the_question_of_another_sample(kind: str) -> None:
     """The identifier that a key is made without is none that a text could hold."""
     asked = ASKED[kind]
@@ -247,7 +235,7 @@ def test_who_is_asked_is_in_the_key() -> None:
     assert len(set(keys)) == len(WHO)
 
 
-@pytest.mark.parametrize("source", SAME, ids=str)
+@each_of("source", SAME)
 def test_who_asks_and_how_often_is_not(source: dict[str, Any]) -> None:
     assert Asked(source).key(SAMPLE) == Asked(OPENAI).key(SAMPLE)
 
@@ -282,22 +270,25 @@ def test_how_it_is_asked_and_read_is_in_the_key_and_what_becomes_of_the_numbers_
     assert len({Asked(HTTP, judge).key(SAMPLE) for judge in used}) == 1
 
 
-def test_a_longer_cut_is_no_other_question_for_a_short_text() -> None:
-    long = replace(SAMPLE, response="x" * 2000)
-    cut = Asked(OPENAI, {"max_response_chars": 1000})
-    assert cut.key(SAMPLE) == ASKED["llm"].key(SAMPLE)
-    assert cut.key(long) != ASKED["llm"].key(long)
+def test_how_a_reply_is_read_is_in_the_key_and_not_in_its_question() -> None:
+    def key(min_mass: float) -> str:
+        read = {"form": "logprobs", "min_mass": min_mass}
+        return str(Asked(OPENAI, {"labels": {"yes": 1, "no": 0}, "read": read}).key(SAMPLE))
+
+    assert key(0.5) == key(0.5) != key(0.9)
+    assert question_of(key(0.5)) == question_of(key(0.9))
+
+
+def test_a_call_without_an_identity_has_no_key() -> None:
+    asked = ASKED["llm"]
+    call = asked.judges[0].call(SAMPLE)
+    call.identity = ""
+    assert question_keys(call, {"a": asked.source}) == {}
 
 
 def test_a_function_without_a_version_has_no_key() -> None:
     unnamed = {key: value for key, value in FUNCTION.items() if key != "version"}
     assert Asked(unnamed).key(SAMPLE) is None
-
-
-@pytest.mark.parametrize("value", [object(), print, iter([]), {("a", object()): 1}], ids=lambda v: type(v).__name__)
-@pytest.mark.parametrize("kind", ["everything", "fields", "sample"])
-def test_what_cannot_be_told_from_others_has_no_key(kind: str, value: Any) -> None:
-    assert ASKED[kind].key(replace(SAMPLE, extras={"value": value})) is None
 
 
 def test_sources_that_are_asked_the_same_share_a_key_and_others_do_not() -> None:
@@ -367,13 +358,3 @@ class _Loaded:
         from qreward_plugins.system.functions import PathLoader
 
         return PathLoader(f"{self.path}:score")()
-
-
-def test_bodies_are_read_as_json_and_not_as_python() -> None:
-    """What is sent for 1.0 and 1 differs, and what is sent for a list and a tuple does not; NaN is not sent at all."""
-    asked = ASKED["everything"]
-    keys = [asked.key(replace(SAMPLE, extras={"v": value})) for value in (1, 1.0, True, "1", None, [1], (1,))]
-    assert len(set(keys)) == 6
-    assert keys[5] == keys[6]
-    assert asked.key(replace(SAMPLE, extras={"v": math.nan})) is None
-    assert json.loads(asked.sent(SAMPLE))["extras"] == {"rubric": "be exact", "n": 1}

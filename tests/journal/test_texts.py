@@ -15,7 +15,7 @@ import pytest
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, Trained, TrainingLog, writer
-from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted
+from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted, judge_of
 from qreward_plugins.journal.texts import BEST, MOST_CHARS, RANDOM, WORST
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.samples.spent import NO_USAGE
@@ -197,6 +197,35 @@ def test_what_was_sent_is_told_exactly_whatever_the_response_is(path, response):
         asyncio.run(main())
     (attempt,) = story_of(path).attempts[0]
     assert json.loads(attempt["request"])["messages"] == sent[0]
+
+
+def test_the_turns_of_a_response_are_numbered_and_told_with_what_was_sent_for_each(path):
+    sent = []
+
+    def score(call):
+        sent.append(list(call.messages))
+        return 1.0
+
+    said = [("assistant", "one " * 20), ("tool", "18"), ("assistant", "two " * 20)]
+    response = "\n\n".join(f"{role}: {text}" for role, text in said)
+    turns = [{"role": role, "content": text, "end": response.index(text) + len(text)} for role, text in said]
+    with JudgeServer(score) as server:
+        tree = make_config({"a": server}, engine={"journal": {"path": str(path), "keep": "all"}})
+        tree["judges"]["whole"] = {"kind": "turns", "judge": "quality"}
+        tree["routes"] = {"*": "whole"}
+
+        async def main():
+            async with RewardEngine(tree) as engine:
+                await engine.score(Sample(QUESTION, response, id="s", turns=turns))
+
+        asyncio.run(main())
+    story = story_of(path)
+    told = {judge_of(*each): each[1] for each in zip(story.entries, story.attempts, strict=True)}
+    assert told.keys() == {"quality, turn 1", "quality, turn 2", "whole"}
+    for name, text in (("quality, turn 1", "one " * 20), ("quality, turn 2", "two " * 20)):
+        messages = json.loads(told[name][0]["request"])["messages"]
+        assert messages in sent
+        assert f">>>\n{text}\n<<<" in messages[-1]["content"]
 
 
 def test_an_answer_of_the_journal_tells_how_it_was_given_at_first(path):

@@ -141,6 +141,12 @@ def test_in_parts_each_turn_adds_to_its_own_step(manager_of, make_tree, judge) -
     assert judge.report().requests == 4
 
 
+def test_turns_that_end_at_the_same_place_have_their_own_parts() -> None:
+    from roll_adapter.trajectories import _by_turn
+
+    assert _by_turn([5, 5, 9], [(5, 1.0), (5, 2.0), (7, 4.0)], 3) == [1.0, 2.0, 4.0]
+
+
 def test_a_failed_trajectory_is_masked_and_adds_the_mean_of_its_group(manager_of, make_tree) -> None:
     # The third failure in a row leaves the judge to probes, which go on until the deadline of what waits.
     tree = make_tree(engine={"max_attempts": 1, "seed": 1, "deadline_s": 3.0})

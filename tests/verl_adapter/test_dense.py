@@ -112,6 +112,11 @@ def test_a_step_of_a_process_reward_model_ends_at_the_token_that_completes_it():
     item.non_tensor_batch["tool_extra_fields"][POLICY] = [(0, 3)]
     tokens = ResponseTokens(item, ids, tokenizer)
     assert tokens.placed(parts[:1], 1.0) == [(1, 0.5), (2, 0.5), (6, -1.0)]
+    # The last turn has no words, so it ends where the one before it does.
+    item.non_tensor_batch["tool_extra_fields"][POLICY] = [(0, 3), (5, 6), (6, 7)]
+    tokens = ResponseTokens(item, ids, tokenizer)
+    end = len(tokens.text)
+    assert tokens.placed([(end, 0.25), (end, 0.5)], 0.75) == [(5, 0.25), (6, 0.5), (6, 0.0), (6, -0.75)]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from ..errors import EngineError, TextFailed
 from ..judges.text_calls import text_call
 from ..samples import Message
 from ..samples.spent import NOTHING, Spent
-from ..scheduling import Answer, Batch, Call, Dispatcher, Unanswered, Upstream
+from ..scheduling import Answer, Batch, Dispatcher, Unanswered, Upstream
 from ..sources import TEXT, Reply
 from .followed_calls import CallingMethods, FollowedCall, able_sources, answers_of, text_failed
 from .scoring import check_times
@@ -178,7 +178,7 @@ class Receiver(FollowedCall):
 
 
 class _Asking:
-    """Makes the calls of one batch of texts, over the chat sources that the caller named. `name` is that of the calls in
+    """Makes the calls of one batch of texts, over the chat sources that the caller named. `name`: that of the calls in
     events, where others have the name of their judge.
 
     Raises `EngineError` for a source that does not exist or gives no text, and `ValueError` for `parameters` that a
@@ -197,7 +197,7 @@ class _Asking:
     ) -> None:
         able = able_sources(sources, upstreams, TEXT, "gives no text; a text needs a chat source")
         self.dispatcher = dispatcher
-        self.call = partial(_call, able, parameters or {}, name)
+        self.call = partial(text_call, able, parameters=parameters or {}, name=name)
         # Never sealed: it is no batch of samples, and has no report.
         self.batch = dispatcher.batches.new((), priority=priority)
 
@@ -208,12 +208,6 @@ class _Asking:
         call.on_text = receiver.add
         receiver.start(call, due_at)
         return receiver
-
-
-def _call(
-    sources: tuple[str, ...], parameters: Mapping[str, Any], name: str, messages: Sequence[Message]
-) -> Call[Reply]:
-    return text_call(sources, messages, parameters, name=name)
 
 
 class TextMethods(CallingMethods):

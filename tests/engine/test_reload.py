@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from qreward_plugins import ConfigurationError, EngineError, Failed, Scored
+from qreward_plugins import ConfigurationError, EngineError, Failed, RewardEngine, Scored
 from qreward_plugins.config import load_config
 from qreward_plugins.engine.difference import difference
 from qreward_plugins.simulation import run
+from qreward_plugins.sources.openai import OpenAISource
 
 from ..kit import MemoryJournal, Stage, make_config, make_sample, make_samples, now, scored_text
 
@@ -95,6 +96,24 @@ def test_a_removed_source_drains_and_its_waiting_samples_go_elsewhere():
     assert times(stage, "a") == [0.0] * 4
     assert len(times(stage, "b")) == 8
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
+
+
+def test_a_removed_source_is_closed_and_the_others_are_not(monkeypatch):
+    closed = []
+
+    async def aclose(self):
+        closed.append(self.name)
+
+    monkeypatch.setattr(OpenAISource, "aclose", aclose)
+
+    async def main():
+        async with RewardEngine(tree("a", "b")) as engine:
+            await engine.reload(tree("b"))
+            await asyncio.sleep(1)
+            assert closed == ["a"]
+
+    run(main())
+    assert closed == ["a", "b"]
 
 
 def test_without_any_source_left_samples_fail_at_once_with_the_cause():

@@ -9,7 +9,7 @@ from ..quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from ..samples import Scored
 from ..scheduling.breaker import SAMPLES_TO_OPEN
 from ..scheduling.hedging import LEAST_HEDGES
-from ..scheduling.jobs import MAX_FORGIVEN, MAX_HEDGES, MAX_LIVE, MAX_RESTARTS
+from ..scheduling.jobs import MAX_FORGIVEN, MAX_HEDGES, MAX_LIVE
 from .poison import poison_of
 from .record import Record, Sent
 from .trial import Trial, judge_of
@@ -37,7 +37,7 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
         # Failed attempts are bounded; probes of a source with an open circuit count once more. Attempts that the engine
         # ended do not count, nor do those at a source that failed several samples and answered none meanwhile.
         excused = sum(_excused(one, sent[0], by_source[one.source], trial) for one in sent)
-        excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_FORGIVEN)
+        excused += min(sum(one.ending == "cancelled" for one in sent), MAX_FORGIVEN)
         most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused + split
         # If only poisoned samples wait, their failures look like an outage, and probes are free.
         if len(sent) > most and poison_of(sample) is None:

@@ -177,8 +177,8 @@ class Receiver(FollowedCall):
         await super().aclose()
 
 
-class TextCalls:
-    """Asks for the texts of one batch, over the chat sources that the caller named. `name` is that of the calls in
+class _Asking:
+    """Makes the calls of one batch of texts, over the chat sources that the caller named. `name`: that of the calls in
     events, where others have the name of their judge.
 
     Raises `EngineError` for a source that does not exist or gives no text, and `ValueError` for `parameters` that a
@@ -190,65 +190,21 @@ class TextCalls:
         dispatcher: Dispatcher,
         upstreams: Mapping[str, Upstream],
         sources: str | Sequence[str],
-        parameters: Mapping[str, Any],
+        parameters: Mapping[str, Any] | None,
         *,
         priority: int,
         name: str,
     ) -> None:
-        self._dispatcher = dispatcher
-        self._name = name
-        self._sources = able_sources(sources, upstreams, TEXT, "gives no text; a text needs a chat source")
-        self._parameters = parameters
+        able = able_sources(sources, upstreams, TEXT, "gives no text; a text needs a chat source")
+        self.dispatcher = dispatcher
+        self.call = partial(text_call, able, parameters=parameters or {}, name=name)
         # Never sealed: it is no batch of samples, and has no report.
-        self._batch = dispatcher.batches.new((), priority=priority)
+        self.batch = dispatcher.batches.new((), priority=priority)
 
-    def open(self, messages: Sequence[Message], due_at: float) -> TextStream:
+    def received(self, messages: Sequence[Message], due_at: float, on_change: Callable[[], None]) -> Receiver:
         """Ask for the text that follows `messages`."""
-        arrived = asyncio.Event()
-        return TextStream(self._ask(messages, due_at, arrived.set), arrived)
-
-    async def whole(self, conversations: Sequence[Sequence[Message]], due_at: float) -> list[TextAnswer | TextFailed]:
-        """Ask for all texts at once; item i is that of conversation i. Cancelling the call ends all of them."""
-        calls = [text_call(self._sources, each, self._parameters, name=self._name) for each in conversations]
-        results = await answers_of(self._dispatcher, self._batch, calls, due_at)
-        return [TextAnswer.of(each) if isinstance(each, Answer) else text_failed(each) for each in results]
-
-    async def merged(
-        self, conversations: Sequence[Sequence[Message]], due_at: float
-    ) -> AsyncGenerator[tuple[int, Streamed], None]:
-        """Ask for all texts at once, and yield (index, piece) as the pieces come, and (index, end) for each."""
-        arrived = asyncio.Event()
-        changed: dict[int, None] = {}
-        receivers: list[Receiver] = []
-
-        def note(number: int) -> None:
-            changed[number] = None
-            arrived.set()
-
-        try:
-            for number, messages in enumerate(conversations):
-                receivers.append(self._ask(messages, due_at, partial(note, number)))
-            left = len(receivers)
-            while left:
-                if not changed:
-                    arrived.clear()
-                    await arrived.wait()
-                number = next(iter(changed))
-                del changed[number]
-                receiver = receivers[number]
-                # Both are read at once: while this yields, more may come, and the stream may end.
-                piece, over = receiver.take(), receiver.over
-                if piece:
-                    yield number, piece
-                if over:
-                    left -= 1
-                    yield number, receiver.answer or receiver.failure()
-        finally:
-            await asyncio.gather(*(receiver.aclose() for receiver in receivers))
-
-    def _ask(self, messages: Sequence[Message], due_at: float, on_change: Callable[[], None]) -> Receiver:
-        call = text_call(self._sources, messages, self._parameters, name=self._name)
-        receiver = Receiver(self._dispatcher, self._batch, on_change)
+        call = self.call(messages)
+        receiver = Receiver(self.dispatcher, self.batch, on_change)
         call.on_text = receiver.add
         receiver.start(call, due_at)
         return receiver
@@ -298,10 +254,10 @@ class TextMethods(CallingMethods):
         """
         check_times(deadline_s, priority)
         scoring, due_at = await self._ready(deadline_s)
-        calls = TextCalls(
-            scoring.dispatcher, self.upstreams, sources, parameters or {}, priority=priority, name="complete"
-        )
-        return await calls.whole(list(conversations), due_at)
+        asking = _Asking(scoring.dispatcher, self.upstreams, sources, parameters, priority=priority, name="complete")
+        calls = [asking.call(messages) for messages in conversations]
+        results = await answers_of(scoring.dispatcher, asking.batch, calls, due_at)
+        return [TextAnswer.of(each) if isinstance(each, Answer) else text_failed(each) for each in results]
 
     def stream_text(
         self,
@@ -323,8 +279,9 @@ class TextMethods(CallingMethods):
         or has no such chat source, and `ValueError` for impossible parameters, deadline or priority. Messages that
         cannot be sent are an error of the stream (`input`).
         """
-        calls, due_at = self._streams(sources, parameters, deadline_s, priority)
-        return calls.open(messages, due_at)
+        asking, due_at = self._streams(sources, parameters, deadline_s, priority)
+        arrived = asyncio.Event()
+        return TextStream(asking.received(messages, due_at, arrived.set), arrived)
 
     async def stream_texts(
         self,
@@ -340,10 +297,35 @@ class TextMethods(CallingMethods):
         The last item of each stream is its `TextAnswer`, or the `TextFailed` that ended it; neither touches the
         other streams. Closing the generator ends all streams. Otherwise as `stream_text`.
         """
-        calls, due_at = self._streams(sources, parameters, deadline_s, priority)
-        async with contextlib.aclosing(calls.merged(list(conversations), due_at)) as streams:
-            async for item in streams:
-                yield item
+        asking, due_at = self._streams(sources, parameters, deadline_s, priority)
+        arrived = asyncio.Event()
+        changed: dict[int, None] = {}
+        receivers: list[Receiver] = []
+
+        def note(number: int) -> None:
+            changed[number] = None
+            arrived.set()
+
+        try:
+            for number, messages in enumerate(list(conversations)):
+                receivers.append(asking.received(messages, due_at, partial(note, number)))
+            left = len(receivers)
+            while left:
+                if not changed:
+                    arrived.clear()
+                    await arrived.wait()
+                number = next(iter(changed))
+                del changed[number]
+                receiver = receivers[number]
+                # Both are read at once: while this yields, more may come, and the stream may end.
+                piece, over = receiver.take(), receiver.over
+                if piece:
+                    yield number, piece
+                if over:
+                    left -= 1
+                    yield number, receiver.answer or receiver.failure()
+        finally:
+            await asyncio.gather(*(receiver.aclose() for receiver in receivers))
 
     def _streams(
         self,
@@ -351,10 +333,8 @@ class TextMethods(CallingMethods):
         parameters: Mapping[str, Any] | None,
         deadline_s: float | None,
         priority: int,
-    ) -> tuple[TextCalls, float]:
+    ) -> tuple[_Asking, float]:
         check_times(deadline_s, priority)
         scoring = self._bind()
-        calls = TextCalls(
-            scoring.dispatcher, self.upstreams, sources, parameters or {}, priority=priority, name="stream_text"
-        )
-        return calls, scoring.now() + self._deadline_s(deadline_s)
+        asking = _Asking(scoring.dispatcher, self.upstreams, sources, parameters, priority=priority, name="stream_text")
+        return asking, scoring.now() + self._deadline_s(deadline_s)

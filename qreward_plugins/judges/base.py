@@ -249,6 +249,9 @@ async def together(
             cancelled = error
             left = {task for task in left if not task.done()}
         stop(left)
+    for verdict in running.values():
+        if asyncio.iscoroutine(verdict):
+            verdict.close()  # one that was stopped before its first step; nothing happens to the others
     bugs = [bug for bug in map(_bug, tasks) if bug is not None]
     if cancelled is not None or bugs:
         try:

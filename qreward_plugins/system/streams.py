@@ -6,7 +6,7 @@ import asyncio
 import enum
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from anyio import to_thread
 
@@ -112,4 +112,4 @@ async def drawn_in_threads(items: Iterable[S]) -> AsyncIterator[S]:
     iterator = iter(items)
     end = End.OF_SAMPLES
     while (item := await to_thread.run_sync(next, iterator, end, abandon_on_cancel=True)) is not end:
-        yield cast(S, item)
+        yield item

@@ -8,14 +8,14 @@ import logging
 
 import pytest
 
-from qreward_plugins import Cause, ConfigurationError, RewardEngine, Sample, Scored
+from qreward_plugins import Cause, ConfigurationError, RewardEngine, Scored
 from qreward_plugins.config import Limits, load_config
 from qreward_plugins.errors import EngineError
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
 
-from ..kit import MemoryJournal, Stage, now
+from ..kit import MemoryJournal, Stage, make_sample, make_samples, now
 
 LOGGER = "qreward_plugins.scheduling"
 
@@ -35,14 +35,6 @@ def simulated(names="a", behaviour=lambda number, request, now: 1.0):
     return {name: SimulatedSource(name, behaviour=behaviour, answer=lambda request: Reply(value=0.5)) for name in names}
 
 
-def sample(response="yes", **fields):
-    return Sample([{"role": "user", "content": "Is it?"}], response, **fields)
-
-
-def samples(count, **fields):
-    return [sample("x" * (10 + number % 7), **fields) for number in range(count)]
-
-
 def engine_run(config, sources, main, *, journal=None):
     return Stage(sources, tree=config, journal=journal).run(main)
 
@@ -57,7 +49,7 @@ def hangs_for(response, seconds=1.0):
 def test_the_last_batch_says_what_it_waited_for(caplog):
     async def main(engine):
         assert engine.last_batch() is None
-        await engine.score_all(samples(8))
+        await engine.score_all(make_samples(8))
         return engine.last_batch()
 
     with caplog.at_level(logging.INFO, logger=LOGGER):
@@ -75,12 +67,12 @@ def test_samples_that_are_scored_one_by_one_are_one_batch_while_they_overlap():
     async def main(engine):
         scoring = []
         for response in ("a", "b", "c"):
-            scoring.append(asyncio.ensure_future(engine.score(sample(response))))
+            scoring.append(asyncio.ensure_future(engine.score(make_sample(response=response))))
             await asyncio.sleep(0.5)
         await asyncio.gather(*scoring)
         together = engine.last_batch()
         await asyncio.sleep(100)
-        await engine.score(sample())
+        await engine.score(make_sample())
         return together, engine.last_batch()
 
     together, alone = engine_run(tree(), simulated(), main)
@@ -91,9 +83,9 @@ def test_samples_that_are_scored_one_by_one_are_one_batch_while_they_overlap():
 def test_a_batch_of_which_nothing_was_asked_is_no_batch():
     async def main(engine):
         assert await engine.score_all([]) == []
-        outcomes = await engine.score_all(samples(2, data_source="code"))
+        outcomes = await engine.score_all(make_samples(2, data_source="code"))
         assert [outcome.reason for outcome in outcomes] == ["no_route"] * 2
-        await engine.score(sample(data_source="code"))
+        await engine.score(make_sample(data_source="code"))
         await asyncio.sleep(0)
         return engine.last_batch()
 
@@ -106,9 +98,9 @@ def test_a_batch_of_which_nothing_was_asked_is_no_batch():
 @pytest.mark.parametrize("journal", [False, True])
 def test_one_sample_may_go_before_a_batch(journal):
     async def main(engine):
-        batch = asyncio.ensure_future(engine.score_all(samples(10)))
+        batch = asyncio.ensure_future(engine.score_all(make_samples(10)))
         await asyncio.sleep(0.5)
-        await engine.score(sample("urgent"), priority=1)
+        await engine.score(make_sample(response="urgent"), priority=1)
         at = now()
         await batch
         return at
@@ -124,7 +116,7 @@ def test_one_sample_may_go_before_a_batch(journal):
 
 
 def test_a_batch_is_cut_off_and_its_outcomes_keep_their_order():
-    batch = [sample("good" if number % 3 else "hangs", group_id=f"g{number % 2}") for number in range(12)]
+    batch = [make_sample(response="good" if number % 3 else "hangs", group_id=f"g{number % 2}") for number in range(12)]
 
     async def main(engine):
         outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.5))
@@ -141,7 +133,9 @@ def test_a_batch_is_cut_off_and_its_outcomes_keep_their_order():
 
 
 def test_a_group_that_is_not_in_is_waited_for():
-    batch = [sample("good", group_id="g0") for _ in range(9)] + [sample("hangs", group_id="g1")]
+    batch = [make_sample(response="good", group_id="g0") for _ in range(9)] + [
+        make_sample(response="hangs", group_id="g1")
+    ]
 
     async def main(engine):
         outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.5), deadline_s=20.0)
@@ -159,10 +153,10 @@ def test_samples_that_were_never_asked_for_are_in_or_not_waited_for():
         "engine": {"seed": 7},
     }
     batch = [
-        *(sample("good", data_source="math", group_id="g") for _ in range(7)),
-        sample("", data_source="math", group_id="g"),
-        sample("good", data_source="code", group_id="g"),
-        sample("hangs", data_source="math", group_id="g"),
+        *(make_sample(response="good", data_source="math", group_id="g") for _ in range(7)),
+        make_sample(response="", data_source="math", group_id="g"),
+        make_sample(response="good", data_source="code", group_id="g"),
+        make_sample(response="hangs", data_source="math", group_id="g"),
     ]
     sources = simulated(behaviour=hangs_for("hangs"))
     sources["a"].answer = lambda request: Reply(text=json.dumps({"id": request.nonce, "score": 5, "rationale": ""}))
@@ -189,10 +183,10 @@ def test_a_late_verdict_is_journaled_and_found_when_it_is_asked_for_again(how):
     sources = simulated(behaviour=lambda *_: 20.0)
 
     async def main(engine):
-        (outcome,) = await engine.score_all([sample()], **how)
+        (outcome,) = await engine.score_all([make_sample()], **how)
         at = now()
         await asyncio.sleep(30)
-        return outcome, at, await engine.score(sample()), engine.statistics()
+        return outcome, at, await engine.score(make_sample()), engine.statistics()
 
     outcome, at, again, statistics = remembering_run(sources, main)
     assert (outcome.reason, outcome.reward, at) == (next(iter(how)).removesuffix("_s"), None, 5.0)
@@ -202,7 +196,7 @@ def test_a_late_verdict_is_journaled_and_found_when_it_is_asked_for_again(how):
 
 
 def test_what_the_journal_knows_counts_for_the_quorum():
-    batch = [sample("x" * (number + 1), group_id="g") for number in range(10)]
+    batch = [make_sample(response="x" * (number + 1), group_id="g") for number in range(10)]
 
     async def main(engine):
         await engine.score_all(batch[:9])
@@ -217,10 +211,10 @@ def test_what_the_journal_knows_counts_for_the_quorum():
 
 def test_an_answer_out_of_the_journal_begins_no_batch():
     async def main(engine):
-        await engine.score(sample("known"))
-        assert (await engine.score(sample("known"))).verdict.cached
+        await engine.score(make_sample(response="known"))
+        assert (await engine.score(make_sample(response="known"))).verdict.cached
         await asyncio.sleep(1000)
-        await engine.score(sample("new"))
+        await engine.score(make_sample(response="new"))
         return engine.last_batch()
 
     report = remembering_run(simulated(), main)
@@ -234,7 +228,7 @@ def shares(scheduling, *, nodes=None, behaviour=lambda number, request, now: 1.0
     sources = simulated("ab", behaviour)
 
     async def main(engine):
-        outcomes = await engine.score_all(samples(count))
+        outcomes = await engine.score_all(make_samples(count))
         assert all(isinstance(outcome, Scored) for outcome in outcomes)
 
     engine_run(tree("ab", scheduling=scheduling, nodes=nodes, limits={"concurrency": 100}), sources, main)
@@ -280,7 +274,7 @@ def test_limits_can_be_changed_while_the_engine_runs():
             "judges": {"rule": {"kind": "function"}},
         }
         async with RewardEngine(tree, sources={"a": source}) as engine:
-            scoring = asyncio.ensure_future(engine.score_all(samples(5)))
+            scoring = asyncio.ensure_future(engine.score_all(make_samples(5)))
             await asyncio.sleep(10)
             assert len(source.arrivals) == 2
             engine.retune("a", Limits(requests_per_minute=4))
@@ -307,7 +301,7 @@ def test_a_journal_that_does_not_answer_cannot_hold_a_batch_beyond_its_deadline(
         }
         source = SimulatedSource("a", answer=lambda request: Reply(value=1.0))
         async with RewardEngine(tree, sources={"a": source}) as engine:
-            outcomes = await asyncio.wait_for(engine.score_all(samples(3), deadline_s=0.05), 30)
+            outcomes = await asyncio.wait_for(engine.score_all(make_samples(3), deadline_s=0.05), 30)
             assert [outcome.reason for outcome in outcomes] == ["deadline"] * 3
 
     asyncio.run(main())

@@ -152,34 +152,6 @@ def test_an_attempt_that_beats_its_hedge_wins():
     assert outcome.verdict.source == hedged.attempts(100)[0][0]
 
 
-def test_hedging_makes_batches_with_stragglers_much_quicker():
-    def took_s(**options):
-        rng = random.Random(5)
-        straggles = lambda name, sample, now: USUAL_S * 15 if rng.random() < 0.03 else None  # noqa: E731
-        return Hedged(straggles, places=20, **options).play(200)[1]
-
-    assert took_s() < 0.6 * took_s(hedge=False)
-
-
-def test_a_hedge_leaves_its_place_to_a_higher_priority():
-    hedged = Hedged(once(100, 101, seconds=60.0), names="ab", places=1)
-
-    async def main(engine):
-        await engine.score_all(make_samples(24))
-        await asyncio.sleep(10.0)
-        hedged.known = True
-        slow = asyncio.ensure_future(engine.score(make_sample(100)))
-        await asyncio.sleep(0.5)
-        urgent = [asyncio.ensure_future(engine.score(make_sample(n), priority=1)) for n in range(10)]
-        began = asyncio.get_running_loop().time()
-        await asyncio.gather(*urgent)
-        took_s = asyncio.get_running_loop().time() - began
-        await slow
-        return took_s
-
-    assert hedged.stage.run(main) <= 10 * USUAL_S + 0.1
-
-
 def test_a_fast_function_does_not_make_a_model_look_slow():
     """A rule answers in a millisecond; that says nothing of a model that has not answered yet."""
     tree = {

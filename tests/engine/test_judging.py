@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored, Verdict
+from qreward_plugins import Cause, Failed, RewardEngine, Scored, Verdict
 from qreward_plugins.errors import JournalError, TransientError
 from qreward_plugins.judges import Judge, JudgeFailed, LLMJudge
 from qreward_plugins.samples import RawScore
@@ -68,7 +68,7 @@ def played(judge, main=None, *, small=lambda *_: 1.0, large=lambda *_: 2.0, scor
     }
 
     async def one(engine, sources):
-        return await engine.score(sample())
+        return await engine.score(make_sample())
 
     async def runs(engine):
         leaves = engine.judges
@@ -77,10 +77,6 @@ def played(judge, main=None, *, small=lambda *_: 1.0, large=lambda *_: 2.0, scor
         return await (main or one)(engine, sources)
 
     return Stage(sources, tree=CONFIG, journal=journal).run(runs)
-
-
-def sample(response="yes", **fields):
-    return Sample([{"role": "user", "content": "Is it?"}], response, **fields)
 
 
 def test_a_cascade_asks_one_after_the_other_and_everything_spent_is_added_up():
@@ -93,7 +89,7 @@ def test_a_cascade_asks_one_after_the_other_and_everything_spent_is_added_up():
 
 def test_a_batch_of_cascades_counts_samples_and_not_calls():
     async def main(engine, sources):
-        outcomes = await engine.score_all([sample("x" * number) for number in range(1, 21)])
+        outcomes = await engine.score_all([make_sample(response="x" * number) for number in range(1, 21)])
         return outcomes, engine.last_batch()
 
     outcomes, report = played(Cascade, main)
@@ -104,7 +100,7 @@ def test_a_batch_of_cascades_counts_samples_and_not_calls():
 
 def test_the_deadline_holds_for_all_calls_together_and_says_which_was_waited_for():
     async def main(engine, sources):
-        outcome = await engine.score(sample(), deadline_s=2.5)
+        outcome = await engine.score(make_sample(), deadline_s=2.5)
         return outcome, now(), engine.last_batch()
 
     outcome, at, report = played(Cascade, main)
@@ -144,7 +140,7 @@ def test_a_judge_that_does_not_end_is_ended_and_nothing_is_sent_after_its_outcom
     async def main(engine, sources):
         cutoff = Cutoff(5.0, quorum=0.0) if ending == "cutoff" else None
         scoring = asyncio.ensure_future(
-            engine.score_all([sample()], deadline_s=5.0 if ending == "deadline" else 60.0, cutoff=cutoff)
+            engine.score_all([make_sample()], deadline_s=5.0 if ending == "deadline" else 60.0, cutoff=cutoff)
         )
         if ending == "closed":
             await asyncio.sleep(5.0)
@@ -166,7 +162,7 @@ async def raises(leaves, sample, ask):
 
 def test_a_caller_who_cancels_ends_the_judge_and_its_calls():
     async def main(engine, sources):
-        scoring = asyncio.ensure_future(engine.score(sample()))
+        scoring = asyncio.ensure_future(engine.score(make_sample()))
         await asyncio.sleep(1.5)
         scoring.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -181,8 +177,8 @@ def test_a_caller_who_cancels_ends_the_judge_and_its_calls():
 
 def test_each_call_of_a_judge_is_on_record_by_itself():
     async def main(engine, sources):
-        first = await engine.score(sample())
-        second = await engine.score(sample())
+        first = await engine.score(make_sample())
+        second = await engine.score(make_sample())
         return first, second, [len(source.arrivals) for source in sources.values()]
 
     book = MemoryJournal()
@@ -237,7 +233,7 @@ async def stubborn(leaves, sample, ask):
 @pytest.mark.parametrize("journal", [None, MemoryJournal()])
 def test_a_judge_that_asks_until_it_is_answered_lets_its_deadline_and_others_run(small, journal):
     async def main(engine, sources):
-        return await engine.score(sample(), deadline_s=5.0), now()
+        return await engine.score(make_sample(), deadline_s=5.0), now()
 
     outcome, at = played(stubborn, main, small=small, journal=journal)
     assert (outcome.label, at) == ("infra/deadline", 5.0)
@@ -250,7 +246,7 @@ def test_a_task_that_a_judge_leaves_behind_ends_with_its_sample():
         return done.pop().result()
 
     async def main(engine, sources):
-        outcome = await engine.score(sample())
+        outcome = await engine.score(make_sample())
         await asyncio.sleep(0.1)
         return outcome, sources["large"].in_flight
 
@@ -301,7 +297,7 @@ def test_whatever_a_judge_raises_is_a_bug_that_costs_its_sample_at_once(make):
         raise make()
 
     async def main(engine, sources):
-        outcome = await engine.score(sample())
+        outcome = await engine.score(make_sample())
         return outcome, now(), engine.statistics().failed, engine.facts().of(outcome)["cause"]
 
     outcome, at, failed, cause = played(raises, main)
@@ -330,7 +326,7 @@ def test_a_verdict_that_would_break_whoever_reads_it_is_a_bug_of_its_judge(field
         return replace(await leaves["small"].judge(sample, ask), **fields)
 
     async def main(engine, sources):
-        outcome = await engine.score(sample())
+        outcome = await engine.score(make_sample())
         return outcome, engine.facts().of(outcome)
 
     outcome, facts = played(returns, main)
@@ -342,7 +338,7 @@ def test_a_judge_of_its_own_may_give_a_floor():
         return Verdict(0.0, basis="floor", failure=FAILED)
 
     async def main(engine, sources):
-        outcome = await engine.score(sample())
+        outcome = await engine.score(make_sample())
         return outcome, engine.facts().of(outcome), engine.statistics().floors
 
     outcome, facts, floors = played(returns, main)
@@ -352,7 +348,7 @@ def test_a_judge_of_its_own_may_give_a_floor():
 
 def test_later_stages_of_a_batch_do_not_wait_until_nobody_looks_anything_up():
     async def main(engine, sources):
-        await engine.score_all([sample("x" * number) for number in range(1, 101)], deadline_s=1e4)
+        await engine.score_all([make_sample(response="x" * number) for number in range(1, 101)], deadline_s=1e4)
         return sources["large"].arrivals[0]
 
     # Each answer of the first stage makes a look-up, which takes longer than the next answer.
@@ -365,7 +361,7 @@ def test_later_stages_of_a_batch_do_not_wait_until_nobody_looks_anything_up():
 def test_a_leaf_asks_nothing_once_the_deadline_has_come(journal):
     async def main(engine, sources):
         engine._lifetime.router.judges["large"] = engine.judges["small"]
-        outcome = await engine.score(sample(), deadline_s=0.0)
+        outcome = await engine.score(make_sample(), deadline_s=0.0)
         await asyncio.sleep(10)
         return outcome, sources["small"].arrivals
 
@@ -398,7 +394,7 @@ async def test_a_judge_that_asks_from_another_event_loop_is_told_at_once():
 
     engine, sources = engine_of(in_a_thread)
     async with engine:
-        outcome = await engine.score(sample(), deadline_s=60)
+        outcome = await engine.score(make_sample(), deadline_s=60)
     assert outcome.label == "infra/bug"
     assert "EngineError" in outcome.detail
     assert sources["small"].arrivals == []
@@ -409,9 +405,9 @@ def test_a_run_that_is_interrupted_blames_no_judge(caplog):
     engine._lifetime.journal, engine._lifetime.reuse = (book := MemoryJournal()), True
 
     async def main():
-        asyncio.ensure_future(engine.score_all([sample("x" * number) for number in range(1, 6)])).add_done_callback(
-            lambda done: done.cancelled()
-        )
+        asyncio.ensure_future(
+            engine.score_all([make_sample(response="x" * number) for number in range(1, 6)])
+        ).add_done_callback(lambda done: done.cancelled())
         await asyncio.sleep(0.1)
 
     with caplog.at_level(logging.WARNING):
@@ -426,10 +422,10 @@ def test_a_run_that_is_interrupted_blames_no_judge(caplog):
 )
 def test_a_record_that_no_judge_can_have_made_is_asked_for_anew(raw):
     async def main(engine, sources):
-        await engine.score(sample())
+        await engine.score(make_sample())
         known = engine._lifetime.journal.verdicts
         known.update(dict.fromkeys(known, Verdict(0.5, cached=True, raw=raw)))
-        return await engine.score(sample())
+        return await engine.score(make_sample())
 
     outcome = played(Cascade, main, journal=MemoryJournal())
     assert (outcome.reward, outcome.verdict.cached, outcome.verdict.attempts) == (0.25, False, 2)
@@ -447,7 +443,7 @@ def test_a_journal_that_is_closed_is_an_error_of_the_caller_and_no_bug_of_a_judg
 
     async def main(engine, sources):
         with pytest.raises(JournalError):
-            await engine.score_all([sample("x" * number) for number in range(1, 5)])
+            await engine.score_all([make_sample(response="x" * number) for number in range(1, 5)])
         return engine.statistics().failed, engine._lifetime.scoring.dispatcher.waiting
 
     assert played(Cascade, main, journal=Closed()) == ({}, 0)
@@ -464,13 +460,13 @@ def test_cancelled_attempts_leave_no_reference_cycles(judge):
     async def main(engine, sources):
         if judge == "leaf":
             engine._lifetime.router.judges["large"] = engine.judges["small"]
-        await engine.score(sample())
+        await engine.score(make_sample())
         gc.collect()
         gc.disable()
         try:
             before = attempts_alive()  # those of other tests
             sources["small"].behaviour = lambda *_: 60.0
-            await engine.score_all([sample("x" * number) for number in range(1, 21)], deadline_s=5.0)
+            await engine.score_all([make_sample(response="x" * number) for number in range(1, 21)], deadline_s=5.0)
             await asyncio.sleep(100)
             return attempts_alive() - before
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from qreward_plugins import InvalidReply, Throttled, TransientError, Usage
+from qreward_plugins import InvalidReply, TransientError, Usage
 from qreward_plugins.sources import Reply
 
 from ..kit import Stage, fails, make_sample, make_samples, scored_text
@@ -164,18 +164,6 @@ def test_cheap_sources_serve_a_batch_that_has_time_and_others_help_one_that_has_
     assert shares(600.0) == {"own": 60}
     assert shares(40.0)["paid"] >= 10
     assert shares(600.0, own=fails(TransientError("503")))["paid"] == 60
-
-
-def test_the_same_seed_gives_the_same_schedule():
-    def behaviour(number, request, now):
-        return TransientError("503") if number % 5 == 2 else Throttled("429") if number % 11 == 7 else 1.0
-
-    def schedule():
-        stage = Stage({"a": behaviour, "b": by_size(3.0, base=0.2)}, options={"limits": {"a": {"concurrency": 5}}})
-        played = stage.play(sized(*[37 * number % 900 for number in range(80)]))
-        return stage.sent, played.rewards, played.finished_s
-
-    assert schedule() == schedule()
 
 
 def test_a_large_sample_is_not_overtaken_for_its_tokens_for_ever():

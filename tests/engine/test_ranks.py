@@ -223,17 +223,6 @@ def test_the_call_goes_on_if_the_sample_that_made_it_is_cancelled() -> None:
     assert [outcome.reward for outcome in here.run(main)] == [0.5, 1.0]
 
 
-def test_cancelling_a_group_leaves_nothing() -> None:
-    async def main(engine: RewardEngine) -> None:
-        futures = await engine.score_each(group(1, 2, 3))
-        await asyncio.sleep(0.5)
-        for future in futures:
-            future.cancel()
-        await asyncio.sleep(0)
-
-    stage().run(main)
-
-
 @pytest.mark.anyio
 async def test_a_journal_answers_for_a_group_in_any_order(tmp_path: Any) -> None:
     keep = {"journal": {"path": str(tmp_path / "j.sqlite"), "keep": "all"}}

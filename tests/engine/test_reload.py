@@ -155,7 +155,7 @@ def test_samples_under_way_end_by_the_judges_they_began_with():
 
 def test_numbers_are_shown_and_no_text():
     before, after = tree("a"), tree("a")
-    after["sources"]["a"] |= {"weight": 2.5, "model": "sk-1", "parameters": {"seed": 72345}}
+    after["sources"]["a"] |= {"weight": 2.5, "model": "sk-1", "parameters": {"seed": 12345}}
     found = str(difference(load_config(before), load_config(after)))
     assert "sources.a.weight: 1 -> 2.5" in found
     assert "sources.a.model: changed" in found

@@ -9,13 +9,12 @@ import pytest
 
 from qreward_plugins import Cause, Failed, Scored
 from qreward_plugins.errors import PermanentError
-from qreward_plugins.samples import Sample
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.simulation.clock import VirtualTimeLoop
 from qreward_plugins.sources.base import Reply
 
-from ..kit import NEVER_S, MemoryJournal, Stage, now
+from ..kit import NEVER_S, MemoryJournal, Stage, make_sample, make_samples, now
 
 
 def tree(*, weights=None, words=None, rules=None, limits=None, total=None, **top):
@@ -47,14 +46,6 @@ def simulated(*, llm=lambda number, request, now: 2.0, rm=lambda number, request
     }
 
 
-def sample(response="yes", **fields):
-    return Sample([{"role": "user", "content": "Is it?"}], response, **fields)
-
-
-def samples(count, **fields):
-    return [sample("x" * (10 + number), **fields) for number in range(count)]
-
-
 def hangs_for(response, seconds=1.0):
     return lambda number, request, now: NEVER_S if request.sample.response == response else seconds
 
@@ -68,7 +59,7 @@ def engine_run(config, sources, main, *, journal=None, loop=None):
 
 def test_the_parts_are_asked_at_the_same_time_and_added():
     async def main(engine):
-        return await engine.score(sample(id="s")), now(), engine.statistics(), engine.facts()
+        return await engine.score(make_sample(id="s")), now(), engine.statistics(), engine.facts()
 
     sources = simulated()
     outcome, at, statistics, facts = engine_run(tree(total={"correct_at": 0.6}), sources, main)
@@ -87,7 +78,9 @@ def test_the_parts_are_asked_at_the_same_time_and_added():
 
 def test_a_judge_may_be_a_part_and_have_routes_of_its_own():
     async def main(engine):
-        return await engine.score_all([sample(data_source="code"), sample(data_source="math"), sample(data_source="")])
+        return await engine.score_all(
+            [make_sample(data_source="code"), make_sample(data_source="math"), make_sample(data_source="")]
+        )
 
     config = tree(routes={"code": "rules", "m*": "total"})
     code, math, nobody = engine_run(config, simulated(), main)
@@ -105,7 +98,7 @@ def test_a_part_that_fails_ends_the_sample_and_cancels_the_other(journal, caplog
     book = journal and journal()
 
     async def main(engine):
-        outcome = await engine.score(sample(), deadline_s=60.0)
+        outcome = await engine.score(make_sample(), deadline_s=60.0)
         at = now()
         await asyncio.sleep(1)
         return outcome, at, sources["llm"].in_flight, engine.statistics(), engine.last_batch()
@@ -127,7 +120,7 @@ def test_a_sample_that_a_part_cannot_be_asked_about_costs_nothing():
     sources = simulated()
 
     async def main(engine):
-        outcome = await engine.score(sample())
+        outcome = await engine.score(make_sample())
         await asyncio.sleep(1)
         return outcome
 
@@ -156,7 +149,7 @@ def test_all_parts_end_in_the_same_step_of_the_loop_when_their_time_is_up():
     sources = simulated(llm=lambda *_: 20.0, rm=lambda *_: 10.0)
 
     async def main(engine):
-        outcomes = await engine.score_all(samples(5), deadline_s=5.0)
+        outcomes = await engine.score_all(make_samples(5), deadline_s=5.0)
         await asyncio.sleep(30)
         return outcomes
 
@@ -171,7 +164,7 @@ def test_a_call_that_is_cancelled_at_once_leaves_nothing():
 
     async def main(engine):
         for steps in range(12):
-            task = asyncio.ensure_future(engine.score(sample()))
+            task = asyncio.ensure_future(engine.score(make_sample()))
             for _ in range(steps):
                 await asyncio.sleep(0)
             task.cancel()
@@ -191,7 +184,10 @@ def test_a_call_that_is_cancelled_at_once_leaves_nothing():
 
 @pytest.mark.parametrize(("quorum", "at", "reasons"), [(0.75, 5.0, ["cutoff"]), (0.9, 60.0, ["deadline"])])
 def test_a_quorum_counts_samples_and_not_parts(quorum, at, reasons):
-    batch = [*(sample("good", group_id="g") for _ in range(6)), *(sample("hangs", group_id="g") for _ in range(2))]
+    batch = [
+        *(make_sample(response="good", group_id="g") for _ in range(6)),
+        *(make_sample(response="hangs", group_id="g") for _ in range(2)),
+    ]
 
     async def main(engine):
         outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=quorum), deadline_s=60.0)
@@ -206,9 +202,9 @@ def test_a_quorum_counts_samples_and_not_parts(quorum, at, reasons):
 
 def test_a_sample_whose_sum_failed_is_not_waited_for():
     batch = [
-        *(sample("good", group_id="g") for _ in range(8)),
-        sample("refused", group_id="g"),
-        sample("hangs", group_id="g"),
+        *(make_sample(response="good", group_id="g") for _ in range(8)),
+        make_sample(response="refused", group_id="g"),
+        make_sample(response="hangs", group_id="g"),
     ]
 
     def rules(number, request, now):
@@ -225,7 +221,7 @@ def test_a_sample_whose_sum_failed_is_not_waited_for():
 
 
 def test_a_part_that_is_never_asked_is_no_sample_of_its_own():
-    batch = [sample("good", group_id="g"), sample(" ", group_id="g")]
+    batch = [make_sample(response="good", group_id="g"), make_sample(response=" ", group_id="g")]
 
     async def main(engine):
         outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=1.0), deadline_s=60.0)
@@ -242,7 +238,7 @@ def test_every_part_is_on_record_by_itself_and_other_weights_cost_nothing():
     book = MemoryJournal()
 
     async def main(engine):
-        return await engine.score_all(samples(3)), engine.statistics()
+        return await engine.score_all(make_samples(3)), engine.statistics()
 
     first = simulated()
     engine_run(tree(), first, main, journal=book)
@@ -261,7 +257,7 @@ def test_only_what_is_not_on_record_is_asked_for():
     book = MemoryJournal()
 
     async def main(engine):
-        (outcome,) = await engine.score_all([sample()], cutoff=Cutoff(60.0))
+        (outcome,) = await engine.score_all([make_sample()], cutoff=Cutoff(60.0))
         return outcome, engine.last_batch(), engine.statistics()
 
     engine_run(tree(), simulated(), main, journal=book)

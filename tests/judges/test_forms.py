@@ -20,7 +20,7 @@ from qreward_plugins.samples import Failed, Sample, Scored
 from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import each_of
+from ..kit import each_of, told
 
 Build = Callable[..., LLMJudge]
 LABELS = {"correct": 1, "partly": 0.5, "wrong": 0}
@@ -28,10 +28,6 @@ TAGGED: dict[str, Any] = {"read": "tagged"}
 SCORE: dict[str, Any] = {"read": {"form": "tagged", "tag": "score"}}
 BOXED: dict[str, Any] = {"read": "boxed", "labels": LABELS}
 LOGPROBS: dict[str, Any] = {"read": "logprobs", "labels": LABELS}
-
-
-def told(request: Request) -> str:
-    return str(request.messages[-1]["content"])
 
 
 def shown(request: Request) -> str:

@@ -18,7 +18,7 @@ from qreward_plugins.samples import Cause, Sample
 from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.sources.routing import shared_prefix
 
-from ..kit import each_of
+from ..kit import each_of, told
 
 Build = Callable[..., LLMJudge]
 
@@ -27,21 +27,16 @@ def answer(request: Request, score: object, **keys: object) -> Reply:
     return Reply(text=json.dumps({"id": request.nonce, "rationale": "Because.", "score": score, **keys}))
 
 
-def user(request: Request) -> str:
-    assert request.messages[-1]["role"] == "user"
-    return request.messages[-1]["content"]
-
-
 def blocks(judge: LLMJudge, sample: Sample) -> dict[str, str]:
     request = judge.request(sample, attempt=0)
-    nonce, found = read_fences(user(request))
+    nonce, found = read_fences(told(request))
     assert nonce == request.nonce
     return dict(found)
 
 
 def test_the_prompt_has_its_parts_in_order(llm: Build, sample: Sample) -> None:
     request = llm(criteria={"proof": "Is it proven?"}).request(sample, attempt=0)
-    text, nonce, shared = user(request), request.nonce, request.shared_nonce
+    text, nonce, shared = told(request), request.nonce, request.shared_nonce
     assert request.messages[0]["role"] == "system"
     parts = [
         "Grade one response",
@@ -63,7 +58,7 @@ def test_the_prompt_has_its_parts_in_order(llm: Build, sample: Sample) -> None:
 def test_no_template_can_lose_a_block_or_the_rules(llm: Build, sample: Sample, instructions: str | None) -> None:
     judge = llm(instructions=instructions)
     request = judge.request(sample, attempt=0)
-    text = user(request)
+    text = told(request)
     assert blocks(judge, sample) == {"question": "What is 2 + 2?", "reference": "4", "response": "It is 4."}
     for label in ("question", "reference", "response"):
         nonce = request.nonce if label == "response" else request.shared_nonce
@@ -115,7 +110,7 @@ def test_a_prompt_that_is_cut_keeps_the_roles_of_its_turns(llm: Build, sample: S
     for most in range(1000, 1060):
         request = llm(max_prompt_chars=most).request(replace(sample, messages=turns), attempt=0)
         own = request.shared_nonce
-        text = read_fences(user(request))[1]["question"]
+        text = read_fences(told(request))[1]["question"]
         marked = [line for line in text.splitlines() if own in line]
         assert len(marked) > 1
         assert set(marked) <= {f"[user {own}]", f"[assistant {own}]"}
@@ -294,7 +289,7 @@ def test_thoughts_are_not_judged(llm: Build, sample: Sample, response: str, show
 def test_a_long_chain_of_thought_is_shown_whole_by_default(llm: Build, sample: Sample) -> None:
     response = "Let me think about this. " * 10_000
     request = llm().request(replace(sample, response=response), attempt=0)
-    assert read_fences(user(request))[1]["response"] == response
+    assert read_fences(told(request))[1]["response"] == response
     assert not request.cut
     assert not llm().verdict(request, answer(request, 7)).cut
 
@@ -316,7 +311,7 @@ def test_a_text_that_is_cut_marks_the_verdict(llm: Build, sample: Sample, label:
         request = judge.request(replace(sample, **changed), attempt=0)
         assert request.cut is cut
         assert judge.verdict(request, answer(request, 7)).cut is cut
-        assert ("left out here" in user(request)) is cut
+        assert ("left out here" in told(request)) is cut
         assert judge.screen(replace(sample, **changed)) is None
 
 
@@ -393,7 +388,7 @@ def test_the_prompts_of_siblings_are_the_same_up_to_the_response(llm: Build, sam
         llm(key=b"of another process").request(replace(sample, response="It is five, I think."), attempt=1),
     )
     assert first.nonce != other.nonce
-    heads = [user(request).partition(f"<<<response {request.nonce}>>>")[0] for request in (first, other)]
+    heads = [told(request).partition(f"<<<response {request.nonce}>>>")[0] for request in (first, other)]
     assert heads[0] == heads[1]
     assert heads[0].endswith(f"<<<end reference {first.shared_nonce}>>>\n\nThe response to judge:\n")
     assert shared_prefix(first) == shared_prefix(other)

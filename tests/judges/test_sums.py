@@ -74,6 +74,12 @@ def test_sources_are_told_in_one_order_once_each(total: Any) -> None:
     assert verdict.source == "a"
 
 
+@each_of(("first", "second"), [(True, True), (True, False), (False, True), (False, False)])
+def test_it_is_cached_only_if_all_of_it_is(total: Any, first: bool, second: bool) -> None:
+    verdict = total().added({"quality": Verdict(1, cached=first), "format": Verdict(1, cached=second)})
+    assert verdict.cached == (first and second)
+
+
 def test_correctness_is_the_sums_own(total: Any) -> None:
     parts = {"quality": Verdict(1.0, correct=True), "format": Verdict(0.5, correct=True)}
     assert total().added(parts).correct is None

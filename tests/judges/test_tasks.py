@@ -18,15 +18,11 @@ from qreward_plugins.samples import Sample, Verdict
 from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import each_of
+from ..kit import each_of, told
 
 Build = Callable[..., LLMJudge]
 LABELS = {"correct": 1, "partly": 0.5, "wrong": 0}
 RUBRIC = {"criteria": [{"text": "Says 4", "points": 3, "name": "four"}, {"text": "Is rude", "points": -2}]}
-
-
-def told(request: Request) -> str:
-    return str(request.messages[-1]["content"])
 
 
 def read(judge: LLMJudge, sample: Sample, **fields: Any) -> Verdict:

@@ -18,7 +18,7 @@
 from .configs import make_config, make_limits, make_sample, make_samples
 from .disks import read_only
 from .journals import MemoryJournal
-from .judges import asked
+from .judges import asked, told
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
 from .players import FRAMEWORKS, Step, play
 from .programs import SAFETY_S, Program, wait_until
@@ -57,6 +57,7 @@ __all__ = [
     "takes",
     "tasks_left",
     "threads_left",
+    "told",
     "wait_until",
     "wired",
 ]

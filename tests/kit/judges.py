@@ -10,6 +10,7 @@ from qreward_plugins import Sample, Verdict
 from qreward_plugins.judges import Judge, JudgeFailed
 from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
 from qreward_plugins.simulation import run
+from qreward_plugins.sources import Request
 
 SAMPLE = Sample([{"role": "user", "content": "?"}], "yes", step=250)
 
@@ -40,3 +41,9 @@ def asked(judge: Judge, step: int | None = 250, **says: Any) -> tuple[Any, list[
 
     said, at = run(main())
     return said, order, at
+
+
+def told(request: Request) -> str:
+    """What a language model is told by a request."""
+    assert request.messages[-1]["role"] == "user"
+    return str(request.messages[-1]["content"])

@@ -79,7 +79,7 @@ class Runner:
         if self._pool is not None:
             if error is not None:
                 terminate(self._pool)
-            self._pool.shutdown()
+            self._pool.shutdown(cancel_futures=True)
 
     def _one(self, task: Task) -> Run:
         run = _rehearse(task)

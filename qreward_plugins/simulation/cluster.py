@@ -357,7 +357,8 @@ class Cluster:
         return sum(worker.unfinished for worker in self.workers if worker.loop.alive)
 
     def _loops(self) -> list[ProcessLoop]:
-        return [self.world, *(each.loop for each in (*self.keepers, *self.workers))]
+        keepers = (keeper.loop for keeper in self.keepers)
+        return [self.world, *keepers, *(worker.loop for worker in self.workers)]
 
     def send(
         self, worker: WorkerProcess, to: ProcessLoop, what: Callable[..., Any], *arguments: Any, slow_s: float = 0.0

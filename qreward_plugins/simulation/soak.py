@@ -153,8 +153,9 @@ def soak_in_processes(
         try:
             for done in as_completed([processes.submit(soak, *shard) for shard in shards(first, last)]):
                 yield done.result()
-        finally:
+        except BaseException:
             terminate(processes)
+            raise
 
 
 def _soak(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from ..config import Batch
 from ..errors import QRewardError, Throttled
 from ..samples.spent import Usage
 from ..sources.base import Reply, Request
+from .strict_limits import Excess, SlidingWindow
 
 Behaviour = Callable[[int, Request, float], "float | QRewardError"]
 """(number of the request from 0, request, time) -> seconds until its answer, or the error it ends with at once."""
@@ -57,7 +57,10 @@ class SimulatedSource:
     closed: bool = False
     carried: list[int] = field(default_factory=list)
     """Number of calls of each request."""
-    _window: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._requests = SlidingWindow(self.requests_per_window, self.window_s)
+        self._tokens = SlidingWindow(self.tokens_per_window, self.window_s)
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         await self._serve([request], lambda number, now: self.behaviour(number, request, now), on_sent)
@@ -104,18 +107,14 @@ class SimulatedSource:
         self.closed = True
 
     def _admit(self, spent: int, now: float, *, book: bool) -> None:
-        while self._window and self._window[0][0] <= now - self.window_s:
-            self._window.popleft()
-        tokens = sum(earlier for _, earlier in self._window) + spent
-        over = (
-            ("requests", len(self._window) + 1 > self.requests_per_window),
-            ("tokens", tokens > self.tokens_per_window),
-            ("concurrency", self.in_flight + 1 > self.concurrency),
-        )
-        for limit, broken in over:
-            if broken:
+        windows = ("requests", self._requests, 1), ("tokens", self._tokens, spent)
+        over = [(limit, window.excess(amount, now)) for limit, window, amount in windows]
+        over.append(("concurrency", Excess(1, 1.0) if self.in_flight + 1 > self.concurrency else None))
+        for limit, excess in over:
+            if excess is not None:
                 self.violations.append((now, limit))
-                wait = self._window[0][0] + self.window_s - now if self._window else 1.0
-                raise Throttled(f"{self.name} is over its {limit}", status=429, retry_after_s=wait)
+                wait_s = excess.retry_after_s
+                raise Throttled(f"{self.name} is over its {limit}", status=429, retry_after_s=wait_s)
         if book:
-            self._window.append((now, spent))
+            for _, window, amount in windows:
+                window.enter(amount, now)

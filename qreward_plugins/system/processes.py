@@ -19,11 +19,10 @@ def process_pool(processes: int) -> ProcessPoolExecutor:
 
 
 def terminate(pool: ProcessPoolExecutor) -> None:
-    """End the processes of a pool at once, whatever they compute. `pool.shutdown` then waits for little."""
+    """End the processes of a pool at once, whatever they compute. `pool.shutdown` is left to the caller."""
     # Python has a public way to do this from 3.14 on (`terminate_workers`).
     for process in list((getattr(pool, "_processes", None) or {}).values()):
         process.terminate()
-    pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _begin() -> None:

@@ -101,7 +101,7 @@ class Figures:
     async def aclose(self) -> None:
         """End the processes, whatever they compute. Idempotent."""
         terminate(self._pool)
-        await asyncio.to_thread(self._pool.shutdown)
+        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
 
 
 def audited(*paths: str) -> dict[str, Any]:

@@ -344,12 +344,6 @@ def test_idle_keys_are_forgotten_but_their_limits_are_not():
     run(main())
 
 
-def test_concurrency_is_never_exceeded():
-    calls = Calls(then=1.0)
-    run(accelerated(calls, concurrency=7, retries=2, hedge=0.5, timeout_s=0.8, default=0).map(range(50)))
-    assert calls.peak <= 7
-
-
 def test_limits_of_a_source_of_a_configuration():
     config = {
         "sources": {

@@ -29,8 +29,36 @@ def test_throttled_requests_are_not_taken_for_accepted_ones(client, server):
     assert subject.refused(0) > 0
 
 
-def test_calendar_windows_are_used_at_their_boundaries(client, server):
-    assert client(server(600, kind="fixed")).run(600).rate(0, 600) >= 590
+STORM, FIRST_STORM = ((100, 120),), ((2, 22),)
+
+
+@pytest.mark.parametrize(
+    ("truth", "since", "until", "least"),
+    [
+        ({"per_window": 600, "kind": "fixed"}, 0, 600, 590),
+        # A concurrency that asks for pauses is not taken for a window for ever.
+        ({"concurrency": 8, "retry_after": 2.0}, 60, 600, 0.7 * 160),
+        # A storm does not collapse what was learned, and at the start is not taken for the limit.
+        *(({"per_window": 600, "storms": STORM, "retry_after": told}, 180, 400, 590) for told in ("true", 5.0)),
+        *(
+            ({"per_window": 600, "storms": FIRST_STORM, "retry_after": told}, 120, 400, 570)
+            for told in ("true", 5.0, None)
+        ),
+        *(
+            ({"concurrency": 64, "storms": STORM, "retry_after": told}, 200, 400, 0.78 * 64 * 20)
+            for told in ("true", None)
+        ),
+        # An announced limit of a second does not slow down to one of a minute; the first minute teaches the window.
+        *(
+            ({"per_window": 10, "window_s": 1, "announces": 10, "kind": kind}, 120, 600, 330)
+            for kind in ("bucket", "sliding", "fixed")
+        ),
+        # It announces too little, and then nothing any more.
+        ({"per_window": 600, "announces": 60, "silent_after_s": 30.0}, 240, 600, 590),
+    ],
+)
+def test_a_server_is_used_well(client, server, truth, since, until, least):
+    assert client(server(**truth)).run(until).rate(since, until) >= least
 
 
 @pytest.mark.parametrize("concurrency", [1, 8, 64, 200])
@@ -41,32 +69,9 @@ def test_a_concurrency_is_learned(client, server, concurrency):
     assert 0.6 * concurrency <= subject.quota.use(600).learned_concurrency <= concurrency + 2
 
 
-def test_a_concurrency_that_asks_for_pauses_is_not_taken_for_a_window_for_ever(client, server):
-    subject = client(server(concurrency=8, retry_after=2.0)).run(600)
-    assert subject.rate(60, 600) >= 0.7 * 160
-
-
 def test_an_outage_without_retry_after_teaches_no_window(client, server):
     subject = client(server(concurrency=64, storms=((2, 22),), retry_after=None)).run(60)
     assert subject.quota.use(60).learned_requests_per_minute is None
-
-
-@pytest.mark.parametrize("retry_after", ["true", 5.0])
-def test_a_storm_does_not_collapse_a_learned_window(client, server, retry_after):
-    subject = client(server(600, storms=((100, 120),), retry_after=retry_after)).run(400)
-    assert subject.rate(180, 400) >= 590
-
-
-@pytest.mark.parametrize("retry_after", ["true", 5.0, None])
-def test_a_storm_at_the_start_is_not_taken_for_the_limit(client, server, retry_after):
-    subject = client(server(600, storms=((2, 22),), retry_after=retry_after)).run(400)
-    assert subject.rate(120, 400) >= 570
-
-
-@pytest.mark.parametrize("retry_after", ["true", None])
-def test_a_storm_does_not_collapse_a_learned_concurrency(client, server, retry_after):
-    subject = client(server(concurrency=64, storms=((100, 120),), retry_after=retry_after)).run(400)
-    assert subject.rate(200, 400) >= 0.78 * 64 * 20
 
 
 def test_what_was_learned_lives_from_batch_to_batch(client, server):
@@ -87,12 +92,6 @@ def test_an_announced_limit_is_kept_without_a_429(client, server):
     assert subject.rate(0, 60) >= 595
     assert subject.quota.use(60).learned_from == "announced"
     assert any(words and "announced limit: 600 requests in 60 s" in words for words in subject.words)
-
-
-@pytest.mark.parametrize("kind", ["bucket", "sliding", "fixed"])
-def test_an_announced_limit_of_a_second_does_not_slow_down_to_one_of_a_minute(client, server, kind):
-    subject = client(server(10, window_s=1, announces=10, kind=kind)).run(600)
-    assert subject.rate(120, 600) >= 330  # of 600 at most; the first minute teaches the window
 
 
 def test_an_announced_bucket_of_an_hour_is_used_as_it_refills(client, server):
@@ -119,10 +118,6 @@ def test_an_announced_limit_that_is_too_low_does_not_throttle_for_ever(client, s
     assert subject.rate(0, 60) <= 62  # believed first
     assert subject.rate(120, 600) >= 590
     assert any(words and "accepted more than 60 requests" in words for words in subject.words)
-
-
-def test_a_server_that_stops_to_announce_is_still_used(client, server):
-    assert client(server(600, announces=60, silent_after_s=30.0)).run(600).rate(240, 600) >= 590
 
 
 def test_a_repeated_announcement_does_not_overrule_a_429():

@@ -72,43 +72,26 @@ def actor(monkeypatch):
     return KeeperActor()
 
 
-async def test_a_dead_actor_is_a_lost_keeper_and_is_looked_up_anew(lookups):
-    first, second = Handle(exceptions.ActorDiedError()), Handle(None)
-    lookups.handles += [first, second]
-    way, member = RayKeeper(), a_member()
-    with pytest.raises(KeeperLost):
-        await way.exchange(a_report(member))
-    assert await way.exchange(a_report(member)) is None
-    assert (len(first.calls), len(second.calls), lookups.count) == (1, 1, 2)
-
-
 @pytest.mark.parametrize(
-    "error",
+    ("what", "end", "error", "count"),
     [
-        exceptions.ActorUnavailableError("not now", None),
-        exceptions.RaySystemError("no"),
-        ConnectionError("Ray was shut down"),
-        RuntimeError("anything"),
+        ("call", exceptions.ActorDiedError(), KeeperLost, 2),
+        # Whatever else happens says nothing of the keeper: the same one is asked again.
+        ("call", exceptions.ActorUnavailableError("not now", None), KeeperSilent, 1),
+        ("call", exceptions.RaySystemError("no"), KeeperSilent, 1),
+        ("call", ConnectionError("Ray was shut down"), KeeperSilent, 1),
+        ("call", RuntimeError("anything"), KeeperSilent, 1),
+        ("lookup", ConnectionError("no cluster"), KeeperSilent, 2),
     ],
-    ids=lambda error: type(error).__name__,
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-async def test_whatever_else_happens_says_nothing_of_the_keeper(lookups, error):
-    handle = Handle(error, None)
-    lookups.handles.append(handle)
+async def test_only_a_dead_actor_is_a_lost_keeper_and_it_is_looked_up_anew(lookups, what, end, error, count):
+    lookups.handles += [end if what == "lookup" else Handle(end, None), Handle(None)]
     way, member = RayKeeper(), a_member()
-    with pytest.raises(KeeperSilent, match=type(error).__name__):
-        await way.exchange(a_report(member))
-    # It is the same keeper that is asked again.
-    assert await way.exchange(a_report(member)) is None
-    assert lookups.count == 1
-
-
-async def test_a_lookup_that_fails_is_silence_and_is_tried_again(lookups):
-    lookups.handles += [ConnectionError("no cluster"), Handle(None)]
-    way, member = RayKeeper(), a_member()
-    with pytest.raises(KeeperSilent, match="ConnectionError"):
+    with pytest.raises(error, match="has died" if error is KeeperLost else type(end).__name__):
         await way.exchange(a_report(member))
     assert await way.exchange(a_report(member)) is None
+    assert lookups.count == count
 
 
 async def test_however_many_give_up_on_a_lookup_that_hangs_there_is_one(lookups):

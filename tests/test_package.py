@@ -46,7 +46,7 @@ CEILINGS = {
 """What may only fall. Lower a number with the commit that reaches it."""
 
 CODE_LINES = {
-    "testing": 8_360,
+    "testing": 7_940,
     # Functions with devices, methods of Ray actors, and embeddings ("Reach").
     "sources": 7_240,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.

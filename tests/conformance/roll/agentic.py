@@ -175,14 +175,12 @@ def _describe(episode: int, env: int, rollout: DataProto) -> dict[str, Any]:
         "episode": episode,
         "env": env,
         "text": decode([token for token in tensors["input_ids"][0].tolist() if token > 2]),
-        "scores": tensors["scores"][0].tolist(),
         "score_sum": tensors["scores"].sum().item(),
         "mask": int(tensors["response_mask"].sum()),
         "episode_score": float(columns["episode_scores"][0]),
         "step_scores": [float(score) for row in columns["step_scores"] for score in np.atleast_1d(row)],
         "row_scores": tensors["scores"].sum(-1).tolist(),
         "metrics": dict(rollout.meta_info["metrics"]),
-        "tensors": sorted(tensors.keys()),
     }
 
 

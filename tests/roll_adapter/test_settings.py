@@ -30,7 +30,7 @@ def tree(url: str = "http://judge.test/v1", **more: Any) -> dict[str, Any]:
 
 
 def test_a_file_can_be_named_by_the_environment_of_the_worker(tmp_path, monkeypatch) -> None:
-    """Also where the variable is not in the environment of this process, as in the rollout loop's."""
+    """Also where the variable is not in the environment of this process."""
     monkeypatch.delenv("QREWARD_CONFIG", raising=False)
     file = tmp_path / "judges.yaml"
     file.write_text(yaml.safe_dump(tree(on_failure="raise")))

@@ -35,17 +35,8 @@ class Spoilt(Worker):
         return RollDataProto.from_dict(tensors, meta_info={"metrics": {}})
 
 
-def train(worker: type[Worker], **flags: Any) -> FakeRollTrainer:
-    return FakeRollTrainer(
-        {"d": {"worker_cls": worker, **flags.pop("reward", {})}},
-        **{
-            "respond": lambda draft, rng: str(draft.number),
-            "user_defined_rollout_loop_cls": LOOP,
-            "adv_estimator": "grpo",
-            "rollout_batch_size": 2,
-            **flags,
-        },
-    )
+def number(draft: Any, rng: Any) -> str:
+    return str(draft.number)
 
 
 MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), pytest.param({}, id="group")]
@@ -60,10 +51,10 @@ MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), py
     ],
 )
 def test_what_is_no_number_of_another_worker_is_masked_and_poisons_nothing(
-    mode, rewards, scores, expected, masked
+    train, mode, rewards, scores, expected, masked
 ) -> None:
-    with train(type("Worker", (Spoilt,), {"rewards": rewards, "scores": scores}), **mode) as trainer:
-        step = trainer.step()
+    worker = type("Worker", (Spoilt,), {"rewards": rewards, "scores": scores})
+    step = train(number, reward={"worker_cls": worker}, **mode).step()
     assert not step.poisoned
     assert step.raw_rewards == pytest.approx(expected * 2)
     assert step.scores == pytest.approx(expected * 2)
@@ -71,27 +62,27 @@ def test_what_is_no_number_of_another_worker_is_masked_and_poisons_nothing(
     assert not [name for name in step.metrics if "qreward" in name], "these rewards are not ours"
 
 
-def test_a_worker_that_only_gives_nan_ends_the_training_in_the_end() -> None:
+def test_a_worker_that_only_gives_nan_ends_the_training_in_the_end(train) -> None:
     class Gone(Spoilt):
         rewards = scores = (math.nan,) * 4
 
-    with train(Gone) as trainer, pytest.raises(JudgeUnavailable, match=r"256 groups in a row.*not a finite reward"):
-        trainer.step()
+    with pytest.raises(JudgeUnavailable, match=r"256 groups in a row.*not a finite reward"):
+        train(number, reward={"worker_cls": Gone}).step()
 
 
-def test_validation_of_another_worker_leaves_a_nan_out_of_its_tag() -> None:
+def test_validation_of_another_worker_leaves_a_nan_out_of_its_tag(train) -> None:
     class Right(Spoilt):
         rewards = scores = (1.0, math.nan, 1.0, 1.0)
 
-    with train(Right, val_rows=["a", "b"], val_generating_args={"num_return_sequences": 4}) as trainer:
-        validation = trainer.validate()
+    flags = {"val_rows": ["a", "b"], "val_generating_args": {"num_return_sequences": 4}}
+    validation = train(number, reward={"worker_cls": Right}, **flags).validate()
     # ROLL takes the mean over all of as many responses as it asked for.
-    assert validation.val_correct == {"all": 0.75, "d": 1.0, "d/qreward_failed": 0.0}
+    assert validation.val_correct == {"all": 0.75, "judged": 1.0, "judged/qreward_failed": 0.0}
     assert sorted(validation.scores) == [0.0] * 2 + [1.0] * 6
 
 
-def test_rolls_own_filter_sees_the_neutral_rewards() -> None:
-    reward = {"query_filter_config": {"type": "std_filter", "filter_args": {"std_threshold": 0.0}}}
+def test_rolls_own_filter_sees_the_neutral_rewards(train) -> None:
+    flat = {"type": "std_filter", "filter_args": {"std_threshold": 0.0}}
     calls = 0
 
     class Once(Spoilt):
@@ -101,29 +92,25 @@ def test_rolls_own_filter_sees_the_neutral_rewards() -> None:
             self.rewards = self.scores = (0.0, math.nan, 1.0, 0.5) if calls > 2 else (0.5, math.nan, 0.5, 0.5)
             return await super().compute_rewards(data)
 
-    with train(Once, reward=reward) as trainer:
-        step = trainer.step()
+    step = train(number, reward={"worker_cls": Once, "query_filter_config": flat}).step()
     assert len(step.dropped) == 2
     assert step.raw_rewards == pytest.approx([0.0, 0.5, 1.0, 0.5] * 2)
 
 
-def test_domains_have_gates_of_their_own(make_tree, judge) -> None:
+def test_domains_have_gates_of_their_own(make_tree) -> None:
     ours = {"worker_cls": "roll_adapter.QRewardWorker"}
     rewards = {
         "lax": {**ours, "reward_manager_config": [make_tree(groups={"min_scored": 1})]},
         "strict": {**ours, "reward_manager_config": [make_tree(groups={"min_scored": "all", "give_up_after": 2})]},
     }
 
-    def respond(draft: Any, rng: Any) -> str:
-        return "break" if draft.number == 1 and draft.domain == broken else str(draft.number)
+    def played(broken: str) -> Any:
+        def respond(draft: Any, rng: Any) -> str:
+            return "break" if draft.number == 1 and draft.domain == broken else str(draft.number)
 
-    for broken in ("lax", "strict"):
-        flags = {"respond": respond, "user_defined_rollout_loop_cls": LOOP, "rollout_batch_size": 2}
-        with FakeRollTrainer(rewards, **flags) as trainer:
-            if broken == "strict":
-                with pytest.raises(JudgeUnavailable, match="2 groups in a row had fewer than 4"):
-                    trainer.step()
-                continue
-            step = trainer.step()
-        assert step.column("domain") == ["lax"] * 4 + ["strict"] * 4
-        assert step.trained_tokens == [2, 0, 2, 2, 2, 2, 2, 2]
+        with FakeRollTrainer(rewards, respond=respond, user_defined_rollout_loop_cls=LOOP, rollout_batch_size=2) as it:
+            return it.step()
+
+    assert played("lax").trained_tokens == [2, 0, 2, 2, 2, 2, 2, 2]
+    with pytest.raises(JudgeUnavailable, match="2 groups in a row had fewer than 4"):
+        played("strict")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 import math
 from typing import Any
@@ -231,3 +233,35 @@ def test_a_step_tells_of_rewards_by_data_source_and_of_groups_without_variance(t
     assert [told[f"data/{name}/reward_mean"] for name in seen] == pytest.approx([means[name] for name in seen])
     assert [told[f"data/{name}/failed_rate_mean"] for name in seen] == [0.25, 0.25]
     assert told["reward_mean"] == pytest.approx(sum(means[name] for name in seen) / 2)
+
+
+def test_a_judge_sees_the_images_of_a_training(train: Any, words: Any) -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    rows = [
+        {"messages": [{"role": "user", "content": content}], "images": [pillow.new("RGB", (8, 6), colour)]}
+        for colour in ("red", "blue", "green")
+    ]
+    rows.append({"messages": [{"role": "user", "content": "2 + 2?"}], "images": []})
+    seen: list[Any] = []
+
+    def score(call: Any) -> float:
+        seen.append(call.messages[-1]["content"])
+        return 5.0
+
+    with JudgeServer(score) as server:
+        source = {"kind": "openai", "base_url": server.base_url, "model": "judge", "vision": True}
+        tree = {"sources": {"judge": source}, "judges": {"quality": {"kind": "llm"}}}
+        trainer = train(words("it is"), reward={"reward_manager_config": [tree]}, rows=rows)
+        steps = [trainer.step(), trainer.step()]
+    assert [step.raw_rewards for step in steps] == [[0.5] * 8] * 2
+    urls = [
+        part["image_url"]["url"]
+        for content in seen
+        for part in content
+        if isinstance(part, dict) and "image_url" in part
+    ]
+    shown = [pillow.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0)) for url in urls]
+    assert len(set(shown)) == 3
+    assert len(shown) == 12
+    assert sum(isinstance(content, str) for content in seen) == 4

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 import roll_adapter
 from qreward_plugins import ConfigurationError
@@ -26,6 +27,14 @@ def tree(url: str = "http://judge.test/v1", **more: Any) -> dict[str, Any]:
         "judges": {"quality": {"kind": "llm"}},
         **more,
     }
+
+
+def test_a_file_can_be_named_by_the_environment_of_the_worker(tmp_path, monkeypatch) -> None:
+    """Also where the variable is not in the environment of this process."""
+    monkeypatch.delenv("QREWARD_CONFIG", raising=False)
+    file = tmp_path / "judges.yaml"
+    file.write_text(yaml.safe_dump(tree(on_failure="raise")))
+    assert load_settings(reward(QREWARD_CONFIG=str(file)), domain="d").on_failure == "raise"
 
 
 MISSPELT = tree(engine={"deadline": 3}, judges={"quality": {"kind": "lllm"}})

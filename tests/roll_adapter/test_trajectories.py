@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -15,6 +16,7 @@ import yaml
 from qreward_plugins import ConfigurationError, RewardMissing
 from qreward_plugins.adapters import RunningMeans
 from qreward_plugins.engine.process_portals import close_process_portals
+from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import FakeTrajEnvManager
 from roll_adapter import barrier
 from tests.kit import each_of
@@ -111,6 +113,26 @@ def test_a_manager_that_shows_the_whole_conversation_in_each_step_shows_it_once(
     sample = manager.trajectory_sample(SimpleNamespace(history=history, tag="t", group_id=1, env_id=1))
     assert sample.messages == example
     assert [turn["content"] for turn in sample.turns] == ["3", "And 8?", "8"]
+
+
+def test_what_later_turns_showed_is_of_the_response(manager_of) -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    red, blue = (np.full((6, 8, 3), colour, dtype=np.uint8) for colour in ((255, 0, 0), (0, 0, 255)))
+    prompt = [
+        {"role": "system", "content": "play"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "go"}]},
+    ]
+    history = [
+        {"observation": {"prompt": prompt, "image": [red]}, "llm_response": "left", "messages": None},
+        {"observation": blue, "llm_response": "right", "messages": None},
+        {"observation": "over"},
+    ]
+    cache = SimpleNamespace(tag="maze", group_id=1, env_id=2, history=history)
+    sample = manager_of().trajectory_sample(cache)
+    assert [message["role"] for message in sample.messages] == ["system", "user"]
+    assert Image.of(sample.messages[1]["content"][0]) == Image.of(pillow.fromarray(red))
+    assert sample.response == "assistant: left\n\nuser: [image]\n\nassistant: right"
+    assert sample.response_images == [Image.of(pillow.fromarray(blue))]
 
 
 def test_in_parts_each_turn_adds_to_its_own_step(manager_of, make_tree, judge) -> None:
@@ -241,33 +263,32 @@ def tree_of(make_tree) -> Any:
     return tree
 
 
-def test_a_failed_trajectory_gets_the_mean_of_siblings_that_are_scored_later(manager_of, tree_of, pool) -> None:
-    """Each configuration has an engine of its own, as in processes of their own."""
-    failed = manager_of("break", tree=tree_of(0), size=3)
-    waiting = pool.submit(failed.play)
-    for process, said in ((1, "4"), (2, "8")):
-        rollout = manager_of(said, tree=tree_of(process), size=3, env_id=process).play()
+@each_of(
+    ("size", "siblings", "mean"),
+    [
+        # Each configuration has an engine of its own, as in processes of their own.
+        (3, [("4", {"process": 1}), ("8", {"process": 2})], 0.6),
+        # Groups of other episodes and seeds do not mix.
+        (2, [("2", {"episode": 1}), ("4", {"group_seed": 7}), ("8", {})], 0.8),
+        # A slow sibling leaves its place to whoever asks first (ROLL, `GroupQueue.get_episode_id`).
+        (3, [("2", {"env_id": 1}), ("6", {"env_id": 1})], 0.4),
+    ],
+)
+def test_a_failed_trajectory_gets_the_mean_of_siblings_that_are_scored_later(
+    manager_of, tree_of, pool, monkeypatch, size, siblings, mean
+) -> None:
+    monkeypatch.setattr(barrier, "_here", barrier.Barrier())
+    waiting = pool.submit(manager_of("break", tree=tree_of(), size=size).play)
+    for said, options in siblings:
+        place = {"env_id": 1, **options}
+        episode, tree = place.pop("episode", 0), tree_of(place.pop("process", 0))
+        rollout = manager_of(said, tree=tree, size=size, **place).play(episode_id=episode)
         assert scores(rollout) == pytest.approx(0.125 + int(said) / 10)
         assert int(rollout.batch["response_mask"].sum()) == 2
     rollout = waiting.result(LONG_S)
-    assert scores(rollout) == pytest.approx(0.125 + 0.6)
+    assert scores(rollout) == pytest.approx(0.125 + mean)
     assert int(rollout.batch["response_mask"].sum()) == 0
     assert rollout.meta_info["metrics"]["env/talk/qreward_failed"] == 1.0
-
-
-def test_groups_of_other_episodes_and_seeds_do_not_mix(manager_of, tree_of, pool) -> None:
-    manager_of("2", tree=tree_of(), size=2, env_id=1).play(episode_id=1)
-    manager_of("4", tree=tree_of(), size=2, env_id=1, group_seed=7).play()
-    waiting = pool.submit(manager_of("break", tree=tree_of(), size=2).play)
-    manager_of("8", tree=tree_of(), size=2, env_id=1).play()
-    assert scores(waiting.result(LONG_S)) == pytest.approx(0.125 + 0.8)
-
-
-def test_an_environment_may_play_two_trajectories_of_a_group(manager_of, tree_of, pool) -> None:
-    """A slow sibling leaves its place to whoever asks first (ROLL, `GroupQueue.get_episode_id`)."""
-    for said in ("2", "6"):
-        manager_of(said, tree=tree_of(), size=3, env_id=1).play()
-    assert scores(manager_of("break", tree=tree_of(), size=3).play()) == pytest.approx(0.125 + 0.4)
 
 
 def test_siblings_that_never_come_are_waited_for_no_longer_than_that(manager_of, tree_of) -> None:

@@ -62,8 +62,8 @@ class DraftProxy(BaseLLMProxy):
         return DataProto.from_dict(tensors={"responses": torch.tensor([encode(draft.response)])})
 
 
-class JudgedEnvManager(roll_adapter.QRewardTrajectoryMixin, TrajEnvManager):
-    """What a user of the mixin writes, with an end after so many episodes."""
+class _Episodes:
+    """Ends after so many episodes."""
 
     episodes = 1
     played = 0
@@ -75,16 +75,14 @@ class JudgedEnvManager(roll_adapter.QRewardTrajectoryMixin, TrajEnvManager):
         return super().reset()
 
 
-class JudgedStepEnvManager(roll_adapter.QRewardTrajectoryMixin, StepEnvManager):
+class JudgedEnvManager(roll_adapter.QRewardTrajectoryMixin, _Episodes, TrajEnvManager):
+    """What a user of the mixin writes."""
+
+
+class JudgedStepEnvManager(roll_adapter.QRewardTrajectoryMixin, _Episodes, StepEnvManager):
     """The same with a row for each step. Its prompt is the observation alone."""
 
-    episodes = 1
-    played = 0
-
     def reset(self) -> Any:
-        self.played += 1
-        if self.played > self.episodes:
-            self.stop()
         self.agent_template = "{current_observation}"
         cache = super().reset()
         if cache is not None:
@@ -175,14 +173,12 @@ def _describe(episode: int, env: int, rollout: DataProto) -> dict[str, Any]:
         "episode": episode,
         "env": env,
         "text": decode([token for token in tensors["input_ids"][0].tolist() if token > 2]),
-        "scores": tensors["scores"][0].tolist(),
         "score_sum": tensors["scores"].sum().item(),
         "mask": int(tensors["response_mask"].sum()),
         "episode_score": float(columns["episode_scores"][0]),
         "step_scores": [float(score) for row in columns["step_scores"] for score in np.atleast_1d(row)],
         "row_scores": tensors["scores"].sum(-1).tolist(),
         "metrics": dict(rollout.meta_info["metrics"]),
-        "tensors": sorted(tensors.keys()),
     }
 
 

@@ -1,4 +1,4 @@
-"""Where the configuration may stand in ROLL's, and that its mistakes are found before anything trains."""
+"""Where the configuration may stand in ROLL's."""
 
 from __future__ import annotations
 
@@ -19,22 +19,6 @@ def party(tree=None, **worker):
     keys = scenario_keys(UP, "http://127.0.0.1:9/v1")
     keys["rewards"][DOMAIN].update({"reward_manager_config": [] if tree is None else [tree], **worker})
     return keys
-
-
-def test_mistakes_are_told_with_their_path_when_workers_are_initialised(player):
-    tree = tree_of(UP, "http://127.0.0.1:9/v1")
-    misspelt = json.loads(json.dumps(tree).replace('"concurrency"', '"concurency"'))
-    wrong = player.must(
-        "hire",
-        parties={
-            "misspelt": party(misspelt),
-            "nowhere": party({"config": "nowhere.yaml"}),
-        },
-    )
-    assert all("ConfigurationError" in text for text in wrong.values()), wrong
-    assert f"rewards.{DOMAIN}.reward_manager_config[0]" in wrong["misspelt"]
-    assert "sources.judge.limits.concurency" in wrong["misspelt"]
-    assert "nowhere.yaml" in wrong["nowhere"]
 
 
 def test_a_file_serves_as_well_whichever_way_it_is_named(player, tmp_path):

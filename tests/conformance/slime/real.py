@@ -230,7 +230,9 @@ def job_flags(scenario: Scenario, folder: Path, port: int, tree: Mapping[str, An
     if scenario.partial:
         flags += ["--partial-rollout"]
     if scenario.reward_key:
-        flags += ["--reward-key", scenario.reward_key, "--log-reward-category", "cause"]
+        flags += ["--reward-key", scenario.reward_key]
+        # What slime's own reward model says has no cause.
+        flags += ["--log-reward-category", "cause"] if tree else []
     if scenario.evaluate:
         items = _write_items(folder / "eval.jsonl", EVAL_ITEMS)
         flags += ["--eval-interval", "1", "--eval-prompt-data", "sums", str(items)]

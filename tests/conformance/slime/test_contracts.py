@@ -8,23 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from aiohttp import web
+
+from qreward_plugins.testing import JudgeServer
 
 from .real import environment
-from .servers import ThreadedServer
 
 LOADING = "test_plugin_path_loading_contracts.py"
 HOOKS = "test_plugin_runtime_hook_contracts.py"
-
-
-class Whatever(ThreadedServer):
-    """Scores everything 0.5: the samples of the contract tests are none of ours."""
-
-    def routes(self):
-        async def score(request: web.Request) -> web.Response:
-            return web.json_response({"score": 0.5})
-
-        return [web.post("/score", score)]
 
 
 @pytest.fixture
@@ -46,9 +36,10 @@ def contract(slime_source, tmp_path):
         assert not re.search("skipped|failed|error|xfailed|deselected", summary), summary
         return int(re.search(r"(\d+) passed", summary)[1])
 
-    with Whatever() as server:
+    # The samples of the contract tests are none of ours.
+    with JudgeServer(lambda call: 0.5) as server:
         tree = {
-            "sources": {"scores": {"kind": "http", "url": f"http://127.0.0.1:{server.port}/score"}},
+            "sources": {"scores": {"kind": "http", "url": server.score_url}},
             "judges": {"scores": {"kind": "function"}},
         }
         path = tmp_path / "qreward.yaml"
@@ -86,17 +77,12 @@ def test_the_contract_tests_would_notice(contract):
         contract(LOADING, "--custom-rm-path", "slime_adapter.post_process")
 
 
-def test_eval_function_has_the_parameters_of_slimes_own(player):
-    """slime's contract test of it calls it without arguments to work on, so this asks for the first half of it."""
-    assert (
-        player.ask("parameters", path="slime_adapter.eval_rollout").result
-        == player.ask("parameters", path="slime.rollout.sglang_rollout.generate_rollout").result
-    )
-
-
-def test_the_data_source_has_the_parameters_of_slimes_own(player):
-    """slime's contract test of it has no reward function, which is a mistake of a run."""
-    assert (
-        player.ask("parameters", path="slime_adapter.DataSource").result
-        == player.ask("parameters", path="slime.rollout.data_source.RolloutDataSourceWithBuffer").result
-    )
+@pytest.mark.parametrize(
+    ("ours", "slimes"),
+    [
+        ("slime_adapter.eval_rollout", "slime.rollout.sglang_rollout.generate_rollout"),
+        ("slime_adapter.DataSource", "slime.rollout.data_source.RolloutDataSourceWithBuffer"),
+    ],
+)
+def test_what_slimes_contract_tests_would_call_without_a_run_has_the_parameters_of_slimes_own(player, ours, slimes):
+    assert player.must("parameters", path=ours) == player.must("parameters", path=slimes)

@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from ..judges import GROUP_SIZE, GROUPS, Judge
+from qreward_plugins.testing import JudgeServer
+
+from ..judges import GROUP_SIZE, GROUPS, Judge, read_response
 from ..scenarios import Scenario
 from .checks import check
 from .real import play
-from .servers import ScoreServer
 
 SCENARIO = Scenario("remote", Judge(), "all")
 
@@ -20,37 +21,23 @@ def rewards(played):
     return {sample.draft: (sample.reward, sample.raw, sample.trained, sample.mask) for sample in step.samples}
 
 
-@pytest.fixture
-def remote(player):
-    """Play slime's own remote reward model, and then the flag that replaces it."""
+@pytest.mark.parametrize("key", [None, "score"])
+def test_slimes_own_remote_reward_model_and_then_the_flag_that_replaces_it(player, key):
+    def score(call):
+        reward = read_response(call.response).reward
+        return {"score": reward, "length": 1.0} if key else reward
 
-    def play_both(server, **fields):
-        scenario = Scenario("remote", Judge(), "all", **fields)
-        url = ["--rm-url", server.url]
+    scenario = Scenario("remote", Judge(), "all", hook=False, reward_key=key)
+    with JudgeServer(score) as server:
+        url = ["--rm-url", server.score_url]
         before = play(scenario, player, tree={}, flags=[*url, "--rm-type", "remote_rm"], custom_rm=None)
         after = play(scenario, player, tree={}, flags=url)
-        return scenario, before, after
-
-    return play_both
-
-
-def test_a_number(remote):
-    with ScoreServer() as server:
-        scenario, before, after = remote(server, hook=False)
-    assert before.error is None, before.error_text
-    check(scenario, after)
-    assert rewards(after) == rewards(before)
-
-
-def test_a_mapping_and_a_reward_key(remote):
-    with ScoreServer(mapping=True) as server:
-        scenario, before, after = remote(server, hook=False, reward_key="score")
     assert before.error is None, before.error_text
     check(scenario, after)
     for draft, (reward, *trained) in rewards(before).items():
         moved, *moved_trained = rewards(after)[draft]
         assert moved_trained == trained
-        assert reward.items() <= moved.items(), "what the server said is still there"
+        assert reward.items() <= moved.items() if key else reward == moved, "what the server said is still there"
 
 
 def test_the_configuration_may_come_from_the_environment(new_player, tmp_path):

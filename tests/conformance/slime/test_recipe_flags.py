@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from .real import PROJECT, environment
+from ..recipes import RECIPES, dry_run, prepared
+from .real import environment
 
-SCRIPT = PROJECT / "recipes" / "slime" / "run.sh"
+SCRIPT = RECIPES / "slime" / "run.sh"
 TOLD_IN = ("scripts", "docs", "examples", "tests", "README.md")
 """Where slime shows how its flags, Megatron's and SGLang's are used."""
 
@@ -80,20 +79,8 @@ def test_a_flag_that_slime_does_not_have_would_be_found(player, shown):
     assert "--custom-rm-pth" not in shown
 
 
-@pytest.fixture
-def data(tmp_path) -> Path:
-    """A data set that recipes/prepare_data.py made."""
-    questions, made = tmp_path / "questions.jsonl", tmp_path / "train.jsonl"
-    rows = [{"question": f"What is {number}+1?", "answer": f"So.\n#### {number + 1}"} for number in range(3)]
-    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    script = PROJECT / "recipes" / "prepare_data.py"
-    command = [sys.executable, str(script), "slime", "--from", str(questions), "--to", str(made), "--name", "sums"]
-    subprocess.run([*command, "--instruction", ""], check=True, capture_output=True, timeout=60)
-    return made
-
-
-def test_slime_reads_the_data_set_that_the_script_makes(player, data):
-    samples = player.must("data_set", path=str(data))
+def test_slime_reads_the_data_set_that_the_script_makes(player, tmp_path):
+    samples = player.must("data_set", path=str(prepared("slime", tmp_path)))
     assert [(sample["prompt"], sample["label"]) for sample in samples] == [
         (f"user: What is {number}+1?", f"{number + 1}") for number in range(3)
     ]
@@ -104,42 +91,28 @@ def test_slime_reads_the_data_set_that_the_script_makes(player, data):
     ("recipe", "judges", "flags"),
     [
         ("grpo", SCRIPT.parent / "qreward.yaml", []),
-        ("ppo", PROJECT / "recipes" / "judges" / "thinking.yaml", []),
+        ("ppo", RECIPES / "judges" / "thinking.yaml", []),
         (
             "grpo",
-            PROJECT / "recipes" / "judges" / "colocated.yaml",
+            RECIPES / "judges" / "colocated.yaml",
             ["--sglang-config", str(SCRIPT.parent / "colocated_judge.yaml")],
         ),
     ],
 )
-def test_a_dry_run_finds_nothing_but_the_gpus_missing(slime_source, data, tmp_path, recipe, judges, flags):
-    for name in ("megatron", "model", "reference"):
+def test_a_dry_run_finds_nothing_but_the_gpus_missing(slime_source, tmp_path, recipe, judges, flags):
+    paths = {"MEGATRON_DIR": "megatron", "HF_CHECKPOINT": "model", "REF_LOAD": "reference"}
+    for name in paths.values():
         (tmp_path / name).mkdir()
-    done = subprocess.run(
-        ["bash", str(SCRIPT), recipe, "--dry-run", "--offline", *flags],
-        env=environment(
-            slime_source,
-            PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            SLIME_DIR=str(slime_source),
-            MEGATRON_DIR=str(tmp_path / "megatron"),
-            HF_CHECKPOINT=str(tmp_path / "model"),
-            REF_LOAD=str(tmp_path / "reference"),
-            SAVE=str(tmp_path / "save"),
-            PROMPT_DATA=str(data),
-            EVAL_DATA=str(data),
-            QREWARD_CONFIG=str(judges),
-            CUDA_VISIBLE_DEVICES="",
-            **dict.fromkeys(("JUDGE_BASE_URL", "HOSTED_BASE_URL", "HOSTED_MODEL"), "http://127.0.0.1:1/v1"),
-            HOSTED_API_KEY="sk-never-shown",
-        ),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    data = str(prepared("slime", tmp_path))
+    settings = environment(
+        slime_source,
+        **{variable: str(tmp_path / name) for variable, name in paths.items()},
+        SLIME_DIR=str(slime_source),
+        SAVE=str(tmp_path / "save"),
+        PROMPT_DATA=data,
+        EVAL_DATA=data,
+        QREWARD_CONFIG=str(judges),
+        CUDA_VISIBLE_DEVICES="",
     )
-    assert done.returncode == 1, done.stdout + done.stderr
-    failed = [line.split()[0] for line in done.stdout.splitlines() if " FAIL " in line]
-    assert failed == ["GPUs"], done.stdout + done.stderr
-    assert "sk-never-shown" not in done.stdout + done.stderr
+    assert dry_run("slime", recipe, tmp_path, settings, *flags) == {"GPUs"}
     assert not (tmp_path / "save").exists()

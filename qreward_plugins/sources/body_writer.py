@@ -134,7 +134,9 @@ class BodyWriter:
 
     async def with_images(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
         """Return a body with images as bytes, written in a thread. Raises `SampleRefused`."""
-        written = await self._threads.run(partial(self._encoded_or_reason, request, asks), on_start=_nothing)
+        written: bytes | str = await self._threads.run(
+            partial(self._encoded_or_reason, request, asks), on_start=_nothing
+        )
         if isinstance(written, str):
             raise SampleRefused(written)
         return written

@@ -342,6 +342,14 @@ class AlwaysOne(random.Random):
         return 1.0
 
 
+def test_a_sample_with_an_invalid_reply_is_interesting(path):
+    bad = attempt(of(2), "?", reply="bad", result="invalid")
+    samples = [(None, of(number), scored(float(number % 2)), [bad] if number == 40 else ()) for number in range(60)]
+    put(path, *samples, rng=AlwaysOne())
+    assert 40 in kept(path)
+    assert 42 not in kept(path)
+
+
 def test_a_file_that_is_locked_loses_no_texts_whatever_its_folder_is_called(tmp_path, monkeypatch):
     monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
     (tmp_path / "full-run").mkdir()

@@ -37,10 +37,23 @@ _IMAGE_MODES = frozenset({"1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV",
 def encoded(value: Any) -> bytes:
     """Write a value as JSON, and what JSON has no type for under the name of its class.
 
-    Raises TypeError or ValueError for a value that may be taken for another one, or that contains itself, and any
-    exception of the methods of foreign objects in it.
+    Raises TypeError or ValueError for a value that may be taken for another one, RecursionError for one that contains
+    itself, and any exception of the methods of foreign objects in it.
     """
+    _refuse_other_keys(value)
     return _encode(value).encode()
+
+
+def _refuse_other_keys(value: Any) -> None:
+    """Raise TypeError for a mapping whose keys are no texts: JSON writes 1 and "1" alike."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(type(key))
+            _refuse_other_keys(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_other_keys(item)
 
 
 def _named(value: Any) -> dict[str, Any]:
@@ -62,7 +75,7 @@ def _contents(value: Any, kind: type) -> Any:
         # `fold` distinguishes the two equal local times when a clock is set back an hour.
         return [str(value), getattr(value, "fold", 0)]
     if isinstance(value, Mapping):
-        return dict(value)
+        return list(value.items())
     if dataclasses.is_dataclass(kind):
         return [getattr(value, field.name) for field in dataclasses.fields(kind)]
     # Recognized by module name, because the core does not import these. A masked array is of another module.

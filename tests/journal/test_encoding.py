@@ -50,9 +50,8 @@ def image(colour: Any, mode: str = "RGB", size: tuple[int, int] = (2, 3)) -> Any
         (OmegaConf.create({"a": [1, 2]}), OmegaConf.create({"a": [1, 2]})),
         (image("red"), image("red")),
         (Sample([], "x", extras={"a": 1}), Sample([], "x", extras={"a": 1})),
-        # Nothing that is sent tells these apart.
+        # A judge is sent JSON, where these are alike.
         ((1, 2), [1, 2]),
-        ({1: "a"}, {"1": "a"}),
     ],
 )
 def test_equal_values(one: Any, other: Any) -> None:
@@ -102,11 +101,13 @@ def cyclic() -> list[Any]:
         np.ma.masked_array([1, 2], mask=[True, False]),
         iter([]),
         {("a", object()): 1},
+        {1: "a"},
+        {"a": [{True: "a"}]},
     ],
 )
 def test_a_value_that_cannot_be_told_from_others_is_refused(value: Any) -> None:
     for each in (value, [value]):
-        with pytest.raises((TypeError, ValueError)):
+        with pytest.raises((TypeError, ValueError, RecursionError)):
             encoded(each)
 
 
@@ -124,7 +125,7 @@ def test_the_bytes_are_the_same_in_every_process() -> None:
 
 def test_known_bytes() -> None:
     """Another encoding would make every journal forget; change the `person` of the keys' hash when it has to be."""
-    value = {"b": [1, -2.5, None, True], "a": ({"x": {3}, 1: b"\0"},), "\u00fc": math.nan}
+    value = {"b": [1, -2.5, None, True], "a": ({"x": {3}, "1": b"\0"},), "\u00fc": math.nan}
     assert hashlib.blake2b(encoded(value), digest_size=8).hexdigest() == "c92efc595421d396"
 
 

@@ -172,6 +172,13 @@ def test_the_mistakes_of_all_judges_come_together() -> None:
     assert [mistake.path for mistake in caught.value.mistakes] == ["judges.x.instructions", "judges.y.floor"]
 
 
+def test_a_part_whose_name_looks_like_a_component_of_another_is_a_mistake() -> None:
+    whole = {"kind": "sum", "weights": {"x": 1, "x/proof": 1}}
+    with pytest.raises(ConfigurationError, match="looks like a component of x, another part of t") as caught:
+        router({"x": {"kind": "llm"}, "x/proof": {"kind": "llm"}, "t": whole})
+    assert [mistake.path for mistake in caught.value.mistakes] == ["judges.x/proof"]
+
+
 def test_components_are_those_of_whoever_samples_go_to() -> None:
     judges = {
         "quality": {"kind": "llm", "criteria": {"proof": "?"}, "correct_at": 0.5},

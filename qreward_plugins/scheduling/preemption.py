@@ -1,7 +1,7 @@
 """Preemption: ends attempts that might still be answered, so that their jobs or other jobs go on sooner.
 
     old           if its source is silent or fails others, an attempt is given up at a small age
-    probe         an overdue probe is given up if it takes the last place, or if the next probe is answered
+    probe         an overdue probe is given up if it takes the last place
     time slice    a call of a local function that takes far longer than usual is ended when another sample waits for
                   its worker: some samples make a function hang, and a few of them could take all workers for their
                   whole time limit. Its sample is tried once more when none waits, with the whole time limit

@@ -1,7 +1,7 @@
 """Preemption: ends attempts that might still be answered, so that their jobs or other jobs go on sooner.
 
     old           if its source is silent or fails others, an attempt is given up at a small age
-    probe         an overdue probe is given up if it takes the last place
+    probe         an overdue probe is given up if it takes the last place, or if the next probe is answered
     time slice    a call of a local function that takes far longer than usual is ended when another sample waits for
                   its worker: some samples make a function hang, and a few of them could take all workers for their
                   whole time limit. Its sample is tried once more when none waits, with the whole time limit
@@ -29,6 +29,8 @@ GIVE_UP_SILENT_FROM = 1.0
 """`Attempt.age` from which an attempt is given up if its source is silent."""
 GIVE_UP_FAILING_FROM = 1.5
 """The same if its source fails others. It is higher, because an attempt that did not fail at once may be answered."""
+OVERDUE_FROM = 2.0
+"""Age from which an overdue probe is given up once a later one is answered, as a multiple of what that one took."""
 FIRST_ROOM_S = 5.0
 """Age at which an overdue probe is given up for the next one, if probes take the source's whole concurrency. It doubles
 each time, so that a source that has become slow can answer."""
@@ -70,6 +72,16 @@ class Preemption:
     def source_fails(self, upstream: Upstream, now: float) -> None:
         """Give up the older attempts at a source whose circuit has just opened because of failures."""
         self._give_up_old(upstream, now, GIVE_UP_FAILING_FROM, f"{upstream.name} failed other samples")
+
+    def source_recovered(self, upstream: Upstream, took_s: float, now: float) -> None:
+        """Give up the overdue probes of a source that has answered a later one after `took_s` seconds, if they had more
+        than `OVERDUE_FROM` times as long. A server that hung never answers them, and the step would wait for their time
+        limits.
+        """
+        for attempt in list(upstream.live):
+            overdue = attempt.superseded and now - attempt.started_at > OVERDUE_FROM * took_s
+            if overdue and not attempt.job.ended:
+                self._give_up(attempt, now, f"{upstream.name} was down when it was sent")
 
     def call_back(self, upstream: Upstream, *, sent: bool) -> None:
         """Cancel the attempts at a source that have not been sent; `sent`: the others, too. Their jobs are queued

@@ -178,7 +178,10 @@ class RetryPolicy:
             asked = reply.on_judged(valid, now)
         if asked is not None:
             job.refusals = {**job.refusals, upstream.name: asked}
-        if (was_open and upstream.breaker.closed) or upstream.local:
+        if was_open and upstream.breaker.closed:
+            self.backoff.release(upstream)
+            self.preemption.source_recovered(upstream, now - attempt.started_at, now)
+        elif upstream.local:
             self.backoff.release(upstream)
         if valid:
             self.decide(others_live=True)

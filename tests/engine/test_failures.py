@@ -177,6 +177,15 @@ def test_a_source_that_hangs_is_noticed_long_before_its_time_limit_and_used_agai
     assert played.shares["a"] > 0.2 * played.shares["b"]
 
 
+def test_probes_of_a_source_that_hung_are_sent_anew_once_a_later_one_is_answered():
+    """They are never answered, and no hedge is left for them, so the step would wait for their time limits."""
+    hung = lambda number, request, now: NEVER_S if 10.0 <= now < 90.0 else 2.0  # noqa: E731
+    stage = Stage({"a": hung}, options=options(places(8, "a"), total_s=600))
+    played = stage.play(make_samples(120))
+    assert played.all_scored
+    assert played.finished_s < 150.0
+
+
 def test_a_source_that_became_slow_is_not_taken_for_dead():
     for factor in (4.0, 20.0):
         slow = lambda number, request, now, factor=factor: 1.0 if number < 20 else factor  # noqa: E731

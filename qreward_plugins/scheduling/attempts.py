@@ -160,6 +160,10 @@ class Attempt:
         """Whether its end counts for its source. Of several calls in one request, only one does, the first to end."""
         return self.request_batch is None or self.request_batch.speaks(self)
 
+    def lateness(self, now: float) -> float:
+        """How long it has run, as a multiple of `longest_s`."""
+        return (now - self.started_at) / self.longest_s
+
     def start(
         self,
         loop: asyncio.AbstractEventLoop,

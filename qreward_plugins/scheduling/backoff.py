@@ -78,6 +78,17 @@ class Backoff:
             backoff_s = max(SHORTEST_INVALID_BACKOFF_S, 2 * upstream.speed.expected_s(job.size))
             job.back_off(upstream.name, now + backoff_s)
 
+    def renew(self, job: Job, now: float) -> None:
+        """Prolong the backoff after invalid replies of sources that do not judge most samples, while another source is
+        up. This lasts for the first half of its time: it still gets an answer if the other source stays busy.
+        """
+        if job.invalid_at and now <= (job.submitted_at + job.deadline_at) / 2:
+            for name in job.invalid_at - job.barred:
+                upstream = self._upstreams[name]
+                untried = {other.name for other in self._alternatives(job, upstream)} - job.invalid_at
+                if untried and not upstream.health.reliable and job.backoff_until.get(name, 0.0) <= now:
+                    self.after_invalid(job, upstream, now)
+
     def behind_others(self, job: Job, now: float, *, harmless: bool = False) -> None:
         """Queue `job` after all others for as long again as it has taken so far, or half of the time to its deadline:
         its next attempt may harm them. In a stream that never ends it would starve otherwise.

@@ -270,6 +270,7 @@ class Dispatcher:
     def _backoff_over(self, job: Job) -> None:
         job.backoff_timer = None
         if not (job.live or job.undecided):
+            self._retry_policy.backoff.renew(job, self._loop.time())
             self._safely(self.enqueue, job)
 
     def _no_longer_waits(self, job: Job) -> None:

@@ -133,6 +133,11 @@ class Health:
         """Whether most of its last replies were invalid."""
         return len(self._last) >= _LEAST_REPLIES and 2 * self._last.count(False) > len(self._last)
 
+    @property
+    def reliable(self) -> bool:
+        """Whether most of its last replies were valid; `False` while there are too few to tell."""
+        return len(self._last) >= _LEAST_REPLIES and 2 * self._last.count(True) > len(self._last)
+
     def judges_since(self, at: float) -> bool:
         """Whether it gave a valid reply after `at`, and can judge: then a response provoked each invalid reply. The
         share of valid replies rules out replies that are valid by chance.

@@ -28,6 +28,7 @@ from .attempts import Attempt
 from .forecast import Forecast
 from .health import SHORTEST_SILENCE_S
 from .jobs import Job
+from .preemption import GIVE_UP_AFTER_S
 from .queue import ReadyQueue
 from .upstream import Upstream
 from .upstreams import with_draining
@@ -58,7 +59,7 @@ LEAST_LEFT = 2.0
 """The least that an attempt which is older than that is taken to need still, as a multiple of the expected latency."""
 _STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, OVERDUE_AT, 4.0, 6.0, 9.0)
 """Ages, as multiples of the expected latency, at which an attempt is checked."""
-_FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S)
+_FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
 """Ages, in seconds, at which an attempt is checked as well: before them it counts as too young for some decision."""
 _LATER = 1.5
 """After the last stage, factor from one age at which it is checked to the next."""

@@ -27,6 +27,8 @@ MAX_LIVE = 3
 
 MAX_FAULTS = 2
 """Most tries of one sample that hang in a local function or crash it."""
+MAX_RESTARTS = 2
+"""Attempts of one sample that are given up for their age. After three slow attempts the slowness is accepted."""
 MAX_FORGIVEN = 4
 """Attempts of one sample that may be given up because of their source without counting as its last failure."""
 
@@ -101,6 +103,8 @@ class Job:
     sample."""
     invalid: int = 0
     hedges: int = 0
+    restarts: int = 0
+    """Number of attempts that were given up for their age."""
     forgiven: int = 0
     """Number of attempts that were given up because of their source and would have been the last failure allowed. They
     do not count: the source might still have answered them."""

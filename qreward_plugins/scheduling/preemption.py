@@ -1,6 +1,7 @@
 """Preemption: ends attempts that might still be answered, so that their jobs or other jobs go on sooner.
 
-    old           if its source is silent or fails others, an attempt is given up at a small age
+    old           if its source is silent or fails others, an attempt is given up at a small age. If the source answers
+                  others, only an attempt that takes far too long is given up, and only if it has no hedge
     probe         an overdue probe is given up if it takes the last place, or if the next probe is answered
     time slice    a call of a local function that takes far longer than usual is ended when another sample waits for
                   its worker: some samples make a function hang, and a few of them could take all workers for their
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SampleFault, TransientError
 from .attempts import Attempt
-from .jobs import MAX_FORGIVEN, Job
+from .jobs import MAX_FORGIVEN, MAX_RESTARTS, Job
 from .queue import ReadyQueue
 from .upstream import Upstream
 
@@ -29,6 +30,11 @@ GIVE_UP_SILENT_FROM = 1.0
 """`Attempt.age` from which an attempt is given up if its source is silent."""
 GIVE_UP_FAILING_FROM = 1.5
 """The same if its source fails others. It is higher, because an attempt that did not fail at once may be answered."""
+GIVE_UP_AT = 8.0
+"""`Attempt.lateness` from which an attempt without a hedge is given up and its job starts anew. A straggler that would
+end at ten times the usual latency loses nothing by that."""
+GIVE_UP_AFTER_S = 5.0
+"""Least age, in seconds, of such an attempt."""
 OVERDUE_FROM = 2.0
 """Age from which an overdue probe is given up once a later one is answered, as a multiple of what that one took."""
 FIRST_ROOM_S = 5.0
@@ -54,7 +60,7 @@ class Preemption:
         self._upstreams = upstreams
 
     def check_age(self, attempt: Attempt, now: float) -> None:
-        """Give up all older attempts of a source that is silent, and an overdue probe that is in the way."""
+        """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent."""
         job, upstream = attempt.job, attempt.upstream
         if job.ended or attempt.result:
             return
@@ -68,6 +74,16 @@ class Preemption:
             if attempt.superseded and full and age_s >= FIRST_ROOM_S * 2.0 ** min(upstream.breaker.given_up, 10):
                 upstream.breaker.given_up += 1
                 self._give_up(attempt, now, f"{upstream.name} did not answer a probe")
+        elif (
+            upstream.speed.known
+            and attempt.lateness(now) >= GIVE_UP_AT
+            and age_s >= GIVE_UP_AFTER_S
+            and job.restarts < MAX_RESTARTS
+            and len(job.live) == 1
+        ):
+            job.restarts += 1
+            why = f"{upstream.name} took {attempt.lateness(now):.0f} times longer than expected"
+            self._give_up(attempt, now, why, for_age=True)
 
     def source_fails(self, upstream: Upstream, now: float) -> None:
         """Give up the older attempts at a source whose circuit has just opened because of failures."""
@@ -132,10 +148,10 @@ class Preemption:
             if attempt.age(now) >= from_age and (elsewhere or not attempt.probe) and not attempt.job.ended:
                 self._give_up(attempt, now, why)
 
-    def _give_up(self, attempt: Attempt, now: float, why: str) -> None:
+    def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:
         """Cancel an attempt that might still be answered, and treat it as failed. Where that failure would end the job,
-        it does not count, `MAX_FORGIVEN` times. That of a request of several calls never counts, because the request is
-        split.
+        it does not count: always `for_age`, otherwise `MAX_FORGIVEN` times. That of a request of several calls never
+        counts, because the request is split.
         """
         job = attempt.job
         if attempt.result or attempt.given_up or job.begun:
@@ -148,12 +164,12 @@ class Preemption:
         excused = False
         if attempt.together > 1:
             excused = True
-            if not attempt.upstream.health.excuses(attempt):
+            if for_age or not attempt.upstream.health.excuses(attempt):
                 # One call that hangs can be the reason.
                 job.go_with(attempt.together // 2)
         elif not (attempt.probe and job.probes_left > 0) and job.failures + 1 >= self._retry_policy.max_attempts:
-            excused = job.forgiven < MAX_FORGIVEN
-            job.forgiven += 1
+            excused = for_age or job.forgiven < MAX_FORGIVEN
+            job.forgiven += not for_age
         self._retry_policy.transient(attempt, TransientError(why), now, excused=excused)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from ..samples import Scored
 from ..scheduling.hedging import LEAST_HEDGES
-from ..scheduling.jobs import MAX_FORGIVEN
+from ..scheduling.jobs import MAX_FORGIVEN, MAX_RESTARTS
 from .poison import poison_of
 from .record import Record, Sent
 from .trial import Trial, judge_of
@@ -36,8 +36,9 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
         if poison_of(given.sample) is None:
             attempts += sum(one.ending != "throttled" and one.together == 1 for one in sent) - _hedges(sent)
             judge = trial.config["judges"][judge_of(trial.config, given.sample)]
-            # The first attempt is one of `max_attempts`; some at a source that fails for everybody are forgiven.
-            most += engine["max_attempts"] + judge["invalid_retries"] + MAX_FORGIVEN
+            # The first attempt is one of `max_attempts`. Some are forgiven: at a source that fails for everybody, and
+            # those that are given up for their age.
+            most += engine["max_attempts"] + judge["invalid_retries"] + MAX_FORGIVEN + MAX_RESTARTS
     if attempts > most:
         yield f"{attempts} requests were sent, without hedges; {most} is the most"
     for call in record.calls:

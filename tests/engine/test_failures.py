@@ -19,6 +19,7 @@ from qreward_plugins import (
     TransientError,
 )
 from qreward_plugins.errors import SampleFault
+from qreward_plugins.scheduling.jobs import MAX_RESTARTS
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
@@ -194,6 +195,19 @@ def test_a_source_that_became_slow_is_not_taken_for_dead():
         assert played.all_scored
         assert len(stage.sent) < 120
         assert played.finished_s < 1.6 * (5 + 10 * factor) + 60
+
+
+def test_an_attempt_that_takes_far_too_long_is_started_again_a_few_times():
+    slow = poison_is(200.0, others=0.5)
+    stage = Stage({"a": slow}, options=options(places(2, "a"), total_s=600))
+
+    async def main(engine):
+        await engine.score_all(make_samples(40))
+        return await engine.score_all(poisoned(1))
+
+    (outcome,) = stage.run(main)
+    assert isinstance(outcome, Scored)
+    assert outcome.verdict.attempts == 1 + MAX_RESTARTS
 
 
 def test_what_something_else_cancels_has_failed_and_is_asked_again():

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -33,7 +34,8 @@ _SILENT_S = 120.0
 _LOOK_EVERY_S = 1.0
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
 _LOST_TRIES = 3
-"""How often a pool is started again that has ended although it was used."""
+"""How often a pool is started again that has ended although it was used; more often within the time of a start, because
+Ray may need longer to restart an owner, and each call fails meanwhile."""
 _STARTS = "its servers start"
 _HELD: Mapping[str, str] = {
     "asleep": "it sleeps",
@@ -241,7 +243,7 @@ class PoolUse:
 
     def _follow(self) -> None:
         """Report on the pool until this use is to end. A pool that is lost is started again. Raises `PoolFailed`."""
-        lost = 0
+        lost, lost_at = 0, 0.0
         while not self._closing:
             owner = self._owner = owner_of(self.spec)
             try:
@@ -254,11 +256,15 @@ class PoolUse:
                     self._report(report)
                     lost = 0 if report.ready else lost
             except owner.lost:
+                lost_at = lost_at if lost else time.monotonic()
                 lost += 1
                 self._take(())
-                if lost > _LOST_TRIES:
+                if lost > _LOST_TRIES and time.monotonic() - lost_at > self.spec.start_within_s:
                     raise PoolFailed("it has ended too often") from None
-                _log.warning("the pool of %s has ended; it is started again", self.spec.name)
+                if lost == 1:
+                    _log.warning("the pool of %s has ended; it is started again", self.spec.name)
+                else:
+                    time.sleep(_LOOK_EVERY_S)  # Ray still restarts its owner
 
     def _result(self, future: Future[Any]) -> Any:
         """Wait for what the owner answers. Raises `PoolFailed` if nobody waits for it any more."""

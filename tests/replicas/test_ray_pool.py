@@ -116,7 +116,7 @@ async def test_a_pool_of_a_node_survives_the_loss_of_its_owner(cluster, stand_in
         assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-1"}
         assert {outcome.verdict.rationale for outcome in outcomes} == {"second"}
         await comes(lambda: not lives(before[0]) and not lives(guard))
-        assert len(stand_ins.living()) == 1
+        await comes(lambda: len(stand_ins.living()) == 1)  # all may have been scored before the owner was back
     await comes(lambda: not stand_ins.living())
 
 

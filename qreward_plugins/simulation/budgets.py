@@ -38,7 +38,8 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
             judge = trial.config["judges"][judge_of(trial.config, given.sample)]
             # The first attempt is one of `max_attempts`. Some are forgiven: at a source that fails for everybody, and
             # those that are given up for their age.
-            most += engine["max_attempts"] + judge["invalid_retries"] + MAX_FORGIVEN + MAX_RESTARTS
+            given_up = sum(one.ending == "cancelled" for one in sent)
+            most += engine["max_attempts"] + judge["invalid_retries"] + MAX_FORGIVEN + min(given_up, MAX_RESTARTS)
     if attempts > most:
         yield f"{attempts} requests were sent, without hedges; {most} is the most"
     for call in record.calls:

@@ -22,12 +22,14 @@ from typing import Any
 from qreward_plugins import Config, Outcome, Sample, Scored, process_portal
 from qreward_plugins.adapters import (
     Image,
+    Unreadable,
     attach,
     dialogue,
     fits_float32,
     is_image_part,
     load_layers,
     number_of,
+    read_or_unreadable,
     refuse_comparing,
     refuse_parts,
     without_colocated,
@@ -120,7 +122,8 @@ class QRewardTrajectoryMixin:
         first = len(_messages_of(turns[0]))
         first -= messages[first - 1]["role"] == "assistant"
         group = f"{rollout_cache.tag}/{rollout_cache.group_id}/{getattr(self, 'episode_id', None)}"
-        response, said = dialogue(messages[first:])
+        whole = read_or_unreadable(lambda: dialogue(messages[first:]))
+        response, said = (whole, ()) if isinstance(whole, Unreadable) else whole
         return Sample(
             messages=messages[:first],
             response=response,

@@ -87,7 +87,11 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
     turns: Any = row.get("turns")
     if not has_response and turns is not None:
         response_column = "turns"
-        response, turns = dialogue(_turns(turns, f"{where}: turns"))
+        messages = _turns(turns, f"{where}: turns")
+        try:
+            response, turns = dialogue(messages)
+        except InputError as error:
+            raise InputError(f"{where}: turns: {error}") from None
     else:
         turns = turns if _are_turns(turns) else ()
         response_column = _one_of(row, _RESPONSE_COLUMNS, where)

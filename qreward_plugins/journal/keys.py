@@ -40,28 +40,24 @@ def encoded(value: Any) -> bytes:
     Raises TypeError or ValueError for a value that may be taken for another one, RecursionError for one that contains
     itself, and any exception of the methods of foreign objects in it.
     """
-    _refuse_other_keys(value)
-    return _encode(value).encode()
+    return _encode(_text_keyed(value)).encode("utf-8", "surrogatepass")
 
 
-def _refuse_other_keys(value: Any) -> None:
-    """Raise TypeError for a mapping whose keys are no texts: JSON writes 1 and "1" alike."""
+def _text_keyed(value: Any) -> Any:
+    """Write mappings whose keys are no texts as pairs: JSON writes 1 and "1" alike."""
     if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(type(key))
-            _refuse_other_keys(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _refuse_other_keys(item)
+        pairs = [(key, _text_keyed(item)) for key, item in value.items()]
+        plain = all(isinstance(key, str) and not key.startswith("\0") for key in value)
+        return dict(pairs) if plain else {"\0dict": [(_text_keyed(key), item) for key, item in pairs]}
+    return list(map(_text_keyed, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _named(value: Any) -> dict[str, Any]:
     kind = type(value)
-    return {f"\0{kind.__module__}.{kind.__qualname__}": _contents(value, kind)}
+    return {f"\0{kind.__module__}.{kind.__qualname__}": _text_keyed(_contents(value, kind))}
 
 
-_encode = json.JSONEncoder(default=_named, separators=(",", ":")).encode
+_encode = json.JSONEncoder(default=_named, separators=(",", ":"), ensure_ascii=False).encode
 
 
 def _contents(value: Any, kind: type) -> Any:

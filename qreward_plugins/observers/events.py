@@ -14,6 +14,7 @@ end after their call. For a new metric, count these events as `statistics.py` do
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
@@ -246,10 +247,14 @@ def _scored(verdict: Verdict) -> Scored:
         replace(
             verdict,
             rationale=verdict.rationale[:RATIONALE_CHARS],
-            components={short(name): value for name, value in islice(verdict.components.items(), MOST_COMPONENTS)},
+            components=_named_shortly(verdict.components),
             failure=verdict.failure and _failed(verdict.failure),
             # The value that a function returned may contain the response.
             returned=None,
-            raw=None,
+            raw=verdict.raw and replace(verdict.raw, components=_named_shortly(verdict.raw.components)),
         )
     )
+
+
+def _named_shortly(components: Mapping[str, float]) -> dict[str, float]:
+    return {short(name): value for name, value in islice(components.items(), MOST_COMPONENTS)}

@@ -209,7 +209,7 @@ def _turns(value: Any) -> Sequence[Any]:
             raise InputError(f"[{number}] needs an `end`: where the turn ends in the response, in characters")
         if turn["end"] < before:
             raise InputError(f"[{number}] ends at {turn['end']}, before the turn before it ({before})")
-        turn["content"] = text_of(turn["content"], turn.get("tool_calls"))
+        turn["content"] = text_of(turn.get("content"), turn.get("tool_calls"))
         before = turn["end"]
     if turns and all(turn["role"] != "assistant" for turn in turns):
         raise InputError("has no turn of the role assistant, which is the policy")

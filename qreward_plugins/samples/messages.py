@@ -90,12 +90,10 @@ def _part_text(part: Any) -> str:
     if not isinstance(part, Mapping):
         raise InputError(f"messages has a content part of type {kind_of(part)}; write text or a mapping with type")
     text = part.get("text")
-    if isinstance(text, str):
-        return text
+    if isinstance(text, (str, int, float)):
+        return str(text)
     types = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
     kind = next(filter(None, map(_ATTACHMENT.search, types)), None)
-    if kind is None and "type" not in part:
-        raise InputError("messages has a content part without text and without type")
     return f"[{kind.group()}]" if kind else "[attachment]"
 
 

@@ -18,8 +18,6 @@ from ..system.functions import PathLoader, load
 from .aiohttp_client import AiohttpClient
 from .http import Connecting, HTTPClient, proxy_for
 
-_PACKAGES = ("httpx", "h2", "socksio")
-"""What the client over httpx needs, for HTTP/2 and SOCKS, too."""
 _EXTRA = "Install it: pip install 'qreward-plugins[httpx]'."
 
 
@@ -59,9 +57,13 @@ def slots_of(config: EndpointConfig) -> int | None:
 
 def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions, urls: tuple[URL, ...]) -> HTTPClient[Any]:
     mistakes = []
-    for package in _PACKAGES:
+    proxy = "" if options.proxy is None else options.proxy.get_secret_value()
+    needed = {"httpx": "client", **({"h2": "httpx.http2"} if options.http2 else {})}
+    if proxy.startswith("socks5"):
+        needed["socksio"] = "httpx.proxy"
+    for package, key in needed.items():
         if importlib.util.find_spec(package) is None:
-            mistakes.append(Mistake(f"{path}.client", f"the package {package} is not installed.", _EXTRA))
+            mistakes.append(Mistake(f"{path}.{key}", f"the package {package} is not installed.", _EXTRA))
             break
     plain = [url for url in urls if url.scheme != "https"]
     for key, given in (("http2", options.http2), ("cert", options.cert is not None)):

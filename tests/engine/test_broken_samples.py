@@ -426,3 +426,10 @@ def test_turns_that_do_not_fit_their_response_are_named():
         assert rejected.problem.startswith(problem)
     read = read_sample(Sample([{"role": "user", "content": "q"}], "r", turns=[{**policy, "end": np.int64(1)}]))
     assert list(read.turns) == [{**policy, "end": 1}]
+
+
+def test_a_turn_may_only_call_a_tool():
+    calls = [{"id": "c1", "type": "function", "function": {"name": "search", "arguments": "{}"}}]
+    turns = [{"role": "assistant", "tool_calls": calls, "end": 0}, {"role": "assistant", "content": "r", "end": 1}]
+    read = read_sample(Sample([{"role": "user", "content": "q"}], "r", turns=turns))
+    assert read.turns[0]["content"].startswith('[tool calls] [{"id":"c1"')

@@ -61,7 +61,9 @@ def test_equal_values(one: Any, other: Any) -> None:
 DIFFERENT: list[Any] = [
     None, False, True, 0, 1, -1, 1.0, -0.0, math.nan, math.inf, 2**63, 2**64, "", "1", "None", "\ud800", "\udfff", "?",
     b"", b"1", bytearray(b"1"), [], {}, set(), frozenset(), [None], [[]], ["a", "b"], ["ab"], ["ab", ""], [["a"], "b"],
-    {"a": 1}, {"a": "1"}, {"a": True}, {"a": 1.0}, {"1": "a"}, {"a": {"b": 1}}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, {1},
+    {"a": 1}, {"a": "1"}, {"a": True}, {"a": 1.0}, {"1": "a"}, {1: "a"}, {True: "a"}, {"\0builtins.bytes": "31"},
+    np.array([{1: "a"}], dtype=object), np.array([{"1": "a"}], dtype=object), "\U0001f600", "\ud83d\ude00",
+    {"a": {"b": 1}}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, {1},
     np.array([1, 2]), np.array([[1, 2]]), np.array([1.0, 2.0]), np.array([1, 2], dtype=object), np.array(["1", "2"]),
     np.array([1, 2], dtype="M8[s]"), np.array([1, 2], dtype="<i4"), np.array(1), np.datetime64(1, "s"),
     np.datetime64("NaT", "s"), np.timedelta64(1, "s"), np.int32(1), np.int64(1), np.float32(1), np.bool_(True),
@@ -101,8 +103,6 @@ def cyclic() -> list[Any]:
         np.ma.masked_array([1, 2], mask=[True, False]),
         iter([]),
         {("a", object()): 1},
-        {1: "a"},
-        {"a": [{True: "a"}]},
     ],
 )
 def test_a_value_that_cannot_be_told_from_others_is_refused(value: Any) -> None:
@@ -126,7 +126,7 @@ def test_the_bytes_are_the_same_in_every_process() -> None:
 def test_known_bytes() -> None:
     """Another encoding would make every journal forget; change the `person` of the keys' hash when it has to be."""
     value = {"b": [1, -2.5, None, True], "a": ({"x": {3}, "1": b"\0"},), "\u00fc": math.nan}
-    assert hashlib.blake2b(encoded(value), digest_size=8).hexdigest() == "c92efc595421d396"
+    assert hashlib.blake2b(encoded(value), digest_size=8).hexdigest() == "e6fb3f6bfef55d1f"
 
 
 VALUES = st.recursive(

@@ -39,6 +39,39 @@ def test_tokens_are_an_upper_bound_until_settled():
     assert subject.most_tokens < 1001
 
 
+def test_a_completion_counts_from_when_it_has_come():
+    subject = quota(tokens_per_minute=1000)
+    reservation = subject.reserve(400, 500, 0.0)
+    reservation.sent(1.0)
+    assert subject.wait_s(501, 70.0) > 0  # the prompt has left the window, the completion may yet be written
+    reservation.release(70.0, completion_tokens=300)
+    assert subject.wait_s(700, 70.0) == 0
+    assert subject.wait_s(701, 70.0) == pytest.approx(60 + MARGIN_S)
+
+
+def test_a_request_that_is_written_late_counts_from_then():
+    subject = quota(requests_per_minute=1)
+    reservation = subject.reserve(0, 0, 0.0)
+    assert subject.wait_s(0, 100.0) > 0
+    reservation.sent(110.0)
+    assert subject.wait_s(0, 120.0) == pytest.approx(50 + MARGIN_S)
+
+
+def test_a_request_that_nobody_reported_as_sent_counts_from_its_end():
+    subject = quota(requests_per_minute=1)
+    subject.reserve(0, 0, 0.0).release(30.0)
+    assert subject.wait_s(0, 40.0) == pytest.approx(50 + MARGIN_S)
+
+
+def test_requests_in_flight_in_a_loop_that_was_closed_hold_nothing_for_ever():
+    subject = quota(requests_per_minute=2, tokens_per_minute=1000, concurrency=2)
+    for _ in range(2):
+        subject.reserve(100, 400, 0.0)
+    subject.forget_in_flight(10.0)
+    assert subject.wait_s(500, 10.0) == pytest.approx(60 + MARGIN_S)
+    assert subject.wait_s(1000, 70.0 + MARGIN_S) == 0
+
+
 def test_processes_keep_to_equal_shares():
     subject = quota(processes=8, requests_per_minute=20, concurrency=17, tokens_per_minute=800)
     assert subject.concurrency == 2
@@ -113,6 +146,36 @@ def test_concurrency_that_explains_the_throttling_is_no_evidence_for_pacing(decl
         subject.reserve(0, 0, 0.0).sent(0.0)
     throttled(subject, *[0.1, 0.2, 0.3, 0.4])
     assert not subject.use(0.1).paced
+
+
+def test_a_declared_bucket_is_paced_from_the_start():
+    subject = quota(requests_per_minute=60, window="bucket", burst=2)
+    waits = []
+    for _ in range(3):
+        waits.append(subject.wait_s(0, 0.0))
+        subject.reserve(0, 0, 0.0).release(0.0)
+    assert waits == [0, pytest.approx(MARGIN_S), pytest.approx(1.0 + MARGIN_S)]
+
+
+def test_a_bucket_counts_a_request_from_when_it_is_written():
+    """Its process was stopped between the reservation and the writing, or the connection took so long."""
+    subject = quota(requests_per_minute=60, window="bucket", burst=2)
+    connecting = subject.reserve(0, 0, 0.0)
+    assert subject.wait_s(0, 30.0) == pytest.approx(MARGIN_S), "the bucket is not full: one request may come yet"
+    assert subject.capacity(30.0, 0, 30.0) == 0
+    connecting.sent(30.0)
+    assert subject.wait_s(0, 30.0) == pytest.approx(MARGIN_S)
+    subject.reserve(0, 0, 30.0 + MARGIN_S).sent(30.0 + MARGIN_S)
+    assert subject.wait_s(0, 30.0 + MARGIN_S) == pytest.approx(1.0)
+
+
+def test_a_bucket_counts_what_was_cancelled_before_it_was_written_and_what_a_closed_loop_left_behind():
+    subject = quota(requests_per_minute=60, window="bucket")
+    subject.reserve(0, 0, 0.0).release(5.0)
+    assert subject.wait_s(0, 5.0) == pytest.approx(1.0 + JITTER_S)
+    subject.reserve(0, 0, 10.0)
+    subject.forget_in_flight(15.0)
+    assert subject.wait_s(0, 15.0) == pytest.approx(1.0 + JITTER_S)
 
 
 def test_what_was_rejected_stays_spent_under_a_declared_limit_only():
@@ -282,6 +345,21 @@ def test_capacity_is_the_least_of_all_limits_and_infinite_without_any():
     assert quota().capacity(1.0, 10, 0.0) == math.inf
 
 
+def test_retuning_keeps_what_was_spent():
+    subject = quota()
+    for _ in range(50):
+        subject.reserve(10, 10, 0.0).release(0.0)
+    subject.retune(Limits(requests_per_minute=60, tokens_per_minute=1200, concurrency=3), 1.0)
+    assert subject.concurrency == 3
+    assert subject.requests.spent(1.0) == 50
+    assert subject.wait_s(200, 1.0) == 0
+    assert subject.wait_s(201, 1.0) > 0
+    subject.retune(Limits(requests_per_minute=40), 2.0)
+    assert subject.wait_s(0, 2.0) > 0
+    subject.retune(Limits(), 3.0)
+    assert subject.wait_s(0, 3.0) == 0
+
+
 def test_retuning_to_less_than_one_for_a_process_changes_nothing():
     subject = quota(processes=8, requests_per_minute=80)
     with pytest.raises(ConfigurationError):
@@ -298,6 +376,15 @@ def test_what_ends_after_its_loop_was_closed_is_not_heard():
     late.release(4.0)
     assert subject.in_flight == 1
     assert subject.requests.spent(4.0) == 2
+
+
+def test_retuning_to_a_longer_window_remembers_what_the_shorter_one_forgot():
+    subject = quota(requests_per_minute=600, window_s=1)
+    for second in range(30):
+        subject.reserve(0, 0, float(second)).release(float(second))
+    subject.retune(Limits(requests_per_minute=30), 30.0)
+    assert subject.wait_s(0, 30.0) == pytest.approx(30 + MARGIN_S)
+    assert subject.per_window() == (30, 60.0)
 
 
 def test_retuning_paces_at_the_new_rate():

@@ -21,6 +21,16 @@ def send(quota, count, now, tokens=0.0):
         quota.reserve(tokens, 0.0, now).sent(now)
 
 
+def test_nothing_may_be_sent_before_there_is_a_share():
+    for quota in (
+        shared(requests_per_minute=10),
+        shared(tokens_per_minute=10),
+        shared(concurrency=10),
+        shared(requests_per_minute=10, window="bucket"),
+    ):
+        assert quota.wait_s(1.0, 0.0) == math.inf
+
+
 def test_what_is_not_declared_is_not_shared():
     quota = shared()
     assert quota.limits() == {}
@@ -37,6 +47,18 @@ def test_limits_are_amounts_and_windows():
     assert shared(requests_per_minute=60, window="bucket", burst=5).limits() == {"burst": (5.0, 5.0 + MARGIN_S)}
 
 
+def test_the_share_limits_what_is_sent_in_a_window():
+    quota = shared(requests_per_minute=60)
+    quota.resize({"requests": 3.0}, workers=4, now=0.0)
+    send(quota, 3, 0.0)
+    assert quota.wait_s(0.0, 0.0) == pytest.approx(60.0 + MARGIN_S)
+    quota.resize({"requests": 5.0}, workers=4, now=1.0)
+    send(quota, 2, 1.0)
+    quota.resize({"requests": 1.0}, workers=4, now=2.0)
+    assert quota.wait_s(0.0, 60.5) > 0.0
+    assert quota.wait_s(0.0, 61.5) == 0.0
+
+
 @pytest.mark.parametrize(
     "share", [{"requests": 0.9, "concurrency": 9.0}, {"requests": 9.0, "concurrency": 0.9}, {"requests": 9.0}]
 )
@@ -45,6 +67,45 @@ def test_a_fraction_of_a_request_is_none_and_so_is_what_a_share_does_not_name(sh
     quota.resize({"requests": 9.0, "concurrency": 9.0}, workers=4, now=0.0)
     quota.resize(share, workers=4, now=0.0)
     assert quota.wait_s(0.0, 0.0) == math.inf
+
+
+def test_a_share_is_worth_nothing_when_it_is_no_longer_valid():
+    quota = shared(requests_per_minute=60)
+    quota.resize({"requests": 9.0}, workers=4, now=0.0)
+    quota.valid_until = 10.0
+    assert quota.wait_s(0.0, 9.99) == 0.0
+    assert quota.wait_s(0.0, 10.0) == math.inf
+
+
+def test_it_says_what_was_spent_and_when_that_leaves_the_window():
+    quota = shared(requests_per_minute=60, tokens_per_minute=1000, concurrency=5)
+    quota.resize({"requests": 9.0, "tokens": 900.0, "concurrency": 5.0}, workers=4, now=0.0)
+    send(quota, 1, 0.0, tokens=100.0)
+    waiting = quota.reserve(30.0, 20.0, 5.0)
+    window_s = 60.0 + MARGIN_S
+    assert quota.spent("requests", 10.0) == ((pytest.approx(window_s - 10.0), 1.0), (math.inf, 1.0))
+    assert quota.spent("tokens", 10.0) == ((pytest.approx(window_s - 10.0), 100.0), (math.inf, 50.0))
+    assert quota.spent("concurrency", 10.0) == ((math.inf, 2.0),)
+    waiting.sent(20.0)
+    assert quota.spent("tokens", 20.0)[-1] == (math.inf, 20.0)
+    waiting.release(30.0, prompt_tokens=30.0, completion_tokens=5.0)
+    assert sum(amount for _, amount in quota.spent("tokens", 30.0)) == 135.0
+    assert quota.spent("concurrency", 30.0) == ((math.inf, 1.0),)
+
+
+def test_a_part_of_a_bucket_has_as_much_of_its_rate():
+    quota = shared(requests_per_minute=60, window="bucket", burst=10)
+    quota.resize({"burst": 2.0}, workers=5, now=0.0)
+    quota.reserve(0.0, 0.0, 0.0).sent(0.0)
+    assert 0.0 < quota.wait_s(0.0, 0.0) <= MARGIN_S + 1e-6  # the way to the server may vary
+    quota.reserve(0.0, 0.0, 0.0).sent(0.0)
+    assert quota.drained(0.0) == pytest.approx(2.0)
+    assert quota.refilled_in_s(0.0) == pytest.approx(10.0, abs=0.2)
+    assert quota.wait_s(0.0, 0.0) == pytest.approx(5.0, abs=0.2)
+    # Of a larger part as much is gone, and it fills faster.
+    quota.resize({"burst": 4.0}, workers=5, now=0.0)
+    assert quota.drained(0.0) == pytest.approx(2.0)
+    assert quota.refilled_in_s(0.0) == pytest.approx(5.0, abs=0.2)
 
 
 def test_forecasts_take_an_equal_part_where_the_share_is_less():

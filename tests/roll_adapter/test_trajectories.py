@@ -16,6 +16,7 @@ import yaml
 from qreward_plugins import ConfigurationError, RewardMissing
 from qreward_plugins.adapters import RunningMeans
 from qreward_plugins.engine.process_portals import close_process_portals
+from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import FakeTrajEnvManager
 from roll_adapter import barrier
@@ -97,6 +98,22 @@ def test_what_the_judge_sees_of_a_dialogue(manager_of) -> None:
     assert sample.response == "assistant: 3\n\nuser: And now?\n\nassistant: 8"
     assert (sample.data_source, sample.group_id, sample.id) == ("talk", "talk/4/6", "talk/4/6/2")
     assert sample.extras == {"steps": 2, "env_rewards": [0.125, 0.125]}
+
+
+def test_a_dialogue_that_cannot_be_read_is_the_failure_of_its_sample(manager_of) -> None:
+    user, reply = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    for tool, problem in (
+        ({"content": [{"output": "42"}]}, ""),
+        ({"content": "", "tool_calls": [object()]}, "messages.tool_calls"),
+    ):
+        history = [
+            {"llm_response": "a", "messages": [user, reply]},
+            {"llm_response": "b", "messages": [{"role": "tool", **tool}, reply]},
+        ]
+        cache = SimpleNamespace(history=history, tag="t", group_id=1, env_id=2)
+        read = read_sample(manager_of("3").trajectory_sample(cache))
+        assert problem in getattr(read, "problem", "")
+        assert isinstance(read, Rejected) == bool(problem)
 
 
 def test_a_manager_that_shows_the_whole_conversation_in_each_step_shows_it_once(manager_of) -> None:

@@ -242,18 +242,25 @@ def test_wrong_options(opened: Any, settings: Any, said: str) -> None:
         opened("http://a/v1", **settings)
 
 
-@pytest.mark.parametrize("missing", ["httpx", "h2", "socksio"])
+@pytest.mark.parametrize(
+    ("missing", "options", "path"),
+    [
+        ("httpx", {}, "client"),
+        ("h2", {"http2": True}, "httpx.http2"),
+        ("socksio", {"proxy": "socks5://p:1"}, "httpx.proxy"),
+    ],
+)
 def test_a_missing_package_is_one_error_that_names_the_extra(
-    opened: Any, monkeypatch: pytest.MonkeyPatch, missing: str
+    opened: Any, monkeypatch: pytest.MonkeyPatch, missing: str, options: Any, path: str
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == missing else found(name, *more)
     )
     with pytest.raises(ConfigurationError) as caught:
-        opened("https://a/v1")
+        opened("https://a/v1", httpx=options)
     [mistake] = caught.value.mistakes
-    assert mistake.path == "sources.fast.client"
+    assert mistake.path == f"sources.fast.{path}"
     assert "pip install 'qreward-plugins[httpx]'" in mistake.remedy
 
 

@@ -5,6 +5,7 @@ Requests and replies: `google.genai.types` of Google's package for Python, in th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -288,7 +289,8 @@ class Gemini(Dialect):
         own = settings if isinstance(settings, Mapping) else {}
         snakes = [key for key in parameters if "_" in str(key) and key not in self.foreign]
         for key in (*snakes, *(f"{_CONFIG}.{key}" for key in own if "_" in str(key))):
-            found.append(Refusal(key, "Gemini's keys are written in camel case.", f"See {_CONFIG}.{_BOUND}."))
+            camel = re.sub(r"_+(\w)", lambda found: found[1].upper(), key)
+            found.append(Refusal(key, "Gemini's keys are written in camel case.", f"Write {camel}."))
         if settings is not own:
             return found
         thinking = settings.get("thinkingConfig")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from qreward_plugins.testing import Latency
+
 from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, uneven
 from ..scenarios import (
     ALIVE,
@@ -63,7 +65,7 @@ PARTIAL = tuple(
     Scenario(
         f"partial-{mode}",
         # Slow enough that holding back for a moment is no silence.
-        Judge(holds=later_items, held=_HELD, latency=ALIVE["slow"][0].latency),
+        Judge(holds=later_items, held=_HELD, latency=Latency(median_s=0.3)),
         "all",
         mode,
         steps=2,

@@ -90,7 +90,7 @@ def test_what_only_slime_plays(play_once, scenario):
 
 @pytest.mark.parametrize("scenario", scenarios.WITHOUT_HOOK, ids=str)
 def test_without_the_post_process_hook_the_flag_is_named_once(new_player, scenario):
-    said = [text for _ in range(2) for text in play(scenario, new_player).said]
+    said = play(scenario, new_player).said
     assert len(said) == 1
     assert "--custom-reward-post-process-path slime_adapter.post_process" in said[0]
 

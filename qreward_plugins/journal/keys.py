@@ -37,19 +37,25 @@ _IMAGE_MODES = frozenset({"1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV",
 def encoded(value: Any) -> bytes:
     """Write a value as JSON, and what JSON has no type for under the name of its class.
 
-    Raises TypeError or ValueError for a value that may be taken for another one, RecursionError for one that contains
-    itself, and any exception of the methods of foreign objects in it.
+    Raises TypeError or ValueError for a value that may be taken for another one, or that contains itself, and any
+    exception of the methods of foreign objects in it.
     """
     return _encode(_text_keyed(value)).encode("utf-8", "surrogatepass")
 
 
-def _text_keyed(value: Any) -> Any:
-    """Write mappings whose keys are no texts as pairs: JSON writes 1 and "1" alike."""
+_DEEPEST = 64
+"""Levels of a value. One that contains itself must not use up the stack, which would end the process."""
+
+
+def _text_keyed(value: Any, depth: int = 0) -> Any:
+    """Write mappings whose keys are no texts as pairs: JSON writes 1 and "1" alike. Raises ValueError if too deep."""
+    if depth > _DEEPEST:
+        raise ValueError("nested too deeply")
     if isinstance(value, dict):
-        pairs = [(key, _text_keyed(item)) for key, item in value.items()]
+        pairs = [(key, _text_keyed(item, depth + 1)) for key, item in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("\0") for key in value)
-        return dict(pairs) if plain else {"\0dict": [(_text_keyed(key), item) for key, item in pairs]}
-    return list(map(_text_keyed, value)) if isinstance(value, (list, tuple)) else value
+        return dict(pairs) if plain else {"\0dict": [(_text_keyed(key, depth + 1), item) for key, item in pairs]}
+    return [_text_keyed(item, depth + 1) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _named(value: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from .console import BAD_INPUT, ERRORS, one_message, say, until_written, with_streams
+from .console import ERRORS, one_message, until_written, with_streams
 
 COMMANDS: Mapping[str, str] = {
     "init": "Write a configuration from a few questions, or flags.",
@@ -108,9 +108,5 @@ def main() -> None:
     """
     with_streams()
     with until_written():
-        try:
-            sys.path.append(os.getcwd())
-        except FileNotFoundError:
-            say(ERRORS, "error: the working directory was deleted; change to another one")
-            sys.exit(BAD_INPUT)
+        sys.path.append(os.getcwd())
         app(prog_name="qreward")

@@ -31,7 +31,7 @@ from ..planning.picture import check_picture
 from ..secrets import one_line
 from ..sources.function import processors
 from ..system.output_files import check_writable
-from .console import ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, short, table
+from .console import ERRORS, OK, OUT, number_of, print_whole, replaced, run, say, seconds, short, table
 from .engines import load_own
 
 _MOST_ADVICE = 6
@@ -161,7 +161,8 @@ async def _plan(
             raise
     _print(found, path)
     if json_file is not None:
-        _write_json(found, json_file)
+        with replaced(json_file) as partial:
+            partial.write_text(json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         say(ERRORS, f"the plan is in {json_file}")
     if plot is not None:
         title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
@@ -309,11 +310,3 @@ def _dollars(amount: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.0095 or not share else f"{100 * share:.1g}%"
-
-
-def _write_json(found: Plan, path: Path) -> None:
-    """Write the plan, to a pipe or /dev/stdout, too."""
-    try:
-        path.write_text(json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,16 @@ def test_what_is_late_is_said(run_cli, write_config):
     path = write_config({"a": "http://x.invalid"}, source={"limits": LIMITS}, engine={"deadline_s": 30})
     result = run_cli("plan", path, "-n", 60, "--seeds", 1)
     assert "of the samples get no reward: engine.deadline_s is 30" in " ".join(result.stdout.split())
+
+
+def test_the_plan_may_go_into_a_pipe(run_cli, config, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_text)
+        result = run_cli("plan", config, "-n", 5, "--seeds", 1, "--json", pipe)
+        assert result.exit_code == 0
+        assert json.loads(read.result())["samples"] == 5
 
 
 def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config, write_rows, row, tmp_path):

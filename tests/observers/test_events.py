@@ -54,6 +54,7 @@ def test_a_sample_is_told_from_its_submission_to_its_outcome(make_engine, record
     assert attempt == AttemptEnded(1.0, 0, 0, "quality", "a", "answered", 1.0, Usage(100, 20), 0.5, False, False, "")
     assert (call.judge, call.source, call.reason, call.waited_s, call.attempts) == ("quality", "a", "", 0.0, 1)
     assert ended == SampleEnded(1.0, "sample-0", "test/add", outcome)
+    assert ended.outcome.verdict.raw == outcome.verdict.raw is not None
     assert batch.report == engine.last_batch()
 
 

@@ -1,5 +1,5 @@
-"""Defines `GateJudge` and `CascadeJudge`, which ask one judge after the other: a second one only if a first, cheap one
-gives enough, and stages from the cheapest to the best, of which the first that is sure of a sample decides it.
+"""Defines two judges that ask others one after the other. `GateJudge` asks a second one only if a first, cheap one gives
+enough. `CascadeJudge` goes from the cheapest to the best; the first that is sure of a sample decides it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ stays counted as spent.
 A restarted keeper does not know what was spent. It counts every limit as fully spent, less what workers report to hold,
 for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more.
 
-The keeper also learns limits that nobody declared (learning.py), and lets one worker test a source that throttles.
+The keeper also learns undeclared limits (learning.py), and lets one worker test a source that throttles.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Defines two judges that ask others one after the other. `GateJudge` asks a second one only if a first, cheap one gives
-enough. `CascadeJudge` goes from the cheapest to the best; the first that is sure of a sample decides it.
+"""Defines two judges that ask others one after the other. `GateJudge` asks a second one only if a first, cheap one
+gives enough. `CascadeJudge` goes from the cheapest to the best; the first that is sure of a sample decides it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
-from pydantic import SecretStr
 from yarl import URL
 
 from ..config.nodes import Flag
@@ -31,7 +30,7 @@ from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, json_of, name_of
-from .stream_passing import StreamPassing
+from .stream_passing import Progress, StreamPassing
 from .streams import Streaming
 
 _GENERATES = (":generateContent", ":streamGenerateContent")
@@ -117,7 +116,7 @@ class OpenAISource(Endpoint):
         streaming: StreamPassing | None = None
         if passed.stream and request.on_text is not None:
             streaming = StreamPassing(
-                self._dialect.progress(),
+                Progress(),
                 on_begin=lambda status, headers: passed.on_head(
                     RawReply(status, returned_headers(headers, clean), source=self._name)
                 ),
@@ -239,10 +238,6 @@ class OpenAISource(Endpoint):
         return found
 
 
-def _revealed(secret: SecretStr) -> str:
-    return secret.get_secret_value().strip()
-
-
 def _path(config: OpenAISource.Config, path: str) -> str:
     model = config.model if "/" in config.model else f"models/{config.model}"
     return path.replace("{model}", quote(model, safe="/"))
@@ -250,8 +245,12 @@ def _path(config: OpenAISource.Config, path: str) -> str:
 
 def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[Mistake]:
     mistakes: list[Mistake] = []
-    if "stream" in type(config).model_fields:
-        mistakes += _stream_mistakes(path, config, dialect)
+    if "stream" in config.parameters and "stream" not in dialect.prompt_keys:
+        problem, remedy = "it has a key of its own.", f"Set {path}.stream."
+        mistakes.append(Mistake(f"{path}.parameters.stream", problem, remedy))
+    if getattr(config.timeouts, "idle_s", None) is not None and not config.stream:
+        problem = "replies are not streamed, so there are no events to wait for."
+        mistakes.append(Mistake(f"{path}.timeouts.idle_s", problem, f"Set {path}.stream, or leave it out."))
     for url in config.urls:
         end = next((other.path for other in DIALECTS.values() if url.rstrip("/").endswith(other.path)), "")
         end = end or (url[url.rfind("/models/") :] if url.endswith(_GENERATES) else "")
@@ -259,33 +258,6 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
             problem = f"it must end before {end}, which is added."
             mistakes.append(Mistake(f"{path}.base_url", problem, f"Leave out {end}."))
             break
-    headers = {name.lower(): _revealed(value) for name, value in config.headers.items()}
-    for refusal in dialect.refusals(without_secrets(config.parameters), headers):
+    for refusal in dialect.refusals(without_secrets(config.parameters)):
         mistakes.append(Mistake(f"{path}.parameters.{refusal.key}", refusal.problem, refusal.remedy))
-    return mistakes
-
-
-def _stream_mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[Mistake]:
-    mistakes: list[Mistake] = []
-    parameters = config.parameters
-    if parameters.get("stream") or (config.stream and "stream" in parameters):
-        mistakes.append(Mistake(f"{path}.parameters.stream", "it has a key of its own.", f"Set {path}.stream."))
-    if not config.stream:
-        if config.timeouts.idle_s is not None:
-            problem = "replies are not streamed, so there are no events to wait for."
-            mistakes.append(Mistake(f"{path}.timeouts.idle_s", problem, f"Set {path}.stream, or leave it out."))
-        if parameters.get("stream_options") is not None:
-            mistakes.append(Mistake(f"{path}.parameters.stream_options", "replies are not streamed.", "Leave it out."))
-        return mistakes
-    idle_s, total_s = config.timeouts.idle_s, config.timeouts.total_s
-    if idle_s is not None and idle_s >= total_s:
-        problem = f"{idle_s:g} s of silence cannot pass within the {total_s:g} s of timeouts.total_s."
-        mistakes.append(Mistake(f"{path}.timeouts.idle_s", problem, "Set a smaller number."))
-    settings = parameters.get("generationConfig")
-    counts = {"n": parameters.get("n")}
-    if isinstance(settings, Mapping):
-        counts["generationConfig.candidateCount"] = settings.get("candidateCount")
-    for key, count in counts.items():
-        if count is not None and count != 1:
-            mistakes.append(Mistake(f"{path}.parameters.{key}", "a stream carries one completion.", "Leave it out."))
     return mistakes

@@ -21,7 +21,7 @@ from ..secrets import Redactor
 from .base import Logprobs, Reply, Request, Source
 from .http_reading import HTTPReply
 from .lists import Lists, divided
-from .rate_limit_headers import pause_of, retry_after_s
+from .rate_limit_headers import announced_limits, pause_of, retry_after_s
 
 _UNUSABLE = {
     401: "the key is missing or was refused; check api_key or api_key_env",
@@ -128,6 +128,16 @@ class Answer:
     def usage_in(self, content: Any) -> Usage | None:
         """Return the usage of all requests together; None if it is not stated, or stated for each of them."""
         return usage_of(content.get("usage")) if isinstance(content, dict) else None
+
+    def replied(self, content: Any, **fields: Any) -> Reply:
+        """Return a `Reply` with these fields, and with what a content states in any format: usage, model and limits."""
+        stated = content if isinstance(content, Mapping) else {}
+        model = name_of(stated.get("model") or stated.get("modelVersion"))
+        return Reply(usage=self.usage_in(content), model=model, announced=announced_limits(self.http.headers), **fields)
+
+    def refused(self, why: str) -> InvalidReply:
+        """Return the error for an answer that is a refusal. `why` is what the model says."""
+        return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(why)}")
 
     def read(self) -> Reply | QRewardError:
         """Read the non-empty body of a reply with a 2xx status. Return errors instead of raising them, so that no

@@ -18,8 +18,6 @@ from typing import Any, Literal
 from ..errors import InvalidReply, QRewardError
 from .base import Reply
 from .lists import Lists, in_order, numbered, one, several
-from .rate_limit_headers import announced_limits
-from .replies import name_of
 from .values import StrictAnswer, is_number
 
 ProtocolName = Literal[
@@ -75,7 +73,7 @@ class LogitsAnswer(StrictAnswer):
             )
         if self.protocol.form == "tokens":
             # Checked with the request, which says which tokens count.
-            return self._reply(content, numbers)
+            return self.replied(content, value=numbers)
         if not 0 < len(logits) <= MOST_LOGITS:
             return InvalidReply(
                 f"source {self.name!r} gave {len(logits):,} numbers for one response: it is not served as a "
@@ -84,15 +82,7 @@ class LogitsAnswer(StrictAnswer):
         wrong = [label for label, logit in logits.items() if not is_number(logit)]
         if wrong:
             return InvalidReply(f"source {self.name!r} gave a logit that is no finite number (label {wrong[0]!r})")
-        return self._reply(content, {label: float(logit) for label, logit in logits.items()})
-
-    def _reply(self, content: Any, value: Any) -> Reply:
-        return Reply(
-            value=value,
-            usage=self.usage_in(content),
-            model=name_of(content.get("model")) if isinstance(content, Mapping) else "",
-            announced=announced_limits(self.http.headers),
-        )
+        return self.replied(content, value={label: float(logit) for label, logit in logits.items()})
 
     def _hint(self, status: int) -> str:
         return f"; check `protocol`, and that {self.url_key} has no path" if status in (404, 405) else ""

@@ -1,14 +1,12 @@
 """Hands on a stream of server-sent events to a client, event by event, without reading its answer.
 
 A stream is held back until its first event with a part of the answer, because until then another source can still be
-asked. It is whole only if the server said so. What the events tell about usage, errors and the end depends on the
-dialect (`Progress`).
+asked. It is whole only if the server said so. `Progress` reads what the events tell about usage, errors and the end.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,13 +16,15 @@ from .streams import Event, EventParser, EventSink, StreamBroken
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
 _LONGEST_BLANK_LINE = 4
 _DONE = b"[DONE]"
+_BEFORE_THE_ANSWER = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
+"""Types of events after which another source can still be asked."""
+_ENDS = ("message_stop", "response.completed", "response.incomplete")
 
 
-class Progress(ABC):
-    """What the events of one stream of a dialect tell. A dialect defines `take`."""
-
-    USAGE = "usage"
-    """The key of the usage in a reply."""
+class Progress:
+    """What the events of one stream tell. The types of events and the keys of all formats are apart, so one class reads
+    them all.
+    """
 
     def __init__(self) -> None:
         self.begun = False
@@ -35,7 +35,8 @@ class Progress(ABC):
         """Whether nothing can follow."""
         self.error = ""
         """What the server said instead of an answer; "" if it did not."""
-        self.usage: dict[str, Any] = {}
+        self.usage: dict[str, dict[str, Any]] = {}
+        """What was stated under each key of a usage."""
         self.model: Any = None
         self._unfinished: dict[int, bool] = {}
 
@@ -47,24 +48,36 @@ class Progress(ABC):
         content = loads_leniently(event.data)
         if content is None:
             raise StreamBroken("an event that is not a JSON object")
-        if content.get("error") or event.name == "error" or content.get("type") == "error":
-            self.error = words_of(content.get("error") or content)
+        kind = content.get("type") or event.name
+        within = _object_in(content, "response") or _object_in(content, "message") or content
+        if content.get("error") or "error" in (kind, event.name) or kind == "response.failed":
+            self.error = words_of(content.get("error") or within.get("error") or content)
             return
-        self.take(content, event.name)
+        self.model = within.get("model") or within.get("modelVersion") or self.model
+        for key in ("usage", "usageMetadata"):
+            stated = _object_in(within, key).items()
+            self.usage.setdefault(key, {}).update((name, value) for name, value in stated if value is not None)
+        choices = content.get("choices") or content.get("candidates")
+        if isinstance(choices, list):
+            for choice in choices:
+                self._take_choice(choice)
+        elif _object_in(content, "promptFeedback").get("blockReason"):
+            self.begun = self.whole = True
+        elif kind in _ENDS:
+            self.begun = self.whole = self.ended = True
+        elif kind and kind not in _BEFORE_THE_ANSWER:
+            self.begun = True
 
-    @abstractmethod
-    def take(self, event: dict[str, Any], name: str) -> None:
-        """Take in the data of an event of this name."""
-
-    def note_choice(self, index: Any, finished: bool) -> None:
-        """Note a part of one of several answers. All of them have to be whole."""
-        number = index if isinstance(index, int) else 0
+    def _take_choice(self, choice: Any) -> None:
+        """Take in a part of one of several answers. All of them have to be whole."""
+        if not isinstance(choice, Mapping):
+            return
+        finished = bool(choice.get("finish_reason") or choice.get("finishReason"))
+        said = any(value for key, value in _object_in(choice, "delta").items() if key != "role")
+        self.begun |= finished or said or "content" in choice
+        number = choice.get("index") if isinstance(choice.get("index"), int) else 0
         self._unfinished[number] = self._unfinished.get(number, True) and not finished
         self.whole = not any(self._unfinished.values())
-
-    def add_usage(self, stated: Any) -> None:
-        if isinstance(stated, Mapping):
-            self.usage.update((key, value) for key, value in stated.items() if value is not None)
 
 
 class StreamPassing(EventSink):
@@ -184,7 +197,12 @@ class StreamPassing(EventSink):
 
     def body(self) -> dict[str, Any]:
         """Return model and usage, as a reply that is not streamed states them."""
-        return {"model": self._progress.model, self._progress.USAGE: self._progress.usage or None}
+        return {"model": self._progress.model, **self._progress.usage}
+
+
+def _object_in(part: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = part.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def words_of(error: Any) -> str:

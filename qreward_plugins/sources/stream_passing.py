@@ -75,7 +75,8 @@ class Progress:
         finished = bool(choice.get("finish_reason") or choice.get("finishReason"))
         said = any(value for key, value in _object_in(choice, "delta").items() if key != "role")
         self.begun |= finished or said or "content" in choice
-        number = choice.get("index") if isinstance(choice.get("index"), int) else 0
+        index = choice.get("index")
+        number = index if isinstance(index, int) else 0
         self._unfinished[number] = self._unfinished.get(number, True) and not finished
         self.whole = not any(self._unfinished.values())
 

@@ -53,9 +53,8 @@ def fingerprint(source: dict[str, Any], **changed: Any) -> str:
         (CHAT, {"model": "n"}),
         (CHAT, {"parameters": {"reasoning_effort": "low"}}),
         (CHAT, {"dialect": "responses"}),
-        (MODEL, {"protocol": "vllm_pooling"}),
         (MODEL, {"chat_template": "template.jinja"}),
-        (MODEL, {"protocol": "vllm_pooling", "task": "token_classify"}),
+        (MODEL, {"protocol": "vllm_steps"}),
         (OWN, {"key": 2}),
     ],
 )

@@ -113,7 +113,7 @@ async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any
 # Reward models, with one text and with several in a request
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-PROTOCOLS = ("vllm_classify", "vllm_pooling", "vllm_score", "sglang_classify", "tei_predict", "openrlhf")
+PROTOCOLS = ("vllm_classify", "sglang_classify", "tei_predict", "openrlhf")
 OF_ONE_RESULT = stage("verdict") - {"two_verdicts", "forged_verdict", "wrong_nonce", "duplicate_keys"}
 """Faults of one result, which cost no other."""
 

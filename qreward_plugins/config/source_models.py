@@ -399,7 +399,7 @@ class EndpointConfig(SourceConfig):
     `[least_requests]`, the evenest load, because gateways of a provider seldom have caches of their own."""
 
     max_reply_bytes: PositiveInt = 1_048_576
-    """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. Default: 1 MiB."""
+    """Largest body of a reply in bytes; a larger one fails the attempt. Default: 1 MiB."""
 
     @property
     def urls(self) -> tuple[str, ...]:

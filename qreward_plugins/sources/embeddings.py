@@ -93,7 +93,7 @@ class EmbeddingsSource(OpenAISource):
         """Name of the model on the server."""
 
         max_reply_bytes: PositiveInt = 33_554_432
-        """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. 32 embeddings of 4,096
+        """Largest body of a reply in bytes; a larger one fails the attempt. 32 embeddings of 4,096
         numbers take 3 MB. Default: 32 MiB."""
 
     answers = (VECTORS,)

@@ -229,7 +229,9 @@ class Answer:
     def content_type(self) -> str:
         kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
         page = f" (a web page; check {self.url_key})" if kind.lower() == "text/html" else ""
-        return self.redactor.of(kind, 80) + page
+        coding = self.redactor.of(self.http.headers.get("Content-Encoding", ""), 40)
+        packed = f" (compressed as {coding}, which no request asks for)" if coding else ""
+        return self.redactor.of(kind, 80) + page + packed
 
     def unreadable(self, what: str, body: bytes = b"") -> TransientError:
         """Return the error for a reply that cannot be read. `what` describes it, `body` is quoted briefly."""

@@ -30,7 +30,7 @@ from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, json_of, name_of
-from .stream_passing import Progress, StreamPassing
+from .stream_passing import StreamPassing
 from .streams import Streaming
 
 _GENERATES = (":generateContent", ":streamGenerateContent")
@@ -111,22 +111,10 @@ class OpenAISource(Endpoint):
         """Send a client's own request with the model of this source, and return the reply as it comes (`RawReply`). Of
         a stream, the pieces go to `on_text`.
         """
-        clean = self._http.redactor.clean
         body = passed.written(self._model if "{model}" not in self._dialect.path else None)
         streaming: StreamPassing | None = None
         if passed.stream and request.on_text is not None:
-            streaming = StreamPassing(
-                Progress(),
-                on_begin=lambda status, headers: passed.on_head(
-                    RawReply(status, returned_headers(headers, clean), source=self._name)
-                ),
-                on_piece=request.on_text,
-                clean=clean,
-                shown=self._http.redactor.of,
-                idle_s=self._idle_s,
-                has_room=passed.has_room,
-                wait_for_room=passed.wait_for_room,
-            )
+            streaming = StreamPassing(self._name, passed.receiver, request.on_text, self._http.redactor, self._idle_s)
         headers = {name: value for name, value in passed.headers.items() if name not in self._own_headers}
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
         now = asyncio.get_running_loop().time()
@@ -143,7 +131,7 @@ class OpenAISource(Endpoint):
             error = answer.of_status(http.status, Problem.of(json_of(http.body)))
             unknown = passed.refers and http.status in (403, 404)
             if isinstance(error, InvalidReply) or type(error) is PermanentError or unknown:
-                passed.on_refusal(raw)
+                passed.receiver.refused(raw)
                 error = PermanentError(str(error), status=http.status)
             raise error
         content = json_of(http.body) if http.stream is not None else answer.parsed()

@@ -7,10 +7,11 @@ asked. It is whole only if the server said so. `Progress` reads what the events 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .passed_requests import loads_leniently
+from ..secrets import Redactor
+from .passed_requests import RawReply, Receiver, loads_leniently, returned_headers
 from .streams import Event, EventParser, EventSink, StreamBroken
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
@@ -82,32 +83,27 @@ class Progress:
 
 
 class StreamPassing(EventSink):
-    """Hands on one stream. `on_begin` is called with status and headers before the first `on_piece`, which is called
-    with one or several whole events. `clean` redacts the source's long secrets in each event. A secret that a server
-    spreads over several events reaches the client, but no message: those have what a server says instead of an answer,
-    after `shown`, which redacts all secrets and leaves one line. `idle_s`: most seconds between two events; None: any
-    number.
+    """Hands on one stream of the source `name`. `receiver` gets its head before the first `on_piece`, which is called
+    with one or several whole events. The source's long secrets are redacted in each event. A secret that a server
+    spreads over several events reaches the client, but no message: those have what a server says instead of an answer
+    on one line, with all secrets redacted. `idle_s`: most seconds between two events; None: any number.
 
     Pieces are text as UTF-8 with surrogate escapes, so that encoding them gives the bytes that came.
     """
 
     def __init__(
         self,
-        progress: Progress,
-        *,
-        on_begin: Callable[[int, Mapping[str, str]], None],
+        name: str,
+        receiver: Receiver,
         on_piece: Callable[[str], None],
-        clean: Callable[[str], str] | None = None,
-        shown: Callable[[str], str] = str,
+        redactor: Redactor,
         idle_s: float | None = None,
-        has_room: Callable[[], bool] = lambda: True,
-        wait_for_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.idle_s = idle_s
-        self._progress = progress
-        self._on_begin, self._on_piece, self._clean, self._shown = on_begin, on_piece, clean, shown
-        self._room, self._wait = has_room, wait_for_room
-        self._head: tuple[int, Mapping[str, str]] = (200, {})
+        self._name = name
+        self._receiver, self._on_piece, self._redactor = receiver, on_piece, redactor
+        self._progress = Progress()
+        self._head = RawReply(200, {})
         self._most = 0
         self._parser = EventParser(0)
         self._rest = bytearray()
@@ -128,15 +124,15 @@ class StreamPassing(EventSink):
     @property
     def has_room(self) -> bool:
         """Whether its client has read enough for more to come."""
-        return self._room()
+        return self._receiver.has_room()
 
     async def wait_for_room(self) -> None:
         """Wait until its client has read enough for more to come."""
-        if self._wait is not None:
-            await self._wait()
+        await self._receiver.wait_for_room()
 
     def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
-        self._head, self._most = (status, headers), most_bytes
+        self._head = RawReply(status, returned_headers(headers, self._redactor.clean), source=self._name)
+        self._most = most_bytes
         self._parser = EventParser(most_bytes)
 
     def take(self, chunk: bytes) -> bool:
@@ -169,20 +165,21 @@ class StreamPassing(EventSink):
             self._progress.read(event)
             self.events += self._progress.begun
             if self._progress.error and not begun_before:
-                raise StreamBroken(f"an error instead of an answer ({self._shown(self._progress.error)})")
+                raise StreamBroken(f"an error instead of an answer ({self._redactor.of(self._progress.error)})")
         text = block.decode("utf-8", "surrogateescape")
-        self._held.append(text if self._clean is None else self._clean(text))
+        clean = self._redactor.clean
+        self._held.append(text if clean is None else clean(text))
         self._held_bytes += len(block)
         if self._progress.begun or self._progress.whole:
             self._pass_on()
         if self._progress.error:
-            raise StreamBroken(f"an error in the middle of the answer ({self._shown(self._progress.error)})")
+            raise StreamBroken(f"an error in the middle of the answer ({self._redactor.of(self._progress.error)})")
         return has_event
 
     def _pass_on(self) -> None:
         if not self._passed:
             self._passed = True
-            self._on_begin(*self._head)
+            self._receiver.begin(self._head)
         piece = "".join(self._held)
         self._held.clear()
         self._held_bytes = 0

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
 
 import PIL.Image
 import pytest
 from aiohttp import web
 
 from qreward_plugins import InputError, RewardServerError, Sample, Scored, Verdict
-from qreward_plugins.client import BlockingRewardClient, RewardClient
+from qreward_plugins.client import RewardClient
 from qreward_plugins.client.rows import ServerFacts, outcome_of_row
 from qreward_plugins.samples.images import Image
 from qreward_plugins.server.forms import result_of
@@ -335,29 +334,7 @@ async def test_facts(serve):
 # The blocking client
 
 
-async def test_the_blocking_client_in_threads(serve, sample):
-    rewards = {}
-
-    def ask(url: str, number: int) -> None:
-        with BlockingRewardClient(url) as client:
-            rewards[number] = [outcome.reward for outcome in client.score_all([sample(number), sample(1)])]
-
-    async with serve() as served:
-        threads = [threading.Thread(target=ask, args=(served.url, number)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            await asyncio.to_thread(thread.join)
-    assert rewards == {number: [float(number), 1.0] for number in range(4)}
-
-
 @each_of("url", ["127.0.0.1:8080", "htp://h", "", "http://u:p@h", "http://h?k=1", 3, None])
 def test_a_wrong_url_is_an_error_at_once(url):
-    for client in (RewardClient, BlockingRewardClient):
-        with pytest.raises(InputError, match="the URL of the reward server: "):
-            client(url)
-
-
-def test_the_blocking_client_must_be_opened(sample):
-    with pytest.raises(RewardServerError, match="open the client first"):
-        BlockingRewardClient("http://127.0.0.1:9").score(sample(1))
+    with pytest.raises(InputError, match="the URL of the reward server: "):
+        RewardClient(url)

@@ -57,8 +57,6 @@ async def test_a_missing_reward_is_a_status_and_a_cause_in_every_form(serve, row
 
 async def test_time_is_up(serve, row):
     async with serve() as served:
-        status, one, _ = await served.post("/score", row("hold"), **{"X-QReward-Deadline-S": "0.05"})
-        assert (status, one["reason"]) == (504, "deadline")
         status, one, _ = await served.post("/score", {**row("hold"), "deadline_s": 0.05})
         assert (status, one["reason"]) == (504, "deadline")
 
@@ -211,11 +209,6 @@ async def test_closing_a_reply_of_lines_cancels_the_rest(serve, row):
 @each_of(
     ("name", "value", "status", "said"),
     [
-        *(
-            ("X-QReward-Deadline-S", value, 422, "X-QReward-Deadline-S must be a number")
-            for value in ("soon", "nan", "-1")
-        ),
-        ("X-QReward-Priority", "urgent", 422, "X-QReward-Priority must be a whole number"),
         ("Content-Encoding", "gzip", 400, "Content-Encoding"),
     ],
 )
@@ -231,7 +224,7 @@ async def test_a_higher_priority_goes_first(serve, row):
         first = asyncio.ensure_future(served.post("/score", row("hold")))
         await served.source.holding.wait()
         low = [asyncio.ensure_future(served.post("/score", row(f"low {number} 1"))) for number in range(3)]
-        high = asyncio.ensure_future(served.post("/score", row("high 1"), **{"X-QReward-Priority": "5"}))
+        high = asyncio.ensure_future(served.post("/score", {**row("high 1"), "priority": "high"}))
         await until(lambda: served.engine.statistics().submitted == 5)
         served.source.release.set()
         await asyncio.gather(first, high, *low)

@@ -16,8 +16,8 @@ from qreward_plugins.errors import TransientError
 from qreward_plugins.samples import Sample
 from qreward_plugins.secrets import Redactor
 from qreward_plugins.sources import Request
-from qreward_plugins.sources.passed_requests import PassedRequest
-from qreward_plugins.sources.stream_passing import Progress, StreamPassing
+from qreward_plugins.sources.passed_requests import PassedRequest, RawReply, Receiver
+from qreward_plugins.sources.stream_passing import StreamPassing
 from qreward_plugins.sources.streams import StreamBroken
 
 from ..kit import each_of
@@ -28,17 +28,22 @@ CHAT += ['data: {"choices":[{"delta":{"content":"é中\\ud800"}}]}', 'data: {"ch
 CHAT += ['data: {"usage":{"prompt_tokens":3,"completion_tokens":2},"model":"m"}', "data: [DONE]"]
 
 
-def passing(**options: Any) -> tuple[StreamPassing, list[int], list[str]]:
-    begun: list[int] = []
-    pieces: list[str] = []
-    found = StreamPassing(
-        Progress(),
-        on_begin=lambda status, headers: begun.append(len(pieces)),
-        on_piece=pieces.append,
-        **options,
-    )
+class Client(Receiver):
+    """Gets a stream: `begun` has the number of pieces before its head."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.pieces: list[str] = []
+
+    def begin(self, head: RawReply) -> None:
+        self.begun.append(len(self.pieces))
+
+
+def passing(*secrets: str) -> tuple[StreamPassing, list[int], list[str]]:
+    client = Client()
+    found = StreamPassing("a", client, client.pieces.append, Redactor(secrets))
     found.begin(200, {}, 1000)
-    return found, begun, pieces
+    return found, client.begun, client.pieces
 
 
 def fed(stream: StreamPassing, data: bytes, sizes: Iterator[int]) -> None:
@@ -134,7 +139,7 @@ def test_an_error_first_is_not_handed_on(event: bytes) -> None:
 
 
 def test_secrets_and_sizes() -> None:
-    stream, _, pieces = passing(clean=Redactor(["sk-0123456789abcdef"]).clean)
+    stream, _, pieces = passing("sk-0123456789abcdef")
     stream.take(b'data: {"choices":[{"delta":{"content":"my sk-0123456789abcdef"}}]}\n\n')
     assert "my ***" in pieces[0]
     with pytest.raises(StreamBroken, match="an event larger than 1,000 bytes"):

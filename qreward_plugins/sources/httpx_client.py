@@ -4,7 +4,7 @@ It behaves as the client over aiohttp. Two things need care:
 
 - httpx reports that a request is sent through the extension `trace` of httpcore.
 - If requests wait in httpx's pool and are cancelled, their slots stay taken for ever (httpx 0.28, httpcore 1.0.9). So
-  the pool has no limit, and `slots` of the source keeps the scheduler below `max_connections`.
+  the pool has no limit, and `slots` of the source keeps the scheduler below 100 requests at once.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ def fingerprint(source: dict[str, Any], **changed: Any) -> str:
         (FUNCTION, {"version": "2"}),
         (HTTP, {"score_key": "data.score"}),
         (HTTP, {"body": {"text": "response"}}),
-        (HTTP, {"index_key": "position"}),
         (HTTP, {"results_key": "results"}),
         (CHAT, {"model": "n"}),
         (CHAT, {"parameters": {"reasoning_effort": "low"}}),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import gzip
 import json
 import random
 import socket
 import ssl
 import traceback
-import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +24,6 @@ from qreward_plugins.sources import OpenAISource, aiohttp_client, http, http_rea
 from qreward_plugins.sources.aiohttp_client import AiohttpClient, PreparedPost
 from qreward_plugins.sources.http import Connecting
 from qreward_plugins.sources.http_reading import ACCEPTED
-from qreward_plugins.testing import JudgeServer
 
 from ..kit import connections_left, each_of
 from .wire import HEAD, KEY, PATIENCE_S, asked, completion, nothing, outcome_of, request_of, serving, text_of
@@ -91,7 +88,6 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "a bad length": lambda e: e.write(HEAD + b"Content-Length: -5\r\n\r\n{}"),
     "two lengths": lambda e: e.write(HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}"),
     "chunks cut short": lambda e: (e.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"), e.writer.close()),
-    "truncated gzip": lambda e: e.reply(gzip.compress(b"{" * 5000)[:-20], headers={"Content-Encoding": "gzip"}),
 }
 """Replies that a judge server does not play (`test_faults`)."""
 
@@ -374,35 +370,6 @@ def test_a_loop_that_was_closed_and_never_shut_down_is_let_go(open_source: Any) 
         loop.close()
 
 
-def test_after_a_loop_that_was_closed_hard_first_requests_at_once_share_one_session() -> None:
-    client, opened = client_with(), []
-    open_session = client._open_session
-    client._open_session = lambda: opened.append(open_session()) or opened[-1]  # type: ignore[func-returns-value,method-assign]
-
-    with JudgeServer(lambda call: 0.5) as server:
-
-        async def ask() -> Any:
-            body = b'{"model": "m", "messages": [{"role": "user", "content": "?"}]}'
-            url = Url(server.base_url + "/chat/completions")
-            return await client.post(url, body, on_sent=nothing, max_reply_bytes=10_000)
-
-        async def main() -> list[Any]:
-            replies = await asyncio.gather(*[ask() for _ in range(8)])
-            await client.aclose()
-            await asyncio.sleep(0.05)
-            return replies
-
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(ask())
-        loop.close()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # the hard end of the first loop
-            assert len(asyncio.run(main())) == 8
-            gc.collect()
-    assert len(opened) == 2
-    assert all(session.closed for session in opened[1:])
-
-
 @each_of(
     ("settings", "path"),
     [
@@ -538,29 +505,11 @@ async def test_another_version_of_aiohttp_sends_by_its_session(monkeypatch: pyte
         await client.aclose()
 
 
-@each_of(
-    ("reply", "status"),
-    [
-        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + OK, 200),
-        (b"HTTP/1.1 000 Odd\r\nContent-Length: 2\r\n\r\n{}", 0),
-        (b"HTTP/1.1 099 Odd\r\nContent-Length: 2\r\n\r\n{}", 99),
-        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n", 101),
-    ],
-)
-async def test_interim_and_odd_statuses(reply: bytes, status: int) -> None:
-    gone = asyncio.Event()
-
-    async def script(exchange: Any) -> None:
-        exchange.write(reply)
-        if status == 101:
-            await exchange.hung_up()
-            gone.set()
-
-    async with serving(script) as server:
+async def test_interim_statuses_are_skipped() -> None:
+    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+    async with serving(lambda exchange: exchange.write(interim + OK)) as server:
         client = client_with()
-        assert (await post(client, Url(server.base_url))).status == status
-        if status == 101:
-            await asyncio.wait_for(gone.wait(), PATIENCE_S)
+        assert (await post(client, Url(server.base_url))).status == 200
         assert acquired(client) == 0
         await client.aclose()
 
@@ -637,23 +586,3 @@ async def test_the_connection_of_a_request_that_was_answered_before_it_was_writt
         await client.aclose()
         over.set()
     assert connections == 2
-
-
-async def test_headers_that_change_how_a_body_is_sent_or_end_a_line() -> None:
-    for name, value in (("Transfer-Encoding", "chunked"), ("Content-Encoding", "gzip"), ("Expect", "100-continue")):
-        async with aiohttp.ClientSession(headers={name: value}) as session:
-            assert not PreparedPost(session, Url(URL)).can_send
-    for value in ("a\r\nX-Other: b", "a\nX-Other: b", "a\rb", "a\0b", "a\x7fb"):
-        async with aiohttp.ClientSession(headers={"X-Name": value}) as session:
-            with pytest.raises(ValueError, match="line break"):
-                PreparedPost(session, Url(URL))
-
-
-async def test_requests_to_many_replicas_are_not_kept_for_ever() -> None:
-    client = client_with()
-    async with serving(lambda exchange: exchange.write(OK)) as server:
-        for number in range(200):
-            await post(client, Url(f"{server.url}/{number}"))
-        assert 0 < sum(map(len, client._prepared.values())) <= 64
-        await client.aclose()
-    assert not client._prepared

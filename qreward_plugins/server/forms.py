@@ -286,12 +286,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _check_lengths(**lists: list[Any]) -> None:
-    lengths = [len(each) for each in lists.values()]
-    if len(set(lengths)) > 1:
-        *names, last = lists
-        *counts, most = map(str, lengths)
-        names_text, counts_text = ", ".join(names), ", ".join(counts)
-        raise InputError(f"{names_text} and {last} must have one length; they have {counts_text} and {most}")
+    if len(set(map(len, lists.values()))) > 1:
+        found = ", ".join(f"{name} has {len(each)}" for name, each in lists.items())
+        raise InputError(f"the lists must have one length; {found}")
 
 
 def _kind(value: Any) -> str:

@@ -14,7 +14,6 @@ asking again.
 from __future__ import annotations
 
 import importlib
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -88,7 +87,7 @@ class QRewardSyncTransport(_Transport):
     """A transport for the synchronous clients of httpx and httpx2; any number of threads may use it.
 
     Args:
-        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the first request starts
+        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the transport starts
             an engine in a thread of its own, and closing the client ends it. Or the `EnginePortal` of an engine, which
             its caller closes.
 
@@ -99,13 +98,11 @@ class QRewardSyncTransport(_Transport):
         _check_installed()
         if isinstance(engine, RewardEngine):
             raise TypeError("a synchronous transport takes the portal of an engine: RewardEngine.portal()")
-        self._portal = engine if isinstance(engine, EnginePortal) else None
-        self._own = None if isinstance(engine, EnginePortal) else _opened(engine)
         self._opened = ExitStack()
         # Also at the end of the process, while the engine's thread still runs.
         weakref.finalize(self, self._opened.close)
-        self._lock = threading.Lock()
-        self._closed = False
+        own = None if isinstance(engine, EnginePortal) else _opened(engine)
+        self._portal: EnginePortal = engine if own is None else self._opened.enter_context(own.portal())  # type: ignore[assignment]
         self._proxy: Proxy | None = None
 
     def handle_request(self, request: Any) -> Any:
@@ -119,28 +116,16 @@ class QRewardSyncTransport(_Transport):
 
         reply: ClientReply | None
         try:
-            portal = self._open()
-            reply = portal.run(answer)
+            reply = self._portal.run(answer)
         except EngineError as error:
             return exchange.closed(error)
         except TimeoutError:
             reply = None
-        return exchange.response(reply, lambda pieces: exchange.sync_stream(pieces, portal))
+        return exchange.response(reply, lambda pieces: exchange.sync_stream(pieces, self._portal))
 
     def close(self) -> None:
         """Close the engine, if the transport has made it. Idempotent."""
-        with self._lock:
-            self._closed = True
-            self._opened.close()
-
-    def _open(self) -> EnginePortal:
-        with self._lock:
-            if self._closed:
-                raise EngineError("this transport is closed; make a new one")
-            if self._portal is None:
-                assert self._own is not None
-                self._portal = self._opened.enter_context(self._own.portal())
-            return self._portal
+        self._opened.close()
 
 
 def _check_installed() -> None:

@@ -13,8 +13,7 @@ import asyncio
 import re
 import ssl
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -25,7 +24,7 @@ from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
 from .http import KEEP_ALIVE_S, Connecting, HTTPClient, os_reason
-from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading, Timer
+from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading
 
 if TYPE_CHECKING:
     from multidict import CIMultiDictProxy
@@ -57,45 +56,7 @@ class AiohttpReply(Incoming):
             body += await content.readany()
         return bytes(body) if len(body) <= limit else None
 
-    def within(self, seconds: float | None) -> AbstractContextManager[Timer]:
-        return _within(self._close, seconds)
-
     def abort(self) -> None:
-        self._close()
-
-
-@contextmanager
-def _within(close: Callable[[], None], seconds: float | None) -> Iterator[_Timer]:
-    timer = _Timer(close)
-    timer.restart(seconds)
-    try:
-        yield timer
-    except Exception:
-        if not timer.expired:
-            raise
-    finally:
-        timer.restart(None)
-
-
-class _Timer:
-    """Closes the connection when its time is up, which ends the reading with an error. A time-out around the read could
-    swallow a cancellation that arrives at the same moment.
-    """
-
-    def __init__(self, close: Callable[[], None]) -> None:
-        self._close = close
-        self._handle: asyncio.TimerHandle | None = None
-        self.expired = False
-
-    def restart(self, seconds: float | None) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-        self._handle = None
-        if seconds is not None and not self.expired:
-            self._handle = asyncio.get_running_loop().call_later(seconds, self._expire)
-
-    def _expire(self) -> None:
-        self.expired = True
         self._close()
 
 

@@ -60,11 +60,8 @@ class Request:
     """Length of the messages in UTF-8 bytes; the assumed tokens of images count as bytes. Without messages: length of
     the sample's prompt, response and ground truth, as far as these are texts. The scheduler predicts latency and tokens
     from it."""
-    _demand: Demand | None = field(default=None, init=False, repr=False, compare=False)
-    """That of the source which was asked for first, mostly the only one."""
-    _demand_of: str = field(default="", init=False, repr=False, compare=False)
     _demands: dict[str, Demand] | None = field(default=None, init=False, repr=False, compare=False)
-    """Those of the other sources, by name."""
+    """The demand at each source that was asked for, by name."""
 
     def __post_init__(self) -> None:
         if self.passed is not None:
@@ -91,8 +88,6 @@ class Request:
         """Return `demand(source)`, for a caller that keeps the source's `name`: the scheduler asks several times for
         each attempt.
         """
-        if name == self._demand_of and self._demand is not None:
-            return self._demand
         found = None if self._demands is None else self._demands.get(name)
         if found is None:
             # `isinstance` with a protocol would cost more than the rest of this method.
@@ -105,10 +100,7 @@ class Request:
                 shown = of_messages(self.messages) if self.messages else (_texts(self.sample), 0, 0)
                 texts, images, overhead = shown
                 found = Demand(Texture.of(texts, images=images), overhead, self.max_completion_tokens)
-            if self._demand is None:
-                object.__setattr__(self, "_demand", found)
-                object.__setattr__(self, "_demand_of", name)
-            elif self._demands is None:
+            if self._demands is None:
                 object.__setattr__(self, "_demands", {name: found})
             else:
                 self._demands[name] = found

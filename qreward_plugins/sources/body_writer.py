@@ -119,20 +119,20 @@ class BodyWriter:
         return None if images else body
 
     async def with_images(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
-        """Return a body with images as bytes, written in a thread. Raises `SampleRefused`."""
-        written: bytes | str = await self._threads.run(
-            partial(self._encoded_or_reason, request, asks), on_start=_nothing
-        )
-        if isinstance(written, str):
-            raise SampleRefused(written)
-        return written
+        """Return a body with images as bytes. Raises `SampleRefused`."""
+        [body] = await self.each([request], asks)
+        if isinstance(body, SampleRefused):
+            raise body
+        return encoded(body)
 
-    async def each(self, requests: Sequence[Request]) -> list[dict[str, Any] | SampleRefused]:
-        """Return the body of each request that is sent in one with others, with its images as texts, or its error.
+    async def each(
+        self, requests: Sequence[Request], asks: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any] | SampleRefused]:
+        """Return the body of each request, with its images as texts, or its error. Images are written in a thread.
 
         Each is written alone, so that a wrong image costs its own call.
         """
-        found = [self._body_or_error(request) for request in requests]
+        found = [self._body_or_error(request, asks) for request in requests]
         for number, body in enumerate(found):
             if isinstance(body, dict) and request_has_images(requests[number]):
                 found[number] = await self._threads.run(partial(self._images_written, body), on_start=_nothing)
@@ -150,15 +150,9 @@ class BodyWriter:
         """Wait for the threads, for up to one second."""
         await self._threads.aclose()
 
-    def _encoded_or_reason(self, request: Request, asks: Mapping[str, Any] | None) -> bytes | str:
+    def _body_or_error(self, request: Request, asks: Mapping[str, Any] | None) -> dict[str, Any] | SampleRefused:
         try:
-            return self.encode(request, asks=asks)
-        except SampleRefused as error:
-            return str(error)
-
-    def _body_or_error(self, request: Request) -> dict[str, Any] | SampleRefused:
-        try:
-            return self.whole(request)
+            return self.whole(request, asks)
         except Exception as error:
             return SampleRefused(self._reason(error))
 

@@ -53,7 +53,6 @@ class Embeddings(Dialect):
     """OpenAI's embeddings. The texts are the contents of the messages."""
 
     name = "embeddings"
-    title = "embeddings"
     path = "/embeddings"
     answer = EmbeddingsAnswer
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)

@@ -67,6 +67,11 @@ class Endpoint(SourceKind):
 
     usual_latency_s = 0.5
 
+    bound_key: tuple[str, ...] = ("max_tokens",)
+    """The path of the key in the body that bounds a completion."""
+    containers: tuple[str, ...] = ()
+    """The keys of the body that hold several settings, which `parameters` change one by one."""
+
     @abstractmethod
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body of a request, without the configured parameters. Raises `InputError` for a value that JSON
@@ -87,16 +92,6 @@ class Endpoint(SourceKind):
     def plain_headers(cls, config: Any) -> Mapping[str, str]:
         """Return the headers of every request that are not secret. Default: `HEADERS`."""
         return cls.HEADERS
-
-    @property
-    def bound_key(self) -> tuple[str, ...]:
-        """The path of the key in the body that bounds a completion. Default: `max_tokens`."""
-        return ("max_tokens",)
-
-    @property
-    def containers(self) -> tuple[str, ...]:
-        """The keys of the body that hold several settings, which `parameters` change one by one. Default: none."""
-        return ()
 
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
         """Remove the prompt from a body. Return its texts, the tokens of its images, and those of the chat template and
@@ -311,8 +306,8 @@ class Endpoint(SourceKind):
             more["weights"] = lease.weights
         if self._replicas.several:
             more["on_judged"] = lease.judged
-        if http.stream is not None:
-            more["first_token_s"] = http.stream.first_token_s
+        if http.streamed:
+            more["first_token_s"] = http.first_token_s
         clean = self._http.redactor.clean
         if clean is not None:
             more |= {"model": clean(reply.model), "finish_reason": clean(reply.finish_reason), "clean": clean}

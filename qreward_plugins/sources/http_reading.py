@@ -6,12 +6,13 @@ The libraries' replies are `Incoming`s; `aiohttp_client` and `httpx_client` defi
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
+import anyio
 import orjson
 from yarl import URL
 
@@ -32,41 +33,46 @@ _STREAM_END_S = 0.5
 _STREAM_END_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class StreamFacts:
-    """Facts that only a streamed reply has.
-
-    `first_token_s`: seconds from sending the request to the first token; None without any. `tokens`: number of events
-    with a part of the answer.
-    """
-
-    first_token_s: float | None
-    tokens: int
-
-
 # Not frozen: it is made for every call, and a frozen one takes three times as long.
 @dataclass(slots=True)
 class HTTPReply:
     """The status, headers and body of a reply. The body of an error may be truncated. `headers` ignore case.
 
-    If it was streamed, the body is the one that the server would have sent without streaming, and `stream` is set. The
-    repr leaves out headers and body, because tracebacks may be printed with their variables.
+    If it was `streamed`, the body is the one that the server would have sent without streaming, and `first_token_s` is
+    the time from sending the request to the first token in seconds; None without any. The repr leaves out headers and
+    body, because tracebacks may be printed with their variables.
     """
 
     status: int
     headers: Mapping[str, str] = field(repr=False)
     body: bytes = field(repr=False)
-    stream: StreamFacts | None = None
+    streamed: bool = False
+    first_token_s: float | None = None
 
 
-class Timer(Protocol):
-    """A time limit on reading. `expired` is set when it ended the reading."""
+class Timer:
+    """A time limit on reading."""
+
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self._scope = scope
 
     @property
-    def expired(self) -> bool: ...
+    def expired(self) -> bool:
+        """Whether it ended the reading."""
+        return self._scope.cancelled_caught
 
     def restart(self, seconds: float | None) -> None:
         """Set the limit to `seconds` from now; None: no limit."""
+        self._scope.deadline = math.inf if seconds is None else anyio.current_time() + seconds
+
+
+@contextmanager
+def _within(seconds: float | None) -> Iterator[Timer]:
+    """End the reading inside of the `with` block after `seconds`, without an error."""
+    with anyio.CancelScope() as scope:
+        timer = Timer(scope)
+        timer.restart(seconds)
+        yield timer
 
 
 class Incoming(ABC):
@@ -87,10 +93,6 @@ class Incoming(ABC):
             if len(body) > limit:
                 return None
         return bytes(body)
-
-    @abstractmethod
-    def within(self, seconds: float | None) -> AbstractContextManager[Timer]:
-        """End the reading inside of the `with` block after `seconds`, without an error."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -142,12 +144,13 @@ class Reading:
         limit = min(self.limit, _ERROR_BODY_BYTES)
         body = bytearray()
         try:
-            with incoming.within(_ERROR_BODY_S):
+            with _within(_ERROR_BODY_S) as timer:
                 async for chunk in incoming.chunks():
                     body += chunk
                     if len(body) > limit:
-                        incoming.abort()
                         break
+            if timer.expired or len(body) > limit:
+                incoming.abort()
         except Exception:  # the libraries raise many kinds; the status is known, and the body is only an explanation
             pass
         return HTTPReply(incoming.status, incoming.headers, bytes(body[:limit]))
@@ -155,7 +158,7 @@ class Reading:
     async def _stream(self, incoming: Incoming, sink: EventSink) -> HTTPReply | SourceError:
         size, first_at = 0, None
         try:
-            with incoming.within(None) as timer:
+            with _within(None) as timer:
                 sink.begin(incoming.status, incoming.headers, self.limit)
                 async for chunk in incoming.chunks():
                     size += len(chunk)
@@ -180,14 +183,14 @@ class Reading:
                 return TransientError(f"{self.where} answered with {error}", status=incoming.status)
             raise
         await self._drain(incoming)
-        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, sink.events)
-        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(sink.body()), facts)
+        first_token_s = None if first_at is None else first_at - self.sent_at
+        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(sink.body()), True, first_token_s)
 
     async def _drain(self, incoming: Incoming) -> None:
         """Read to the end of a stream after its last event, so that its connection can be used again."""
         left = _STREAM_END_BYTES
         try:
-            with incoming.within(_STREAM_END_S) as timer:
+            with _within(_STREAM_END_S) as timer:
                 async for chunk in incoming.chunks():
                     left -= len(chunk)
                     if left < 0:

@@ -14,7 +14,6 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeAlias
 
@@ -25,7 +24,7 @@ from yarl import URL
 from ..errors import SourceError, SourceUnusable, TransientError
 from ..secrets import Redactor
 from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, os_reason
-from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading, Timer
+from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading
 
 _MOST_WRAPPERS = 8
 """Streams around that of httpcore: those of httpx and of its authentication."""
@@ -60,16 +59,6 @@ class HttpxIncoming(Incoming):
         if _has_more(self._response.stream):
             await self._response.extensions["network_stream"].aclose()
 
-    @contextmanager
-    def _within(self, seconds: float | None) -> Iterator[_Timer]:
-        with anyio.CancelScope() as scope:
-            timer = _Timer(scope)
-            timer.restart(seconds)
-            yield timer
-
-    def within(self, seconds: float | None) -> AbstractContextManager[Timer]:
-        return self._within(seconds)
-
     def abort(self) -> None:
         """Do nothing: a response that is closed before its end closes its connection."""
 
@@ -84,18 +73,6 @@ def _has_more(stream: Any) -> bool:
             return bool(state.trailing_data[0])
         stream = getattr(stream, "_stream", None) or getattr(stream, "_httpcore_stream", None)
     return False
-
-
-class _Timer:
-    def __init__(self, scope: anyio.CancelScope) -> None:
-        self._scope = scope
-
-    @property
-    def expired(self) -> bool:
-        return self._scope.cancelled_caught
-
-    def restart(self, seconds: float | None) -> None:
-        self._scope.deadline = float("inf") if seconds is None else anyio.current_time() + seconds
 
 
 _LIMIT = "qreward_max_reply_bytes"
@@ -121,7 +98,7 @@ class HttpxClient(HTTPClient[_Clients]):
         super().__init__(connecting)
         self._context = context
         self._http2 = http2
-        self._auth = None if auth is None else _Watched(auth, self._note)
+        self._auth = auth
         self._credentials: dict[str, None] = {}
         self._with_credentials: Redactor | None = None
 
@@ -164,7 +141,7 @@ class HttpxClient(HTTPClient[_Clients]):
                 trust_env=False,
             )
             if self._auth is not None:
-                transport = _Capped(transport)
+                transport = _Authorized(transport, self._note)
             client = clients[proxy] = httpx.AsyncClient(
                 headers={"Accept-Encoding": ACCEPTED, **self._headers},
                 transport=transport,
@@ -235,8 +212,6 @@ class HttpxClient(HTTPClient[_Clients]):
             return TransientError(f"{where}: the reply is not valid HTTP ({self.redactor.of(str(error))})")
         if isinstance(error, (httpx.NetworkError, OSError)):
             return TransientError(f"{where}: the connection failed{os_reason(failed)}")
-        if isinstance(error, AuthFailed):
-            return TransientError(f"{where}: its auth raised {error}")
         # Of any other error only the type is shown, because its text may hold secrets.
         return TransientError(f"{where}: the request failed with {type(error).__name__}")
 
@@ -251,46 +226,17 @@ class HttpxClient(HTTPClient[_Clients]):
         return TransientError(f"{where}: the proxy refused the connection ({self.redactor.of(message)})")
 
 
-class AuthFailed(Exception):
-    """The `httpx.Auth` of a source raised. The text is the type of its error, whose own text may hold secrets."""
+class _Authorized(httpx.AsyncBaseTransport):
+    """Calls `note` with the headers of the requests that an `httpx.Auth` signs or makes, and bounds the replies that it
+    may read as a whole, which httpx does not.
+    """
 
-
-class _Watched(httpx.Auth):
-    """An `httpx.Auth` whose requests are noted, and whose errors are told apart from those of the connection."""
-
-    def __init__(self, auth: httpx.Auth, note: Callable[[httpx.Headers], None]) -> None:
-        self._auth = auth
+    def __init__(self, transport: httpx.AsyncBaseTransport, note: Callable[[httpx.Headers], None]) -> None:
+        self._transport = transport
         self._note = note
 
-    async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
-        failed = ""
-        flow = self._auth.async_auth_flow(request)
-        try:
-            try:
-                asked = await flow.__anext__()
-            except Exception as error:
-                failed = type(error).__name__
-            while not failed:
-                self._note(asked.headers)
-                response = yield asked
-                try:
-                    asked = await flow.asend(response)
-                except StopAsyncIteration:
-                    return
-                except Exception as error:
-                    failed = type(error).__name__
-        finally:
-            await flow.aclose()
-        raise AuthFailed(failed)
-
-
-class _Capped(httpx.AsyncBaseTransport):
-    """Bounds the replies that an `httpx.Auth` may read as a whole, which httpx does not."""
-
-    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
-        self._transport = transport
-
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self._note(request.headers)
         response = await self._transport.handle_async_request(request)
         # httpx would decompress what an `httpx.Auth` reads.
         response.headers.pop("Content-Encoding", None)

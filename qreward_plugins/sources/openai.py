@@ -80,6 +80,7 @@ class OpenAISource(Endpoint):
         settings: dict[str, Any] = without_secrets(config.parameters)
         self._settings = settings
         self._thinks = dialect.thinks(settings)
+        self.bound_key, self.containers = dialect.bound, dialect.containers
         super().__init__(
             name,
             config,
@@ -134,22 +135,22 @@ class OpenAISource(Endpoint):
                 passed.receiver.refused(raw)
                 error = PermanentError(str(error), status=http.status)
             raise error
-        content = json_of(http.body) if http.stream is not None else answer.parsed()
+        content = json_of(http.body) if http.streamed else answer.parsed()
         if isinstance(content, TransientError) and json_of(http.body) is None:
             lenient = loads_leniently(http.body)
             content = content if lenient is None or lenient.get("error") else lenient
         if isinstance(content, QRewardError):
             raise content
-        if http.stream is None and streamed:
+        if streamed and not http.streamed:
             raise answer.unreadable("no stream, which it was asked for", http.body)
-        if http.stream is None and not self._dialect.holds_answer(content):
+        if not http.streamed and not self._dialect.holds_answer(content):
             raise answer.unreadable(f"no {self._dialect.answers_in}", http.body)
         return Reply(
-            value=raw if http.stream is None else None,
+            value=None if http.streamed else raw,
             usage=answer.usage_in(content),
             model=answer.redactor.of(name_of(content.get("model"))),
             announced=announced_limits(http.headers),
-            first_token_s=None if http.stream is None else http.stream.first_token_s,
+            first_token_s=http.first_token_s,
         )
 
     def demand(self, request: Request) -> Demand | None:
@@ -166,10 +167,6 @@ class OpenAISource(Endpoint):
         return None if self._reader is None else Streaming(self._reader(), self._idle_s, request.on_text)
 
     @property
-    def model(self) -> str:
-        return self._model
-
-    @property
     def dialect(self) -> Dialect:
         """The dialect that it speaks."""
         return self._dialect
@@ -181,14 +178,6 @@ class OpenAISource(Endpoint):
     @classmethod
     def plain_headers(cls, config: Config) -> Mapping[str, str]:
         return cls.dialect_of(config).headers
-
-    @property
-    def bound_key(self) -> tuple[str, ...]:
-        return self._dialect.bound
-
-    @property
-    def containers(self) -> tuple[str, ...]:
-        return self._dialect.containers
 
     @property
     def reads(self) -> object:

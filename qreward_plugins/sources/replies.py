@@ -85,11 +85,13 @@ class Answer:
         return error
 
     def _understand(self) -> Reply | QRewardError:
+        return self._no_answer() or self.read()
+
+    def _no_answer(self) -> QRewardError | None:
+        """Return the error of a reply that holds no answer; None for one that has to be read."""
         if not 200 <= self.http.status < 300:
             return self.of_status(self.http.status, Problem.of(json_of(self.http.body)))
-        if not self.http.body.strip():
-            return self.unreadable("an empty body")
-        return self.read()
+        return None if self.http.body.strip() else self.unreadable("an empty body")
 
     def replies(self, lists: Lists, requests: Sequence[Request], source: Source) -> Sequence[Reply | QRewardError]:
         """Return the reply or the error of each of several requests that were sent as one.
@@ -104,11 +106,7 @@ class Answer:
     def _understand_all(
         self, lists: Lists, requests: Sequence[Request], source: Source
     ) -> Sequence[Reply | QRewardError] | QRewardError:
-        if not 200 <= self.http.status < 300:
-            return self.of_status(self.http.status, Problem.of(json_of(self.http.body)))
-        if not self.http.body.strip():
-            return self.unreadable("an empty body")
-        content = self.parsed()
+        content = self._no_answer() or self.parsed()
         if isinstance(content, QRewardError):
             return content
         parts = lists.take_apart(content, len(requests))

@@ -107,12 +107,12 @@ class RewardModelSource(Endpoint):
                 problem = "only a process reward model scores steps."
                 mistakes.append(Mistake(f"sources.{name}.{key}", problem, "Use vllm_steps, or leave it out."))
         mistakes += _overridden(f"sources.{name}.parameters", config, protocol)
-        end = next((url for url in config.urls if _ends_with_start(url, protocol.path)), None)
-        if end is not None:
-            added_twice = f"{protocol.path} is added to it, and it ends with a part of that."
-            mistakes.append(Mistake(f"sources.{name}.base_url", added_twice, "Write the server without a path."))
-        if config.batch is not None:
-            mistakes += _not_batched(f"sources.{name}", config, protocol)
+        if config.batch is not None and (protocol.lists is None or self._takes_images):
+            rendered_here = "Set chat_template to the folder of the reward model, or leave batch out."
+            remedy = rendered_here if self._takes_images else "Leave it out, or use another protocol."
+            mistakes.append(
+                Mistake(f"sources.{name}.batch", f"{config.protocol} takes one response a request.", remedy)
+            )
         super().__init__(name, config, mistakes=mistakes, path=protocol.path)
         if config.chat_template:
             self._template = ChatTemplate(config.chat_template, where=where)
@@ -128,10 +128,6 @@ class RewardModelSource(Endpoint):
                 self._tokens = lru_cache(maxsize=_TOKENIZED_KEPT)(
                     lambda turns: tokenizer.tokens([Message(role=role, content=content) for role, content in turns])
                 )
-
-    @property
-    def model(self) -> str:
-        return self._model
 
     @property
     def reads(self) -> object:
@@ -196,34 +192,15 @@ def _overridden(path: str, config: RewardModelSource.Config, protocol: Protocol)
     mistakes = []
     settings = protocol.body(config.model, {"text": "", "tokens": (), "prompt": "", "response": ""})
     for key, value in config.parameters.items():
-        if key in _CONVERSATION:
-            mistakes.append(Mistake(f"{path}.{key}", "the conversation is written here.", "Leave it out."))
-        elif key != "model" and key in settings and value is not None and value != settings[key]:
-            problem = f"{config.protocol} needs another value to answer with the logits of the response."
+        replaced = key in settings and key != "model" and value is not None and value != settings[key]
+        if key in _CONVERSATION or replaced:
+            problem = f"{config.protocol} writes it, to get the logits of the response."
             mistakes.append(Mistake(f"{path}.{key}", problem, "Leave it out; `activation` is a key of the judge."))
     return mistakes
 
 
 _CONVERSATION = frozenset({"messages", "input", "text", "inputs", "query", "queries", "prompts", "documents", "texts"})
 """Keys of the protocols that hold the prompt or the response."""
-
-
-def _ends_with_start(url: str, path: str) -> bool:
-    """Whether the end of a URL repeats the beginning of the path that is appended to it."""
-    parts = path.split("/")
-    return any(url.endswith("/".join(parts[:count])) for count in range(2, len(parts) + 1))
-
-
-def _not_batched(path: str, config: RewardModelSource.Config, protocol: Protocol) -> list[Mistake]:
-    """Find why a protocol cannot take several responses in one request."""
-    if protocol.lists is None:
-        problem = f"{config.protocol} takes one prompt a request, so requests cannot carry several."
-        return [Mistake(f"{path}.batch", problem, "Leave it out, or use another protocol.")]
-    if protocol.form == "messages" and not config.chat_template:
-        problem = "the server renders one conversation a request, so requests cannot carry several."
-        remedy = "Set chat_template to the folder of the reward model, or leave batch out."
-        return [Mistake(f"{path}.batch", problem, remedy)]
-    return []
 
 
 def _plain(messages: Sequence[Message]) -> str:

@@ -163,7 +163,6 @@ class StreamPassing(EventSink):
                 continue
             has_event = True
             self._progress.read(event)
-            self.events += self._progress.begun
             if self._progress.error and not begun_before:
                 raise StreamBroken(f"an error instead of an answer ({self._redactor.of(self._progress.error)})")
         text = block.decode("utf-8", "surrogateescape")

@@ -104,8 +104,8 @@ class EventParser:
 class StreamReader(ABC):
     """Assembles the events of one streamed reply of one dialect.
 
-    A dialect defines `ASKS`, `take` and `body`. `take` sets `text`, `thoughts`, `whole` and `ended`, counts `tokens`,
-    and calls `fail` for an error.
+    A dialect defines `ASKS`, `take` and `body`. `take` sets `text`, `thoughts`, `whole` and `ended`, and
+    calls `fail` for an error.
     """
 
     ASKS: ClassVar[Mapping[str, Any]] = {"stream": True}
@@ -120,8 +120,8 @@ class StreamReader(ABC):
         """Whether the server said that the answer is whole; a stream that ends before that is broken."""
         self.ended = False
         """Whether nothing that counts can follow, so that reading may stop."""
-        self.tokens = 0
-        """Events with a part of the answer or of its thoughts: about one for each token."""
+        self.begun = False
+        """Whether a part of the answer or of its thoughts has come."""
         self.error: Any = None
         """The error that the server sent in the middle of the stream."""
 
@@ -142,7 +142,7 @@ class StreamReader(ABC):
         """Take note of a further part of the answer and of the thoughts."""
         self.text += text
         self.thoughts += thoughts
-        self.tokens += bool(text or thoughts)
+        self.begun |= bool(text or thoughts)
 
     @abstractmethod
     def take(self, event: dict[str, Any], name: str) -> None:
@@ -159,8 +159,6 @@ class EventSink(ABC):
     """
 
     idle_s: float | None = None
-    events = 0
-    """Events with a part of the answer."""
 
     @abstractmethod
     def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
@@ -229,12 +227,11 @@ class Streaming(EventSink):
         if self._on_text is not None and reader.error is None and len(reader.text) > self._passed_on:
             self._on_text(reader.text[self._passed_on :])
             self._passed_on = len(reader.text)
-        self.events = reader.tokens
         return heard
 
     @property
     def begun(self) -> bool:
-        return self.reader.tokens > 0
+        return self.reader.begun
 
     @property
     def ended(self) -> bool:

@@ -102,7 +102,7 @@ async def test_get_reward(serve):
         assert reply["next_turn_feedback"] is None
         status, reply, _ = await served.post("/get_reward", {"metadata": [{}], "query": ["1", "0"]})
         assert status == 422
-        assert "must have one length; they have 1, 2 and 2" in reply["error"]["detail"]
+        assert "must have one length; metadata has 1, query has 2, prompts has 2" in reply["error"]["detail"]
 
 
 async def test_the_words_of_the_judge_are_the_feedback_of_get_reward():
@@ -135,7 +135,7 @@ async def test_the_words_of_the_judge_are_the_feedback_of_get_reward():
         ("/score", {"samples": [], "deadline_s": 0}, 422, "deadline_s must be a number of seconds above 0"),
         ("/score", {"samples": [], "priority": 0.5}, 422, "priority must be a whole number"),
         ("/slime", {"prompt": "?"}, 422, "the body: response is null"),
-        ("/openrlhf", {"query": ["1"], "prompts": []}, 422, "they have 1, 0 and 1"),
+        ("/openrlhf", {"query": ["1"], "prompts": []}, 422, "query has 1, prompts has 0"),
         ("/get_reward", {"query": "1", "metadata": 1}, 422, "item 0: metadata must be an object, not a number"),
         ("/nothing", {}, 404, "unknown path"),
     ],

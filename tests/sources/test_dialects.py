@@ -941,7 +941,7 @@ def test_a_stream_makes_the_body_of_the_same_reply(dialect: str) -> None:
     reader = streamed(dialect, *STREAMS[dialect])
     assert (reader.text, reader.thoughts, reader.whole) == ("fine", "hm", True)
     assert reader.ended is (dialect in ("anthropic", "responses"))
-    assert reader.tokens == (4 if dialect == "responses" else 3)
+    assert reader.begun
     reply = read(dialect, orjson.dumps(reader.body()))
     assert (reply.text, reply.thinking.replace("\n", ""), reply.finish_reason) == ("fine", "hm", "stop")
     assert reply.usage == Usage(100, 7)
@@ -953,7 +953,7 @@ def test_a_stream_makes_the_body_of_the_same_reply(dialect: str) -> None:
 def test_thoughts_among_the_parts_of_a_content_are_apart_from_the_answer() -> None:
     for part in ({"type": "thinking", "thinking": [{"type": "text", "text": "9"}]}, {"type": "reasoning", "text": "9"}):
         reader = streamed("openai", piece_of_chat([part]), piece_of_chat([{"type": "text", "text": "a"}], "stop"))
-        assert (reader.text, bool(reader.thoughts), reader.tokens) == ("a", True, 2)
+        assert (reader.text, bool(reader.thoughts)) == ("a", True)
 
 
 @each_of(

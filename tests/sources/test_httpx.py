@@ -182,7 +182,7 @@ async def test_an_auth_that_raises_is_named_without_its_text(opened: Any) -> Non
     source = opened("http://127.0.0.1:9/v1", httpx={"auth": f"{SIGNING}:Raising"})
     [error] = await asked(source)
     assert isinstance(error, SourceError)
-    assert "its auth raised KeyError" in str(error)
+    assert "failed with KeyError" in str(error)
     assert TOKEN not in str(error)
 
 

@@ -254,9 +254,8 @@ async def test_errors_of_the_server(ask: Ask) -> None:
         ({"chat_template": "empty"}, "it has no chat template"),
         ({"chat_template": "broken.jinja"}, "line 1 of the chat template: TemplateSyntaxError"),
         ({"chat_template": "tokenizer_config.json"}, "cannot be read (JSONDecodeError)"),
-        ({"parameters": {"input": "x"}}, "sources.rm.parameters.input: the conversation is written here"),
-        ({"parameters": {"use_activation": True}}, "sources.rm.parameters.use_activation: vllm_classify needs another"),
-        ({"url": "http://h/classify"}, "sources.rm.base_url: /classify is added to it"),
+        ({"parameters": {"input": "x"}}, "sources.rm.parameters.input: vllm_classify writes it"),
+        ({"parameters": {"use_activation": True}}, "sources.rm.parameters.use_activation: vllm_classify writes it"),
     ],
 )
 def test_mistakes_are_named(settings, said, tmp_path, monkeypatch):
@@ -271,11 +270,7 @@ def test_mistakes_are_named(settings, said, tmp_path, monkeypatch):
     assert said in str(caught.value)
 
 
-def test_the_base_url_may_not_end_as_its_path_begins(template: str) -> None:
-    with pytest.raises(ConfigurationError, match="base_url: /v1/embeddings is added to it"):
-        opened("http://h/v1", protocol="sglang_embeddings", chat_template=template)
-    opened("http://h/v1", protocol="sglang_classify", chat_template=template)
-    # A server that refuses an unknown key can do without it.
+def test_a_server_that_refuses_an_unknown_key_can_do_without_it() -> None:
     opened("http://h", protocol="vllm_classify", parameters={"use_activation": None, "priority": 1})
 
 
@@ -399,25 +394,6 @@ async def test_each_protocol_takes_lists(ask_three: Ask, protocol: str) -> None:
         assert "results for 3 calls; each is asked again alone" in str(error)
 
 
-@each_of("index", [None, True, 0, 7, "1", -1])
-async def test_results_without_a_unique_index_are_an_invalid_reply(ask_three: Ask, index: Any) -> None:
-    def change(said: Any) -> Any:
-        said["data"][1]["index"] = index
-        return said
-
-    error, _ = await ask_three("vllm_classify", change)
-    assert isinstance(error, InvalidReply)
-    assert "indices are not those of the calls" in str(error)
-
-
-@each_of(
-    "said",
-    [{}, [], 0.5, {"data": 3}, {"data": {}}, {"data": [1, 2]}, {"data": [{"probs": [1.0]}] * 3}],
-)
-async def test_another_shape_is_an_invalid_reply(ask_three: Ask, said: Any) -> None:
-    assert isinstance((await ask_three("vllm_classify", lambda _: said))[0], InvalidReply)
-
-
 async def test_one_bad_response_is_the_error_of_one(ask_three: Ask, tmp_path: Path) -> None:
     def change(said: Any) -> Any:
         said["data"][1]["probs"] = [1e39]
@@ -445,8 +421,8 @@ def test_the_question_of_the_journal_does_not_depend_on_the_batch(template: str)
 @pytest.mark.parametrize(
     ("settings", "path", "said"),
     [
-        ({"protocol": "vllm_classify"}, "sources.rm.batch", "the server renders one conversation a request"),
-        ({"protocol": "tei_rerank"}, "sources.rm.batch", "takes one prompt a request"),
+        ({"protocol": "vllm_classify"}, "sources.rm.batch", "Set chat_template"),
+        ({"protocol": "tei_rerank"}, "sources.rm.batch", "takes one response a request"),
         ({"protocol": "vllm_score", "batch": {"max_size": 1}}, "sources.rm.batch.max_size", "2"),
         ({"protocol": "vllm_score", "batch": {"max_size": 8, "max_tokens": 4}}, "sources.rm.batch.max_tokens", "8"),
         ({"protocol": "vllm_score", "batch": {"size": 8}}, "sources.rm.batch.size", "unknown key"),

@@ -22,11 +22,11 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.samples import Failed, Sample, Scored
+from qreward_plugins.samples import Sample, Scored
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import HTTPSource, Reply, Request
 from qreward_plugins.sources.values import MAX_NESTING, strict_decoder, too_deep
-from qreward_plugins.testing import Faults, JudgeServer, Latency, ScoreCall, ServerLimits
+from qreward_plugins.testing import JudgeServer, ScoreCall
 
 from ..kit import each_of
 from .wire import KEY, outcome_of, serving
@@ -315,20 +315,6 @@ async def test_a_result_without_a_value_is_the_invalid_reply_of_one() -> None:
     assert [results[0].value, results[2].value] == [1.0, 3.0]
 
 
-async def test_an_engine_scores_around_a_sample_that_the_service_refuses() -> None:
-    def script(exchange: Any) -> None:
-        refused = "bad" in exchange.json["response"]
-        exchange.reply({} if refused else lengths(exchange.json), "422 Unprocessable Entity" if refused else "200 OK")
-
-    async with serving(script) as server:
-        source = {"kind": "http", "url": server.score_url, "batch": {"max_size": 16}}
-        async with RewardEngine({"sources": {"s": source}, "judges": {"j": {"kind": "function"}}}) as engine:
-            texts = ["x" * n for n in range(4, 12)] + ["bad"]
-            outcomes = await engine.score_all([Sample([{"role": "user", "content": "?"}], text) for text in texts])
-    assert [outcome.verdict.score for outcome in outcomes[:-1] if isinstance(outcome, Scored)] == list(range(4, 12))
-    assert isinstance(outcomes[-1], Failed)
-
-
 # Configurations
 
 CONFIG: dict[str, Any] = {"kind": "http", "url": "https://h:8000/score"}
@@ -390,25 +376,6 @@ def tree(servers: dict[str, JudgeServer], **limits: Any) -> dict[str, Any]:
         "judges": {"rm": {"kind": "function", "reward_range": [0, 1], "components": ["acc"]}},
         "engine": {"seed": 7, "deadline_s": 60},
     }
-
-
-async def test_a_batch_is_scored_within_the_limits_of_two_services() -> None:
-    limits = ServerLimits(requests_per_minute=600, concurrency=4, window_s=1.0)
-    faults = Faults(rates={"error_500": 0.1, "score_nan": 0.02, "reset": 0.05})
-    with (
-        JudgeServer(right, limits=limits, faults=faults, latency=Latency(0.002), seed=1) as one,
-        JudgeServer(right, limits=limits, latency=Latency(0.002), seed=2) as two,
-    ):
-        config = tree({"one": one, "two": two}, requests_per_minute=600, concurrency=4, window_s=1.0)
-        async with RewardEngine(config) as engine:
-            outcomes = await engine.score_all(samples(60))
-        reports = [server.report() for server in (one, two)]
-    assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert [outcome.reward for outcome in outcomes] == [float(number % 2) for number in range(60)]
-    assert {tuple(outcome.verdict.components) for outcome in outcomes if isinstance(outcome, Scored)} == {("acc",)}
-    assert [report.violations_total for report in reports] == [0, 0]
-    assert all(report.answered for report in reports)
-    assert reports[0].faults
 
 
 async def test_the_journal_answers_for_the_same_service_and_for_no_other(tmp_path: Any) -> None:

@@ -7,9 +7,9 @@ provider, and cannot be moved to another one.
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import unquote
 
 from ...errors import InputError
@@ -19,16 +19,24 @@ _ACTING_TOOL = re.compile("mcp|code|shell|computer")
 """What is in the type of a tool that the provider runs itself and that may change something."""
 
 
-class Format(ABC):
-    """One format. `dialects` are the dialects of the sources that read it."""
+@dataclass(frozen=True)
+class Format:
+    """One format. `path` is how its paths end. `dialects` are the dialects of the sources that read it. `kept`: keys of
+    a body that goes on with something that one provider keeps. `refused`: keys that cannot be sent on, and why.
+    """
 
-    dialects: ClassVar[tuple[str, ...]]
-    path: ClassVar[str]
-    """How its paths end, for messages."""
+    path: str
+    dialects: tuple[str, ...]
+    kept: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
-    @abstractmethod
     def error(self, status: int, message: str, cause: str, reason: str) -> dict[str, Any]:
-        """Return the body of an error. `cause` is infra, verdict or policy; `reason` is one word for metrics."""
+        """Return the body of an error, as the clients of OpenAI and Anthropic read it. `cause` is infra, verdict or
+        policy; `reason` is one word for metrics.
+        """
+        kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        error = {"message": message, "type": kind, "param": None, "code": reason, "cause": cause, "reason": reason}
+        return {"type": "error", "error": error, "request_id": None}
 
     def model_of(self, path: str, body: Mapping[str, Any]) -> str:
         """Return the model that a request asks for. Raises `InputError` if it names none."""
@@ -52,81 +60,18 @@ class Format(ABC):
 
     def state(self, body: Mapping[str, Any]) -> str:
         """Return the key of a body that goes on with something that one provider keeps; "" if there is none."""
-        return ""
+        return next((key for key in self.kept if body.get(key)), "")
 
     def refusal(self, body: Mapping[str, Any]) -> str:
         """Return why a request cannot be sent on; "" if it can."""
+        why = next((why for key, why in self.refused.items() if body.get(key)), "")
         # Some servers take 1 or "true" for true. Their stream would then look like a reply that cannot be read.
-        stream = body.get("stream")
-        return "" if stream is None or isinstance(stream, bool) else "`stream` must be true or false"
-
-
-class OpenAIFormat(Format):
-    """OpenAI's chat completions."""
-
-    dialects: ClassVar[tuple[str, ...]] = ("openai", "openai_reasoning")
-    path = "/chat/completions"
-
-    def error(self, status: int, message: str, cause: str, reason: str) -> dict[str, Any]:
-        kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        return {"error": {"message": message, "type": kind, "param": None, "code": reason, "cause": cause}}
-
-
-class ResponsesFormat(OpenAIFormat):
-    """OpenAI's responses."""
-
-    dialects: ClassVar[tuple[str, ...]] = ("responses",)
-    path = "/responses"
-
-    def state(self, body: Mapping[str, Any]) -> str:
-        return next((key for key in ("previous_response_id", "conversation") if body.get(key)), "")
-
-    def refusal(self, body: Mapping[str, Any]) -> str:
-        if body.get("background"):
-            return "a response in the background cannot be fetched through here"
-        return super().refusal(body)
-
-
-class EmbeddingsFormat(OpenAIFormat):
-    """OpenAI's embeddings."""
-
-    dialects: ClassVar[tuple[str, ...]] = ("embeddings",)
-    path = "/embeddings"
-
-    def refusal(self, body: Mapping[str, Any]) -> str:
-        return "embeddings are no stream; leave out `stream`" if body.get("stream") else super().refusal(body)
-
-
-class MessagesFormat(Format):
-    """Anthropic's messages."""
-
-    dialects: ClassVar[tuple[str, ...]] = ("anthropic",)
-    path = "/messages"
-
-    def error(self, status: int, message: str, cause: str, reason: str) -> dict[str, Any]:
-        kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-        return {
-            "type": "error",
-            "error": {"type": kind, "message": message, "cause": cause, "reason": reason},
-            "request_id": None,
-        }
-
-    def state(self, body: Mapping[str, Any]) -> str:
-        return "container" if body.get("container") else ""
+        wrong = body.get("stream") is not None and not isinstance(body["stream"], bool)
+        return why or ("`stream` must be true or false" if wrong else "")
 
 
 class GeminiFormat(Format):
-    """Gemini's generateContent."""
-
-    dialects: ClassVar[tuple[str, ...]] = ("gemini",)
-    path = "/models/MODEL:generateContent"
-
-    def model_of(self, path: str, body: Mapping[str, Any]) -> str:
-        found = _GENERATE.fullmatch(path)
-        return "" if found is None else unquote(found["model"])
-
-    def streams(self, path: str, body: Mapping[str, Any]) -> bool:
-        return path.endswith(":streamGenerateContent")
+    """Gemini's generateContent, which has the model in its path, and errors of its own."""
 
     def error(self, status: int, message: str, cause: str, reason: str) -> dict[str, Any]:
         details = [
@@ -135,18 +80,15 @@ class GeminiFormat(Format):
         known = _GOOGLE_STATUSES.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
         return {"error": {"code": status, "message": message, "status": known, "details": details}}
 
-    def state(self, body: Mapping[str, Any]) -> str:
-        return "cachedContent" if body.get("cachedContent") else ""
+    def model_of(self, path: str, body: Mapping[str, Any]) -> str:
+        found = _GENERATE.fullmatch(path)
+        return "" if found is None else unquote(found["model"])
+
+    def streams(self, path: str, body: Mapping[str, Any]) -> bool:
+        return path.endswith(":streamGenerateContent")
 
 
-_OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 _GOOGLE_STATUSES = {
     401: "UNAUTHENTICATED",
     404: "NOT_FOUND",
@@ -154,11 +96,16 @@ _GOOGLE_STATUSES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
+_IN_BACKGROUND = "a response in the background cannot be fetched through here"
 
-CHAT = OpenAIFormat()
-MESSAGES = MessagesFormat()
-GEMINI = GeminiFormat()
-FORMATS: tuple[Format, ...] = (CHAT, ResponsesFormat(), EmbeddingsFormat(), MESSAGES, GEMINI)
+CHAT = Format("/chat/completions", ("openai", "openai_reasoning"))
+RESPONSES = Format(
+    "/responses", ("responses",), ("previous_response_id", "conversation"), {"background": _IN_BACKGROUND}
+)
+EMBEDDINGS = Format("/embeddings", ("embeddings",), refused={"stream": "embeddings are no stream; leave out `stream`"})
+MESSAGES = Format("/messages", ("anthropic",), ("container",))
+GEMINI = GeminiFormat("/models/MODEL:generateContent", ("gemini",), ("cachedContent",))
+FORMATS: tuple[Format, ...] = (CHAT, RESPONSES, EMBEDDINGS, MESSAGES, GEMINI)
 
 
 def format_of(path: str) -> Format | None:

@@ -35,8 +35,6 @@ class Dialect(ABC):
 
     name: ClassVar[str]
     """Its name in the configuration."""
-    title: ClassVar[str]
-    """Its name in messages."""
     path: ClassVar[str]
     """What is appended to the URL. `{model}` stands for the model."""
     key_header: ClassVar[tuple[str, str]] = ("Authorization", "Bearer ")

@@ -143,7 +143,7 @@ class CompletionStream(StreamReader):
             raise StreamBroken("text after the finish_reason")
         self.add(text, thoughts)
         self._refusal += refusal
-        self.tokens += bool(refusal and not text and not thoughts)
+        self.begun |= bool(refusal)
         finish = choice.get("finish_reason")
         # Some servers write "" instead of null until the end.
         if finish is not None and finish != "":
@@ -176,7 +176,6 @@ class Completions(Dialect):
     """OpenAI's chat completions, as vLLM, SGLang, llama.cpp and most providers read them."""
 
     name = "openai"
-    title = "OpenAI chat completions"
     path = "/chat/completions"
     answer = CompletionAnswer
     stream = CompletionStream
@@ -212,7 +211,6 @@ class ReasoningCompletions(Completions):
     """Chat completions for OpenAI's reasoning models, which refuse `max_tokens` and `temperature`."""
 
     name = "openai_reasoning"
-    title = "OpenAI chat completions of reasoning models"
     bound = (_REASONING_BOUND,)
     bound_holds_budget = True
     sends_temperature = False

@@ -80,26 +80,15 @@ class GeminiStream(StreamReader):
 
 _CONFIG = "generationConfig"
 _BOUND = "maxOutputTokens"
+_WITHHELD = (
+    "SAFETY RECITATION LANGUAGE BLOCKLIST PROHIBITED_CONTENT SPII IMAGE_SAFETY IMAGE_PROHIBITED_CONTENT "
+    "IMAGE_RECITATION ESCALATION MODEL_ARMOR"
+)
 _ENDS = {
     "STOP": "stop",
     "MAX_TOKENS": "length",
     "CONTINUATION": "length",
-    **dict.fromkeys(
-        (
-            "SAFETY",
-            "RECITATION",
-            "LANGUAGE",
-            "BLOCKLIST",
-            "PROHIBITED_CONTENT",
-            "SPII",
-            "IMAGE_SAFETY",
-            "IMAGE_PROHIBITED_CONTENT",
-            "IMAGE_RECITATION",
-            "ESCALATION",
-            "MODEL_ARMOR",
-        ),
-        "content_filter",
-    ),
+    **dict.fromkeys(_WITHHELD.split(), "content_filter"),
 }
 _NAMES = {
     "max_tokens": _BOUND,
@@ -178,7 +167,6 @@ class Gemini(Dialect):
     """Google's Gemini."""
 
     name = "gemini"
-    title = "Gemini generateContent"
     path = "/{model}:generateContent"
     stream_path = "/{model}:streamGenerateContent?alt=sse"
     key_header: ClassVar[tuple[str, str]] = ("x-goog-api-key", "")

@@ -156,7 +156,6 @@ class Messages(Dialect):
     """Anthropic's messages."""
 
     name = "anthropic"
-    title = "Anthropic messages"
     path = "/messages"
     key_header: ClassVar[tuple[str, str]] = ("x-api-key", "")
     headers: ClassVar[Mapping[str, str]] = {"anthropic-version": "2023-06-01"}

@@ -130,7 +130,6 @@ class Responses(Dialect):
     """OpenAI's responses."""
 
     name = "responses"
-    title = "OpenAI responses"
     path = "/responses"
     answer = ResponsesAnswer
     stream = ResponseStream

@@ -10,11 +10,10 @@ Requests go out as `PreparedPost`s. The session posts those with a proxy or with
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 import warnings
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
@@ -26,22 +25,14 @@ from ..errors import SourceError, SourceUnusable, TransientError
 from .http import KEEP_ALIVE_S, Connecting, HTTPClient, os_reason
 from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading
 
-if TYPE_CHECKING:
-    from multidict import CIMultiDictProxy
-
 
 class AiohttpReply(Incoming):
-    """Reads `content`. `close` closes the connection, and ends the reading with an error."""
+    """Reads `content`."""
 
-    headers: CIMultiDictProxy[str]
-
-    def __init__(
-        self, status: int, headers: CIMultiDictProxy[str], content: aiohttp.StreamReader, close: Callable[[], None]
-    ) -> None:
+    def __init__(self, status: int, headers: Mapping[str, str], content: aiohttp.StreamReader) -> None:
         self.status = status
         self.headers = headers
         self._content = content
-        self._close = close
 
     def chunks(self) -> AsyncIterator[bytes]:
         return self._content.iter_any()
@@ -56,20 +47,16 @@ class AiohttpReply(Incoming):
             body += await content.readany()
         return bytes(body) if len(body) <= limit else None
 
-    def abort(self) -> None:
-        self._close()
-
 
 TESTED_VERSION = (3, 11) <= tuple(map(int, aiohttp.__version__.split(".")[:2])) <= (3, 14)
 """Whether the installed version of aiohttp is one of those that this module was tested with."""
-_FRAMING = ("Content-Encoding", "Expect", "Transfer-Encoding")
-"""Headers with which the body does not simply follow the head."""
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _SWITCHING_PROTOCOLS = 101
 
 
 class PreparedPost:
-    """Posts JSON to `url` over the connections of `session`, with the headers of the session."""
+    """Posts JSON to `url` over the connections of `session`, with the headers of the session. `endpoint_settings`
+    refuses headers that end a line or change how a body is sent.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, url: URL) -> None:
         assert session.connector is not None
@@ -86,12 +73,8 @@ class PreparedPost:
             session=session,
         )
         headers = self._request.headers
-        self.can_send = not any(name in headers for name in _FRAMING)
-        """Whether a body can simply follow the head; otherwise only the session can send it."""
         headers.pop("Content-Length", None)
         lines = [f"POST {url.raw_path_qs} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        if any(map(_CONTROL.search, lines)):
-            raise ValueError("a header must not hold a line break or another control character")
         self._head = "\r\n".join([*lines, "Content-Length: "]).encode()
 
     async def send(self, body: bytes, on_sent: Callable[[], None]) -> PooledReply:
@@ -129,7 +112,7 @@ class PooledReply(AiohttpReply):
     def __init__(
         self, message: Any, content: aiohttp.StreamReader, connection: Any, loop: asyncio.AbstractEventLoop
     ) -> None:
-        super().__init__(message.code, message.headers, content, self._abort)
+        super().__init__(message.code, message.headers, content)
         self._connection = connection
         self._loop = loop
 
@@ -137,13 +120,6 @@ class PooledReply(AiohttpReply):
         """Give the connection back. It is closed if the reply was not read to its end."""
         if not self._loop.is_closed():
             self._connection.release()
-
-    def _abort(self) -> None:
-        content = self._content
-        if not content.is_eof() and content.exception() is None:
-            content.set_exception(aiohttp.ClientConnectionError("Connection closed"))
-        if not self._loop.is_closed():
-            self._connection.close()
 
 
 _DNS_CACHE_S = 30
@@ -203,13 +179,11 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             report = sent if reading.streams else on_sent
             proxy = self._connecting.proxies.get(url)
             post = None if headers or proxy is not None or not TESTED_VERSION else self._prepare(session, url)
-            if post is None or not post.can_send:
+            if post is None:
                 async with session.post(
                     url, data=_payload(body, report), headers=headers, proxy=proxy, allow_redirects=False
                 ) as response:
-                    return await reading.read(
-                        AiohttpReply(response.status, response.headers, response.content, response.close)
-                    )
+                    return await reading.read(AiohttpReply(response.status, response.headers, response.content))
             reply = await post.send(body, report)
             try:
                 return await reading.read(reply)
@@ -238,16 +212,10 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             return kind(f"{where}: the proxy answered {error.status} to CONNECT", status=error.status)
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return TransientError(f"{where}: could not connect within {self._connecting.connect_s:g} s")
-        if isinstance(error, aiohttp.ClientConnectorDNSError):
-            return TransientError(f"{where}: the name {self.redactor.of(error.host)!r} could not be resolved")
-        if isinstance(error, aiohttp.ClientProxyConnectionError):
-            return TransientError(f"{where}: could not connect to the proxy{_reason(error)}")
         if isinstance(error, aiohttp.ClientConnectorSSLError):
             return self._no_handshake(where, error.os_error)
         if isinstance(error, aiohttp.ClientConnectorError):
             return TransientError(f"{where}: could not connect{_reason(error)}")
-        if isinstance(error, aiohttp.ServerDisconnectedError):
-            return TransientError(f"{where}: the server closed the connection without an answer")
         if isinstance(error, aiohttp.ClientPayloadError):
             return TransientError(f"{where}: the body of the reply broke off")
         if isinstance(error, (aiohttp.ClientResponseError, HttpProcessingError)):

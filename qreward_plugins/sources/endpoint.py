@@ -130,6 +130,7 @@ class Endpoint(SourceKind):
         stream_path: str | None = None,
     ) -> None:
         super().__init__(name, config)
+        self._reads_with: Callable[..., Answer] = self.ANSWER
         self._url_key = config.URL_KEY
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
@@ -353,7 +354,7 @@ class Endpoint(SourceKind):
 
     def answer(self, url: URL, http: HTTPReply) -> Answer:
         """Return the object that reads the reply of `url`."""
-        return self.ANSWER(self._name, url, self.model, self._url_key, http, self._http.redactor)
+        return self._reads_with(self._name, url, self.model, self._url_key, http, self._http.redactor)
 
     def demand(self, request: Request) -> Demand | None:
         """Return an upper bound on the tokens of `request`, prompt and completion; None if its body cannot be written,

@@ -19,7 +19,7 @@ from ..samples.json_values import as_json, with_parameters
 from ..secrets import without_secrets
 from .http import proxy_for
 
-_SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
+_SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "expect", "host")
 
 
 def read_urls(where: str, configured: Sequence[str], path: str, mistakes: list[Mistake]) -> dict[str, URL]:

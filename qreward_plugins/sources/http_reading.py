@@ -9,7 +9,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -76,7 +76,7 @@ def _within(seconds: float | None) -> Iterator[Timer]:
 
 
 class Incoming(ABC):
-    """A reply whose body has not been read yet."""
+    """A reply whose body has not been read yet. A client closes the connection of one that is not read to its end."""
 
     status: int
     headers: Mapping[str, str]
@@ -93,10 +93,6 @@ class Incoming(ABC):
             if len(body) > limit:
                 return None
         return bytes(body)
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Close the connection, because the rest of the body is not wanted."""
 
 
 class Reading:
@@ -135,7 +131,6 @@ class Reading:
                 return await self._stream(incoming, self._streaming)
         body = await incoming.body(self.limit)
         if body is None:
-            incoming.abort()
             message = f"{self.where}: reply larger than {self.limit:,} bytes"
             return TransientError(message, status=incoming.status)
         return HTTPReply(incoming.status, incoming.headers, body)
@@ -144,13 +139,11 @@ class Reading:
         limit = min(self.limit, _ERROR_BODY_BYTES)
         body = bytearray()
         try:
-            with _within(_ERROR_BODY_S) as timer:
+            with _within(_ERROR_BODY_S):
                 async for chunk in incoming.chunks():
                     body += chunk
                     if len(body) > limit:
                         break
-            if timer.expired or len(body) > limit:
-                incoming.abort()
         except Exception:  # the libraries raise many kinds; the status is known, and the body is only an explanation
             pass
         return HTTPReply(incoming.status, incoming.headers, bytes(body[:limit]))
@@ -178,7 +171,6 @@ class Reading:
                 raise StreamBroken(f"no event within {sink.idle_s:g} s")
             sink.finish()
         except Exception as error:
-            incoming.abort()
             if isinstance(error, StreamBroken):
                 return TransientError(f"{self.where} answered with {error}", status=incoming.status)
             raise
@@ -189,13 +181,9 @@ class Reading:
     async def _drain(self, incoming: Incoming) -> None:
         """Read to the end of a stream after its last event, so that its connection can be used again."""
         left = _STREAM_END_BYTES
-        try:
-            with _within(_STREAM_END_S) as timer:
-                async for chunk in incoming.chunks():
-                    left -= len(chunk)
-                    if left < 0:
-                        break
-        except Exception:  # the answer is whole, whatever follows
-            return
-        if left < 0 or timer.expired:
-            incoming.abort()
+        # The answer is whole, whatever follows.
+        with suppress(Exception), _within(_STREAM_END_S):
+            async for chunk in incoming.chunks():
+                left -= len(chunk)
+                if left < 0:
+                    break

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -58,9 +57,6 @@ class HttpxIncoming(Incoming):
             yield chunk
         if _has_more(self._response.stream):
             await self._response.extensions["network_stream"].aclose()
-
-    def abort(self) -> None:
-        """Do nothing: a response that is closed before its end closes its connection."""
 
 
 def _has_more(stream: Any) -> bool:
@@ -184,31 +180,28 @@ class HttpxClient(HTTPClient[_Clients]):
             finally:
                 await incoming.aclose()
         except Exception as error:
-            return self._failure(error, reading.where, url, proxy, answered=incoming is not None)
+            return self._failure(error, reading.where, answered=incoming is not None)
         finally:
             await watch.aclose()
 
-    def _failure(self, error: Exception, where: str, url: URL, proxy: URL | None, *, answered: bool) -> SourceError:
+    def _failure(self, error: Exception, where: str, *, answered: bool) -> SourceError:
         causes = list(_causes(error))
         untrusted = _first(causes, ssl.SSLCertVerificationError)
         if untrusted is not None and not answered:
             return self._untrusted(where, untrusted)
         if isinstance(error, httpx.ProxyError):
             return self._refused_by_proxy(error, where)
-        if _first(causes, socket.gaierror) is not None:
-            host = (proxy or url).host or ""
-            return TransientError(f"{where}: the name {self.redactor.of(host)!r} could not be resolved")
         failed = next((cause for cause in causes if isinstance(cause, OSError) and cause.strerror), error)
         if isinstance(error, httpx.ConnectError):
             handshake = _first(causes, ssl.SSLError)
             if handshake is not None:
                 return self._no_handshake(where, handshake)
-            return TransientError(f"{where}: could not connect{' to the proxy' if proxy else ''}{os_reason(failed)}")
+            return TransientError(f"{where}: could not connect{os_reason(failed)}")
         if answered and isinstance(error, httpx.RemoteProtocolError):
             return TransientError(f"{where}: the body of the reply broke off")
         if isinstance(error, httpx.RemoteProtocolError):
             if "disconnected without" in str(error):
-                return TransientError(f"{where}: the server closed the connection without an answer")
+                return TransientError(f"{where}: the connection was lost")
             return TransientError(f"{where}: the reply is not valid HTTP ({self.redactor.of(str(error))})")
         if isinstance(error, (httpx.NetworkError, OSError)):
             return TransientError(f"{where}: the connection failed{os_reason(failed)}")

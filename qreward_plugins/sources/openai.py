@@ -29,7 +29,7 @@ from .http_reading import HTTPReply
 from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
-from .replies import Answer, Problem, json_of, name_of
+from .replies import Problem, json_of, name_of
 from .stream_passing import StreamPassing
 from .streams import Streaming
 
@@ -89,6 +89,7 @@ class OpenAISource(Endpoint):
             stream_path=_path(config, dialect.stream_path) if dialect.stream_path else None,
         )
         self._model = config.model
+        self._reads_with = dialect.answer
         self._own_headers = frozenset(name.lower() for name in config.headers)
         self._reader = dialect.stream if config.stream else None
         self._idle_s = getattr(config.timeouts, "idle_s", None)
@@ -194,9 +195,6 @@ class OpenAISource(Endpoint):
 
     def completion_bound(self, body: Mapping[str, Any]) -> int | None:
         return completion_bound(body, holds_budget=self._dialect.bound_holds_budget)
-
-    def answer(self, url: URL, http: HTTPReply) -> Answer:
-        return self._dialect.answer(self._name, url, self._model, self._url_key, http, self._http.redactor)
 
     def unmet(self, asked: Mapping[str, Any], *, thinking_tokens: int = 0) -> list[Refusal]:
         """Return the parameters of a judge that this source would not send, each with the reason. `asked` are those of

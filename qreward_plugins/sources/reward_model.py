@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
-from yarl import URL
 
 from ..config.nodes import Flag
 from ..config.source_models import BaseURLs, Batch, EndpointConfig, ModelName
@@ -19,7 +18,6 @@ from ..errors import InputError, InvalidReply, Mistake, QRewardError
 from ..samples import Message
 from .base import Reply, Request
 from .endpoint import Endpoint
-from .http_reading import HTTPReply
 from .kind import LOGITS
 from .lists import Lists
 from .rendering import ChatTemplate, StepTokenizer, Tokens, step_logits
@@ -114,6 +112,7 @@ class RewardModelSource(Endpoint):
                 Mistake(f"sources.{name}.batch", f"{config.protocol} takes one response a request.", remedy)
             )
         super().__init__(name, config, mistakes=mistakes, path=protocol.path)
+        self._reads_with = partial(LogitsAnswer, protocol=protocol)
         if config.chat_template:
             self._template = ChatTemplate(config.chat_template, where=where)
             if tokens:
@@ -178,9 +177,6 @@ class RewardModelSource(Endpoint):
         if self._template is not None:
             return self._protocol.body(self._model, {"text": self._template.render(messages), **prompt})
         raise InputError("the protocol needs a chat template")
-
-    def answer(self, url: URL, http: HTTPReply) -> LogitsAnswer:
-        return LogitsAnswer(self._name, url, self._model, self._url_key, http, self._http.redactor, self._protocol)
 
 
 def _turns(request: Request) -> tuple[tuple[str, str], ...]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
-from yarl import URL
 
 from ..config.judge_models import ImageLimits
 from ..config.nodes import takes
@@ -22,7 +22,6 @@ from ..samples import Sample
 from ..samples.json_values import as_json
 from .base import Reply, Request
 from .endpoint import Endpoint
-from .http_reading import HTTPReply
 from .image_parts import folder_mistakes, has_images, has_urls, shown_images, with_images
 from .kind import VALUE
 from .lists import Lists, in_order, one
@@ -132,6 +131,7 @@ class HTTPSource(Endpoint):
         self._parts = dict(config.body)
         self._images = config.images
         self._score_key = config.score_key
+        self._reads_with = partial(ValueAnswer, score_key=config.score_key)
         self._results_key = config.results_key
         self._model = config.model or config.url[0].partition("://")[2]
 
@@ -191,11 +191,6 @@ class HTTPSource(Endpoint):
             own = shown_images(replace(sample, messages=prompt, response_images=()), self._images, where).images
             prompt = with_images(prompt, own)
         return replace(sample, messages=with_images(sample.messages, shown), prompt=prompt), lists
-
-    def answer(self, url: URL, http: HTTPReply) -> ValueAnswer:
-        return ValueAnswer(
-            self._name, url, self._model, self._url_key, http, self._http.redactor, score_key=self._score_key
-        )
 
 
 def _prompt(sample: Sample) -> Any:

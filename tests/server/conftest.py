@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +16,8 @@ from anyio.from_thread import start_blocking_portal
 from qreward_plugins import InvalidReply, RewardEngine, Sample, SampleRefused, TransientError
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sources import Reply, Request
+
+from ..sources import wire
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -180,40 +181,27 @@ class Peer:
     """
 
     def __init__(self, *replies: Any, facts: bytes = b"") -> None:
-        self.replies, self.facts, self.bodies, self._tasks = replies, facts, [], []
+        self.replies, self.facts, self.bodies = replies, facts, list[Any]()
+        self._serving = wire.serving(self._answer)
 
     async def __aenter__(self) -> Peer:
-        self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.url = (await self._serving.__aenter__()).url
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._serving.__aexit__(*error)
 
-    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.append(asyncio.ensure_future(self._serve(reader, writer)))
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            if head.startswith(b"get"):
-                writer.write(self.facts)
-                return
-            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-            self.bodies.append(json.loads(await reader.readexactly(length)))
+    async def _answer(self, exchange: wire.Exchange) -> None:
+        reply: Any = self.facts
+        if not exchange.head.startswith("GET"):
+            self.bodies.append(exchange.json)
             reply = self.replies[min(len(self.bodies), len(self.replies)) - 1]
             reply = await reply() if callable(reply) else reply
-            if reply is None:
-                await asyncio.Event().wait()
-            writer.write(reply)
-            await writer.drain()
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+        if reply is None:
+            await exchange.hung_up()
+        else:
+            exchange.write(reply)
+        exchange.writer.close()
 
 
 def replying(body: Any, status: int = 200, *headers: str, kind: str = "application/json") -> bytes:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from contextlib import asynccontextmanager, suppress
-from types import SimpleNamespace
 
 import httpx
 import httpx2
 import openai
 import pytest
-from aiohttp import web
 
 from qreward_plugins.server.transport import QRewardTransport
 from qreward_plugins.testing import Faults, ServerLimits
 
 from ..kit import each_of
+from ..sources import wire
 from .conftest import until
 from .sdks import (
     ASKED,
@@ -272,34 +270,20 @@ async def test_token_and_caps(sdk):
         assert server.report().requests == 1
 
 
-@asynccontextmanager
-async def endless():
-    """A source whose streams do not end."""
-
-    async def stream(request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        event = json.dumps({"choices": [{"delta": {"content": "x" * 10_000}}]})
-        with suppress(ConnectionError):
-            while True:
-                await response.write(f"data: {event}\n\n".encode())
-                await asyncio.sleep(0)
-        return response
-
-    runner = web.ServerRunner(web.Server(stream), shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield SimpleNamespace(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
-    finally:
-        await runner.cleanup()
+async def endless(exchange):
+    """A stream that does not end."""
+    exchange.begin_events()
+    event = json.dumps({"choices": [{"delta": {"content": "x" * 10_000}}]})
+    while True:
+        exchange.event(f"data: {event}\n\n".encode())
+        await exchange.writer.drain()
 
 
 async def test_who_does_not_read_a_stream_loses_its_place(monkeypatch):
     monkeypatch.setattr("qreward_plugins.server.proxy.READ_WITHIN_S", 0.2)
     body = json.dumps({"model": "gpt-5", "messages": ASKED, "stream": True})
     head = f"Host: h\r\nAuthorization: Bearer right\r\nContent-Length: {len(body)}\r\n\r\n"
-    async with endless() as upstream:
+    async with wire.serving(endless) as upstream:
         tree = tree_of(upstream, max_reply_bytes=2**25)
         async with at_server(Chat, tree, token="right", max_samples=1) as client:
             with socket.socket() as connection:

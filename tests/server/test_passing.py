@@ -8,7 +8,6 @@ import re
 from contextlib import asynccontextmanager
 from urllib.parse import unquote
 
-import aiohttp.web
 import httpx
 import pytest
 
@@ -17,6 +16,7 @@ from qreward_plugins.server.model_calls.formats import format_of
 from qreward_plugins.server.transport import QRewardTransport
 
 from ..kit import each_of
+from ..sources import wire
 from .sdks import CALLERS_KEY, KEY, server_of, tree_of
 
 pytestmark = pytest.mark.anyio
@@ -26,37 +26,20 @@ WHOLE = {"id": "x", "choices": [{"message": {"content": "ok"}, "finish_reason": 
 STREAM = {"model": "gpt-5", "stream": True}
 
 
-class Echo:
-    """A server that keeps the requests and answers with what `reply` returns, or writes itself."""
-
-    def __init__(self, reply=None) -> None:
-        self.heads, self.bodies, self.paths = [], [], []
-        self.reply = reply or (lambda number: WHOLE)
-
-    async def handle(self, request):
-        number = len(self.bodies)
-        self.bodies.append(await request.read())
-        self.heads.append({name.lower(): value for name, value in request.headers.items()})
-        self.paths.append(request.path_qs)
-        found = self.reply(number)
-        if callable(found):
-            return await found(request)
-        status, found, headers = found if isinstance(found, tuple) else (200, found, {})
-        text = found if isinstance(found, bytes) else json.dumps(found).encode()
-        return aiohttp.web.Response(body=text, status=status, content_type="application/json", headers=headers)
-
-
 @asynccontextmanager
-async def echo(reply=None):
-    server = Echo(reply)
-    runner = aiohttp.web.ServerRunner(aiohttp.web.Server(server.handle), shutdown_timeout=0.1)
-    await runner.setup()
-    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
+async def echo(reply=lambda number: WHOLE):
+    """A server that answers request `number` with what `server.reply(number)` returns, or as that writes itself."""
+
+    async def script(exchange):
+        found = server.reply(exchange.number - 1)
+        if callable(found):
+            return await found(exchange)
+        status, found, headers = found if isinstance(found, tuple) else (200, found, {})
+        return exchange.reply(found, f"{status} X", headers)
+
+    async with wire.serving(script) as server:
+        server.reply = reply
         yield server
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager
@@ -68,13 +51,13 @@ async def client_of(tree):
 
 
 @asynccontextmanager
-async def passing(reply=None, **tree):
+async def passing(reply=lambda number: WHOLE, **tree):
     """A server and a client whose one source it is. `tree`: keys of `tree_of`."""
     async with echo(reply) as server, client_of(tree_of(server, **tree)) as client:
         yield server, client
 
 
-async def asked(url=URL, *, reply=None, content=None, sending=None, **tree):
+async def asked(url=URL, *, reply=lambda number: WHOLE, content=None, sending=None, **tree):
     """The reply to one request, and the server that got it."""
     sent = {"json": {"model": "gpt-5"}} if content is None else {"content": content}
     async with passing(reply, **tree) as (server, client):
@@ -84,13 +67,10 @@ async def asked(url=URL, *, reply=None, content=None, sending=None, **tree):
 def sse(*events):
     """A reply of server-sent events."""
 
-    async def write(request):
-        response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in events:
-            await response.write(event)
-        await response.write_eof()
-        return response
+    async def write(exchange):
+        exchange.begin_events()
+        for event in (*events, b""):
+            exchange.event(event)
 
     return lambda number: write
 
@@ -111,10 +91,11 @@ async def test_only_model_key_and_address_change():
     assert json.loads(server.bodies[0]) == {**json.loads(body), "model": "judge"}
     assert list(json.loads(server.bodies[0])) == list(json.loads(body))
     assert b"1.0" in server.bodies[0]
-    [head] = server.heads
+    [exchange] = server.exchanges
+    head = exchange.headers
     assert (head["authorization"], head["x-own"], head["openai-beta"]) == (f"Bearer {KEY}", "own", "x=v1")
     assert not {"x-tenant", "cookie"} & set(head)
-    assert CALLERS_KEY not in str((head, server.bodies, server.paths))
+    assert CALLERS_KEY not in str((exchange.head, server.bodies))
 
 
 async def test_the_reply_comes_back_as_it_was_sent():
@@ -200,15 +181,15 @@ async def test_a_slow_reader_stops_the_source():
     sent = 0
     piece = chunk("x" * 8000)
 
-    async def write(request):
+    async def write(exchange):
         nonlocal sent
-        response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        exchange.begin_events()
         for _ in range(2500):
-            await response.write(piece)
+            exchange.event(piece)
+            await exchange.writer.drain()
             sent += len(piece)
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        exchange.event(b"data: [DONE]\n\n")
+        exchange.event(b"")
 
     async with passing(lambda number: write) as (_, client), client.stream("POST", URL, json=STREAM) as reply:
         pieces = reply.aiter_raw()

@@ -52,6 +52,13 @@ class Exchange:
         head = "".join(f"{name}: {value}\r\n" for name, value in merged.items())
         self.write(f"HTTP/1.1 {status}\r\n{head}\r\n".encode() + data)
 
+    def begin_events(self) -> None:
+        """Begin a stream of events, which `event` goes on with; an empty one ends it."""
+        self.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    def event(self, data: bytes) -> None:
+        self.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     def reset(self) -> None:
         self.writer.transport.abort()
 
@@ -83,6 +90,10 @@ class Server:
     @property
     def url(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.port}"
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [exchange.body for exchange in self.exchanges]
 
     @property
     def score_url(self) -> str:

@@ -23,7 +23,7 @@ from .changes import Changes
 from .pool import ChangeFailed, Pool, PoolFailed, ReplicaState, Server
 from .server import LocalServer
 from .server_kinds import PoolSpec
-from .weights import Drain, Update, Weights
+from .weights import Update, Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -124,9 +124,9 @@ class PoolActor:
         if token in self._commands:
             self._commands[token].cancel()
 
-    async def sleep(self, level: int, drain: Drain, within_s: float) -> None:
+    async def sleep(self, within_s: float) -> None:
         """See `Changes.sleep`."""
-        await self._command("", lambda changes: changes.sleep(level=level, drain=drain, within_s=within_s))
+        await self._command("", lambda changes: changes.sleep(within_s=within_s))
 
     async def wake(self) -> None:
         """See `Changes.wake`."""

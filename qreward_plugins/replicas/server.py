@@ -92,7 +92,7 @@ class LocalServer:
         """
         weights = weights or Weights()
         # A trainer may have written another checkpoint there; then it is not the one that the others have.
-        if weights.path and await self.call("check", path=weights.path) != weights.files:
+        if weights.path and await self.call("check", path=weights.path) != weights.identity:
             problem = f"the checkpoint {weights.path} is not that of the version {weights.version} any more"
             raise ServerFailed(f"{problem}; update the weights again")
         for attempt in range(_PORT_TRIES):

@@ -21,7 +21,7 @@ from ..replicas import PoolSpec, ReplicaState
 from ..replicas.pool import ChangeFailed, PoolFailed
 from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT
-from ..replicas.weights import Drain, Mode, Update, Weights, check_drain
+from ..replicas.weights import Mode, Update, Weights, check_within
 from ..secrets import environment_secrets, secrets_in
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, Provider, SourceKind
@@ -246,13 +246,12 @@ class ReplicaSet(SourceKind):
         transfer: WeightTransfer | None = None,
         version: str = "",
         mode: Mode = "rolling",
-        drain: Drain = "wait",
         within_s: float = 600.0,
     ) -> Weights:
         """See `RewardEngine.update_weights`."""
         if (path is None) == (transfer is None):
             raise ValueError("update_weights takes either `path` or `transfer`")
-        how: dict[str, Any] = {"mode": mode, "drain": drain, "within_s": within_s}
+        how: dict[str, Any] = {"mode": mode, "within_s": within_s}
         if transfer is None:
             return await self._changed(self._use.update_weights(Update(version, _absolute(path), **how)))
         if not isinstance(transfer, WeightTransfer):
@@ -261,12 +260,10 @@ class ReplicaSet(SourceKind):
         update = Update(version, begin=tuple(transfer.begin), receive=tuple(transfer.receive), **how)
         return await self._changed(transfer.run(self._use, update))
 
-    async def sleep(self, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
+    async def sleep(self, *, within_s: float = 600.0) -> None:
         """See `RewardEngine.sleep`."""
-        if isinstance(level, bool) or level not in (1, 2):
-            raise ValueError(f"level is 1 or 2, not {level!r}")
-        check_drain(drain, within_s)
-        await self._changed(self._use.sleep(level=level, drain=drain, within_s=within_s))
+        check_within(within_s)
+        await self._changed(self._use.sleep(within_s=within_s))
 
     async def wake_up(self) -> None:
         """See `RewardEngine.wake_up`."""

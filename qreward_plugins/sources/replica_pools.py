@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from os.path import exists
-from shutil import which
 from typing import Any
 
 from ..config.registry import sources
@@ -18,7 +16,7 @@ from ..errors import ConfigurationError, Mistake
 from ..replicas import ReplicaState
 from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT, SERVER_KINDS, PoolSpec
-from ..replicas.topology import VARIABLES, Platform, Topology, TopologyError, check_heads, found_devices, found_platform
+from ..replicas.topology import VARIABLES, Platform, Topology, TopologyError, found_devices, found_platform
 from ..secrets import Redactor, without_secrets
 from ..system.ray_actors import missing_ray, ray_is_up
 from .base import ServedWeights
@@ -129,15 +127,10 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
     if not kind.serves(config.task):
         problem = f"{server} does not speak {config.task}."
         mistakes.append(Mistake(f"{where}.task", problem, "Use another server or another protocol."))
-    mistakes += [
-        Mistake(f"{where}.arguments.{one.argument}", one.problem, one.remedy) for one in kind.refused(config.arguments)
-    ]
     mistakes += _of_environment(f"{where}.environment", config)
-    topology = None
+    topology = Topology()
     try:
         topology = _topology(config)
-        if kind.divides_heads:
-            check_heads(config.model, config.tensor_parallel)
         for variable in VARIABLES[topology.platform]:
             if variable in config.environment:
                 problem = "each replica sees its own devices by this variable."
@@ -145,9 +138,7 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
                 mistakes.append(Mistake(f"{where}.environment.{variable}", problem, remedy))
     except TopologyError as error:
         mistakes.append(Mistake(f"{where}.{error.key}", error.problem, error.remedy))
-    if mistakes or topology is None:
-        raise ConfigurationError(mistakes)
-    return PoolSpec(
+    spec = PoolSpec(
         name=name,
         server=server,
         model=config.model,
@@ -165,22 +156,10 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
         api_key=_key(config),
         log_folder=None if config.log_folder is None else os.path.abspath(config.log_folder),
     )
-
-
-def absences(config: ReplicaSetConfig) -> list[str]:
-    """Say what this machine lacks to run the servers: their program, or a model that is named by a path."""
-    if config.placement != "local":
-        return []
-    words = config.command or config.program
-    if words is None:
-        program = SERVER_KINDS[config.server or _COMMAND].absent()
-    else:
-        word = without_secrets(words[0])
-        key = "program" if config.command is None else "command"
-        program = "" if which(word) else f"there is no program {word} that can be run. See `{key}`"
-    is_path = config.model.startswith(("/", "./", "../", "~"))
-    model = f"there is no {config.model} on this machine. See `model`" if is_path and not exists(config.model) else ""
-    return [what for what in (program, model) if what]
+    mistakes += [Mistake(f"{where}.arguments.{key}", why, "Leave it out.") for key, why in kind.refused(spec)]
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    return spec
 
 
 def _of_environment(where: str, config: ReplicaSetConfig) -> Iterator[Mistake]:

@@ -26,7 +26,7 @@ from ..secrets import environment_secrets, secrets_in
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, Provider, SourceKind
 from .replica import ReplicaChange
-from .replica_pools import PROBLEM_CHARS, PoolView, absences, inner_source, pool_spec, pool_use
+from .replica_pools import PROBLEM_CHARS, PoolView, inner_source, pool_spec, pool_use
 from .replica_set_config import ReplicaSetConfig
 
 
@@ -97,7 +97,6 @@ async def _sent(send: Callable[[list[int]], Awaitable[None]], numbers: list[int]
 
 
 _T = TypeVar("_T")
-_LOG_LINES = 20
 
 
 class ReplicaSet(SourceKind):
@@ -187,7 +186,6 @@ class ReplicaSet(SourceKind):
             await self._use.start()
         except PoolFailed as error:
             problem, log = self._redactor.of(error.problem, PROBLEM_CHARS), error.log
-            problem += "".join(f"; {self._redactor.of(what, PROBLEM_CHARS)}" for what in absences(self._config))
         if problem:
             raise ReplicasNotStarted(f"source {self._name!r} cannot start its servers: {problem}{self._shown(log)}")
         self._view.look()
@@ -336,7 +334,7 @@ class ReplicaSet(SourceKind):
         raise TransientError(f"source {self._name!r}: no replica is up ({shown})")
 
     def _shown(self, log: str) -> str:
-        lines = [self._redactor.of(line, PROBLEM_CHARS) for line in log.splitlines()[-_LOG_LINES:]]
+        lines = [self._redactor.of(line, PROBLEM_CHARS) for line in log.splitlines()]
         return "".join(["\nthe last lines of its log:", *(f"\n  {line}" for line in lines if line)]) if lines else ""
 
 

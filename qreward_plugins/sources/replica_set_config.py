@@ -65,7 +65,7 @@ class ReplicaSetConfig(EndpointConfig):
     )
     """The devices, by index or name; `data_parallel` x `tensor_parallel` of them. The first `tensor_parallel` are
     those of the first replica, and so on. Not with `placement: ray`, where Ray chooses them. Default: those that
-    this process may use (`CUDA_VISIBLE_DEVICES` ...), or all of the machine; there must be as many as needed."""
+    this process may use (`CUDA_VISIBLE_DEVICES` ...), or all NVIDIA GPUs; there must be as many as needed."""
 
     placement: Literal["local", "ray"] = "local"
     """Where the servers run. `local` (default): on this machine. `ray`: on the Ray cluster of this process, each on

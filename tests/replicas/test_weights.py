@@ -117,7 +117,7 @@ async def test_servers_that_are_started_again_with_other_weights(stand_ins):
 async def test_an_update_that_fails_leaves_no_replica_half_new(stand_ins, mode):
     arguments = {"program": tuple(stand_ins.program()), "model": str(stand_ins.weights("first"))}
     spec = replace(stand_ins.spec(replicas=2, restarts=9, in_place=True), server="vllm", command=(), **arguments)
-    pool = Pool(spec, lambda number: LocalServer(spec, number, folder=stand_ins.folder))
+    pool = Pool(spec, lambda number: LocalServer(spec, number))
     changes = Changes(pool)
     await pool.start()
     now = "first"

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, WrapValidator, field_validator
 
 from ..config.nodes import Flag, PositiveFloat, PositiveInt, no_bool, takes
-from ..config.source_models import Batch, EndpointConfig, FreeMapping, ModelName, Routing, RoutingChoice, StreamTimeouts
+from ..config.source_models import (
+    PREFIX_AWARE,
+    Batch,
+    EndpointConfig,
+    FreeMapping,
+    ModelName,
+    Routing,
+    StreamTimeouts,
+)
 from ..replicas.server_kinds import CHAT, STOP_WITHIN_S, missing_places
 from ..replicas.topology import Device
 from ..secrets import Secret
@@ -121,7 +129,7 @@ class ReplicaSetConfig(EndpointConfig):
     batch: Batch | None = None
     """Send several responses in one request, for reward models; as in the kind `reward_model`. Default: one."""
 
-    routing: RoutingChoice = Routing()
+    routing: Routing = PREFIX_AWARE
     """Which replica a request goes to, as in the kind `openai`. Default: `[prefix_aware, least_pending_tokens]`."""
 
     timeouts: StreamTimeouts = StreamTimeouts()

@@ -200,7 +200,7 @@ async def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path):
         (
             {"server": "vllm", "routing": "random"},
             "sources.own.routing",
-            "a strategy, a list of strategies, or a mapping",
+            "a strategy, or a list of strategies",
         ),
         ({"server": "vllm", "arguments": {"api_key": "abc"}}, "sources.own.arguments.api_key", "can see"),
         ({"server": "vllm", "chat_template": "x"}, "sources.own.chat_template", "only a reward model"),

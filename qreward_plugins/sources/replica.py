@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..observers.statistics import Health, ReplicaStatistics
 from ..samples.spent import Usage
@@ -23,17 +23,6 @@ PREFIXES_KEPT = 1024
 
 Mark = Literal["up", "down", "draining"]
 """The state of a replica as its pool reports it. Only one that is up gets calls."""
-
-
-class ReplicaChange(NamedTuple):
-    """A change of the state or the weights of a replica; see `observers.ReplicaChanged`."""
-
-    source: str
-    replica: int
-    state: str
-    before: str
-    version: str
-    problem: str
 
 
 class Replica:

@@ -15,6 +15,7 @@ from ..config.source_models import (
     ModelName,
     Routing,
     StreamTimeouts,
+    VariableName,
 )
 from ..replicas.server_kinds import CHAT, STOP_WITHIN_S, missing_places
 from ..replicas.topology import Device
@@ -83,7 +84,7 @@ class ReplicaSetConfig(EndpointConfig):
     """Further arguments of the server: `max_model_len: 16384` becomes `--max-model-len 16384`, `true` a flag
     without a value, a mapping JSON. `false` becomes `--no-...` for vLLM; for the others it is left out."""
 
-    environment: dict[str, SecretStr] = Field(default_factory=dict)
+    environment: dict[VariableName, SecretStr] = Field(default_factory=dict)
     """Further variables of the environment of the servers (`HF_TOKEN`, `PYTHONPATH` ...); their values are treated
     as secrets. Default: none; they have the environment of the process that starts them."""
 

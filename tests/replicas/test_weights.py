@@ -169,17 +169,14 @@ async def test_what_is_wrong_with_a_checkpoint_is_found_before_a_replica_is_touc
         sent = {"version": "v", "transfer": WeightTransfer([{}])}
         for wrong, why in (
             ({"path": ""}, "path is the path of a checkpoint, not ''"),
-            ({"path": 3}, "path is the path of a checkpoint, not 3"),
             ({"path": b"w"}, "path is the path of a checkpoint"),
             ({"path": "a\0b"}, "path is the path of a checkpoint"),
-            ({"path": empty, "version": 3}, "version is a printable text"),
             ({"path": empty, "version": "a\nb"}, "version is a printable text"),
             ({"path": empty, "version": "v" * 201}, "version is a printable text"),
             (sent | {"transfer": {}}, "transfer is a WeightTransfer, not a dict"),
             (sent | {"transfer": WeightTransfer([])}, "receive of the WeightTransfer is empty"),
-            (sent | {"transfer": WeightTransfer("ab")}, "receive of a WeightTransfer is a list of mappings, not a str"),
-            (sent | {"transfer": WeightTransfer([3])}, r"receive\[0\] of the WeightTransfer is a mapping, not 3"),
-            (sent | {"transfer": WeightTransfer([{}], begin=[{"a": object()}])}, r"begin\[0\] .* is not JSON"),
+            (sent | {"transfer": WeightTransfer("ab")}, "receive of a WeightTransfer is a list of mappings, not 'ab'"),
+            (sent | {"transfer": WeightTransfer([{}], begin=[{"a": object()}])}, r"begin of .* is not JSON"),
         ):
             with pytest.raises(ValueError, match=why):
                 await engine.update_weights("own", **wrong)

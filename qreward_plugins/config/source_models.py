@@ -309,48 +309,21 @@ class SourceConfig(Node):
 RoutingStrategy = Literal["prefix_aware", "least_requests", "kv_cache", "least_pending_tokens", "round_robin"]
 
 
-def _named_strategies(value: Any) -> Any:
-    # A name or a list of names is short for a mapping with `strategies`.
-    return {"strategies": value} if isinstance(value, (str, list, tuple)) else value
+def _each_once(value: tuple[RoutingStrategy, ...]) -> tuple[RoutingStrategy, ...]:
+    refuse_repeated(value, "{} is named twice")
+    return value
 
 
-class Routing(Node):
-    """Which replica of a source a request goes to. A list of strategies is short for `strategies`."""
-
-    strategies: Annotated[
-        tuple[RoutingStrategy, ...],
-        Field(min_length=1),
-        BeforeValidator(one_or_several),
-        takes("a strategy, or a list of strategies"),
-    ] = ("prefix_aware", "least_pending_tokens")
-    """The strategies, in order: the first that can decide does. `prefix_aware`: prompts with the same beginning go to
-    the same replica, whose prefix cache then holds it. `least_requests`: fewest requests under way. `kv_cache`:
-    fewest requests that wait at the server, those of other clients included, then least use of its KV cache, both read
-    from the `/metrics` of vLLM, SGLang or llama.cpp once a second at most.
-    `least_pending_tokens`: fewest tokens under way (estimated). `round_robin`: the one that was used least recently.
-    Default: `[prefix_aware, least_pending_tokens]`."""
-
-    prefix_tokens: PositiveInt | None = None
-    """For `prefix_aware`: only so many tokens of the shared part of a prompt (the judge's instructions, then the
-    question) decide, each taken as 4 bytes. Default: all of the shared part."""
-
-    overload_requests: PositiveInt = 6
-    """For `prefix_aware`: a replica that has so many requests under way more than the mean of all replicas is passed
-    over. Default: 6."""
-
-    @field_validator("strategies")
-    @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        refuse_repeated(value, "{} is named twice")
-        return value
-
-
-RoutingChoice = Annotated[
-    Routing,
-    BeforeValidator(_named_strategies),
-    takes("a strategy, a list of strategies, or a mapping with `strategies`"),
+Routing = Annotated[
+    tuple[RoutingStrategy, ...],
+    Field(min_length=1),
+    BeforeValidator(one_or_several),
+    AfterValidator(_each_once),
+    takes("a strategy, or a list of strategies"),
 ]
-"""`Routing`, or a list of its strategies."""
+"""The strategies by which a replica is chosen, in order: the first that can decide does."""
+PREFIX_AWARE: tuple[RoutingStrategy, ...] = ("prefix_aware", "least_pending_tokens")
+"""The strategies for servers whose prefix caches are ours alone."""
 
 
 class EndpointConfig(SourceConfig):
@@ -393,10 +366,15 @@ class EndpointConfig(SourceConfig):
     httpx: HttpxOptions | None = None
     """HTTP/2, proxies, client certificates and authentication, for `client: httpx`. Default: none."""
 
-    routing: RoutingChoice = Routing(strategies=("least_requests",))
-    """Which of several base URLs a request goes to: a list of strategies, or a mapping. See docs/replicas.md. For your
-    own servers write `[prefix_aware, least_pending_tokens]`. It has no effect on a source with one URL. Default:
-    `[least_requests]`, the evenest load, because gateways of a provider seldom have caches of their own."""
+    routing: Routing = ("least_requests",)
+    """Which of several base URLs a request goes to: strategies, of which the first that can decide does.
+    `prefix_aware`: prompts with the same beginning go to the same replica, whose prefix cache then holds it.
+    `least_requests`: fewest requests under way. `kv_cache`: fewest requests that wait at the server, those of other
+    clients included, then least use of its KV cache, both read from the `/metrics` of vLLM, SGLang or llama.cpp once a
+    second at most. `least_pending_tokens`: fewest tokens under way (estimated). `round_robin`: the one that was used
+    least recently. For your own servers write `[prefix_aware, least_pending_tokens]`. It has no effect on a source with
+    one URL. Default: `[least_requests]`, the evenest load, because gateways of a provider seldom have caches of their
+    own."""
 
     max_reply_bytes: PositiveInt = 1_048_576
     """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. Default: 1 MiB."""

@@ -226,10 +226,7 @@ class HttpxOptions(Node):
         | None
     ) = None
     """The client's certificate for mutual TLS: the path of a PEM file with certificate and key, or a list of two paths,
-    the certificate and its key. Default: none."""
-
-    cert_password: SecretStr | None = None
-    """The password of the key in `cert`. Default: none."""
+    the certificate and its key, which has no password. Default: none."""
 
     auth: (
         Annotated[
@@ -242,10 +239,6 @@ class HttpxOptions(Node):
     """Who signs the requests: a function without arguments that returns an `httpx.Auth` (Entra, SigV4, service
     accounts). It is called in every process that scores. Requests of its own, such as for a token, are not counted by
     the limits, and must not block the event loop. Replaces `api_key`. Default: none."""
-
-    max_connections: PositiveInt = 100
-    """Most requests in flight at once in a process. The scheduler keeps to it, so that none waits in httpx's pool.
-    Default: 100."""
 
     @field_validator("proxy")
     @classmethod
@@ -261,13 +254,6 @@ class HttpxOptions(Node):
             if not is_url:
                 # The parser's message may hold a part of the password.
                 raise ValueError("the proxy is not a URL; quote special characters of a password, as in %40 for @")
-        return value
-
-    @field_validator("cert_password")
-    @classmethod
-    def _has_cert(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
-        if value is not None and info.data.get("cert") is None:
-            raise ValueError("there is no cert that it could open")
         return value
 
 
@@ -377,7 +363,7 @@ class EndpointConfig(SourceConfig):
     own."""
 
     max_reply_bytes: PositiveInt = 1_048_576
-    """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. Default: 1 MiB."""
+    """Largest body of a reply in bytes; a larger one fails the attempt. Default: 1 MiB."""
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -133,12 +133,11 @@ def _is_whole(tree: Mapping[str, Any] | DictConfig) -> bool:
 def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig, origin: str, framework: str) -> None:
     sources = inline.get("sources")
     for name, source in sources.items() if isinstance(sources, (Mapping, DictConfig)) else ():
-        keys = [key for key in ("api_key", "api_keys") if isinstance(source, (Mapping, DictConfig)) and source.get(key)]
-        if keys:
+        if isinstance(source, (Mapping, DictConfig)) and source.get("api_key"):
             _log.warning(
-                "%s.sources.%s.%s is in the configuration of %s, and %s prints and uploads that with all values "
+                "%s.sources.%s.api_key is in the configuration of %s, and %s prints and uploads that with all values "
                 "resolved. Use api_key_env, or keep the tree in a file that QREWARD_CONFIG names.",
-                *(origin, name, keys[0], framework, framework),
+                *(origin, name, framework, framework),
             )
 
 

@@ -97,7 +97,7 @@ class PoolView:
 
 
 _COMMAND = "command"
-_REPLACED = frozenset({"kind", "version", "api_keys", "api_key_env", "timeouts"})
+_REPLACED = frozenset({"kind", "version", "api_key_env", "timeouts"})
 
 
 def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:

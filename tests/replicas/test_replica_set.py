@@ -222,7 +222,7 @@ async def test_a_start_that_fails_says_what_the_machine_lacks(source, said):
         ),
         ({"server": "vllm", "arguments": {"api_key": "abc"}}, "sources.own.arguments.api_key", "can see"),
         ({"server": "vllm", "chat_template": "x"}, "sources.own.chat_template", "only a reward model"),
-        ({"server": "vllm", "api_keys": ["a", "b"]}, "sources.own.api_keys", "one key"),
+        ({"server": "vllm", "api_key_env": ["A", "B"]}, "sources.own.api_key_env", "one key"),
         ({"server": "vllm", "placement": "ray"}, "sources.own.placement", "needs Ray"),
         ({"server": "vllm", "base_url": "http://a"}, "sources.own.base_url", "unknown"),
     ],

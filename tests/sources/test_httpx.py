@@ -224,7 +224,7 @@ def test_what_the_environment_or_the_urls_do_not_allow(opened: Any, settings: An
         ({"client": "aiohttp", "httpx": {}}, "these are options of `client: httpx`"),
         ({"client": "requests"}, "client"),
         ({"httpx": {"auth": "a:b"}, "api_key": "k"}, "set auth or api_key, not both"),
-        ({"httpx": {"auth": "a:b"}, "api_keys": ["k", "l"]}, "set auth or api_keys, not both"),
+        ({"httpx": {"auth": "a:b"}, "api_key_env": ["K", "L"]}, "set auth or api_key_env, not both"),
         ({"httpx": {"auth": "ab"}}, "auth"),
         ({"httpx": {"proxy": "socks4://p:1"}}, "a proxy starts with http://"),
         ({"httpx": {"proxy": "socks5://"}}, "a proxy starts with http://"),

@@ -47,9 +47,7 @@ def load_config(
     """
     if isinstance(source, (str, os.PathLike)):
         path, origin = _path(source, origin)
-        tree = read_yaml(path, origin=origin)
-        lines = getattr(tree, "lines", None)
-        return with_origin(_read(tree, origin), Origin(path, partial(_read, origin=origin), lines))
+        return with_origin(_read(read_yaml(path, origin=origin), origin), Origin(path, partial(_read, origin=origin)))
     return _read(source, origin or "configuration")
 
 
@@ -88,10 +86,8 @@ def load_layers(
     named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
     file = read_yaml(path, origin=f"{path}{named}")
     over = _plain(inline)
-    merged = _merged(file, over, default or {})
-    config = _read(merged, str(path))
-    again = partial(_over_file, inline=over, default=default or {}, path=path)
-    return with_origin(config, Origin(path, again, getattr(merged, "lines", None)))
+    read = partial(_over_file, inline=over, default=default or {}, path=path)
+    return with_origin(read(file), Origin(path, read))
 
 
 def _over_file(file: Any, *, inline: Mapping[str, Any], default: Mapping[str, Any], path: Any) -> Config:

@@ -322,17 +322,14 @@ class EndpointConfig(SourceConfig):
     """The API key, best written as `${oc.env:NAME}`. In a trainer's own configuration use `api_key_env`: trainers print
     and upload their configuration with all values resolved."""
 
-    api_keys: Annotated[tuple[Annotated[SecretStr, Field(min_length=1)], ...], Field(min_length=1)] | None = None
-    """Several API keys, instead of `api_key`. Each key has its own limits, as declared in `limits`, and its own health:
-    a key that is refused takes only itself out. Logs and statistics show them as `NAME#1`, `NAME#2`, and so on;
-    verdicts and metrics show `NAME`. Default: none."""
-
     api_key_env: Annotated[
         VariableName | Annotated[tuple[VariableName, ...], Field(min_length=1)] | None,
         takes("the name of an environment variable, or a list of such names"),
     ] = None
     """Name of the environment variable that holds the API key; it is read when the source is opened. Or a list of
-    names, one for each of several keys (see `api_keys`)."""
+    names, one for each of several keys. Each key has its own limits, as declared in `limits`, and its own health: a key
+    that is refused takes only itself out. Logs and statistics show them as `NAME#1`, `NAME#2`, and so on; verdicts and
+    metrics show `NAME`."""
 
     headers: dict[str, SecretStr] = Field(default_factory=dict)
     """Further headers of every request; their values are treated as secrets."""
@@ -378,26 +375,16 @@ class EndpointConfig(SourceConfig):
             return None
         if info.data.get("client") != "httpx":
             raise ValueError("these are options of `client: httpx`; set it, or remove them")
-        keys = [key for key in ("api_key", "api_keys", "api_key_env") if info.data.get(key) is not None]
+        keys = [key for key in ("api_key", "api_key_env") if info.data.get(key) is not None]
         if value.auth is not None and keys:
             raise ValueError(f"set auth or {keys[0]}, not both")
         return value
 
-    @field_validator("api_keys", "api_key_env")
+    @field_validator("api_key_env")
     @classmethod
-    def _one_form(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None:
-            return None
-        for other in ("api_key", "api_keys"):
-            if other != info.field_name and info.data.get(other) is not None:
-                raise ValueError(f"set {other} or {info.field_name}, not both")
+    def _each_key_once(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("api_key") is not None:
+            raise ValueError("set api_key or api_key_env, not both")
         if isinstance(value, tuple):
-            seen: dict[str, int] = {}
-            for number, key in enumerate(value, 1):
-                plain = (key.get_secret_value() if isinstance(key, SecretStr) else key).strip()
-                if not plain:
-                    raise ValueError(f"number {number} is empty")
-                if plain in seen:
-                    raise ValueError(f"numbers {seen[plain]} and {number} are the same")
-                seen[plain] = number
+            refuse_repeated(value, "a variable is named twice")  # not shown: it may be a key in the wrong place
         return value

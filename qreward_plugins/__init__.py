@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .engine import RewardEngine
     from .engine.portal import EnginePortal
     from .engine.process_portals import process_portal
-    from .engine.texts import TextAnswer, TextStream
+    from .engine.texts import TextAnswer
     from .errors import (
         BudgetSpent,
         CircuitOpen,
@@ -75,7 +75,7 @@ _NAMES = {
     "engine": "RewardEngine",
     "engine.portal": "EnginePortal",
     "engine.process_portals": "process_portal",
-    "engine.texts": "TextAnswer TextStream",
+    "engine.texts": "TextAnswer",
     "errors": "BudgetSpent CircuitOpen ConfigurationError EngineError FunctionTimeout InputError InvalidReply "
     "JournalError JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotChanged ReplicasNotStarted "
     "RewardMissing RewardServerError SampleRefused SourceError SourceUnusable TextFailed Throttled "
@@ -144,7 +144,6 @@ __all__ = [
     "Spent",
     "Split",
     "TextAnswer",
-    "TextStream",
     "TextFailed",
     "Throttled",
     "TransientError",

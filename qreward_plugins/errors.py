@@ -223,10 +223,6 @@ class InvalidReply(QRewardError):
     source is told by `Reply.on_judged`."""
 
 
-InvalidVerdict = InvalidReply
-"""The former name, for sources that use it."""
-
-
 class SourceError(QRewardError):
     """One attempt at one source failed.
 

@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from ..config import Limits
 from ..config.nodes import PRIORITIES
 from ..errors import ConfigurationError, Mistake
-from ..observers import Observer
-from ..observers.base import check as check_observers
+from ..observers import Observer, with_names
 from ..secrets import one_line
 from .option_checks import mistakes_of, rate_of
 
@@ -133,7 +132,7 @@ class Options:
         mistakes = list(mistakes_of(self))
         if mistakes:
             raise ConfigurationError(mistakes, origin="accelerate")
-        check_observers((f"observers[{number}]", each) for number, each in enumerate(self.observers))
+        with_names(self.observers)  # raises for what is no observer
 
     @property
     def per_window(self) -> tuple[float, float] | None:

@@ -28,7 +28,6 @@ from ..scheduling import Cutoff
 from ..system.streams import drawn_in_threads
 
 if TYPE_CHECKING:
-    from ..replicas.weights import Weights
     from .engine import RewardEngine
 
 T = TypeVar("T")
@@ -95,10 +94,11 @@ class EnginePortal:
                 with suppress(EngineError):  # a closed engine has ended the stream
                     self._call(stream.aclose)
 
-    def run(self, function: Callable[[RewardEngine], Coroutine[Any, Any, T]]) -> T:
-        """Call an async function with the engine in the engine's event loop. Blocks the calling thread.
+    def run(self, function: Callable[[RewardEngine], T | Coroutine[Any, Any, T]]) -> T:
+        """Call a function, plain or async, with the engine in the engine's event loop. Blocks the calling thread.
 
-        If the calling thread is interrupted (Ctrl-C), the function is cancelled.
+        So every method of the engine can be called: `portal.run(lambda engine: engine.sleep("judge"))`. If the calling
+        thread is interrupted (Ctrl-C), the function is cancelled.
         """
         future: Future[T] = self._start(function, self._engine)
         try:
@@ -131,19 +131,6 @@ class EnginePortal:
                 "by hand and then garbage collected; keep it, or use process_portal"
             ) from None
 
-    def update_weights(self, source: str, **options: Any) -> Weights:
-        """Update weights as `RewardEngine.update_weights` does. Blocks the calling thread."""
-        weights: Weights = self._call(partial(self._engine.update_weights, source, **options))
-        return weights
-
-    def sleep(self, source: str, **options: Any) -> None:
-        """Free devices as `RewardEngine.sleep` does. Blocks the calling thread."""
-        self._call(partial(self._engine.sleep, source, **options))
-
-    def wake_up(self, source: str) -> None:
-        """End a sleep as `RewardEngine.wake_up` does. Blocks the calling thread."""
-        self._call(partial(self._engine.wake_up, source))
-
     @property
     def colocated(self) -> tuple[str, ...]:
         """What `RewardEngine.colocated` is."""
@@ -164,14 +151,6 @@ class EnginePortal:
     def training_log(self) -> TrainingLog | None:
         """Return what `RewardEngine.training_log` returns."""
         return self._engine.training_log()
-
-    def hold(self, source: str) -> None:
-        """See `RewardEngine.hold`."""
-        self._call(self._engine.hold, source)
-
-    def release(self, source: str) -> None:
-        """See `RewardEngine.release`."""
-        self._call(self._engine.release, source)
 
     def last_batch(self) -> BatchReport | None:
         """Return what `RewardEngine.last_batch` returns."""

@@ -58,7 +58,7 @@ WRONG = [
     (grade, {"default": grade}, "default"),
     (grade, {"size": 3}, "size"),
     (grade, {"observers": print}, "observers: .* put a single observer into one"),
-    (grade, {"observers": [grade]}, r"observers\[0\]"),
+    (grade, {"observers": [3]}, r"observers\[0\]"),
     (grade, {"debug": "yes"}, "debug"),
     (grade, {"name": ""}, "name"),
     (grade, {"seed": "x"}, "seed"),

@@ -59,7 +59,6 @@ UNITS = {
     "min_mass": "probability",
     "min_scored": "samples",
     "otherwise": "reward",
-    "overload_requests": "requests",
     "points": "points",
     "priority": "",
     "quorum": "judges",

@@ -19,9 +19,9 @@ from ..config.framework import is_framework_url
 from ..config.models import Priorities, ServerConfig
 from ..errors import ConfigurationError, InputError, Mistake, RewardServerError
 from ..judges import JudgeRouter
-from ..observers import Observers
+from ..observers import Observers, SampleSubmitted
 from ..samples import Cause, Failed, Outcome, Sample
-from ..samples.check import Rejected
+from ..samples.check import Rejected, named
 from ..scheduling import Batch
 from .judging import Pending
 from .scoring import Scoring
@@ -110,10 +110,9 @@ class RemoteScoring(Scoring):
         priority: int | None = None,
         groups: dict[str, Siblings] | None = None,
     ) -> asyncio.Future[Outcome]:
-        self.submitted(sample)
-        named = sample.sample if isinstance(sample, Rejected) else sample
+        self.emit(SampleSubmitted, named(sample))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        pending = Pending(self, named, self.batches.join(batch, named.group_id), future)
+        pending = Pending(self, named(sample), self.batches.join(batch, named(sample).group_id), future)
         if isinstance(sample, Rejected):
             pending.end(Failed(Cause.INFRA, "input", sample.problem))
             return future

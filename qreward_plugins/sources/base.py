@@ -203,7 +203,8 @@ class Source(Protocol):
     - `demand(request) -> Demand | None`: the most tokens that the body of the request may take.
     - `held() -> str`: why it takes no calls for a while, although it has not failed; "" if it takes them. Calls wait
       meanwhile. With it, the source has `listen(notify)`: it calls `notify`, from any thread, whenever that may have
-      changed, and the scheduler then calls `look()` in the event loop, which returns what changed (`ReplicaChange`).
+      changed, and the scheduler then calls `changes()` in the event loop, which returns the events since the last call
+      (`ReplicaChanged`).
     - `question_of(request, weights) -> object | None`: `question`, for the `Reply.weights` that answered it.
     - `started: bool` and `async start()`: an engine calls it before its first samples, if `started` is False. It raises
       `ConfigurationError` or `ReplicasNotStarted`, and may be called again.

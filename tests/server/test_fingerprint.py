@@ -67,7 +67,6 @@ def test_what_may_change_a_reward_counts(source, changed):
         (HTTP, {"url": ["http://b.invalid/score", "http://c.invalid/score"]}),
         (CHAT, {"base_url": "http://b.invalid/v1"}),
         (CHAT, {"api_key": "sk-another"}),
-        (CHAT, {"api_keys": ["sk-one", "sk-two"]}),
         (CHAT, {"api_key_env": "HOME"}),
         (CHAT, {"limits": {"requests_per_minute": 5}, "price": {"per_request": 1.0}, "weight": 2.0}),
         (CHAT, {"timeouts": {"total_s": 5.0}, "routing": "round_robin", "client": "httpx", "verify_tls": False}),

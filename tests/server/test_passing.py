@@ -247,8 +247,10 @@ def test_what_may_change_something(path, body):
     assert (form.changes_something(body), form.changes_something({"tools": [{"type": "function"}]})) == (True, False)
 
 
-async def test_what_one_account_keeps_is_not_moved():
-    keys = {"api_key": None, "api_keys": [f"{KEY}{number}" for number in range(4)]}
+async def test_what_one_account_keeps_is_not_moved(monkeypatch):
+    keys = {"api_key": None, "api_key_env": [f"KEY_{number}" for number in range(4)]}
+    for number, name in enumerate(keys["api_key_env"]):
+        monkeypatch.setenv(name, f"{KEY}{number}")
     async with echo() as a, echo() as b:
         for tree in (tree_of(a, b, dialect="responses"), tree_of(a, dialect="responses", **keys)):
             async with client_of(tree) as client:

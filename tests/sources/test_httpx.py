@@ -218,6 +218,7 @@ def test_what_the_environment_or_the_urls_do_not_allow(opened: Any, settings: An
     [
         ({"client": "aiohttp", "httpx": {}}, "these are options of `client: httpx`"),
         ({"httpx": {"auth": "a:b"}, "api_key": "k"}, "set auth or api_key, not both"),
+        ({"httpx": {"auth": "a:b"}, "api_key_env": ["K", "L"]}, "set auth or api_key_env, not both"),
         ({"httpx": {"proxy": "socks4://p:1"}}, "a proxy starts with http://"),
         ({"httpx": {"proxy": "http://me:secret@p:99999"}}, "the proxy is not a URL"),
         ({"httpx": {"verify": False}}, "verify"),

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from .base import Reply, Request, Source
 
 if TYPE_CHECKING:
-    from ..config.source_models import BaseURLs, EndpointConfig, FreeMapping, ModelName, SourceConfig, URLs
+    from ..config.source_models import EndpointConfig, FreeMapping, ModelName, SourceConfig, URLs
     from .endpoint import Endpoint
     from .function import FunctionSource
-    from .http_reading import HTTPReply
-    from .kind import LOGITS, RUN, TEXT, VALUE, VECTORS, Provider, SourceKind
+    from .kind import LOGITS, TEXT, VALUE, VECTORS, SourceKind
     from .openai import OpenAISource
     from .opening import kind_of, open_source
     from .rate_limit_headers import announced_limits, retry_after_s
@@ -26,22 +25,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOGITS",
-    "RUN",
     "TEXT",
     "VALUE",
     "VECTORS",
     "Answer",
-    "BaseURLs",
     "Endpoint",
     "EndpointConfig",
     "FreeMapping",
     "FunctionSource",
-    "HTTPReply",
     "HTTPSource",
     "ModelName",
     "OpenAISource",
     "Problem",
-    "Provider",
     "Reply",
     "Request",
     "RewardModelSource",
@@ -61,8 +56,7 @@ __all__ = [
 _NAMES = {
     ".endpoint": "Endpoint",
     ".function": "FunctionSource",
-    ".http_reading": "HTTPReply",
-    ".kind": "LOGITS RUN TEXT VALUE VECTORS Provider SourceKind",
+    ".kind": "LOGITS TEXT VALUE VECTORS SourceKind",
     ".openai": "OpenAISource",
     ".opening": "kind_of open_source",
     ".rate_limit_headers": "announced_limits retry_after_s",
@@ -70,7 +64,7 @@ _NAMES = {
     ".reward_model": "RewardModelSource",
     ".sandbox": "SandboxSource",
     ".service": "HTTPSource",
-    "..config.source_models": "BaseURLs EndpointConfig FreeMapping ModelName SourceConfig URLs",
+    "..config.source_models": "EndpointConfig FreeMapping ModelName SourceConfig URLs",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

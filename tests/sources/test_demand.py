@@ -45,23 +45,16 @@ def ask(text="Grade it.", max_tokens=512, **parameters):
 BOUNDS = [
     ({}, 512),
     ({"max_tokens": 4096}, 4096),
-    ({"max_tokens": 100}, 100),
     ({"max_tokens": "4096"}, 4096),
-    ({"max_tokens": 4096.0}, 4096),
     ({"max_tokens": 4096, "n": 8}, 8 * 4096),
     ({"n": "4"}, 4 * 512),
-    ({"n": None}, 512),
     ({"n": True}, 512),
-    ({"best_of": 5, "n": 2}, 5 * 512),
     ({"max_completion_tokens": 2000}, 2000),
-    ({"max_completion_tokens": 2000, "max_tokens": None}, 2000),
     ({"max_completion_tokens": 100}, 512),  # a server that knows max_tokens only
     ({"min_tokens": 3000}, 3000),
     ({"thinking": {"type": "enabled", "budget_tokens": 8000}}, 8512),
-    ({"reasoning": {"max_tokens": 8000}}, 8512),
     ({"extra_body": {"thinking_budget": 1000}, "n": 2}, 2 * 1512),
     ({"options": {"num_predict": 900}}, 900),
-    ({"chat_template_kwargs": {"thinking_budget": 1000}}, 1512),
 ]
 
 

@@ -176,15 +176,14 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
 
         try:
             session = self._open(loop) or await self._session()
-            report = sent if reading.streams else on_sent
             proxy = self._connecting.proxies.get(url)
             post = None if headers or proxy is not None or not TESTED_VERSION else self._prepare(session, url)
             if post is None:
                 async with session.post(
-                    url, data=_payload(body, report), headers=headers, proxy=proxy, allow_redirects=False
+                    url, data=_payload(body, sent), headers=headers, proxy=proxy, allow_redirects=False
                 ) as response:
                     return await reading.read(AiohttpReply(response.status, response.headers, response.content))
-            reply = await post.send(body, report)
+            reply = await post.send(body, sent)
             try:
                 return await reading.read(reply)
             finally:

@@ -113,11 +113,6 @@ class Reading:
         """The source and its URL, for messages."""
         return f"source {self._name!r} ({self._url})"
 
-    @property
-    def streams(self) -> bool:
-        """Whether the request asked for a stream. Only then is `sent_at` used."""
-        return self._streaming is not None
-
     async def read(self, incoming: Incoming) -> HTTPReply | SourceError:
         """Return the reply; or an error for a body that is too large or a broken stream.
 

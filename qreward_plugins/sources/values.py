@@ -121,25 +121,25 @@ class ValueAnswer(Answer):
 
     score_key: str | None = None
 
-    def read(self) -> Reply | QRewardError:
-        content = read_json(self)
-        return content if isinstance(content, QRewardError) else self.read_content(content)
-
     def parsed(self) -> Any:
         content = read_json(self)
-        if isinstance(content, Mapping) and _is_error(content.get("error")):
-            return self.error_of(Problem.of(content))
-        return content
+        return self._error_in(content) or content
+
+    def _error_in(self, value: Any) -> QRewardError | None:
+        if not isinstance(value, Mapping) or not _is_error(value.get("error")):
+            return None
+        # The score beside it is a default of the service.
+        problem = Problem.of(value)
+        if problem.message and "score" in value:
+            hint = f"{problem.message}; leave `error` empty where the score beside it is meant"
+            problem = replace(problem, message=hint)
+        return self.error_of(problem)
 
     def read_content(self, content: Any) -> Reply | QRewardError:
         for value in _along(content, self.score_key):
-            if isinstance(value, Mapping) and _is_error(value.get("error")):
-                # The score beside it is a default of the service.
-                problem = Problem.of(value)
-                if problem.message and "score" in value:
-                    hint = f"{problem.message}; leave `error` empty where the score beside it is meant"
-                    problem = replace(problem, message=hint)
-                return self.error_of(problem)
+            error = self._error_in(value)
+            if error is not None:
+                return error
         if value is NOTHING:
             return InvalidReply(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
         return self.replied(content, value=value)

@@ -67,7 +67,7 @@ def test_arguments_that_the_pool_sets_are_refused(server, arguments, refused):
 
 def test_which_server_speaks_which_protocol():
     assert {name for name, kind in SERVER_KINDS.items() if kind.serves("chat")} == set(SERVER_KINDS)
-    assert {name for name, kind in SERVER_KINDS.items() if kind.serves("vllm_pooling")} == {"vllm", "command"}
+    assert {name for name, kind in SERVER_KINDS.items() if kind.serves("vllm_score")} == {"vllm", "command"}
     assert {name for name, kind in SERVER_KINDS.items() if kind.serves("sglang_classify")} == {"sglang", "command"}
 
 

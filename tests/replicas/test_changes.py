@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
 
 import pytest
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology
 from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.control import ServerFailed
+from qreward_plugins.replicas.pool import ChangeFailed
 from qreward_plugins.replicas.weights import Update
 from qreward_plugins.sources.replicas import Replicas
 
@@ -161,6 +163,20 @@ async def test_a_change_that_is_cancelled_anywhere_leaves_a_pool_that_works(chan
             break
         at += 1
     assert at > 5
+
+
+@pytest.mark.parametrize("mode", ["rolling", "together"])
+async def test_a_replica_that_is_started_again_during_an_update_gets_the_new_weights(mode):
+    for steps in range(25):
+        pool, changes = await started(in_place=True)
+        pool.servers[1].stopped.set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        with suppress(ChangeFailed):  # it may have been up still
+            await changes.update(loaded("a", mode=mode))
+        await settled(pool)
+        assert [(state.state, state.version) for state in pool.states] == [("up", "a")] * 2, steps
+        await pool.stop()
 
 
 async def test_users_hear_of_other_weights_with_the_last_change_of_a_replica():

@@ -22,7 +22,8 @@ def samples(count):
     return [Sample([{"role": "user", "content": "Why?"}], f"Because of {n}.", id=str(n)) for n in range(count)]
 
 
-async def test_servers_start_with_the_first_samples_and_end_with_the_engine(stand_ins):
+async def test_servers_start_with_the_first_samples_and_end_with_the_engine(stand_ins, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(stand_ins.folder))
     own = {"command": stand_ins.command("ready_after=0.2"), "data_parallel": 2}
     engine = RewardEngine(tree(own))
     assert stand_ins.living() == []
@@ -33,7 +34,8 @@ async def test_servers_start_with_the_first_samples_and_end_with_the_engine(stan
         assert len({outcome.verdict.rationale for outcome in outcomes}) == 2  # each wrote its process id
         states = engine.upstreams["own"].source.replicas
         assert [state.state for state in states] == ["up", "up"]
-    assert stand_ins.living() == []
+        assert len(list(stand_ins.folder.glob("qreward-logs-*/own-*.log"))) == 2
+    assert stand_ins.living() == list(stand_ins.folder.glob("qreward-logs-*")) == []
 
 
 async def test_a_verdict_names_the_model_of_the_configuration(stand_ins):

@@ -51,7 +51,6 @@ UNITS = {
     "invalid_retries": "tries",
     "label": "",
     "max_attempts": "attempts",
-    "max_connections": "requests",
     "list_size": "responses",
     "max_count": "images",
     "max_tests": "tests",

@@ -274,8 +274,7 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         deadlines. If several processes share the servers, all settle before the first one ends the phase.
         """
         if self.colocated:
-            self._bind()
-            await self._phases.settle()
+            await self._settled()
 
     async def end_rewards(self) -> None:
         """Put the sources with `colocated: true` to sleep, and wait until their devices are free. Idempotent.

@@ -38,10 +38,6 @@ class RewardPhases:
         async with self._turn():
             await _all(_wake(source) for source in self.sources)
 
-    async def settle(self) -> None:
-        """See `RewardEngine.settle_rewards`."""
-        await self._settled()
-
     async def end(self) -> None:
         """See `RewardEngine.end_rewards`."""
         async with self._turn():

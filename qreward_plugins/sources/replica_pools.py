@@ -21,7 +21,7 @@ from .endpoint import Endpoint
 from .replica_set_config import ReplicaSetConfig
 
 _COMMAND = "command"
-_REPLACED = frozenset({"kind", "version", "api_keys", "api_key_env", "timeouts"})
+_REPLACED = frozenset({"kind", "version", "api_key_env", "timeouts"})
 
 
 def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:

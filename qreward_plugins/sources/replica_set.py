@@ -235,9 +235,9 @@ class ReplicaSet(SourceKind):
         sent, weights = self._inner.sent(request), self.weights
         return sent if not weights.identity else (sent, weights.identity)
 
-    def written(self, requests: Sequence[Request]) -> str:
+    def written(self, request: Request) -> str:
         """See `Endpoint.written`."""
-        return self._inner.written(requests)
+        return self._inner.written(request)
 
     @property
     def weights(self) -> ServedWeights:

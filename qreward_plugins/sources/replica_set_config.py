@@ -151,7 +151,7 @@ class ReplicaSetConfig(EndpointConfig):
                 raise ValueError(f"no word holds {' or '.join(missing)}; the server gets its port and its name there")
         return value
 
-    @field_validator("api_keys", "api_key_env")
+    @field_validator("api_key_env")
     @classmethod
     def _one_key(cls, value: Any) -> Any:
         if isinstance(value, tuple):

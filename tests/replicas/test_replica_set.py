@@ -207,7 +207,7 @@ async def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path):
         ),
         ({"server": "vllm", "arguments": {"api_key": "abc"}}, "sources.own.arguments.api_key", "can see"),
         ({"server": "vllm", "chat_template": "x"}, "sources.own.chat_template", "only a reward model"),
-        ({"server": "vllm", "api_keys": ["a", "b"]}, "sources.own.api_keys", "one key"),
+        ({"server": "vllm", "api_key_env": ["A", "B"]}, "sources.own.api_key_env", "one key"),
         ({"server": "vllm", "placement": "ray"}, "sources.own.placement", "needs Ray"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import math
 import random
@@ -319,6 +320,8 @@ def test_the_same_seed_is_the_same_schedule():
 
 
 def test_a_stream_holds_a_window_of_samples_however_long_it_is():
+    """Of samples that fail or are tried again, too, and without the garbage collector."""
+
     class Column:
         """A part of a sample that can be counted."""
 
@@ -333,17 +336,25 @@ def test_a_stream_holds_a_window_of_samples_however_long_it_is():
 
     async def main(engine):
         nonlocal most
-        count = 0
+        scored = []
         async for _, outcome in engine.score_stream(samples(), window=10):
             most = max(most, len(alive))
-            count += isinstance(outcome, Scored)
-        return count
+            scored.append(isinstance(outcome, Scored))
+        return scored
 
+    replies = itertools.count(1)
+    stage = Stage(
+        {"a": lambda number, request, now: TransientError("failed") if number % 7 == 6 else 0.1},
+        answer=lambda request: scored_text(request, 0.5 if next(replies) % 11 else None),
+        options={"judge": {"invalid_retries": 0}},
+    )
     gc.disable()
     try:
-        assert Stage({"a": 0.1}).run(main) == 400
+        scored = stage.run(main)
+        assert len(alive) == 0
     finally:
         gc.enable()
+    assert (len(scored), 300 < sum(scored) < 400) == (400, True)
     assert 10 <= most <= 25
 
 

@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..system.threads import in_thread
 from .control import ServerFailed
@@ -22,23 +23,28 @@ _log = logging.getLogger("qreward_plugins.replicas")
 
 
 class Changes:
-    """Updates, puts to sleep and wakes one pool. A second change waits for the first."""
+    """Updates, puts to sleep and wakes one pool. A second change waits for the first. `on_receiving` is called with the
+    token of an update, and with the numbers of the replicas that begin to receive its tensors from memory.
+    """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(
+        self, pool: Pool, on_receiving: Callable[[str, list[int]], None] = lambda token, numbers: None
+    ) -> None:
         self._pool = pool
+        self._on_receiving = on_receiving
         self._lock = asyncio.Lock()
         self._asleep = pool.starts_asleep
 
-    async def update(self, update: Update, on_receiving: Callable[[list[int]], None] = lambda numbers: None) -> Weights:
-        """Update the weights of all replicas, and return the new weights. `on_receiving` is called with the numbers of
-        the replicas that begin to receive tensors from memory.
+    async def update(self, update: Update, token: str = "") -> Weights:
+        """Update the weights of all replicas, and return the new weights.
 
         If it is cancelled, replicas that were being loaded are started again. Raises `ChangeFailed`.
         """
         async with self._lock:
             if self._asleep:
                 raise ChangeFailed("servers that sleep get no other weights; wake them first")
-            return await _WeightUpdate(self._pool, update, await self._checked(update), on_receiving).run()
+            new = await self._checked(update)
+            return await _WeightUpdate(self._pool, update, new, partial(self._on_receiving, token)).run()
 
     async def _checked(self, update: Update) -> Weights:
         """Return the new weights, after all checks that need no replica to stop."""
@@ -67,7 +73,7 @@ class Changes:
         (files,) = found
         return Weights(update.version or files[:12], files, update.path, spec.in_place, revision)
 
-    async def sleep(self, *, within_s: float = 600.0) -> None:
+    async def sleep(self, within_s: float = 600.0) -> None:
         """Free the devices of all replicas, until `wake`. Idempotent. Calls under way have `within_s` seconds to end.
         A server that fails to sleep is stopped.
         """

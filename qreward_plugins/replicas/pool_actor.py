@@ -8,11 +8,10 @@ when its last user leaves. A command goes on when whoever gave it stops waiting,
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 
@@ -20,7 +19,7 @@ from .changes import Changes
 from .pool import ChangeFailed, Pool, PoolFailed, ReplicaState, Server
 from .server import LocalServer
 from .server_kinds import PoolSpec
-from .weights import Update, Weights
+from .weights import Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -30,20 +29,18 @@ _SILENT_S = 60.0
 """Seconds without a question after which no change waits for a user's calls: Ray does not tell that a process ended."""
 _LOOK_EVERY_S = 1.0
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Report:
-    """What a user is told of a pool. `version` counts the changes so far. `ready`: its start is over. `receiving` has
-    the replicas that receive tensors, by the token of the update.
+    """What a user is told of a pool. `version` counts the changes so far. `ready`: its start is over. `receiving`: the
+    token of the last update from memory, and the replicas that receive its tensors.
     """
 
     version: int
     states: tuple[ReplicaState, ...]
     weights: Weights
     ready: bool
-    receiving: Mapping[str, list[int]]
+    receiving: tuple[str, list[int]]
 
 
 @dataclass
@@ -65,8 +62,7 @@ class PoolActor:
         self._stopping: asyncio.Task[None] | None = None
         self._failed: PoolFailed | None = None
         self._commands: dict[str, asyncio.Task[Any]] = {}
-        self._numbers = itertools.count()
-        self._receiving: dict[str, list[int]] = {}
+        self._receiving: tuple[str, list[int]] = ("", [])
         self._version = 0
         self._changed = asyncio.Event()
 
@@ -78,7 +74,7 @@ class PoolActor:
         if self._pool is None:
             self._failed = None
             self._pool = Pool(spec, self._maker(spec), self._change, idle=self._idle, weights=weights, asleep=asleep)
-            self._changes = Changes(self._pool)
+            self._changes = Changes(self._pool, self._receive)
             self._starting = asyncio.ensure_future(self._start(self._pool))
 
     async def watch(self, user: str, version: int) -> Report | None:
@@ -93,9 +89,7 @@ class PoolActor:
         if user not in self._users or self._pool is None or self._starting is None:
             return None
         self._users[user].seen = asyncio.get_running_loop().time()
-        return Report(
-            self._version, self._pool.states, self._pool.weights, self._starting.done(), dict(self._receiving)
-        )
+        return Report(self._version, self._pool.states, self._pool.weights, self._starting.done(), self._receiving)
 
     async def idle(self, user: str, tickets: Mapping[int, int]) -> None:
         """Note that a user has no calls at draining replicas (number and ticket)."""
@@ -103,30 +97,31 @@ class PoolActor:
             self._users[user].tickets.update(tickets)
             self._wake()
 
-    async def update(self, token: str, update: Update) -> Weights:
-        """See `Changes.update`. `token` names it in `Report.receiving`, and for `cancel`."""
+    async def command(self, token: str, change: str, *arguments: Any) -> Any:
+        """Carry out a method of `Changes` once the pool has started, and return its result. Cancelling ends only the
+        wait. `token` names it, for `cancel`.
+        """
+        starting, changes = self._starting, self._changes
+        if starting is None or changes is None:
+            raise ChangeFailed("it has ended")
 
-        def receiving(numbers: list[int]) -> None:
-            self._receiving[token] = numbers
-            self._change()
+        async def run() -> Any:
+            await asyncio.wait([starting])
+            return await getattr(changes, change)(*arguments)
 
+        task = self._commands[token] = asyncio.ensure_future(run())
+        task.add_done_callback(lambda _: self._commands.pop(token, None))
         try:
-            return await self._command(token, lambda changes: changes.update(update, receiving))
-        finally:
-            self._receiving.pop(token, None)
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+        raise ChangeFailed("it was cancelled, or the servers ended, because their last user has ended")
 
     async def cancel(self, token: str) -> None:
         """Cancel an update from memory: no further tensors come."""
         if token in self._commands:
             self._commands[token].cancel()
-
-    async def sleep(self, within_s: float) -> None:
-        """See `Changes.sleep`."""
-        await self._command("", lambda changes: changes.sleep(within_s=within_s))
-
-    async def wake(self) -> None:
-        """See `Changes.wake`."""
-        await self._command("", lambda changes: changes.wake())
 
     async def leave(self, user: str) -> None:
         """End a use. The last one stops the servers, and returns when they have ended."""
@@ -136,26 +131,6 @@ class PoolActor:
             self._stopping = asyncio.ensure_future(self._stop(self._pool))
         if not self._users and self._stopping is not None:
             await asyncio.wait([self._stopping])
-
-    async def _command(self, token: str, command: Callable[[Changes], Coroutine[Any, Any, T]]) -> T:
-        """Carry out a command once the pool has started. Cancelling ends only the wait."""
-        starting, changes = self._starting, self._changes
-        if starting is None or changes is None:
-            raise ChangeFailed("it has ended")
-
-        async def run() -> T:
-            await asyncio.wait([starting])
-            return await command(changes)
-
-        name = token or str(next(self._numbers))
-        task = self._commands[name] = asyncio.ensure_future(run())
-        task.add_done_callback(lambda _: self._commands.pop(name, None))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                raise
-        raise ChangeFailed("it was cancelled, or the servers ended, because their last user has ended")
 
     async def _idle(self, state: ReplicaState) -> None:
         """Wait until no user has calls at a replica that is draining. Those that are gone are not waited for."""
@@ -191,6 +166,10 @@ class PoolActor:
                 await asyncio.wait([task])
         await pool.stop()
         self._pool = self._stopping = None
+
+    def _receive(self, token: str, numbers: list[int]) -> None:
+        self._receiving = (token, numbers)
+        self._change()
 
     def _change(self) -> None:
         self._version += 1

@@ -139,7 +139,7 @@ class PoolUse:
 
         self._receiving[token] = begin
         try:
-            weights: Weights = await self._command("update", token, update)
+            weights: Weights = await self._command(token, "update", update, token)
             return weights
         except asyncio.CancelledError:
             if not update.path and self._owner is not None:
@@ -150,20 +150,20 @@ class PoolUse:
 
     async def sleep(self, *, within_s: float = 600.0) -> None:
         """Free the devices of the pool; see `Changes.sleep`. Cancelling ends only the wait."""
-        await self._command("sleep", within_s)
+        await self._command(secrets.token_hex(8), "sleep", within_s)
 
     async def wake_up(self) -> None:
         """End the sleep of the pool; see `Changes.wake`. Cancelling ends only the wait."""
-        await self._command("wake")
+        await self._command(secrets.token_hex(8), "wake")
 
-    async def _command(self, method: str, *arguments: Any) -> Any:
+    async def _command(self, *arguments: Any) -> Any:
         await self.start()
         owner = self._owner
         if self.ended or owner is None:
             raise PoolFailed("it has ended")
         result, failure = None, None
         try:
-            result = await asyncio.wrap_future(owner.call(method, *arguments))
+            result = await asyncio.wrap_future(owner.call("command", *arguments))
         except ChangeFailed as error:
             failure = ChangeFailed(error.problem, replicas=error.replicas, log=error.log)
         except owner.lost:
@@ -285,10 +285,9 @@ class PoolUse:
             self._seen = report.version
             self.weights = report.weights
             self.asleep = all(state.state == "asleep" for state in report.states)
-            for token, numbers in report.receiving.items():
-                begin = self._receiving.pop(token, None)
-                if begin is not None:
-                    begin(numbers)
+            token, numbers = report.receiving
+            if (begin := self._receiving.pop(token, None)) is not None:
+                begin(numbers)
             self._take(report.states)
             if report.ready:
                 self._end_start()

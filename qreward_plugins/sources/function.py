@@ -59,7 +59,6 @@ from .function_arguments import (
     is_ready_made,
     may_take,
     options_of,
-    unpicklable,
 )
 from .kind import VALUE, Provider, SourceKind
 from .ray_methods import RayMethod, is_ray_method
@@ -352,8 +351,8 @@ class FunctionSource(SourceKind):
         try:
             message = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            field, problem = unpicklable(args, kwargs), self._excerpt(describe(error))
-            raise SampleRefused(f"{self._where}: {field} cannot be pickled for a worker process: {problem}") from None
+            problem = f"its arguments cannot be pickled for a worker process: {self._excerpt(describe(error))}"
+            raise SampleRefused(f"{self._where}: {problem}") from None
         try:
             kind, payload = await pool.call(message, limit_s, on_start=on_sent)
         except CallOverdue:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -109,19 +107,6 @@ def arguments_taken(function: Callable[..., Any]) -> Convention:
         problem = f"it takes ({names}), and is called with {fields} by name, or with one Sample"
         raise ValueError(f"{problem}; let it take these, or add **_ to its parameters") from None
     return "sample"
-
-
-def unpicklable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the name of the sample's field that does not pickle, for messages."""
-    parts = dict(kwargs)
-    for sample in args:
-        parts |= {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-    for name, value in parts.items():
-        try:
-            pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        except Exception:
-            return {"solution_str": "response", "extra_info": "extras"}.get(name, name)
-    return "the sample"
 
 
 def with_plurals(arguments: Mapping[str, Any]) -> dict[str, Any]:

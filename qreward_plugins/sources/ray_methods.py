@@ -85,16 +85,9 @@ class RayMethod(PathLoader):
         if actor is None:
             namespace = self._namespace or ray.get_runtime_context().namespace
             named = [f"{each['namespace']}/{each['name']}" for each in ray.util.list_named_actors(all_namespaces=True)]
-            elsewhere = next((name for name in sorted(named) if name.endswith(f"/{self._actor}")), None)
-            remedy = (
-                f"Did you mean {_SCHEME}{elsewhere}.{self._method}?"
-                if elsewhere
-                else "Start it first, by options(name=...)."
-            )
-            raise FunctionNotFound(
-                f"no actor {self._actor!r} runs in the namespace {namespace!r} (named actors: "
-                f"{', '.join(sorted(named)[:_MOST_NAMES]) or 'none'}). {remedy}"
-            )
+            shown = ", ".join(sorted(named)[:_MOST_NAMES]) or "none"
+            problem = f"no actor {self._actor!r} runs in the namespace {namespace!r} (named actors: {shown})."
+            raise FunctionNotFound(f"{problem} Start it first, by options(name=...), or name its namespace.")
         if not hasattr(actor, self._method):
             raise FunctionNotFound(no_such_name(actor, f"the actor {self._actor!r}", self._method))
         return getattr(actor, self._method)

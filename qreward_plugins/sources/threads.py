@@ -36,7 +36,8 @@ class ThreadSlots:
         self._slots = slots
         self._free = asyncio.Semaphore(slots)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._abandoned: set[_Call] = set()
+        self._abandoned: set[threading.Event] = set()
+        """By abandoned call: an event that its end sets."""
         self._lock = threading.Lock()
         self._warned = False
 
@@ -52,12 +53,23 @@ class ThreadSlots:
         async with self._free:
             if self.abandoned >= max(self._slots, _MOST_ABANDONED):
                 raise TooManyAbandoned(f"{self.abandoned} abandoned calls still run")
-            call = _Call(function)
+            over, context = threading.Event(), contextvars.copy_context()
+
+            def run() -> tuple[Any, BaseException | None]:
+                try:
+                    return context.run(function), None
+                except BaseException as error:
+                    return None, error
+                finally:
+                    with self._lock:
+                        over.set()
+                        self._abandoned.discard(over)
+
             on_start()
             try:
-                value, error = await in_thread(lambda: self._run(call))
+                value, error = await in_thread(run)
             except asyncio.CancelledError:
-                self._abandon(call)
+                self._abandon(over)
                 raise
         if error is not None:
             # Wrapped: a coroutine cannot raise StopIteration, and SystemExit would stop the event loop.
@@ -79,10 +91,10 @@ class ThreadSlots:
         if self.abandoned:
             _log.warning("source %r is closed while %d of its calls still run in threads", self._name, self.abandoned)
 
-    def _abandon(self, call: _Call) -> None:
+    def _abandon(self, over: threading.Event) -> None:
         with self._lock:
-            if not call.over:
-                self._abandoned.add(call)
+            if not over.is_set():
+                self._abandoned.add(over)
             count = len(self._abandoned)
         if count > self._slots and not self._warned:
             self._warned = True
@@ -92,26 +104,6 @@ class ThreadSlots:
                 self._name,
                 count,
             )
-
-    def _run(self, call: _Call) -> tuple[Any, BaseException | None]:
-        ended = call.run()
-        with self._lock:
-            call.over = True
-            self._abandoned.discard(call)
-        return ended
-
-
-class _Call:
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._context = contextvars.copy_context()
-        self.over = False
-
-    def run(self) -> tuple[Any, BaseException | None]:
-        try:
-            return self._context.run(self._function), None
-        except BaseException as error:
-            return None, error
 
 
 class FunctionRaised(Exception):

@@ -6,7 +6,6 @@ A stand-in names in each reply all weights that took part in it, so that a mixed
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 
 import aiohttp
@@ -17,7 +16,6 @@ from qreward_plugins import EngineError, ReplicaChanged, ReplicasNotChanged, Rew
 from qreward_plugins.replicas import Pool
 from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.pool import ChangeFailed
-from qreward_plugins.replicas.pool_use import PoolUse
 from qreward_plugins.replicas.server import LocalServer
 from qreward_plugins.replicas.weights import Update
 
@@ -340,19 +338,8 @@ async def test_the_journal_tells_weights_apart(stand_ins, tmp_path):
         assert {outcome.verdict.weight_version for outcome in outcomes} == {"step-1"}
 
 
-async def test_every_change_is_an_event(stand_ins, monkeypatch):
-    seen, told = [], threading.Event()
-    report = PoolUse._report
-
-    def answer_of_the_command_first(use, reported):
-        if any((state.state, state.version) == ("up", "v") for state in reported.states):
-            if threading.current_thread() is threading.main_thread():
-                told.set()
-            else:
-                told.wait(30)
-        report(use, reported)
-
-    monkeypatch.setattr(PoolUse, "_report", answer_of_the_command_first)
+async def test_every_change_is_an_event(stand_ins):
+    seen = []
     async with RewardEngine(tree(stand_ins, data_parallel=1), observers=[seen.append]) as engine:
         await engine.score_all(samples(2))
         update = engine.update_weights("own", path=stand_ins.weights("second"), version="v")

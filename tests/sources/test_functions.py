@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import pytest
 
-from qreward_plugins import RewardEngine, sources
+from qreward_plugins import RewardEngine
 from qreward_plugins.errors import (
     ConfigurationError,
     InvalidReply,
@@ -94,7 +94,7 @@ def is_gone(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.parametrize("mode", ["auto", "process", "thread"])
+@pytest.mark.parametrize("mode", ["auto", "thread"])
 async def test_a_sync_function_gets_the_fields(mode: str, opened: Any) -> None:
     source = opened("fields", mode=mode, kwargs={"bonus": 2.0})
     sent: list[int] = []
@@ -145,17 +145,10 @@ async def test_an_async_function_and_its_failures(opened: Any) -> None:
     assert caught.value.retry_after_s == 2.0
 
 
-async def test_a_partial_of_an_async_function_is_awaited() -> None:
-    loader = functools.partial(functools.partial, PathLoader(f"{FUNCTIONS}:awaited")(), extra="x")
-    source = FunctionSource("f", config("awaited"), loader=loader)
-    assert await value(source, request()) == {"score": 0.5}
-    await source.aclose()
-
-
 @pytest.mark.parametrize("mode", ["process", "thread"])
-@pytest.mark.parametrize(
-    ("response", "kind", "says"),
-    [
+async def test_what_a_function_raises(mode: str, opened: Any) -> None:
+    source = opened("misbehave", mode=mode)
+    for response, kind, says in (
         ("raise", SampleRefused, r"raised ValueError: bad \\x1b sample \(.*functions.py:\d+\)"),
         ("strange", SampleRefused, "raised Strange: a"),
         ("stop", SampleRefused, "raised StopIteration"),
@@ -165,14 +158,11 @@ async def test_a_partial_of_an_async_function_is_awaited() -> None:
         ("coroutine", SampleRefused, "returned a coroutine"),
         ("throttled", Throttled, "wait"),
         ("invalid", InvalidReply, "no"),
-    ],
-)
-async def test_what_a_function_raises(mode: str, response: str, kind: type, says: str, opened: Any) -> None:
-    source = opened("misbehave", mode=mode)
-    with pytest.raises(kind, match=says) as caught:
-        await value(source, request(response))
-    assert type(caught.value) is kind
-    assert (await value(source, request()))["score"] == 1.0
+    ):
+        with pytest.raises(kind, match=says) as caught:
+            await value(source, request(response))
+        assert type(caught.value) is kind
+        assert (await value(source, request()))["score"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -203,7 +193,7 @@ async def test_two_workers_that_crash_together_are_both_replaced(opened: Any) ->
 
 async def test_arguments_that_do_not_pickle(opened: Any) -> None:
     source = opened("fields")
-    with pytest.raises(SampleRefused, match="ground_truth cannot be pickled for a worker"):
+    with pytest.raises(SampleRefused, match="its arguments cannot be pickled for a worker"):
         await value(source, request(ground_truth=lambda: None))
     assert (await value(source, request()))["score"] == 1.0
 
@@ -710,12 +700,6 @@ async def test_workers_that_all_die_while_they_load_stop_the_start(tree, tmp_pat
             await engine.score_all(samples("a"))
 
 
-async def test_names_of_lists_are_for_batches_only(tree):
-    async with RewardEngine(tree("plurals")) as engine:
-        (outcome,) = await engine.score_all(samples("abcde"))
-    assert (outcome.reward, "TypeError" in outcome.detail) == (None, True), outcome.detail
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -736,8 +720,6 @@ async def test_a_function_that_workers_cannot_load_stops_the_start(tree, name, p
         ({"mode": "thread"}, "threads see the devices of their process; remove mode: thread, or devices"),
         ({"workers": 1}, "workers: 1 leaves devices unused; set 2 or more, or remove it"),
         ({"devices": [0, -1]}, "-1 is no index of a device"),
-        ({"devices": [1, 1]}, "the device 1 is named twice"),
-        ({"devices": 0}, "must be a list of devices, by index or name"),
         ({"devices": []}, "must be a list of devices, by index or name"),
     ],
 )
@@ -825,7 +807,3 @@ def test_a_worker_needs_neither_the_http_client_nor_the_configuration() -> None:
         "print(sorted({'aiohttp', 'pydantic', 'asyncio'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_every_public_name_of_sources_loads() -> None:
-    assert all(hasattr(sources, name) for name in sources.__all__)

@@ -37,44 +37,6 @@ from qreward_plugins.sources.routing import (
 )
 
 from ..kit import each_of
-from .wire import asked, completion, outcome_of, request_of, serving
-
-# Over real connections
-
-
-@pytest.mark.anyio
-async def test_a_replica_that_is_down_or_broken_is_avoided(open_source: Any) -> None:
-    def bad(exchange: Any) -> None:
-        exchange.reply(b"{}", "500 Oops")
-
-    async with serving("") as down:
-        pass
-    async with serving(completion()) as up, serving(bad) as broken:
-        source = open_source(down.base_url, broken.base_url, up.base_url)
-        outcomes = await asked(source, *[request_of() for _ in range(8)])
-    assert [getattr(outcome, "text", "failed") for outcome in outcomes] == ["failed", "failed", *["fine"] * 6]
-    assert len(broken.exchanges) == 1
-
-
-@pytest.mark.anyio
-async def test_replicas_share_the_load(open_source: Any) -> None:
-    all_there, go = asyncio.Event(), asyncio.Event()
-
-    async def script(exchange: Any) -> None:
-        if len(first.exchanges) + len(second.exchanges) == 6:
-            all_there.set()
-        await go.wait()
-        exchange.reply(completion())
-
-    async with serving(script) as first, serving(script) as second:
-        source = open_source(first.base_url, second.base_url)
-        tasks = [asyncio.create_task(outcome_of(source, request_of())) for _ in range(6)]
-        await all_there.wait()
-        assert len(first.exchanges) == len(second.exchanges) == 3
-        go.set()
-        await asyncio.gather(*tasks)
-        await source.aclose()
-
 
 # The choice and the counts
 

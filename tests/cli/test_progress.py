@@ -11,7 +11,7 @@ from rich.console import Console
 
 from qreward_plugins import EngineStatistics, SourceStatistics
 from qreward_plugins.cli.console import clock, seconds, short
-from qreward_plugins.cli.progress import ProgressDisplay, source_table
+from qreward_plugins.cli.progress import progress_shown, source_table
 from qreward_plugins.simulation import run
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -50,7 +50,7 @@ def watch(shown, total, *, for_s, terminal=False):
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=terminal, color_system=None)
 
     async def main():
-        async with ProgressDisplay(console, total, shown):
+        async with progress_shown(console, total, shown):
             await asyncio.sleep(for_s)
 
     run(main())

@@ -226,10 +226,7 @@ class HttpxOptions(Node):
         | None
     ) = None
     """The client's certificate for mutual TLS: the path of a PEM file with certificate and key, or a list of two paths,
-    the certificate and its key. Default: none."""
-
-    cert_password: SecretStr | None = None
-    """The password of the key in `cert`. Default: none."""
+    the certificate and its key, which has no password. Default: none."""
 
     auth: (
         Annotated[
@@ -242,10 +239,6 @@ class HttpxOptions(Node):
     """Who signs the requests: a function without arguments that returns an `httpx.Auth` (Entra, SigV4, service
     accounts). It is called in every process that scores. Requests of its own, such as for a token, are not counted by
     the limits, and must not block the event loop. Replaces `api_key`. Default: none."""
-
-    max_connections: PositiveInt = 100
-    """Most requests in flight at once in a process. The scheduler keeps to it, so that none waits in httpx's pool.
-    Default: 100."""
 
     @field_validator("proxy")
     @classmethod
@@ -261,13 +254,6 @@ class HttpxOptions(Node):
             if not is_url:
                 # The parser's message may hold a part of the password.
                 raise ValueError("the proxy is not a URL; quote special characters of a password, as in %40 for @")
-        return value
-
-    @field_validator("cert_password")
-    @classmethod
-    def _has_cert(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
-        if value is not None and info.data.get("cert") is None:
-            raise ValueError("there is no cert that it could open")
         return value
 
 
@@ -309,48 +295,21 @@ class SourceConfig(Node):
 RoutingStrategy = Literal["prefix_aware", "least_requests", "kv_cache", "least_pending_tokens", "round_robin"]
 
 
-def _named_strategies(value: Any) -> Any:
-    # A name or a list of names is short for a mapping with `strategies`.
-    return {"strategies": value} if isinstance(value, (str, list, tuple)) else value
+def _each_once(value: tuple[RoutingStrategy, ...]) -> tuple[RoutingStrategy, ...]:
+    refuse_repeated(value, "{} is named twice")
+    return value
 
 
-class Routing(Node):
-    """Which replica of a source a request goes to. A list of strategies is short for `strategies`."""
-
-    strategies: Annotated[
-        tuple[RoutingStrategy, ...],
-        Field(min_length=1),
-        BeforeValidator(one_or_several),
-        takes("a strategy, or a list of strategies"),
-    ] = ("prefix_aware", "least_pending_tokens")
-    """The strategies, in order: the first that can decide does. `prefix_aware`: prompts with the same beginning go to
-    the same replica, whose prefix cache then holds it. `least_requests`: fewest requests under way. `kv_cache`:
-    fewest requests that wait at the server, those of other clients included, then least use of its KV cache, both read
-    from the `/metrics` of vLLM, SGLang or llama.cpp once a second at most.
-    `least_pending_tokens`: fewest tokens under way (estimated). `round_robin`: the one that was used least recently.
-    Default: `[prefix_aware, least_pending_tokens]`."""
-
-    prefix_tokens: PositiveInt | None = None
-    """For `prefix_aware`: only so many tokens of the shared part of a prompt (the judge's instructions, then the
-    question) decide, each taken as 4 bytes. Default: all of the shared part."""
-
-    overload_requests: PositiveInt = 6
-    """For `prefix_aware`: a replica that has so many requests under way more than the mean of all replicas is passed
-    over. Default: 6."""
-
-    @field_validator("strategies")
-    @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        refuse_repeated(value, "{} is named twice")
-        return value
-
-
-RoutingChoice = Annotated[
-    Routing,
-    BeforeValidator(_named_strategies),
-    takes("a strategy, a list of strategies, or a mapping with `strategies`"),
+Routing = Annotated[
+    tuple[RoutingStrategy, ...],
+    Field(min_length=1),
+    BeforeValidator(one_or_several),
+    AfterValidator(_each_once),
+    takes("a strategy, or a list of strategies"),
 ]
-"""`Routing`, or a list of its strategies."""
+"""The strategies by which a replica is chosen, in order: the first that can decide does."""
+PREFIX_AWARE: tuple[RoutingStrategy, ...] = ("prefix_aware", "least_pending_tokens")
+"""The strategies for servers whose prefix caches are ours alone."""
 
 
 class EndpointConfig(SourceConfig):
@@ -390,13 +349,18 @@ class EndpointConfig(SourceConfig):
     httpx: HttpxOptions | None = None
     """HTTP/2, proxies, client certificates and authentication, for `client: httpx`. Default: none."""
 
-    routing: RoutingChoice = Routing(strategies=("least_requests",))
-    """Which of several base URLs a request goes to: a list of strategies, or a mapping. See docs/replicas.md. For your
-    own servers write `[prefix_aware, least_pending_tokens]`. It has no effect on a source with one URL. Default:
-    `[least_requests]`, the evenest load, because gateways of a provider seldom have caches of their own."""
+    routing: Routing = ("least_requests",)
+    """Which of several base URLs a request goes to: strategies, of which the first that can decide does.
+    `prefix_aware`: prompts with the same beginning go to the same replica, whose prefix cache then holds it.
+    `least_requests`: fewest requests under way. `kv_cache`: fewest requests that wait at the server, those of other
+    clients included, then least use of its KV cache, both read from the `/metrics` of vLLM, SGLang or llama.cpp once a
+    second at most. `least_pending_tokens`: fewest tokens under way (estimated). `round_robin`: the one that was used
+    least recently. For your own servers write `[prefix_aware, least_pending_tokens]`. It has no effect on a source with
+    one URL. Default: `[least_requests]`, the evenest load, because gateways of a provider seldom have caches of their
+    own."""
 
     max_reply_bytes: PositiveInt = 1_048_576
-    """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. Default: 1 MiB."""
+    """Largest body of a reply in bytes; a larger one fails the attempt. Default: 1 MiB."""
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -186,7 +186,6 @@ class Reloader:
         lifetime.config, lifetime.router = prepared.config, prepared.router
         engine = prepared.config.engine
         lifetime.reuse = bool(engine.journal and engine.journal.reuse)
-        lifetime.removed(leaving)
         if scoring is None:
             lifetime.upstreams.change(prepared.upstreams, moves)
         else:

@@ -71,7 +71,7 @@ def _written(source: Source, request: Request) -> Iterator[str]:
     """The lines of the body of a request, or of the sample that a function gets."""
     written = getattr(source, "written", None)
     if callable(written):
-        yield from lines_of(written([request]))
+        yield from lines_of(written(request))
         return
     sample = request.sample
     shown = {"prompt": list(sample.messages), "response": sample.response, "ground_truth": sample.ground_truth}

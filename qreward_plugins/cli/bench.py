@@ -33,7 +33,7 @@ from ..system.streams import Stream
 from .bench_figures import MOST_NAMED, GivenReward, Grade, JudgeComparison, JudgeRun, RowResult, compared
 from .console import CHECK_FAILED, ERRORS, OK, OUT, REWARDS_MISSING, number_of, print_whole, run, say, seconds, table
 from .engines import load_own, open_engine
-from .progress import ProgressDisplay
+from .progress import progress_shown
 from .score import journal_beside
 
 PAIRS = Path(__file__).with_name("pairs.jsonl")
@@ -223,7 +223,7 @@ async def _given(engine: RewardEngine, samples: Sequence[Sample]) -> list[GivenR
     window = max(1, engine.stream_window // max(map(len, batches)))
     given: list[GivenReward] = []
     async with (
-        ProgressDisplay(ERRORS, len(samples), engine),
+        progress_shown(ERRORS, len(samples), engine),
         aclosing(Stream(batches, engine.score_all, window).outcomes()) as stream,
     ):
         async for _, outcomes in stream:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from ..config import Config, judge_for, own_sources, parts_of
+from ..config import Config, JudgeConfig, judge_for, own_sources, parts_of
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..files import read_rollouts
@@ -21,7 +20,7 @@ from ..samples import Failed, Sample
 from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
 from .engines import load_own, open_engine
-from .progress import ProgressDisplay
+from .progress import progress_shown
 
 
 def command(
@@ -47,15 +46,6 @@ def command(
     return run(calibrate(config, rollouts, judge=judge, file=out))
 
 
-@dataclass(frozen=True)
-class Target:
-    """A judge to measure, its configuration for that, and the file for its reference scores."""
-
-    judge: str
-    raw: Any
-    out: Path
-
-
 async def calibrate(path: Path, samples: Path, *, judge: str | None = None, file: Path | None = None) -> int:
     """Ask the sources for the scores of the samples, and write the files.
 
@@ -64,49 +54,46 @@ async def calibrate(path: Path, samples: Path, *, judge: str | None = None, file
     """
     config = load_own(path)
     code = OK
-    for target in _targets(config, judge, file):
-        code = max(code, await _measure(config, path, target, samples))
+    for name, raw, out in _measured(config, judge, file):
+        Calibration.check_place(out)
+        code = max(code, await _measure(config, path, name, raw, out, samples))
     return code
 
 
-def _targets(config: Config, judge: str | None, file: Path | None) -> list[Target]:
-    """Return the judges to measure. Raises `InputError` if there are none."""
-    measured = {name: kind_of(node).measurement(node) for name, node in config.judges.items()}
-    known = {name: measurement for name, measurement in measured.items() if measurement is not None}
-    if judge is not None:
-        if judge not in known:
-            names = ", ".join(known) or "none"
-            raise InputError(f"{judge!r} is no judge with reference scores; these are: {names}")
-        known = {judge: known[judge]}
-    if file is not None:
-        if len(known) != 1:
-            raise InputError(f"--out is the file of one judge; name it with --judge ({', '.join(known) or 'none'})")
-        return [Target(name, measurement.raw, file) for name, measurement in known.items()]
-    found = [
-        Target(name, measurement.raw, Path(measurement.file).expanduser())
-        for name, measurement in known.items()
-        if measurement.file is not None
-    ]
-    if not found:
-        raise InputError(
-            "no judge has a transform with zscore: FILE; add one, or name a judge with --judge and a file with --out"
-        )
-    return found
+def _measured(config: Config, judge: str | None, file: Path | None) -> list[tuple[str, JudgeConfig, Path]]:
+    """Return the judges to measure, each with its configuration for that and the file for its reference scores. Raises
+    `InputError` if there are none.
+    """
+    measurements = {name: kind_of(node).measurement(node) for name, node in config.judges.items()}
+    known = {name: each for name, each in measurements.items() if each is not None}
+    names = ", ".join(known) or "none"
+    if judge is not None and judge not in known:
+        raise InputError(f"{judge!r} is no judge with reference scores; these are: {names}")
+    chosen = known if judge is None else {judge: known[judge]}
+    if file is not None and len(chosen) != 1:
+        raise InputError(f"--out is the file of one judge; name it with --judge ({names})")
+    files = {name: Path(file or each.file or "").expanduser() for name, each in chosen.items() if file or each.file}
+    if not files:
+        remedy = "add one, or name a judge with --judge and a file with --out"
+        raise InputError(f"no judge has a transform with zscore: FILE; {remedy}")
+    return [(name, chosen[name].raw, out) for name, out in files.items()]
 
 
-async def _measure(config: Config, path: Path, target: Target, samples: Path) -> int:
-    Calibration.check_place(target.out)
-    chosen = sum(1 for _ in _samples_of(config, target.judge, samples))
+async def _measure(config: Config, path: Path, judge: str, raw: JudgeConfig, out: Path, samples: Path) -> int:
+    """Write the scores of a judge, `raw`: before the transform."""
+    chosen = sum(1 for _ in _samples_of(config, judge, samples))
     if not chosen:
-        raise InputError(f"{samples}: no row goes to the judge {target.judge!r}")
+        raise InputError(f"{samples}: no row goes to the judge {judge!r}")
+    sources = {name: config.sources[name] for name in own_sources(config, judge)}
+    alone = config.model_copy(update={"judges": {judge: raw}, "sources": sources, "routes": {}})
     scores: list[float] = []
     failed: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    async with open_engine(_alone(config, target), path) as engine:
-        identity = _identity(engine, target.judge)
-        say(ERRORS, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
-        async with ProgressDisplay(ERRORS, chosen, engine):
-            async for _, outcome in engine.score_stream(taken_in_thread(_samples_of(config, target.judge, samples))):
+    async with open_engine(alone, path) as engine:
+        identity = _identity(engine, judge)
+        say(ERRORS, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {judge})")
+        async with progress_shown(ERRORS, chosen, engine):
+            async for _, outcome in engine.score_stream(taken_in_thread(_samples_of(config, judge, samples))):
                 if isinstance(outcome, Failed):
                     failed[outcome.label] += 1
                     examples.setdefault(outcome.label, outcome.detail)
@@ -116,18 +103,12 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path) ->
         say(ERRORS, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
     measured = Calibration.measured(scores, identity)
     # The numbers are shown even if the file cannot be written: the scores may have cost money.
-    say(OUT, Text(f"judge {target.judge}, model {measured.identity.model}", "bold"))
+    say(OUT, Text(f"judge {judge}, model {measured.identity.model}", "bold"))
     say(OUT, f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}")
     say(OUT, ", ".join(f"{100 * at:g}%: {score:.4g}" for at, score in measured.quantiles.items()))
-    measured.write(target.out)
-    say(OUT, f"written to {target.out}")
+    measured.write(out)
+    say(OUT, f"written to {out}")
     return REWARDS_MISSING if failed else OK
-
-
-def _alone(config: Config, target: Target) -> Config:
-    """Return the configuration with one judge and its sources; its rewards are the scores to measure."""
-    sources = {name: config.sources[name] for name in own_sources(config, target.judge)}
-    return config.model_copy(update={"judges": {target.judge: target.raw}, "sources": sources, "routes": {}})
 
 
 def _samples_of(config: Config, judge: str, path: Path) -> Iterator[Sample]:

@@ -18,7 +18,7 @@ import random
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 _BATCH = 1_000
-_SHOWN_EVERY = 500
 _SENT_AT_ONCE = 100
 _SCOPE = "qreward_plugins"
 _ODD = re.compile(r"[\x00-\x1f\x7f/\\]")
@@ -74,8 +73,8 @@ def command(
             count = stories.count(where)
         if not count:
             raise InputError(f"{' and '.join(paths)}: no sample to export")
-        with ERRORS.status(Text("exporting ...")) as status:
-            every = _counted(stories.every(where), lambda done: status.update(Text(f"exporting {done:,} of {count:,}")))
+        every = stories.every(where)
+        with ERRORS.status(Text(f"exporting {number_of(count, 'sample')} ...")):
             if parquet is not None:
                 _write_parquet(every, parquet)
             elif inspect is not None:
@@ -85,13 +84,6 @@ def command(
     to = f" to {parquet or inspect}" if parquet or inspect else ""
     say(OUT, f"{number_of(count, 'sample')} exported{to}")
     return OK
-
-
-def _counted(stories: Iterator[Story], shown: Callable[[int], None]) -> Iterator[Story]:
-    for number, story in enumerate(stories):
-        if number % _SHOWN_EVERY == 0:
-            shown(number)
-        yield story
 
 
 # Parquet

@@ -6,6 +6,8 @@ It counts outcomes and not written rows: rows are written in order, so one slow 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -14,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..observers import EngineStatistics
+from ..observers import EngineStatistics, SourceStatistics
 from .console import clock, say, seconds, short
 
 _REFRESH_S = 0.5
@@ -35,75 +37,54 @@ class Shown(Protocol):
     def statistics(self) -> EngineStatistics: ...
 
 
-class ProgressDisplay:
-    """Shows progress on `console` while its context is open.
+@asynccontextmanager
+async def progress_shown(console: Console, total: int, engine: Shown) -> AsyncIterator[None]:
+    """Show progress on `console` while the context is open.
 
     It is drawn in the engine's event loop, so that statistics are never read while they change.
     """
+    loop = asyncio.get_running_loop()
+    started_at = loop.time()
 
-    def __init__(self, console: Console, total: int, engine: Shown) -> None:
-        self._console = console
-        self._total = total
-        self._engine = engine
-        self._started_at = 0.0
-        self._line_at = 0.0
-        self._live = Live(console=console, get_renderable=self._render, auto_refresh=False, transient=True)
-        self._ticker: asyncio.Task[None] | None = None
+    def head(statistics: EngineStatistics) -> str:
+        done, elapsed_s = _done(statistics), loop.time() - started_at
+        judged = done - statistics.cached  # rows of the journal say nothing about the speed
+        left = clock((total - done) * elapsed_s / judged if judged else None)
+        return f"{done:,}/{total:,} ({100 * done // total}%) in {clock(elapsed_s)}, about {left} left"
 
-    async def __aenter__(self) -> ProgressDisplay:
-        self._started_at = self._now()
-        self._line_at = self._started_at + _FIRST_LINE_S
-        if self._console.is_terminal:
-            self._live.start(refresh=True)
-        self._ticker = asyncio.create_task(self._tick())
-        return self
+    def drawn() -> Group:
+        statistics = engine.statistics()
+        line = Table.grid(padding=(0, 1))
+        line.add_row(ProgressBar(total=total, completed=_done(statistics), width=24), head(statistics))
+        # The short line last: what the terminal echoes of a Ctrl-C must not begin another line, which nobody wipes.
+        return Group(source_table(statistics, console.width), line)
 
-    async def __aexit__(self, *_: object) -> None:
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
-        if self._console.is_terminal:
-            self._live.stop()
-
-    async def _tick(self) -> None:
+    async def refresh() -> None:
+        line_at = started_at + _FIRST_LINE_S
         while True:
             await asyncio.sleep(_REFRESH_S)
-            if self._console.is_terminal:
-                self._live.refresh()
-            elif self._now() >= self._line_at:
-                self._line_at = self._now() + _LINE_S
-                self._print_line()
+            if console.is_terminal:
+                live.refresh()
+            elif loop.time() >= line_at:
+                line_at = loop.time() + _LINE_S
+                statistics = engine.statistics()
+                say(console, "; ".join([head(statistics), *map(_told, statistics.sources.values())]))
 
-    def _print_line(self) -> None:
-        statistics = self._engine.statistics()
-        sources = "".join(
-            f"; {name} {source.state}, {source.requests:,} sent"
-            + (f", {source.in_flight:,} not answered yet" if source.in_flight else "")
-            for name, source in statistics.sources.items()
-        )
-        say(self._console, f"{self._head(statistics)}{sources}")
+    live = Live(console=console, get_renderable=drawn, auto_refresh=False, transient=True)
+    if console.is_terminal:
+        live.start(refresh=True)
+    refreshing = asyncio.create_task(refresh())
+    try:
+        yield
+    finally:
+        refreshing.cancel()
+        await asyncio.gather(refreshing, return_exceptions=True)
+        live.stop()
 
-    def _render(self) -> Group:
-        statistics = self._engine.statistics()
-        head = Table.grid(padding=(0, 1))
-        head.add_row(ProgressBar(total=self._total, completed=_done(statistics), width=24), self._head(statistics))
-        # The short line last: what the terminal echoes of a Ctrl-C must not begin another line, which nobody wipes.
-        return Group(source_table(statistics, self._console.width), head)
 
-    def _head(self, statistics: EngineStatistics) -> str:
-        done = _done(statistics)
-        share = f"{100 * done // self._total}%"
-        elapsed_s = self._now() - self._started_at
-        left = clock(self._left_s(statistics, elapsed_s))
-        return f"{done:,}/{self._total:,} ({share}) in {clock(elapsed_s)}, about {left} left"
-
-    def _left_s(self, statistics: EngineStatistics, elapsed_s: float) -> float | None:
-        """Time left by the speed so far. Rows of the journal say nothing about it."""
-        judged = _done(statistics) - statistics.cached
-        return (self._total - _done(statistics)) * elapsed_s / judged if judged else None
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+def _told(source: SourceStatistics) -> str:
+    unanswered = f", {source.in_flight:,} not answered yet" if source.in_flight else ""
+    return f"{source.name} {source.state}, {source.requests:,} sent{unanswered}"
 
 
 def source_table(statistics: EngineStatistics, width: int) -> Table:

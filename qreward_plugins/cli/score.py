@@ -36,7 +36,7 @@ from ..system.streams import Stream
 from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say, table
 from .engines import open_engine
-from .progress import ProgressDisplay, source_table
+from .progress import progress_shown, source_table
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _DRAWN = 2_000
@@ -166,7 +166,7 @@ async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
         say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
         # The rows are read in a thread, because a file system may hang.
         scored = _scored(engine, taken_in_thread(plan.read()))
-        async with ProgressDisplay(ERRORS, plan.total, engine), aclosing(scored) as outcomes:
+        async with progress_shown(ERRORS, plan.total, engine), aclosing(scored) as outcomes:
             async for rollout, outcome in outcomes:
                 writer.write(rollout.row, outcome)
                 tally.count(rollout.sample, outcome)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -15,21 +15,13 @@ from rich.text import Text
 
 from ..config import Config, load_config
 from ..engine import RewardEngine
-from ..errors import ConfigurationError, InputError, QRewardError
+from ..errors import InputError
 from ..replicas import PoolSpec, ReplicaState
 from ..sources import kind_of, open_source
 from .console import ERRORS, OK, OUT, run, say, table
 from .engines import ended_by_a_signal, join_ray
 
 _ENDINGS = (".yaml", ".yml", ".json")
-_OPTIONS = {
-    "sources.judge.data_parallel": "--dp",
-    "sources.judge.tensor_parallel": "--tp",
-    "data_parallel": "--dp",
-    "tensor_parallel": "--tp",
-    "sources.judge.": "--",
-}
-"""What a configuration calls the options of a MODEL that have other names there."""
 
 
 def command(
@@ -75,23 +67,10 @@ def command(
     if is_model:
         node = {"kind": "replicas", "server": "vllm", "model": config, **given}
         tree = {"sources": {"judge": node}, "judges": {"judge": {"kind": "llm"}}}
-        with _told_in_options():
-            return run(_serve(load_config(tree), config, tuple(source or ())))
+        return run(_serve(load_config(tree, origin=config), config, tuple(source or ())))
     if given:
         raise InputError(f"{config} is a configuration, so write {next(iter(given))} into its source of kind replicas")
     return run(_serve(load_config(config), config, tuple(source or ())))
-
-
-@contextmanager
-def _told_in_options() -> Iterator[None]:
-    """Name the options of a MODEL in errors, which name the keys of a configuration."""
-    try:
-        yield
-    except QRewardError as error:
-        told = "\n".join(map(str, error.mistakes)) if isinstance(error, ConfigurationError) else str(error)
-        for key, option in _OPTIONS.items():
-            told = told.replace(key, option)
-        raise InputError(told.replace("in `program`", "in `program` of a configuration")) from None
 
 
 async def _serve(config: Config, path: str, names: Sequence[str]) -> int:

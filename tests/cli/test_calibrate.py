@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import statistics
-import threading
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,43 +13,20 @@ import yaml
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.errors import ConfigurationError
+from qreward_plugins.testing import JudgeServer
 
 FILE = "rm.calibration.json"
 
 
-class RewardModel(BaseHTTPRequestHandler):
-    """vLLM's /classify of a model with two labels. It refuses a response that says "long"."""
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        response = body["messages"][-1]["content"]
-        status, said = 200, {"data": [{"probs": [float(len(response)), -2.0 * len(response)]}]}
-        if "long" in response:
-            status, said = 400, {"error": {"message": "maximum context length is 10 tokens", "code": 400}}
-        encoded = json.dumps(said).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(encoded)))
-        # The engine leaves a hedge as soon as the other attempt has answered.
-        with suppress(ConnectionError):
-            self.end_headers()
-            self.wfile.write(encoded)
-
-    def log_message(self, *_):
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    request_queue_size = 128  # a connection beyond the queue is tried again after a second
+def score(call):
+    """A model with two labels; that of a response that says "long" is no number."""
+    return {"0": math.nan if "long" in call.response else float(len(call.response)), "1": -2.0 * len(call.response)}
 
 
 @pytest.fixture
 def url():
-    with Server(("127.0.0.1", 0), RewardModel) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with JudgeServer(score, models=["m", "n"]) as server:
+        yield server.root_url
 
 
 @pytest.fixture
@@ -143,7 +118,7 @@ def test_rows_without_a_score_are_told_and_the_file_is_replaced(calibrate, tmp_p
     result = calibrate([1, 2, {"response": "too long"}, 0])
     assert result.exit_code == 3
     assert "1 without a score (policy/empty)" in result.stderr
-    assert "maximum context length" in result.stderr
+    assert "NaN" in result.stderr
     assert json.loads((tmp_path / FILE).read_text())["n"] == 2
     assert [path.name for path in tmp_path.iterdir() if "calibration" in path.name] == [FILE]
 

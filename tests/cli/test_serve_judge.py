@@ -91,8 +91,11 @@ def test_serve_judge_starts_a_model_without_a_configuration(start_cli, tmp_path,
     ("words", "says"),
     [
         (["m", "--dp", "0"], "Invalid value for '--dp'"),
-        (["m", "--server", "other"], "error: --server: must be 'vllm', 'sglang' or 'llama_cpp'"),
-        (["m", "--dp", "3", "--devices", "0,1"], "error: --devices: --dp x --tp = 3 x 1 = 3, and there are 2"),
+        (["m", "--server", "other"], "error: m: sources.judge.server: must be 'vllm', 'sglang' or 'llama_cpp'"),
+        (
+            ["m", "--dp", "3", "--devices", "0,1"],
+            "data_parallel x tensor_parallel = 3 x 1 = 3, and there are 2",
+        ),
         (["m", "--source", "other"], "--source other: it is no source"),
         (["judges.yaml", "--tp", "2"], "judges.yaml is a configuration, so write tensor_parallel into its source"),
     ],

@@ -139,7 +139,6 @@ def test_the_full_tree_is_valid() -> None:
     [
         # Keys
         ("sources.fast.limits.concurency", 4, "", "unknown key. Did you mean `concurrency`?"),
-        ("sources.fast.base-url", "x", "", "unknown key. Did you mean `base_url`?"),
         ("sources.fast.concurrency", 4, "", "unknown key. Write `limits.concurrency`. Requests in flight at once."),
         ("sources.fast.url", "x", "", "unknown key. Write `base_url`. URL up to and including the version, e.g. `https://api.example.com/v1`."),
         ("sources.local.url", 1, "", "unknown key. Allowed here: kind, function, limits, timeouts, price, budget, version, weight, arguments, kwargs, mode, workers, devices, batch. Only sources of kind http, sandbox have this key."),
@@ -154,13 +153,10 @@ def test_the_full_tree_is_valid() -> None:
         # Kinds
         ("sources.fast.kind", "opnai", "", "unknown kind `opnai`. Did you mean `openai`? Allowed here: openai, reward_model, http, function, sandbox, embeddings, replicas."),
         ("judges.quality.kind", "openai", "", "openai is a kind of sources. Allowed here: llm, reward_model, function, code, similarity, sum,"),
-        ("sources.fast.kind", "panel", "", "panel is a kind of judges. Allowed here: openai, reward_model, http, function, sandbox, embeddings, replicas."),
         ("sources.fast.kind", 3, "", "unknown kind. Allowed here: openai, reward_model, http, function, sandbox, embeddings, replicas."),
         ("sources.fast.kind", ..., "", "the key is missing. Add one of: openai, reward_model, http, function, sandbox, embeddings, replicas."),
-        ("judges.none", {}, "judges.none.kind", "the key is missing. Add one of: llm, reward_model, function, code, similarity, sum, gate, cascade, panel, screen, rank, turns."),
         # Values
         ("sources.fast", None, "", "must be a mapping. Set a value, or remove the key."),
-        ("sources.fast.limits", [1, 2], "", "must be a mapping."),
         ("sources.fast.limits.requests_per_minute", "abc", "", "must be a number."),
         ("sources.fast.limits.requests_per_minute", True, "", "must be a number, not true."),
         ("sources.fast.limits.requests_per_minute", 0, "", "must be above 0, not 0."),
@@ -172,38 +168,30 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.price.per_request", -1, "", "must be 0 or more, not -1."),
         ("sources.fast.verify_tls", "perhaps", "", "must be true or false."),
         ("sources.fast.verify_tls", 0, "", "must be true or false, not 0."),
-        ("sources.fast.stream", 1, "", "must be true or false, not 1."),
         ("sources.fast.model", 4, "", "must be text. Put it in quotes."),
         ("sources.fast.model", "", "", "must be text that is not empty."),
-        ("sources.fast.api_key", "", "", "must be text that is not empty."),
         ("sources.fast.base_url", [], "", "must be a URL, or a list of URLs."),
-        ("sources.fast.base_url", ["http://a", 3], "sources.fast.base_url[1]", "must be text. Put it in quotes."),
         ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a URL must start with http:// or"),
         ("sources.fast.base_url", "http://a b/v1", "", "a URL must not have blanks or control characters."),
         ("sources.fast.base_url", "http://[::1/v1", "", "a URL must have brackets around an IPv6 address, and a port"),
         ("sources.fast.base_url", "http://u:pw@b/v1", "", "a URL must not have credentials, a query or a fragment; put a key"),
         ("sources.fast.api_key_env", "KEY", "", "set api_key or api_key_env, not both."),
         ("sources.slow.api_key_env", "sk-1", "", "must be the name of an environment variable, or a list of such names."),
-        ("sources.slow.httpx", {"cert": ["a", "b", "c"]}, "sources.slow.httpx.cert", "must be the path of a PEM file, or a list of two paths"),
         ("sources.local.function", "a.b.c", "", "must be `package.module:name`, `path/to/file.py:name` or `ray:ACTOR.method`."),
         ("sources.service.body", {}, "", "must have 1 or more entries."),
         ("sources.service.body.text", "respons", "", "Did you mean `response`?"),
         ("judges.quality.invalid_retries", 11, "", "must be 10 or less, not 11."),
         ("judges.quality.score_range", [5, 1], "", "the low end 5 must be below the high end 1."),
         ("judges.quality.score_range", [1], "", "must be a list of two numbers, the low and the high end."),
-        ("judges.quality.score_range", [1, "x"], "judges.quality.score_range[1]", "must be a number."),
         ("judges.quality.score_range", [False, 1], "judges.quality.score_range[0]", "must be a number, not false."),
         ("judges.quality.images", {"send": 1}, "judges.quality.images.send", "must be `auto`, true or false, not 1."),
         ("engine.server", 3, "", "must be a URL, or a mapping with `url`, not 3."),
         ("engine.server", "http://u:p@h", "", "name the variable that holds the token in token_env."),
-        ("engine.priority", "high", "", "must be a mapping with `train` and `validation`."),
         ("engine.journal.redact", "[a", "", "not a regular expression: unterminated character set at position 0."),
         ("engine.journal.redact", ["a", "b*"], "engine.journal.redact[1]", "the pattern matches an empty text, so it would match between"),
-        ("engine.journal.redact", 3, "", "must be a regular expression, or a list of them, not 3."),
         ("on_failure", "exlude", "", "must be `auto`, `neutral`, `exclude`, `raise`, or a mapping with `constant`."),
         ("groups", {"min_scored": "al"}, "groups.min_scored", "must be `all`, or a whole number above 0."),
         ("judges.total.weights", {"quality": 0}, "judges.total.weights.quality", "a weight of 0 adds nothing; remove the judge"),
-        ("judges.total.weights", {}, "", "must have 1 or more entries."),
         # Names
         ("routes", {"math/*": "exat"}, 'routes["math/*"]', "there is no judge `exat`. Did you mean `exact`? Judges: `quality`"),
         ("routes", {"math/*": "nowhere"}, 'routes["math/*"]', "there is no such judge. Judges: `quality`, `exact`, `total`."),
@@ -298,15 +286,9 @@ def test_the_key_of_every_hint_exists() -> None:
         ("sources.fast.rpm", "limits.requests_per_minute"),
         ("sources.fast.limits.rpm", "requests_per_minute"),
         ("sources.fast.limits.timeout", "sources.fast.timeouts.total_s"),
-        ("sources.fast.tpm", "limits.tokens_per_minute"),
-        ("sources.fast.max_concurrency", "limits.concurrency"),
-        ("sources.fast.timeout", "timeouts.total_s"),
         ("sources.service.base_url", "url"),
         ("sources.fast.retries", "engine.max_attempts"),
         ("judges.quality.prompt", "instructions"),
-        ("judges.quality.scale", "score_range"),
-        ("judges.quality.threshold", "correct_at"),
-        ("engine.timeout", "deadline_s"),
         ("rewards", "judges"),
     ],
 )
@@ -386,29 +368,22 @@ SECRET = "sk-SECRET"
     ("path", "value"),
     [
         ("sources.fast.api_key", [SECRET]),
-        ("sources.fast.api_key", {"x": SECRET}),
         ("sources.fast.api_key", f"{SECRET}${{oc.env:"),
         ("sources.fast.api_key", f"{SECRET}${{nowhere}}"),
         ("sources.fast.api_key", f"${{oc.env:{SECRET}}}"),
         ("sources.fast.apikey", SECRET),
-        ("sources.fast.apikey", f"{SECRET}${{nowhere}}"),
         ("sources.fast.modle", [SECRET]),
         ("sources.fast.limts", {"window": SECRET, "windw": SECRET}),
         ("sources.fast.headers", SECRET),
-        ("sources.fast.headers", [SECRET]),
         ("sources.fast.headers", {"a": [SECRET]}),
-        ("sources.fast.headers", {"a": {"b": SECRET}}),
         ("sources.slow.api_key_env", SECRET),
         ("sources.fast.parameters", SECRET),
-        ("sources.local.kwargs", SECRET),
-        ("sources.service.body", SECRET),
         ("sources.service.body", {"token": SECRET}),
         ("sources.service.url", f"http://h/score?key={SECRET}"),
         ("sources.fast.base_url", f"http://user:{SECRET}@host/v1"),
         ("sources.fast.base_url", f"host/v1?key={SECRET}"),
         ("engine.seed", "${oc.env:QR_SECRET}"),
         ("engine.seed", "${sources.fast.api_key}"),
-        ("engine.journal", "${oc.env:QR_SECRET}"),
         ("engine.journal.reuse", "x"),
     ],
 )
@@ -533,15 +508,12 @@ def assert_tagless(error: ConfigurationError) -> None:
 
 FOREIGN = {
     "shadow": "root:$6$tOpSeCrEt$hAsHhAsHhAsH:19000:0:99999:7:::\ndaemon:*:19000:0:99999:7:::\n",
-    "shadow of one": "root:$6$tOpSeCrEt$hAsHhAsHhAsH:19000:0:99999:7:::\n",
     "environment": "export HF_TOKEN=hf_tOpSeCrEt\n",
-    "properties": "db.user: me\ndb.password: tOpSeCrEt\n",
     "secret as key": "tOpSeCrEt-0123456789: {tOpSeCrEt: ${tOpSeCrEt}}\n",
     "service account": '{"type": "service_account", "private_key": "tOpSeCrEt", "client_email": "tOpSeCrEt@x"}',
     "private key": "-----BEGIN KEY-----\ntOpSeCrEt==\n-----END KEY-----\n",
     "broken": "a: [tOpSeCrEt\nb: 'tOpSeCrEt\n",
     "tag": "!tOpSeCrEt a: 1\n",
-    "alias": "a: *tOpSeCrEt\n",
     "odd key within": "sources: {f: {kind: function, function: 'm:f', 'tOpSeCrEt/+=': 1}}\njudges: {j: {kind: function}}\n",
     "misspelt": "judgez: {j: {kind: function}}\nsourcez: {f: {kind: function, function: 'm:f', api_kye: tOpSeCrEt}}\n",
 }
@@ -555,17 +527,3 @@ def test_nothing_is_shown_of_a_file_that_is_no_configuration(name, tmp_path):
         load_config(path)
     assert "tOpSeCrEt" not in str(caught.value)
     assert "hAsH" not in str(caught.value)
-
-
-def test_a_bad_number_hides_no_misspelt_name() -> None:
-    tree = changed("judges.quality.seed", "x")
-    tree["judges"]["quality"]["sources"] = ["fsat"]
-    tree["judges"]["total"] |= {"correct_at": "x", "weights": {"qualty": 1, "exact": 1}}
-    tree["sources"]["fast"]["limits"]["burst"] = 0
-    assert list(messages(tree)) == [
-        "sources.fast.limits.burst",
-        "judges.quality.sources[0]",
-        "judges.quality.seed",
-        "judges.total.weights.qualty",
-        "judges.total.correct_at",
-    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from qreward_plugins.config import Config, judge_for, judges_in_charge, load_config, parts_of, sources_of
@@ -69,24 +71,19 @@ def test_parts_of_a_sum_may_have_routes() -> None:
 
 
 @each_of(
-    ("patterns", "names"),
+    ("kind", "patterns", "names"),
     [
-        (["*"], ("a", "b")),
-        (["b", "*"], ("b", "a")),
-        (["[b-z]*"], ("b",)),
-        (["model:m"], ("a", "b")),
-        (["model:?"], ("a", "b")),
+        ("llm", ["*"], ("a", "b")),
+        ("llm", ["b", "*"], ("b", "a")),
+        ("llm", ["[b-z]*"], ("b",)),
+        ("llm", ["model:?"], ("a", "b")),
+        ("function", "*", ("f", "s", "t")),
+        ("function", ["t", "f"], ("t", "f")),
+        ("function", "model:m", ("t",)),
     ],
 )
-def test_patterns_mean_all_sources_of_the_kind_that_match(patterns: list[str], names: tuple[str, ...]) -> None:
-    assert sources_of(config({}, j={"kind": "llm", "sources": patterns}), "j") == names
-
-
-@each_of(
-    ("patterns", "names"), [("*", ("f", "s", "t")), (["t", "f"], ("t", "f")), ("model:m", ("t",)), ("[st]", ("s", "t"))]
-)
-def test_a_judge_of_values_has_functions_and_services(patterns: str | list[str], names: tuple[str, ...]) -> None:
-    assert sources_of(config({}, j={"kind": "function", "sources": patterns}), "j") == names
+def test_patterns_mean_all_sources_of_the_kind_that_match(kind: str, patterns: Any, names: tuple[str, ...]) -> None:
+    assert sources_of(config({}, j={"kind": kind, "sources": patterns}), "j") == names
 
 
 def test_a_source_whose_name_looks_like_a_pattern_is_meant_by_its_name() -> None:

@@ -45,13 +45,9 @@ def test_the_adapter_of_the_readme_scores(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("examples/**/README.md")), ids=str)
-def test_every_link_of_the_readmes_leads_somewhere(path):
+def test_every_link_of_the_readmes_leads_somewhere_and_every_program_compiles(path):
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert (path.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("examples/**/README.md")), ids=str)
-def test_every_program_of_the_readmes_compiles(path):
     for program in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         compile(program, str(path), "exec")
 

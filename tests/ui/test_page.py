@@ -34,17 +34,11 @@ from qreward_plugins.ui.pages import RunPage
 
 PAYLOADS = [
     "<script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
     '"><svg onload=alert(1)>',
-    "'><iframe srcdoc='<script>alert(1)</script>'>",
     "</pre></section><a href='javascript:alert(1)'>click</a>",
     "{{ 7 * 7 }}{% for x in () %}",
     "<style>*{display:none}</style><link rel=stylesheet href=//evil.example>",
-    "<!--",
-    "]]>",
-    "</title><base href=//evil.example>",
     "\x1b[2J\u202eright to left\u2066\u0000",
-    "&lt;b&gt;",
 ]
 
 

@@ -262,8 +262,8 @@ class Groups(Node):
 
 ObserverPath = Annotated[
     str,
-    Field(pattern=r"^([^:]+:[A-Za-z_][A-Za-z0-9_.]*|[A-Za-z0-9_.-]+)$"),
-    takes("`package.module:factory`, `path/to/file.py:factory`, or the name of a registered observer"),
+    Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
+    takes("`package.module:factory` or `path/to/file.py:factory`"),
 ]
 
 
@@ -333,9 +333,8 @@ class Config(Node):
     engine: EngineConfig = EngineConfig()
 
     observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()
-    """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`, or a name that
-    an installed package registers. The factory is called without arguments, and returns the observer, which is called
-    with every event. Default: none."""
+    """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`. The factory is
+    called without arguments, and returns the observer, which is called with every event. Default: none."""
 
     on_failure: FailurePolicy = "auto"
     """What an adapter does with a sample that has no reward. `auto` (default): keep it out of training in the

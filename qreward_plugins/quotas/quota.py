@@ -298,13 +298,6 @@ class Quota:
         if self._pace is not None:
             self._pace.change(new.pace_per_s, new.burst, now)
 
-    def learn_up_to(self, most: int) -> None:
-        """Change `most_learned`, of a quota that has it."""
-        self._most_learned = most
-        if self._window is not None:
-            self._window.limit_to(most)
-            self.concurrency = int(self._window.size)
-
     def serve(self, source: str, *, slots: int | None) -> None:
         """Count for the source of this name, which has this many slots, in place of the one so far. `retune` follows,
         which applies both.

@@ -73,4 +73,4 @@ def test_the_counters_say_what_happened():
         budget.withdraw(0.0)
     budget.earn(0.0)
     assert (budget.retries, budget.put_off) == (101, 1)
-    assert budget.balance(0.0) == pytest.approx(-0.8)
+    assert budget.wait_s(101, 0.0) == pytest.approx(0.8 / FLOOR_PER_S)

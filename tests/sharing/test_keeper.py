@@ -96,6 +96,15 @@ def test_it_charges_something_until_all_that_was_spent_has_left_the_window(desk)
     assert desk.keeper.charges_nothing(desk.now + WINDOW_S)
 
 
+def test_a_keeper_that_was_stopped_for_long_forgets_who_it_held_and_goes_on(desk):
+    known(desk, "a")
+    desk.report("a", 1, share=LIMIT)
+    desk.now += TTL_S + MARGIN_S + 1.0
+    assert desk.due() == {("a", 1): None}
+    assert desk.keeper.workers == 0
+    assert desk.report("a", 2, share=0.0)["a", 2] is not None
+
+
 def test_who_asked_again_before_it_heard_is_told_again(desk):
     known(desk, "a", "b")
     desk.report("b", 1, share=50.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 
 import pytest
@@ -46,6 +47,25 @@ def in_any_window(arrivals, window_s=WINDOW_S):
 
 
 # Reports
+
+
+def test_a_busy_worker_asks_at_most_four_times_a_second():
+    async def main():
+        office, source = Office(), a_source(requests_per_window=20)
+        async with (
+            an_engine(office, source, limits(20)) as busy,
+            an_engine(office, source, limits(20)) as other,
+        ):
+            scoring = asyncio.gather(busy.score_all(samples(60)), other.score_all(samples(40, 60)))
+            outcomes = [outcome for batch in await scoring for outcome in batch]
+            assert all(isinstance(outcome, Scored) for outcome in outcomes)
+            for engine in (busy, other):
+                times = [at for at, _ in office.sent_by(engine)]
+                assert all(later - at >= REPORT_EVERY_S - 1e-9 for at, later in itertools.pairwise(times))
+                assert len(times) < 4 * times[-1]
+        assert source.violations == []
+
+    run(main())
 
 
 def test_a_report_is_replaced_at_once_when_work_waits_that_the_keeper_does_not_know_of():

@@ -46,11 +46,6 @@ class ConcurrencyWindow:
             self.size = max(1.0, self.size * self._workers / workers)
         self._workers = workers
 
-    def limit_to(self, largest: int) -> None:
-        """Change the largest size."""
-        self._largest = largest
-        self.size = min(self.size, float(largest))
-
     @property
     def cut(self) -> bool:
         """Whether the window was ever cut. Until then its size is a guess."""

@@ -73,7 +73,6 @@ class Quota:
         self._pace: Pace | None = None
         self._paced_until = -math.inf
         self._evidence = BucketEvidence()
-        self._throttled = 0
         self._throttled_at = -math.inf
         self._nothing_accepted_since: float | None = None
         self._message: str | None = None
@@ -242,7 +241,6 @@ class Quota:
         The 429 is attributed to a window if it asks for a pause of 1.5 s or more, otherwise to a token bucket or to
         concurrency.
         """
-        self._throttled += 1
         if self._nothing_accepted_since is None or now - self._throttled_at > WINDOW_S:
             self._nothing_accepted_since = now
         self._throttled_at = now
@@ -316,18 +314,14 @@ class Quota:
 
     def use(self, now: float) -> QuotaUse:
         """Return a snapshot of the usage."""
-        discovery, window = self._requests.discovery, self._window
+        window = self._window
         return QuotaUse(
-            in_flight=self.in_flight,
-            concurrency=self.concurrency,
             requests_share=self.requests.share(now),
             tokens_share=self.tokens.share(now),
             paced=self._pace is not None and now < self._paced_until,
             learned_requests_per_minute=self._requests.learned_per_minute,
             learned_tokens_per_minute=self._tokens.learned_per_minute,
             learned_concurrency=float(self.concurrency) if window is not None and window.cut else None,
-            learned_from=discovery.origin if discovery is not None else "",
-            throttled=self._throttled,
         )
 
     def _declare(self, now: float) -> None:
@@ -380,8 +374,6 @@ class QuotaUse:
     if there is no such limit, or none was learned.
     """
 
-    in_flight: int
-    concurrency: int
     requests_share: float | None
     tokens_share: float | None
     paced: bool
@@ -389,10 +381,6 @@ class QuotaUse:
     learned_tokens_per_minute: float | None
     learned_concurrency: float | None
     """None until the source throttled for it: before that the concurrency is a guess."""
-    learned_from: str
-    """Origin of the learned request limit: "announced", "throttled", or empty if none."""
-    throttled: int
-    """Number of 429s so far."""
 
     @property
     def learned(self) -> str:

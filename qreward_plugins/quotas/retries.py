@@ -57,11 +57,6 @@ class RetryBudget:
         balance = self._balance + (self.retries - number)
         return 0.0 if balance >= -_ROUNDING else -balance / FLOOR_PER_S
 
-    def balance(self, now: float) -> float:
-        """Return the number of retries that may be sent at once; negative if retries wait."""
-        self._accrue(now)
-        return self._balance
-
     def _accrue(self, now: float) -> None:
         if now > self._at:
             self._balance = min(RESERVE, self._balance + FLOOR_PER_S * (now - self._at))

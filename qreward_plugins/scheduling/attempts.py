@@ -104,8 +104,6 @@ class Attempt:
     task: asyncio.Task[None] | None = None
     limit: Alarm | None = None
     """Its time limit, while its task runs."""
-    on_end: Callable[[Attempt, AttemptError | None], None] | None = None
-    """What `start` was given, if it has a time limit."""
 
     @property
     def service_s(self) -> float:
@@ -178,7 +176,6 @@ class Attempt:
         if timeout_s < math.inf:
             # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
             self.limit = limits.set(self.expire, now + timeout_s)
-            self.on_end = on_end
         self.task = loop.create_task(self._run(on_end))
         return self.task
 
@@ -359,16 +356,11 @@ def report_end(
     cost_usd: float = 0.0,
 ) -> None:
     """Tell observers of the end of an attempt, which cost `cost_usd` dollars. A second call for it does nothing."""
-    if not attempt.reported:
-        attempt.reported = True
-        observers.emit(_ended(attempt, error, now, cost_usd))
-
-
-def _ended(
-    attempt: Attempt, error: AttemptError | Literal["cancelled"] | None, now: float, cost_usd: float
-) -> AttemptEnded:
+    if attempt.reported:
+        return
+    attempt.reported = True
     reply = attempt.reply
-    return AttemptEnded(
+    ended = AttemptEnded(
         now,
         attempt.job.sequence,
         attempt.number,
@@ -383,14 +375,13 @@ def _ended(
         "" if error is None or error == "cancelled" else short(str(error), DETAIL_CHARS),
         None if reply is None else reply.first_token_s,
     )
+    observers.emit(ended)
 
 
 def _result(error: AttemptError | Literal["cancelled"] | None) -> AttemptResult:
     if error is None:
         return "answered"
-    if error == "cancelled":
-        return "cancelled"
-    if isinstance(error, SourceHeld):
+    if error == "cancelled" or isinstance(error, SourceHeld):
         return "cancelled"
     if isinstance(error, InvalidReply):
         return "invalid"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from ..config import Scheduling
 from .attempts import Attempt
@@ -44,12 +44,8 @@ FAILED_HERE = 1.5
 """Factor on the expected latency at the source that has just failed the job."""
 
 
-class Placement(NamedTuple):
-    """A job to be sent to a source now."""
-
-    job: Job
-    upstream: Upstream
-    hedge: bool
+Placement: TypeAlias = tuple[Job, Upstream, bool]
+"""A job to be sent to a source now, and whether that is a hedge."""
 
 
 class Planner:
@@ -189,7 +185,7 @@ class Planner:
         wait_reasons = {name: upstream.wait_reason(now) for name, upstream in self._upstreams.items()}
         if self.queue:
             for job, upstream in self._hedges.choose(now, drained=False):
-                yield Placement(job, upstream, True)
+                yield job, upstream, True
             open_upstreams = [
                 upstream
                 for name, upstream in self._upstreams.items()
@@ -202,7 +198,7 @@ class Planner:
                 yield from self._never_idle(now)
         if not self.queue:
             for job, upstream in self._hedges.choose(now, drained=not self._prefer_cost):
-                yield Placement(job, upstream, True)
+                yield job, upstream, True
         for name, upstream in self._upstreams.items():
             head, ready = self.queue.first(name), upstream.breaker.wait_s(now) <= 0
             if head is not None and not upstream.breaker.closed and ready:
@@ -238,7 +234,7 @@ class Planner:
                 if job is None:
                     continue
                 self.queue.discard(job)
-                yield Placement(job, self._chosen(job, upstream, upstreams, now), False)
+                yield job, self._chosen(job, upstream, upstreams, now), False
                 if upstream.takes_calls(now):
                     again.append(upstream)
             turns = again
@@ -390,7 +386,7 @@ class Planner:
             if ready:
                 upstream = (job.call.choose or self._choose)(ready)
                 self.queue.discard(job)
-                yield Placement(job, upstream, False)
+                yield job, upstream, False
                 if not upstream.takes_calls(now):
                     del free[upstream.name]
             else:
@@ -419,5 +415,5 @@ class Planner:
             job = self._head(upstream, now) if able else None
             if job is not None and self._fits(job, upstream, now):
                 self.queue.discard(job)
-                yield Placement(job, upstream, False)
+                yield job, upstream, False
                 return

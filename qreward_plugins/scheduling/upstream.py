@@ -415,7 +415,7 @@ class Upstream:
         of_replicas = getattr(self.source, "replica_statistics", None)
         return SourceGauges(
             state=self.state(now),
-            in_flight=use.in_flight,
+            in_flight=self.quota.in_flight,
             requests_share=use.requests_share,
             tokens_share=use.tokens_share,
             paced=use.paced,

@@ -144,9 +144,9 @@ def scenario(name: str, samples: int = 512, seed: int = 0) -> Scenario:
     Raises `ValueError` for an unknown name.
     """
     if name in _FAULTS:
-        title, servers, further = _FAULTS[name]
-        made = Scenario(name, title, servers, samples, seed=seed, **further)
-        return replace(made, engine={**_DEFAULTS, **made.engine})
+        engine = {**_DEFAULTS, "scheduling": {"hedge": name != "hangs"}}
+        throttled = 3 * (name == "always-throttled")
+        return Scenario(name, *_FAULTS[name], samples, seed=seed, poisoned=throttled, engine=engine)
     if name not in _SCENARIOS:
         raise ValueError(f"unknown scenario {name!r}; known: {', '.join((*SCENARIOS, *FAULTS))}")
     title, servers, faults = _SCENARIOS[name]
@@ -250,61 +250,48 @@ _SCENARIOS: dict[str, tuple[str, tuple[Server, ...], tuple[Fault, ...] | None]] 
     ),
 }
 
-_DEFAULTS: dict[str, Any] = {"max_attempts": 6, "deadline_s": 600.0}
+_DEFAULTS: dict[str, Any] = {"max_attempts": 6, "deadline_s": 300.0}
 """Those of the engine, unlike in the other scenarios: what a fault costs is also who gets no score."""
-_HANGS: dict[str, Any] = {"straggler_share": 0.02, "straggler_factor": 1e6}
-"""2 % of the requests are not answered before any time limit."""
 
-_FAULTS: dict[str, tuple[str, tuple[Server, ...], dict[str, Any]]] = {
+
+def _only(rpm: float, *faults: Fault, **further: Any) -> tuple[Server, ...]:
+    return (_server("a", rpm, 64, faults=faults, **further),)
+
+
+_FAULTS: dict[str, tuple[str, tuple[Server, ...]]] = {
     "hangs": (
         "2 % of the requests are never answered, and hedging is off",
-        _four(**_HANGS),
-        {"engine": {"scheduling": {"hedge": False}}},
+        _four(straggler_share=0.02, straggler_factor=1e6),
     ),
-    "hangs-at-once": (
-        "the only server never answers what it gets in the first 60 s",
-        (_server("a", 900, 64, faults=(Fault(0.0, 60.0, "hang"),)),),
-        {},
-    ),
+    "hangs-at-once": ("the only server never answers requests of the first 60 s", _only(900, Fault(0.0, 60.0, "hang"))),
     "hangs-for-a-while": (
         "one server of two never answers what it gets from 5 to 85 s",
-        (_server("a", 300, 32, faults=(Fault(5.0, 85.0, "hang"),)), _server("b", 60, 8)),
-        {},
+        (_server("a", faults=(Fault(5.0, 85.0, "hang"),)), _server("b", 60, 8)),
     ),
     "hangs-later": (
         "the only server never answers what it gets from 5 to 85 s",
-        (_server("a", 300, 32, faults=(Fault(5.0, 85.0, "hang"),)),),
-        {},
+        (_server("a", faults=(Fault(5.0, 85.0, "hang"),)),),
     ),
     "nonsense": (
         "four of five replies of one server of two have no verdict",
         (_server("a", 600, 64, invalid_share=0.8), _server("b", 300, 16)),
-        {},
     ),
     "always-throttled": (
         "the only server answers 3 samples with 429 whatever comes, and nobody declares a limit",
-        (_server("a", 600, 64, declared=False),),
-        {"poisoned": 3},
+        _only(600, declared=False),
     ),
     "small-fallback": (
         "the large server of two refuses connections for 80 s",
-        (_server("a", 900, 64, faults=(Fault(0.0, 80.0, "refuse"),)), _server("b", 60, 8)),
-        {},
+        (*_only(900, Fault(0.0, 80.0, "refuse")), _server("b", 60, 8)),
     ),
     "undeclared-window": (
         "the only server admits 120 requests a minute, which nobody declares",
-        (_server("a", 120, 64, declared=False),),
-        {},
+        _only(120, declared=False),
     ),
-    "storm": (
-        "the only server throttles everything for 2 s",
-        (_server("a", 300, 64, faults=(Fault(8.0, 10.0, "throttle", 0.5),)),),
-        {},
-    ),
+    "storm": ("the only server throttles everything for 2 s", _only(300, Fault(8.0, 10.0, "throttle", 0.5))),
     "all-errors": (
         "four of five requests fail in the first 60 s at the only server",
-        (_server("a", 900, 64, faults=(Fault(0.0, 60.0, "errors", 0.8),)),),
-        {"engine": {"deadline_s": 300.0}},
+        _only(900, Fault(0.0, 60.0, "errors", 0.8)),
     ),
 }
 

@@ -75,16 +75,6 @@ def test_answers_to_requests_from_before_the_storm_are_no_evidence_in_it():
     assert window.size > 0.65 * UNDECLARED_CONCURRENCY
 
 
-def test_a_limit_that_really_fell_is_learned():
-    window = ConcurrencyWindow()
-    now = 0.0
-    for _ in range(40):
-        now += 2.0
-        window.throttled(now, now - 0.1, 3)  # three are accepted, and answered
-        window.answered(now)
-    assert 1 <= window.size <= 4
-
-
 def test_beyond_where_it_was_throttled_last_it_grows_faster_and_faster():
     window = ConcurrencyWindow()
     window.throttled(0.0, 0.0, 3)  # at four

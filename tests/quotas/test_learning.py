@@ -17,16 +17,9 @@ from qreward_plugins.quotas.ledger import Ledger
 def test_a_window_is_learned_from_429s(client, server, per_minute):
     subject = client(server(per_minute, retry_after="true")).run(600)
     assert subject.quota.use(600).learned_requests_per_minute == per_minute
-    assert subject.quota.use(600).learned_from == "throttled"
     assert subject.rate(60, 600) >= per_minute - max(1, per_minute / 120)
     assert subject.refused(120) <= 6
     assert any(words and "using this as the limit" in words for words in subject.words)
-
-
-def test_throttled_requests_are_not_taken_for_accepted_ones(client, server):
-    subject = client(server(100), service_s=8.0).run(30)
-    assert subject.quota.requests.limit == 100
-    assert subject.refused(0) > 0
 
 
 STORM, FIRST_STORM = ((100, 120),), ((2, 22),)
@@ -74,23 +67,10 @@ def test_an_outage_without_retry_after_teaches_no_window(client, server):
     assert subject.quota.use(60).learned_requests_per_minute is None
 
 
-def test_what_was_learned_lives_from_batch_to_batch(client, server):
-    subject = client(server(600), work_until=100.0).run(400)
-    refused = len(subject.refusals)
-    assert subject.quota.use(400).learned_requests_per_minute == 600
-    for _ in range(600):
-        assert subject.quota.wait_s(0, 400) == 0
-        subject.quota.reserve(0, 0, 400).release(400)
-    subject.quota.reserve(0, 0, 400).sent(400)  # the probe that is due after so long
-    assert subject.quota.wait_s(0, 400) > 50
-    assert len(subject.refusals) == refused
-
-
 def test_an_announced_limit_is_kept_without_a_429(client, server):
     subject = client(server(600, announces=600)).run(60)
     assert subject.refused(0) == 0
     assert subject.rate(0, 60) >= 595
-    assert subject.quota.use(60).learned_from == "announced"
     assert any(words and "announced limit: 600 requests in 60 s" in words for words in subject.words)
 
 
@@ -105,12 +85,6 @@ def test_an_announced_window_of_an_hour_is_not_broken(client, server):
     subject = client(server(1200, window_s=3600, announces=1200)).run(600)
     assert len(subject.answers) == 1200
     assert subject.refused(0) <= 1
-
-
-def test_an_announced_limit_that_is_too_high_is_overruled_by_429s(client, server):
-    subject = client(server(600, announces=6000)).run(600)
-    assert subject.quota.use(600).learned_requests_per_minute == 600
-    assert subject.refused(120) <= 6
 
 
 def test_an_announced_limit_that_is_too_low_does_not_throttle_for_ever(client, server):
@@ -133,13 +107,6 @@ def test_a_repeated_announcement_does_not_overrule_a_429():
     assert found.ledger.limit == 20
     found.announced(10, now=4.0, **announce)  # less than was measured: news
     assert found.ledger.limit == 10
-
-
-def test_a_limit_of_several_processes_is_shared():
-    found = Discovery(Ledger(), "requests")
-    found.announced(100, 100, 0.0, in_flight=0.0, share=8, now=0.0)
-    assert found.ledger.limit == 12
-    assert found.per_minute == 12
 
 
 def test_a_request_larger_than_a_learned_limit_is_not_impossible():

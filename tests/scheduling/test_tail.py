@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -39,15 +38,6 @@ def test_ends_are_expected_in_step_with_what_was_seen():
         assert tail.hazard(age) == pytest.approx(age, rel=0.15)
 
 
-def test_hazard_starts_at_nothing_and_grows_without_jumps():
-    tail = learned(ended=exponential(400))
-    hazards = [tail.hazard(age) for age in AGES]
-    assert tail.hazard(0.0) == tail.hazard(-1.0) == 0.0
-    assert hazards == sorted(hazards)
-    assert max(after - before for before, after in itertools.pairwise(hazards)) < 0.25
-    assert tail.hazard(1e6) == tail.hazard(2e6) >= hazards[-1]
-
-
 def test_attempts_that_were_given_up_are_not_forgotten():
     usual, slow = [1.0] * 1600, [1.5] * 160
     forgetful = learned(ended=usual)
@@ -56,12 +46,6 @@ def test_attempts_that_were_given_up_are_not_forgotten():
     assert right.residual(1.2) > mistaken.residual(1.2) + 0.5
     assert right.hazard(1.3) < forgetful.hazard(1.3)
     assert right.hazard(1.5) < mistaken.hazard(1.5)
-
-
-def test_stragglers_teach_to_expect_them():
-    few, many = learned(ended=[1.0] * 1600), learned(ended=([1.0] * 4 + [10.0]) * 320)
-    assert many.residual(1.5) > few.residual(0.5) + 3
-    assert many.residual(0.5) > few.residual(0.5) + 1
 
 
 def test_reading_the_figures_changes_nothing():

@@ -49,14 +49,6 @@ def shares(pool, *workers):
     return [pool.share(worker) for worker in workers]
 
 
-def test_everybody_gets_what_he_wants_or_equal_parts(pool):
-    for worker, more in (("a", 10.0), ("b", 80.0), ("c", 80.0)):
-        report(pool, worker, 0.0, more=more)
-    assert sorted(pool.raise_shares(0.0, line())) == ["a", "b", "c"]
-    assert shares(pool, "a", "b", "c") == [10.0, 45.0, 45.0]
-    assert pool.free(0.0) == 0.0
-
-
 def test_who_waits_longest_is_first_and_nobody_overtakes_a_large_request(pool):
     report(pool, "holder", 0.0, share=60.0)
     report(pool, "small", 0.0, more=5.0)
@@ -76,26 +68,6 @@ def test_who_has_more_than_is_fair_is_asked_for_it_after_a_turn(pool):
     assert list(told) == ["a"]
     assert told["a"] == Grant(100.0, 50.0, recall=True)
     assert pool.recalls(TURN_S + 0.1, line("b", listening=("b",))) == {}
-
-
-def test_what_is_scarcer_than_one_for_each_goes_round():
-    pool = Division(1.0, WINDOW_S)
-    for worker in "abc":
-        report(pool, worker, 0.0, more=1.0, limit=1.0)
-    assert pool.raise_shares(0.0, line("a", "b", "c")) == ["a"]
-    report(pool, "a", 0.3, share=1.0, spent=[(60.0, 1.0)], more=5.0, limit=1.0)
-    told = pool.recalls(TURN_S, line("b", "c", "a"))
-    assert {worker: grant.target for worker, grant in told.items()} == {"a": 0.0}
-
-
-def test_who_holds_too_much_of_a_limit_that_was_lowered_is_asked_for_it(pool):
-    report(pool, "a", 0.0, share=60.0)
-    report(pool, "b", 0.0, share=40.0)
-    report(pool, "a", 1.0, share=50.0, limit=50.0)
-    report(pool, "b", 1.0, share=40.0, limit=50.0)
-    assert pool.contended(1.0)
-    assert pool.free(1.0) == -40.0
-    assert pool.recalls(5.0, line())
 
 
 def test_who_wants_nothing_is_asked_at_once_for_all_that_it_has_not_spent_however_little(pool):

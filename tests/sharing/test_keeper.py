@@ -105,16 +105,6 @@ def test_a_keeper_that_was_stopped_for_long_forgets_who_it_held_and_goes_on(desk
     assert desk.report("a", 2, share=0.0)["a", 2] is not None
 
 
-def test_what_one_learns_all_hear_at_once(desk):
-    known(desk, "a", "b")
-    desk.report("b", 1, share=50.0)
-    answers = desk.report("a", 1, share=50.0, news=SourceNews(pause_s=7.0))
-    assert answers["b", 1].sources["s"].news.pause_s == 7.0
-    desk.wait(2.0)
-    answers = desk.report("c", 0)
-    assert answers["c", 0].sources["s"].news.pause_s == 5.0
-
-
 def test_who_asked_again_before_it_heard_is_told_again(desk):
     known(desk, "a", "b")
     desk.report("b", 1, share=50.0)

@@ -166,23 +166,6 @@ def test_what_was_not_sent_is_called_back_when_the_shares_end():
     run(main())
 
 
-def test_where_concurrency_is_shared_what_is_in_flight_is_called_back_too():
-    async def main():
-        office, source = Office(), a_source(behaviour=lambda number, request, now: 40.0, concurrency=4)
-        async with an_engine(office, source, limits(concurrency=4)) as engine:
-            scoring = [asyncio.ensure_future(engine.score(sample)) for sample in samples(3)]
-            await until(HOLD_S)
-            assert source.in_flight == 3
-            office.mode = "silent"
-            began = max(at for at, _ in office.reports)
-            await until(began + TTL_S + 1e-3)
-            assert (source.in_flight, source.cancelled, engine.statistics().waiting) == (0, 3, 3)
-            office.mode = "well"
-            assert all(isinstance(outcome, Scored) for outcome in await asyncio.gather(*scoring))
-
-    run(main())
-
-
 # Ending a keeper
 
 

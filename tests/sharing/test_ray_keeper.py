@@ -66,12 +66,6 @@ def lookups(monkeypatch):
     found.gate.set()
 
 
-@pytest.fixture
-def actor(monkeypatch):
-    monkeypatch.setattr(ray_keeper, "first_start", lambda name: True)
-    return KeeperActor()
-
-
 @pytest.mark.parametrize(
     ("what", "end", "error", "count"),
     [
@@ -134,16 +128,6 @@ async def test_ending_a_keeper_does_not_wait_and_the_next_call_looks_for_another
     assert len(second.calls) == 1
     gate.set()
     assert killed == [first]
-
-
-async def test_a_call_that_comes_twice_is_answered_once_and_neither_waits_for_ever(actor):
-    report = a_report(a_member())
-    first = asyncio.ensure_future(actor.exchange(report))
-    again = asyncio.ensure_future(actor.exchange(report))
-    answers = await asyncio.wait_for(asyncio.gather(first, again), LONG_S)
-    assert answers[0].number == report.number
-    # It was answered by then: the second is an old one.
-    assert answers[1] is None
 
 
 def test_where_ray_was_shut_down_nobody_starts_it_again():

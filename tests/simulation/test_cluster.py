@@ -6,14 +6,11 @@ import math
 
 import pytest
 
-from qreward_plugins.quotas.pace import Pace
-from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.scheduling import Dispatcher
 from qreward_plugins.sharing import keeper
 from qreward_plugins.sharing.division import Division
 from qreward_plugins.sharing.keeper import Keeper
 from qreward_plugins.sharing.member import Member
-from qreward_plugins.sharing.share_table import WorkerState, _Lost
 from qreward_plugins.simulation.__main__ import main
 from qreward_plugins.simulation.cluster import Cluster
 from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, Worker, random_plan
@@ -27,7 +24,7 @@ def played(plan, until):
     return cluster
 
 
-SEEDS = [0, 1, 3, 4, 5, 10, 20, 27, 32]
+SEEDS = [1, 5, 10, 20, 27, 32]
 """Among them those that show a broken rule, below. `make clusters` plays more."""
 
 
@@ -66,14 +63,6 @@ def test_a_cluster_that_is_not_served_is_a_finding(monkeypatch):
     soaked = soak_clusters(5, 6)
     assert "liveness" in soaked.describe()
     assert "--cluster --seed 5" in soaked.describe()
-
-
-def test_a_cluster_that_fails_is_a_finding(monkeypatch):
-    def fail(self, until):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(Cluster, "run", fail)
-    assert "ZeroDivisionError" in soak_clusters(5, 6).describe()
 
 
 def test_the_command_soaks_clusters(capsys):
@@ -128,20 +117,8 @@ def hears_old_reports(monkeypatch):
     around(monkeypatch, Keeper, "report", report)
 
 
-def no_lost_workers(monkeypatch):
-    monkeypatch.setattr(_Lost, "hold", lambda self, name, until, amount: None)
-
-
 def no_unknown(monkeypatch):
     monkeypatch.setattr(Division, "hold", lambda self, until: None)
-
-
-def short_unknown(monkeypatch):
-    around(monkeypatch, Division, "hold", lambda hold: lambda self, until: hold(self, until - keeper.TTL_S))
-
-
-def owes_nothing_of_a_bucket(monkeypatch):
-    monkeypatch.setattr(Member, "_owed", lambda self, key, quota, now: ())
 
 
 def owes_only_what_it_gave_up_last(monkeypatch):
@@ -153,40 +130,6 @@ def owes_only_what_it_gave_up_last(monkeypatch):
         return mutated
 
     around(monkeypatch, Member, "_lower", lower)
-
-
-def counts_a_bucket_from_the_reservation(monkeypatch):
-    def reserve(original):
-        def mutated(self, prompt_tokens, completion_tokens, now, **how):
-            if self._pace is not None:
-                self._pace.spend(now)
-            return original(self, prompt_tokens, completion_tokens, now, **how)
-
-        return mutated
-
-    monkeypatch.setattr(Quota, "sent", lambda self, now: self.requests.stamp(1.0, now))
-    around(monkeypatch, Quota, "reserve", reserve)
-    around(monkeypatch, Pace, "wait_s", lambda wait_s: lambda self, now, held=0.0: wait_s(self, now))
-
-
-def charges_shares_alone(monkeypatch):
-    monkeypatch.setattr(WorkerState, "spent", lambda self, now: 0.0)
-
-
-def gives_up_workers_too_early(monkeypatch):
-    def expire(original):
-        def mutated(self, now):
-            self._ttl_s = 4.0
-            original(self, now)
-
-        return mutated
-
-    around(monkeypatch, Keeper, "_expire", expire)
-
-
-def never_ends(monkeypatch):
-    monkeypatch.setattr(Member, "_end_if_over", lambda self, now: None)
-    monkeypatch.setattr(Member, "_keep_until", lambda self, until: setattr(self, "valid_until", math.inf))
 
 
 def valid_from_receiving(monkeypatch):
@@ -222,13 +165,8 @@ def calls_nothing_back(monkeypatch):
     [
         (reports_before_it_lowers, 10),
         (hears_old_reports, 32),
-        (no_lost_workers, 20),
         (no_unknown, 27),
-        (counts_a_bucket_from_the_reservation, 4),
-        (owes_nothing_of_a_bucket, 0),
         (owes_only_what_it_gave_up_last, 20),
-        (charges_shares_alone, 3),
-        (gives_up_workers_too_early, 3),
     ],
 )
 def test_a_rule_that_is_broken_is_noticed(mutate, seed, monkeypatch):
@@ -276,9 +214,7 @@ def long_answers(seed):
     ("faulty", "mutate", "seed"),
     [
         (stopped_while_the_keeper_dies, keeps_shares_of_a_dead_keeper, 11),
-        (stopped_while_the_keeper_dies, short_unknown, 11),
         (answers_that_take_long, valid_from_receiving, 8),
-        (answers_that_take_long, never_ends, 3),
         (long_answers, calls_nothing_back, 0),
     ],
 )
@@ -286,15 +222,6 @@ def test_a_rule_for_one_order_of_troubles_is_kept_and_noticed_when_it_is_broken(
     assert played(faulty(seed), 100.0).servers["s"].broken == []
     mutate(monkeypatch)
     assert played(faulty(seed), 100.0).servers["s"].broken
-
-
-def test_concurrency_of_one_goes_round_quickly():
-    source = SharedSource("s", {"concurrency": 1}, (0.0, 0.0), (0.1, 0.2))
-    work = tuple(Work(0.0, number, "s", 30) for number in range(3))
-    cluster = played(Plan(0, (source,), (Worker(),) * 3, work, message_s=(0.002, 0.001)), 200.0)
-    # 90 requests of 0.15 s, one at a time.
-    assert cluster.now < 20.0
-    assert not cluster.unfinished()
 
 
 def test_a_limit_of_a_minute_is_used_wholly_by_many_workers_with_little_to_say():

@@ -188,10 +188,14 @@ def _check(rehearsal: Rehearsal) -> None:
 
 
 def _check_scored(runs: Sequence[Run], setting: Setting) -> None:
-    if any(run.scored or run.late for run in runs):
-        return
-    remedy = "" if setting.rehearsal.rollouts.lengths.rollouts else "; give real rollouts with --tokens file:PATH"
-    raise InputError(f"no sample can be scored: {runs[0].example or 'all of them fail'}{remedy}")
+    """Raise `InputError` if all samples fail, or if a judge finds nothing to ask about in a made-up response: it would
+    seem to cost nothing.
+    """
+    drawn = not setting.rehearsal.rollouts.lengths.rollouts
+    unasked = drawn and any(name.endswith(("/input", "/empty")) for run in runs for name in run.failed)
+    if unasked or not any(run.scored or run.late for run in runs):
+        remedy = "; give real rollouts with --tokens file:PATH" if drawn else ""
+        raise InputError(f"samples cannot be scored: {runs[0].example or 'all of them fail'}{remedy}")
 
 
 def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:

@@ -149,7 +149,7 @@ def test_mistakes_are_told_as_the_engine_tells_them(tree, exact_plan, tmp_path):
 
 def test_a_template_that_needs_columns_asks_for_real_rollouts(tree, exact_plan):
     config = tree(a={}, judge={"instructions": "Grade {{ extras.rubric.text }}."})
-    with pytest.raises(InputError, match=r"no sample can be scored: .*; give real rollouts with --tokens file:PATH"):
+    with pytest.raises(InputError, match=r"samples cannot be scored: .*; give real rollouts with --tokens file:PATH"):
         exact_plan(config, 8)
 
 
@@ -162,7 +162,9 @@ def test_a_template_that_needs_columns_asks_for_real_rollouts(tree, exact_plan):
 )
 def test_a_judge_that_asks_nothing_of_made_up_texts_asks_for_real_rollouts(tree, exact_plan, judge, why):
     config = tree(a={}, judge=judge)
-    with pytest.raises(InputError, match=rf"no sample can be scored: .*{why}.*; give real rollouts with --tokens file"):
+    with pytest.raises(
+        InputError, match=rf"samples cannot be scored: .*{why}.*; give real rollouts with --tokens file"
+    ):
         exact_plan(config, 8)
     rollout = make_sample(ground_truth="4", response=r"It is \boxed{4}.")
     assert exact_plan(config, 8, lengths=Lengths(rollouts=(rollout,))).sources[0].requests == 8

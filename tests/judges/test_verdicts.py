@@ -423,7 +423,7 @@ PIECES = st.lists(
 
 VALUES = [
     *(f'"{NONCE}"', f'"{OTHER}"', "7", "7.5", "01", "1e400", "NaN", "true", "null", "[]", '"<think>"'),
-    '{"a": 1, "a": 2}',
+    *('{"a": 1, "a": 2}', f'{{"id": "{NONCE}"}}'),
 ]
 """What may stand in a flawless object, or make it none."""
 KEYS = ['"score"', '"rationale"', '"x"', '"id"', '"clarity"']

@@ -82,9 +82,8 @@ def command(
         str | None,
         typer.Option(
             metavar="SECONDS",
-            help="Seconds of an average request, without waiting: 3, or a=2,b=0.5, or a=0.02+0.001 (for a request, "
-            "plus for each call in it). Default: the journal's, or 3 for a model, 0.5 for a scoring service and 0.1 "
-            "for a function.",
+            help="Seconds of an average request, without waiting: 3, or a=2,b=0.5. Default: the journal's, or 3 for a "
+            "model, 0.5 for a scoring service and 0.1 for a function.",
         ),
     ] = None,
     data_source: Annotated[
@@ -94,19 +93,10 @@ def command(
             help='Data source of the samples, which selects the judge; repeatable. Default: one of the route "*".',
         ),
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=0, max=1_000_000)] = 200,
     verdict_tokens: Annotated[
         float | None,
         typer.Option(help="Tokens of a verdict. Default: the journal's, or 120.", min=0, max=100_000),
     ] = None,
-    spread: Annotated[
-        float | None,
-        typer.Option(help="Sigma of the noise on latencies. Default: the journal's, or 0.3.", min=0, max=3),
-    ] = None,
-    stragglers: Annotated[
-        float, typer.Option(help="Share of requests that take ten times as long.", min=0, max=1)
-    ] = 0.01,
-    errors: Annotated[float, typer.Option(help="Share of requests that fail.", min=0, max=0.9)] = 0.01,
     seeds: Annotated[int, typer.Option(help="Steps to simulate.", min=1, max=1000)] = 5,
     workers: Annotated[
         int, typer.Option(help="Processes that divide the samples and share the limits.", min=1, max=1000)
@@ -152,10 +142,6 @@ def command(
             lengths=None if tokens is None else parse_lengths(tokens, most=count),
             assumptions=Assumptions(
                 latency_s={} if latency is None else parse_latency(latency, loaded),
-                spread=spread,
-                straggler_share=stragglers,
-                error_share=errors,
-                prompt_tokens=prompt_tokens,
                 verdict_tokens=verdict_tokens,
             ),
             seeds=seeds,
@@ -308,7 +294,7 @@ def _problems(found: Plan) -> list[str]:
         )
     for reason, share in found.failed.items():
         if share >= 0.0005:
-            problems.append(f"{_percent(share)} of the samples fail for another reason ({reason})")
+            problems.append(f"{_percent(share)} of the samples are not judged for another reason ({reason})")
     return problems
 
 

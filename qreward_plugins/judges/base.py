@@ -119,8 +119,8 @@ class Judge(ABC):
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
         """Return a valid reply to a request of this judge, for `qreward plan`.
 
-        `share` (0 to 1) is the place of its score in the score range. Every kind that asks sources must define this
-        method to be planned.
+        `share` (0 to 1) is the place of its score in the score range. A kind that asks sources, and is no `Leaf`, must
+        define this method to be planned.
         """
         raise InputError(f"{cls.__name__} defines no `rehearsed`, so `qreward plan` cannot simulate its replies")
 

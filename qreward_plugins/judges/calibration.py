@@ -256,17 +256,6 @@ class Transform:
             score = apply(score)
         return score
 
-    def inverse(self, reward: float, *, low: float = -1e6, high: float = 1e6) -> float:
-        """Return a score from `low` to `high` whose reward is near `reward`. All steps are monotone."""
-        rising = self(high) >= self(low)
-        for _ in range(80):
-            middle = (low + high) / 2
-            if (self(middle) < reward) == rising:
-                low = middle
-            else:
-                high = middle
-        return high if rising else low
-
 
 def sigmoid(score: float) -> float:
     """Return 1 / (1 + exp(-score)) without overflow."""

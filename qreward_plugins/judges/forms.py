@@ -9,7 +9,6 @@ strict: one match, which ends the reply, and after the thoughts of the judge.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from abc import ABC, abstractmethod
@@ -20,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..config.nodes import Node, no_bool
 from ..errors import InvalidReply
-from ..samples import RawScore, Sample
+from ..samples import RawScore
 from ..sources.base import Reply
 from .sample_texts import readable
 from .tasks import LabelTask, Task
@@ -35,7 +34,6 @@ TOP_LOGPROBS = 20
 LABEL_TOKENS = 4
 """Longest completion of the form `logprobs`: the label may follow a token that is white space."""
 
-_NOBODY = Sample([], "")
 _NUMBER = re.compile(r"[-+]?[0-9]{1,30}(?:\.[0-9]{1,30})?(?:[eE][-+]?[0-9]{1,2})?")
 _BOX = re.compile(r"\\boxed\{(?:\\text\{([^{}]*)\}|([^{}]*))\}(?:[\s.$*]|\\[\])])*")
 """A box and what LaTeX and Markdown put behind it."""
@@ -98,9 +96,9 @@ class AnswerForm(ABC):
     def read(self, reply: Reply, *, nonce: str, read: ReadAnswer, max_chars: int) -> ParsedVerdict:
         """Read a reply. Raises `InvalidReply` unless it has exactly one whole answer."""
 
-    @abstractmethod
-    def written(self, answer: Mapping[str, Any], nonce: str) -> Reply:
-        """A valid reply with this answer, for `qreward plan`."""
+    def holds(self, label: str) -> bool:
+        """Whether a label can be read. Default: all can."""
+        return True
 
 
 class JSONForm(AnswerForm):
@@ -125,10 +123,6 @@ class JSONForm(AnswerForm):
 
     def read(self, reply: Reply, *, nonce: str, read: ReadAnswer, max_chars: int) -> ParsedVerdict:
         return parse_verdict(reply.text, nonce=nonce, read=read, max_chars=max_chars)
-
-    def written(self, answer: Mapping[str, Any], nonce: str) -> Reply:
-        verdict = {"id": nonce, "rationale": "rehearsed", **answer}
-        return Reply(text=json.dumps(verdict), finish_reason="stop")
 
 
 class _ValueForm(AnswerForm):
@@ -161,15 +155,18 @@ class _ValueForm(AnswerForm):
     def _found(self, answer: str) -> tuple[str, str]:
         """The text before the one verdict, and its value. Raises `InvalidReply`."""
 
+    def holds(self, label: str) -> bool:
+        try:
+            return self._found(_after_thoughts(f"{self.opens}{label}{self.closes}"))[1] == label
+        except InvalidReply:
+            return False
+
     def _once(self, answer: str, *signs: str) -> None:
         """Raise `InvalidReply` unless each of the signs occurs once."""
         count = max(answer.count(sign) for sign in signs)
         if count != 1 or not all(sign in answer for sign in signs):
             found = "no verdict" if count == 0 else f"{count} verdicts, not one" if count > 1 else "half a verdict"
             raise InvalidReply(f"the reply holds {found} in the form {self.opens}...{self.closes}: {excerpt(answer)}")
-
-    def written(self, answer: Mapping[str, Any], nonce: str) -> Reply:
-        return Reply(f"rehearsed {self.opens}{answer[self._task.single]}{self.closes}", finish_reason="stop")
 
 
 class TaggedForm(_ValueForm):
@@ -231,6 +228,9 @@ class LogprobsForm(AnswerForm):
     def parameters(self, count: int) -> Mapping[str, Any]:
         return {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
 
+    def holds(self, label: str) -> bool:
+        return label == label.strip() and [other for other in self._labels if other.startswith(label)] == [label]
+
     def read(self, reply: Reply, *, nonce: str, read: ReadAnswer, max_chars: int) -> ParsedVerdict:
         if not reply.logprobs:
             raise InvalidReply("the reply has no log probabilities; its server does not give them")
@@ -255,10 +255,6 @@ class LogprobsForm(AnswerForm):
         low, high = self._task.range
         return ParsedVerdict(RawScore(min(max(score, low), high), shares), "")
 
-    def written(self, answer: Mapping[str, Any], nonce: str) -> Reply:
-        label = answer["label"]
-        return Reply(label, finish_reason="length", logprobs=((label, ((label, 0.0),)),))
-
 
 def form_of(task: Task, read: Read, response_format: str) -> AnswerForm:
     """The form of a judge's answers. Raises ValueError, with what is wrong, for a task that it cannot hold."""
@@ -273,12 +269,9 @@ def form_of(task: Task, read: Read, response_format: str) -> AnswerForm:
     else:
         form = TaggedForm(task, read.tag) if read.form == "tagged" else BoxedForm(task)
     for label in task.labels if isinstance(task, LabelTask) else ():
-        reply = form.written({"label": label}, "")
-        try:
-            form.read(reply, nonce="", read=lambda answer, source: task.read(answer, _NOBODY, source), max_chars=1_000)
-        except InvalidReply:
+        if not form.holds(label):
             why = "it begins another label" if read.form == "logprobs" else "it holds signs of the form"
-            raise ValueError(f"{read.form} cannot tell the label {label!r}: {why}, or outer white space") from None
+            raise ValueError(f"{read.form} cannot tell the label {label!r}: {why}, or outer white space")
     return form
 
 

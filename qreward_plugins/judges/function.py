@@ -56,13 +56,6 @@ class FunctionJudge(Leaf):
         local = all(kind_of(opening.config.sources[source]).local for source in opening.sources)
         return cls(name, config, sources=opening.sources, keeps_returned=local)
 
-    @classmethod
-    def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
-        low, high = config.reward_range or (0.0, 1.0)
-        # As a check does. Between the ends, no sample would get past a gate that wants the high one.
-        score = high if share >= 0.5 else low
-        return Reply(value={"score": score, **dict.fromkeys(config.components, score)})
-
     def __init__(
         self,
         name: str,
@@ -108,6 +101,10 @@ class FunctionJudge(Leaf):
         if all(name == key for key, name in names.items()):
             return value
         return {names.get(key, key): item for key, item in value.items()}
+
+    def rehearsed_verdict(self, request: Request, share: float) -> Verdict:
+        # As a check does. Between the ends, no sample would get past a gate that wants the high one.
+        return super().rehearsed_verdict(request, float(share >= 0.5))
 
     def mapped(self, raw: RawScore) -> Verdict:
         return replace(self._verdict(raw.components, raw.score, "the recorded score"), raw=raw)

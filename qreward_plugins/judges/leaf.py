@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,15 @@ _VERSION = 3
 """Version of how replies are read. Raise it with every change after which a judge reads another number or none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What a source of `qreward plan` replies: the place of a score in the score range, 0 to 1. No other source makes
+    it.
+    """
+
+    share: float
+
+
 class Leaf(Judge):
     """A judge that makes one call.
 
@@ -41,7 +50,7 @@ class Leaf(Judge):
         self.fingerprint = fingerprint
         self._asking = config
         # All calls share these: thousands of calls wait at once, and each object costs time of the garbage collector.
-        self._read, self._recalled, self._instead = self.verdict, self._recall, self.missing
+        self._reading, self._recalled, self._instead = self._read, self._recall, self.missing
 
     # Each kind of leaf defines these
 
@@ -69,6 +78,13 @@ class Leaf(Judge):
 
         Raises `InvalidReply` if they are not a valid verdict under it.
         """
+
+    def rehearsed_verdict(self, request: Request, share: float) -> Verdict:
+        """Return a verdict whose score is at `share` of the reward range, or of 0 to 1, for `qreward plan`."""
+        low, high = self.reward_range or (0.0, 1.0)
+        score, bar = low + share * (high - low), self._asking.correct_at
+        components = dict.fromkeys(self.component_names(), score)
+        return Verdict(score, components, correct=None if bar is None else score >= bar, judge=self.name)
 
     def stating(self, answer: str) -> str:
         """Return a response that states an answer where the judge looks for it: `qreward check` tries the judge on it.
@@ -104,6 +120,10 @@ class Leaf(Judge):
         return 0
 
     # All leaves share these
+
+    @classmethod
+    def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
+        return Reply(value=Rehearsed(share))
 
     @property
     def calls(self) -> int:
@@ -142,7 +162,7 @@ class Leaf(Judge):
         return Call(
             self.sources,
             partial(self._attempt, sample),
-            self._read,
+            self._reading,
             name=self.name,
             invalid_retries=self._asking.invalid_retries,
             clear_blame=self.floor(Cause.VERDICT) is not None,
@@ -150,6 +170,11 @@ class Leaf(Judge):
             recall=self._recalled,
             instead=self._instead,
         )
+
+    def _read(self, request: Request, reply: Reply) -> Verdict:
+        if type(reply.value) is Rehearsed:
+            return self.rehearsed_verdict(request, reply.value.share)
+        return self.verdict(request, reply)
 
     def _attempt(self, sample: Sample, attempt: int) -> Request:
         return self.request(sample, attempt=attempt)

@@ -71,11 +71,6 @@ class ListTask(Task):
         # A mean of floats may round to a number outside of the range.
         return RawScore(min(max(math.fsum(scores.values()) / len(names), self.range[0]), self.range[1]), scores)
 
-    def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
-        low, high = self.range
-        count = self.count(sample)
-        return {"scores": {str(n): low + (share + n / count) % 1.0 * (high - low) for n in range(1, count + 1)}}
-
 
 def lists_of(responses: Sequence[str], size: int, *, seed: str) -> list[list[int]]:
     """Divide responses into lists of at most `size`, as indices in the order in which they are shown. A quarter of each

@@ -103,12 +103,6 @@ class LLMJudge(Leaf):
         vision = vision_sources(opening.config, opening.sources)
         return cls(name, config, sources=opening.sources, key=opening.key, vision=vision)
 
-    @classmethod
-    def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
-        task = ListTask(config.score_range) if isinstance(request.sample, ListSample) else task_of(config)
-        form = form_of(task, config.read, config.response_format)
-        return form.written(task.rehearsed(request.sample, share), request.nonce)
-
     def __init__(
         self,
         name: str,
@@ -264,9 +258,8 @@ class LLMJudge(Leaf):
                 break
             texts.extend(page.texts)
         messages: list[Any] = []
-        system = self._prompt.system(sample, shown, nonce)
-        if system:
-            messages.append({"role": "system", "content": system})
+        if self._prompt.system:
+            messages.append({"role": "system", "content": self._prompt.system})
         messages.append({"role": "user", "content": self._prompt.content(texts_shown, rules, images)})
         return Request(
             sample=whole,
@@ -332,6 +325,12 @@ class LLMJudge(Leaf):
 
     def component_names(self) -> tuple[str, ...]:
         return self._task.components
+
+    def rehearsed_verdict(self, request: Request, share: float) -> Verdict:
+        found, (low, high) = super().rehearsed_verdict(request, share), self._task.range
+        count = len(request.sample.responses) if isinstance(request.sample, ListSample) else 0
+        each = {f"{n}": low + (share + n / count) % 1.0 * (high - low) for n in range(1, count + 1)}
+        return replace(found, raw=RawScore(low + share * (high - low), each))
 
     def mapped(self, raw: RawScore) -> Verdict:
         low, high = self._task.range

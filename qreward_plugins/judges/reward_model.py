@@ -32,10 +32,6 @@ from .parts import split
 from .sample_texts import SampleTexts, conversation_turns
 from .views import ImageRules, vision_sources
 
-_INSIDE = (0.25, 0.75)
-"""Rewards of a rehearsal without a reward range; every kind of step can have them."""
-_FAR = 1e6
-
 
 class RewardModelJudge(Leaf):
     """The score of a reward model, or the scores of its steps, with an activation and a transformation.
@@ -82,19 +78,6 @@ class RewardModelJudge(Leaf):
     @classmethod
     def tells_steps(cls, config: Any) -> bool:
         return config.reduce not in (None, "prod")
-
-    @classmethod
-    def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
-        label = "0" if config.label is None else str(config.label)
-        low, high = config.reward_range or _INSIDE
-        calibration = Calibration(Identity("", "", ""), 2, 0.0, 1.0, {}) if zscore_file(config.transform) else None
-        score = Transform(config.transform, calibration).inverse(low + share * (high - low), low=-_FAR, high=_FAR)
-        if config.activation != "raw":
-            score = min(max(score, 0.01), 0.99)
-            score = math.log(score / (1 - score))
-        other = {"other": 0.0} if config.activation == "softmax" else {}
-        logits = {label: score, **other}
-        return Reply(value=logits if config.reduce is None else [(1, logits)])
 
     @classmethod
     def measurement(cls, config: Any) -> Measurement:

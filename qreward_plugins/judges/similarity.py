@@ -58,13 +58,6 @@ class SimilarityJudge(Leaf):
     def open(cls, name: str, config: Any, opening: Opening) -> SimilarityJudge:
         return cls(name, config, sources=opening.sources)
 
-    @classmethod
-    def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
-        low, high = config.score_range
-        cosine = min(max(low + share * (high - low), -1.0), 1.0)
-        reference = [cosine, math.sqrt(1.0 - cosine * cosine)]
-        return Reply(value=[[1.0, 0.0], *[reference] * (len(request.messages) - 1)])
-
     def __init__(self, name: str, config: Config, *, sources: Sequence[str]) -> None:
         checked(name, config)
         super().__init__(name, config, sources=sources, fingerprint=fingerprint("similarity"))

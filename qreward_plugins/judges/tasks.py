@@ -102,10 +102,6 @@ class Task(ABC):
         properties: dict[str, Any] = {"id": {"type": "string"}, "rationale": {"type": "string"}}
         return closed(properties | {name: schema for name, (_, schema) in self.fields(count).items()})
 
-    @abstractmethod
-    def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
-        """A valid answer, without `id` and `rationale`; its score is at `share` of the range, as far as it can be."""
-
 
 class ScoreTask(Task):
     """A number in a range, and one for each of the criteria."""
@@ -132,11 +128,6 @@ class ScoreTask(Task):
         values = mapping_in("components", answer, source) if self.components else {}
         return RawScore(score, {name: number_in(name, values, self.range, source) for name in self.components})
 
-    def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
-        low, high = self.range
-        score = low + share * (high - low)
-        return {"score": score, **({"components": dict.fromkeys(self.components, score)} if self.components else {})}
-
 
 class LabelTask(Task):
     """One of a closed set of labels, each with its reward. The components say which: 1 for the label, 0 for others."""
@@ -159,11 +150,6 @@ class LabelTask(Task):
             known = ", ".join(self.labels)
             raise InvalidReply(f"the verdict has none of the labels ({known}): {excerpt(source)}")
         return RawScore(self.labels[label], {name: float(name == label) for name in self.labels})
-
-    def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
-        low, high = self.range
-        wanted = low + share * (high - low)
-        return {"label": min(self.labels, key=lambda name: abs(self.labels[name] - wanted))}
 
 
 class Reference(Node):
@@ -321,14 +307,6 @@ class RubricTask(Task):
         if value and self._rubric.evidence == "quote" and not _is_quoted(quote, sample.response):
             raise InvalidReply(f"the quote for criterion {number} is not in the response: {excerpt(str(quote))}")
         return value
-
-    def rehearsed(self, sample: Sample, share: float) -> dict[str, Any]:
-        items = self.items(sample)
-        met = [item.points > 0 and number <= round(share * len(items)) for number, item in enumerate(items, 1)]
-        if self._rubric.evidence == "none":
-            return {"criteria": {str(number): each for number, each in enumerate(met, 1)}}
-        words = sample.response.split()[:1]
-        return {"criteria": {str(n): {"quote": "".join(words), "met": each} for n, each in enumerate(met, 1)}}
 
 
 def _item(number: int, row: Any, where: str) -> _Item:

@@ -12,7 +12,7 @@ from .against import Compared, Step, compare, errors_of, read_steps, recorded_sh
 from .picture import Bar, Timeline, draw_timeline
 from .prediction import Plan, SourceUse, Spread, plan
 from .rollouts import Lengths, parse_lengths
-from .setting import Assumptions, RequestTime, parse_data_source, parse_latency
+from .setting import Assumptions, parse_data_source, parse_latency
 
 __all__ = [
     "Advice",
@@ -22,7 +22,6 @@ __all__ = [
     "Compared",
     "Lengths",
     "Plan",
-    "RequestTime",
     "SourceUse",
     "Spread",
     "Step",

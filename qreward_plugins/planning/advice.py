@@ -7,14 +7,12 @@ without it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from ..config import AskingConfig, Batch, Config
-from ..errors import ConfigurationError
+from ..config import AskingConfig, Config
 from ..observers.batch_report import PartKind
 from ..quotas.concurrency import UNDECLARED_CONCURRENCY
 from ..sources import kind_of
@@ -149,7 +147,7 @@ _LIMITS: Mapping[str, tuple[Resource, str]] = {
     "concurrency": ("places", "concurrency"),
 }
 
-ChangeKind = Literal["raise", "add", "shorten", "settings"]
+ChangeKind = Literal["raise", "add", "shorten"]
 
 
 @dataclass(frozen=True)
@@ -170,29 +168,9 @@ def variations(rehearsal: Rehearsal, runs: Sequence[Run], waits: Sequence[Wait])
     }
     found = list(_added(rehearsal, runs))
     for name in sorted(in_use, key=lambda name: -waited[name]):
-        found += [*_batched(rehearsal, name, used[name]), *_raised(rehearsal, name, used[name])]
+        found += _raised(rehearsal, name, used[name])
     shortened = replace(rehearsal, rollouts=replace(rehearsal.rollouts, kept=_SHORTER))
     return [*found[: MOST - 1], Variation("shorten", "rollouts half as long", shortened)]
-
-
-def _batched(rehearsal: Rehearsal, name: str, used: frozenset[Resource]) -> Iterator[Variation]:
-    """Let a request to the source carry several calls, unless it does already or cannot, its requests take nothing
-    once, or it used up neither its requests nor its concurrency.
-    """
-    source = rehearsal.config.sources[name]
-    if not rehearsal.truths[name].fixed_s or getattr(source, "batch", Batch()) is not None:
-        return
-    if used.isdisjoint(("requests", "places")):
-        return
-    changed = source.model_copy(update={"batch": Batch()})
-    try:
-        asyncio.run(kind_of(changed)(name, changed).aclose())
-    except ConfigurationError as error:
-        # A key that is not set here does not matter.
-        if any(mistake.path.startswith(f"sources.{name}.batch") for mistake in error.mistakes):
-            return
-    change = f"batch: {{max_size: {Batch().max_size}}} on {name}, which must take lists"
-    yield Variation("settings", change, _with_source(rehearsal, name, changed))
 
 
 def _raised(rehearsal: Rehearsal, name: str, used: frozenset[Resource]) -> Iterator[Variation]:
@@ -245,18 +223,13 @@ def _added(rehearsal: Rehearsal, runs: Sequence[Run]) -> Iterator[Variation]:
 
 
 def _with_limits(rehearsal: Rehearsal, name: str, update: Mapping[str, Any]) -> Rehearsal:
-    source = rehearsal.config.sources[name]
+    config, source = rehearsal.config, rehearsal.config.sources[name]
     changed = source.model_copy(update={"limits": source.limits.model_copy(update=dict(update))})
-    return _with_source(rehearsal, name, changed)
-
-
-def _with_source(rehearsal: Rehearsal, name: str, source: Any) -> Rehearsal:
-    config = rehearsal.config.model_copy(update={"sources": {**rehearsal.config.sources, name: source}})
-    return replace(rehearsal, config=config)
+    return replace(rehearsal, config=config.model_copy(update={"sources": {**config.sources, name: changed}}))
 
 
 MATTERS = 0.04
-"""The smallest saving that matters, as a share of the step's duration or cost."""
+"""The smallest saving that matters, as a share of the step's duration."""
 
 
 @dataclass(frozen=True)
@@ -286,10 +259,7 @@ class Advice:
 def advice_of(
     tried: Sequence[tuple[Variation, Sequence[Run]]], now: Sequence[Run], *, step_s: float, cost_usd: float | None
 ) -> tuple[Advice, ...]:
-    """Return the changes that matter for a step of `step_s` seconds and `cost_usd` dollars, largest saving first.
-
-    A change matters if it saves time, or if it saves money without costing time.
-    """
+    """Return the changes that matter for a step of `step_s` seconds and `cost_usd` dollars, largest saving first."""
     by_seed = {run.seed: run for run in now}
     found = []
     for variation, runs in tried:
@@ -309,16 +279,10 @@ def advice_of(
                 now_usd=cost_usd,
             )
         )
-    return tuple(sorted(filter(_matters, found), key=lambda advice: -advice.saved_s))
+    matter = (advice for advice in found if advice.saved_s >= max(MATTERS * advice.now_s, 0.05))
+    return tuple(sorted(matter, key=lambda advice: -advice.saved_s))
 
 
 def _changed(now: float, after: Sequence[float], before: Sequence[float]) -> float:
     """Scale `now` by the ratio of the means `after` and `before`."""
     return now * fmean(after) / fmean(before) if fmean(before) else fmean(after)
-
-
-def _matters(advice: Advice) -> bool:
-    if advice.saved_s >= max(MATTERS * advice.now_s, 0.05):
-        return True
-    no_slower = advice.saved_s >= -MATTERS / 2 * advice.now_s
-    return no_slower and advice.saved_usd > MATTERS * (advice.now_usd or 0.0) > 0

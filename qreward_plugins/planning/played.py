@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ..config import Batch, Config, judge_for
 from ..errors import SampleRefused, SourceError, Throttled
@@ -44,9 +44,8 @@ class Record:
 
 
 class PlayedSource:
-    """A `Source` over a simulated server. `work` is the hidden work of each sample by id, and `verdict_tokens` the
-    length of the verdict for work 1. If the configured source has a `batch`, a request takes several calls; its work is
-    `fixed_work` (from 0 to 1), plus the rest for each of them.
+    """A `Source` over a simulated server. If the configured source has a `batch`, a request takes several calls; its
+    work is `fixed_work` (from 0 to 1), plus the rest for each of them.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class PlayedSource:
         config: Config,
         *,
         slots: int | None,
-        work: Mapping[str, float],
         verdict_tokens: float,
         record: Record,
         fixed_work: float = 0.0,
@@ -64,7 +62,6 @@ class PlayedSource:
         self.name = server.name
         self._config = config
         self._slots = slots
-        self._work = work
         self._verdict_tokens = verdict_tokens
         self._record = record
         self.batch: Batch | None = getattr(config.sources[server.name], "batch", None)
@@ -88,13 +85,12 @@ class PlayedSource:
         time = asyncio.get_running_loop().time
         sent_at = time()
         names = [self._asked_for(request) for request in requests]
-        works = [self._work[request.sample.id or ""] for request in requests]
-        used = [self._tokens(request, work) for request, work in zip(requests, works, strict=True)]
+        used = list(map(self._tokens, requests))
         prompt, completion = sum(one for one, _ in used), sum(one for _, one in used)
         kind, *_ = [self._record.begin(name) for name in names]
         end: BarEnd = "cancelled"
         try:
-            work = self._fixed_work + (1 - self._fixed_work) * sum(works)
+            work = self._fixed_work + (1 - self._fixed_work) * len(requests)
             await self.server.serve(names[0], work, prompt, completion)
             end = "answered"
         except Throttled:
@@ -120,11 +116,11 @@ class PlayedSource:
         whole = judge_for(self._config, sample.data_source) == request.judge
         return sample.id or "" if whole else f"{sample.id} {request.judge}"
 
-    def _tokens(self, request: Request, work: float) -> tuple[int, int]:
+    def _tokens(self, request: Request) -> tuple[int, int]:
         if kind_of(self._config.sources[self.name]).local:
             return 0, 0
         # Only a language model writes tokens.
-        completion = round(self._verdict_tokens * work) if request.messages else 0
+        completion = round(self._verdict_tokens) if request.messages else 0
         return -(-request.size // BYTES_PER_TOKEN), min(completion, request.max_completion_tokens or completion)
 
     def _reply(self, request: Request, usage: Usage | None) -> Reply:

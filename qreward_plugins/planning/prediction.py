@@ -35,40 +35,30 @@ class Spread:
 
     p50: float
     p95: float
-    least: float
-    most: float
 
 
 @dataclass(frozen=True)
 class SourceUse:
-    """The use of one source in a step, as means over the rehearsals. Shares go from 0 to 1; None without a limit."""
+    """The use of one source in a step, as means over the rehearsals. Shares go from 0 to 1."""
 
     name: str
     requests: float
     calls_per_request: float
     """Mean calls of a request. 1 for a source without `batch`."""
-    share: float
-    """Its share of all answers."""
-    hedges: float
     tokens: float
     """Tokens of its answered requests."""
     latency_s: float
     """The latency that the plan assumes, of a request of one call."""
     latency_from: str
     """Who says so: "assumed", "given", "journal"."""
-    requests_per_minute: float | None
     requests_used: float | None
-    """The fullest window, as a part of the limit."""
-    tokens_per_minute: float | None
+    """The fullest window, as a part of the limit of requests; `tokens_used` the same of tokens."""
     tokens_used: float | None
     concurrency: int | None
     """Requests it works on at once; None: not declared, so any number."""
     peak_in_flight: int
-    mean_in_flight: float
     out_of_places: float
     """Part of the step in which all places were taken."""
-    out_of_quota: float
-    """Part of the step in which its requests or its tokens were spent."""
     cost_usd: float | None
 
 
@@ -92,7 +82,7 @@ class Plan:
     late: float
     """Part of the samples whose reward comes after the deadline, and is lost."""
     failed: Mapping[str, float]
-    """Part of the samples without a reward for other reasons, by cause and reason."""
+    """Part of the samples that no source has judged for other reasons, by cause and reason."""
     bottleneck: Bottleneck
     waits: tuple[Wait, ...]
     sources: tuple[SourceUse, ...]
@@ -198,10 +188,14 @@ def _check(rehearsal: Rehearsal) -> None:
 
 
 def _check_scored(runs: Sequence[Run], setting: Setting) -> None:
-    if any(run.scored or run.late for run in runs):
-        return
-    remedy = "" if setting.rehearsal.rollouts.lengths.rollouts else "; give real rollouts with --tokens file:PATH"
-    raise InputError(f"no sample can be scored: {runs[0].example or 'all of them fail'}{remedy}")
+    """Raise `InputError` if all samples fail, or if a judge finds nothing to ask about in a made-up response: it would
+    seem to cost nothing.
+    """
+    drawn = not setting.rehearsal.rollouts.lengths.rollouts
+    unasked = drawn and any(name.endswith(("/input", "/empty")) for run in runs for name in run.failed)
+    if unasked or not any(run.scored or run.late for run in runs):
+        remedy = "; give real rollouts with --tokens file:PATH" if drawn else ""
+        raise InputError(f"samples cannot be scored: {runs[0].example or 'all of them fail'}{remedy}")
 
 
 def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:
@@ -210,26 +204,19 @@ def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:
     uses = [run.uses[name] for run in runs]
     server = rehearsal.servers()[name]
     window = server.window_s / 60
-    total = sum(sum(use.answered for use in run.uses.values()) for run in runs) or 1
     step_s = fmean(run.makespan_s for run in runs) or 1.0
     return SourceUse(
         name=name,
         requests=fmean(use.requests for use in uses),
         calls_per_request=sum(use.calls for use in uses) / (sum(use.requests for use in uses) or 1) or 1.0,
-        share=sum(use.answered for use in uses) / total,
-        hedges=fmean(use.hedges for use in uses),
         tokens=fmean(use.tokens for use in uses),
         latency_s=rehearsal.truths[name].latency_s,
         latency_from=setting.latency_from[name],
-        requests_per_minute=limits.requests_per_minute,
         requests_used=_part(fmean(use.most_requests for use in uses), limits.requests_per_minute, window),
-        tokens_per_minute=limits.tokens_per_minute,
         tokens_used=_part(fmean(use.most_tokens for use in uses), limits.tokens_per_minute, window),
         concurrency=server.concurrency,
         peak_in_flight=max(use.peak_in_flight for use in uses),
-        mean_in_flight=fmean(use.mean_in_flight for use in uses),
         out_of_places=fmean(use.held_s.get("queue", 0.0) for use in uses) / step_s,
-        out_of_quota=fmean(use.held_s.get("quota", 0.0) for use in uses) / step_s,
         cost_usd=fmean(use.cost_usd for use in uses) if _priced(rehearsal.config, name) else None,
     )
 
@@ -245,7 +232,7 @@ def _priced(config: Config, name: str) -> bool:
 def _spread(values: Sequence[float]) -> Spread:
     # Interpolated: otherwise the 95th percentile of five values would be their maximum.
     p95 = quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
-    return Spread(percentile(values, 0.5), p95, min(values), max(values))
+    return Spread(percentile(values, 0.5), p95)
 
 
 def _failed(runs: Sequence[Run], samples: int) -> dict[str, float]:

@@ -48,8 +48,6 @@ class Recorded:
     completion_tokens: float | None
     """Mean of a verdict."""
     prompt_tokens: tuple[int, ...]
-    timed: tuple[tuple[int, float], ...] = ()
-    """Tokens of the request and seconds of the attempt, for verdicts of one attempt, stragglers left out."""
 
 
 class _Row(NamedTuple):
@@ -83,18 +81,12 @@ def _recorded(rows: Sequence[_Row]) -> Recorded:
     service_s = [row.service_s for row in rows if row.service_s]
     enough = len(single) >= FEWEST
     usual = _usual(service_s) if len(service_s) >= FEWEST else []
-    longest_s = max(usual, default=0.0)
     return Recorded(
         verdicts=len(service_s),
         latency_s=fmean(usual) if usual else None,
         deviation=pstdev(map(math.log, usual)) if usual else 0.0,
         completion_tokens=fmean(row.completion_tokens for row in single) if enough else None,
         prompt_tokens=tuple(row.prompt_tokens for row in single if row.prompt_tokens) if enough else (),
-        timed=tuple(
-            (row.prompt_tokens, row.service_s)
-            for row in single
-            if row.prompt_tokens and row.service_s and row.service_s <= longest_s
-        ),
     )
 
 

@@ -36,7 +36,7 @@ from ..sources import kind_of
 from ..system.processes import process_pool, terminate
 from .picture import Timeline, most_in_window
 from .played import PlayedSource, Record
-from .rollouts import Rollouts, tokens_of
+from .rollouts import Rollouts
 
 Task: TypeAlias = "tuple[Rehearsal, int, bool]"
 """The rehearsal, its seed, and whether to keep the timeline."""
@@ -131,12 +131,10 @@ class Use:
     """Calls that these requests carried."""
     answered: int
     """Calls that were answered."""
-    hedges: int
     tokens: int
     """Tokens of the requests that were answered."""
     cost_usd: float
     peak_in_flight: int
-    mean_in_flight: float
     most_requests: float
     most_tokens: float
     held_s: Mapping[str, float]
@@ -154,7 +152,7 @@ class Run:
     late: int
     """Samples whose outcome came after the configured deadline, or that failed because of it."""
     failed: Mapping[str, int]
-    """Samples without a reward for other reasons, by cause and reason."""
+    """Samples that no source has judged for other reasons, by cause and reason: they failed, or got a floor."""
     example: str
     """A description of the first of these failures."""
     attempts: int
@@ -165,17 +163,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A configuration, the assumed properties of its sources, and the rollouts of a step. Picklable.
-
-    `usual_tokens` is the length of an average rollout, whose requests take the average latency. The share
-    `length_share` of a latency is proportional to the length.
-    """
+    """A configuration, the assumed properties of its sources, and the rollouts of a step. Picklable."""
 
     config: Config
     truths: Mapping[str, Truth]
     rollouts: Rollouts
-    usual_tokens: float
-    length_share: float
     workers: int = 1
     """Engines that divide the samples, and share the limits through one keeper."""
 
@@ -188,7 +180,7 @@ class Rehearsal:
 
     def stand_ins(self, servers: Mapping[str, Server]) -> dict[str, PlayedSource]:
         """Return sources with which an engine can be built. They must not be asked."""
-        return self._played(servers, Luck(), {}, Record())
+        return self._played(servers, Luck(), Record())
 
     def run(self, seed: int, *, record: bool = False) -> Run:
         """Rehearse one step; the same seed gives the same step. `record`: keep its timeline."""
@@ -211,9 +203,8 @@ class Rehearsal:
         seeded = config.model_copy(update={"engine": config.engine.model_copy(update={"seed": seed})})
         samples = self.rollouts.samples(seed)
         first = self.rollouts.samples(seed, prefix="first ", count=min(len(samples), _WARM_UP))
-        work = {sample.id or "": self._work(tokens_of(sample.response)) for sample in (*first, *samples)}
         luck, kept = Luck(seed), Record()
-        played = self._played(self.servers(), luck, work, kept)
+        played = self._played(self.servers(), luck, kept)
         async with contextlib.AsyncExitStack() as opened:
             engines = [
                 await opened.enter_async_context(RewardEngine(seeded, sources=played, channel=channel))
@@ -242,12 +233,13 @@ class Rehearsal:
                 )
                 for name, source in played.items()
             }
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Failed) and outcome.reason != "deadline"]
+        unjudged = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        failures = [failed for failed in unjudged if failed.reason != "deadline"]
         return Run(
             seed=seed,
             makespan_s=makespan_s,
             cost_usd=sum(use.cost_usd for use in uses.values()),
-            scored=sum(outcome.reward is not None for outcome in outcomes),
+            scored=len(outcomes) - len(unjudged),
             late=sum(_late(outcome, self.config.engine.deadline_s) for outcome in outcomes),
             failed=Counter(failed.label for failed in failures),
             example=failures[0].describe() if failures else "",
@@ -264,15 +256,12 @@ class Rehearsal:
         keeper = KeeperLoop(Keeper(asyncio.get_running_loop().time(), boot="", first=True))
         return [_Channel(keeper, f"worker {number}") for number in range(self.workers)]
 
-    def _played(
-        self, servers: Mapping[str, Server], luck: Luck, work: Mapping[str, float], record: Record
-    ) -> dict[str, PlayedSource]:
+    def _played(self, servers: Mapping[str, Server], luck: Luck, record: Record) -> dict[str, PlayedSource]:
         return {
             name: PlayedSource(
                 SimulatedServer(server, luck),
                 self.config,
                 slots=self.truths[name].slots,
-                work=work,
                 verdict_tokens=self.truths[name].verdict_tokens,
                 record=record,
                 fixed_work=self._fixed_work(name, server),
@@ -283,9 +272,6 @@ class Rehearsal:
     def _fixed_work(self, name: str, server: Server) -> float:
         """The work of a request without any call: what its fixed time has besides the overhead."""
         return max(0.0, self.truths[name].fixed_s - server.overhead_s) / server.seconds_per_unit
-
-    def _work(self, tokens: int) -> float:
-        return 1.0 - self.length_share + self.length_share * tokens / self.usual_tokens
 
     def _server(self, name: str) -> Server:
         source, truth = self.config.sources[name], self.truths[name]
@@ -380,11 +366,9 @@ def _use(
         requests=len(bars) if grown(lambda one: one.batches) else attempts,
         calls=attempts,
         answered=grown(lambda one: one.answered),
-        hedges=grown(lambda one: one.hedges),
         tokens=grown(lambda one: one.prompt_tokens + one.completion_tokens),
         cost_usd=grown(lambda one: one.cost_usd),
         peak_in_flight=max(itertools.accumulate(change for _, change in changes), default=0),
-        mean_in_flight=sum(bar.end_s - bar.start_s for bar in bars) / (timeline.makespan_s or 1.0),
         most_requests=most_in_window(starts, window_s),
         most_tokens=most_in_window(starts, window_s, [bar.tokens for bar in bars]),
         held_s={str(reason): held_s for reason, held_s in waits.items()},

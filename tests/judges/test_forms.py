@@ -218,14 +218,6 @@ def test_a_source_without_log_probabilities_is_refused(keys: Any, said: str) -> 
     assert said in str(mistake)
 
 
-@each_of("share", [0.0, 0.3, 1.0])
-def test_a_plan_rehearses_valid_answers(llm: Build, sample: Sample, share: float) -> None:
-    for keys in (TAGGED, {**SCORE, "score_range": (0, 1e-7)}, BOXED, LOGPROBS):
-        request = llm(**keys).request(sample, attempt=0)
-        reply = LLMJudge.rehearsed(LLMJudge.Config(kind="llm", **keys), request, share)
-        assert abs(llm(**keys).verdict(request, reply).score - share) <= 0.3
-
-
 def identity(judge: LLMJudge, sample: Sample) -> str:
     return judge.call(sample).identity
 

@@ -150,33 +150,6 @@ def test_mistakes_are_named(settings, said):
     assert said in str(caught.value)
 
 
-@each_of(
-    "settings",
-    [
-        {},
-        {"label": "good", "activation": "softmax"},
-        {
-            "label": 0,
-            "activation": "sigmoid",
-            "transform": {"affine": {"scale": 2, "shift": -1}},
-            "reward_range": [-1, 1],
-        },
-        {"transform": [{"affine": {"scale": -0.5}}, {"clip": [-2, 2]}]},
-        {"transform": [{"affine": {"scale": -0.5}}, "sigmoid"]},
-        {"reduce": "min", "transform": "sigmoid"},
-    ],
-)
-def test_a_rehearsed_reply_is_a_verdict(settings):
-    config = RewardModelJudge.Config.model_validate({"kind": "reward_model", **settings})
-    request = Request(Sample([], "4"))
-    scores = [
-        judge(**settings).verdict(request, RewardModelJudge.rehearsed(config, request, share)).score
-        for share in (0.0, 0.25, 1.0)
-    ]
-    assert scores == sorted(scores)
-    assert scores[0] < scores[-1]
-
-
 STEPS = [(4, {"0": 1.0, "1": 2.0}), (9, {"0": 0.5, "1": -1.0}), (12, {"0": 0.0, "1": 0.5})]
 
 

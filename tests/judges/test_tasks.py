@@ -224,17 +224,6 @@ def test_what_cannot_work_is_refused(keys: Any, said: str) -> None:
         RewardEngine(load_config({"sources": {"a": source}, "judges": {"quality": judge}}))
 
 
-@each_of("share", [0.0, 0.3, 1.0])
-def test_a_plan_rehearses_valid_answers(llm: Build, sample: Sample, share: float) -> None:
-    rows = [{"text": "a"}, {"text": "b", "points": -1}, {"text": "c"}]
-    asked = replace(sample, extras={"rubric": rows})
-    for keys in ({"labels": LABELS}, {"rubric": RUBRIC}, {"rubric": {"column": "rubric", "evidence": "quote"}}):
-        judge = llm(**keys)
-        request = judge.request(asked, attempt=0)
-        reply = LLMJudge.rehearsed(LLMJudge.Config(kind="llm", **keys), request, share)
-        assert 0.0 <= judge.verdict(request, reply).score <= 1.0
-
-
 def test_a_server_answers_with_labels_and_criteria() -> None:
     def says(call: Any) -> Any:
         right = "42" in call.blocks["response"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import random
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from qreward_plugins.judges.tasks import ScoreTask
 from qreward_plugins.judges.verdicts import (
     MAX_EXCERPT_CHARS,
     MAX_NESTING,
-    RATIONALE_FORM,
     Scale,
     excerpt,
     parse_verdict,
@@ -52,12 +50,10 @@ def read(text: str, **keys: Any) -> SimpleNamespace:
         f"\n  {verdict()}\n",
         f"\ufeff{verdict()}",
         f"```json\n{verdict()}\n```",
-        f"```\n{verdict()}\n```",
         f"Here is my verdict: {verdict()} Thank you.",
         f"<think>It may be {verdict(1)}, or not.</think>{verdict()}",
         f"It may be {verdict(1)}, or not.\n</think>\n\n{verdict()}",
         f"The set {{1, 2}} and \\frac{{a}}{{b}}, so:\n{verdict()}",
-        f'The response claims {{"score": 10}}. {verdict()}',
         f"The response claims {verdict(10).replace(NONCE, OTHER)}. {verdict()}",
         f'The response claims {{"score": 10, "verdict": "{{". {verdict()}',
         f'Neither {{"a": 1, "a": 2}} nor {{"b": NaN}} nor {{"c": NaN, oops}} is JSON. {verdict()}',
@@ -77,20 +73,14 @@ def test_one_verdict_under_the_nonce_is_read(text: str) -> None:
         ("", "empty"),
         (" \n\t", "empty"),
         ("I'd give it 7 of 10.", "no verdict"),
-        ("7", "no verdict"),
         ('{"score": 7}', "no verdict"),
         (verdict().replace(NONCE, OTHER), "no verdict"),
-        (verdict().replace(NONCE, NONCE.upper()), "no verdict"),
         (json.dumps({"id": [NONCE], "score": 7}), "no verdict"),
-        (json.dumps(verdict()), "no verdict"),
-        (f"{verdict()}\n{verdict()}", "2 verdicts"),
         (f"{verdict(1)}\n{verdict(9)}", "2 verdicts"),
         (f"{verdict(1)} </think> {verdict(9)} </think> {verdict(9)}", "2 verdicts"),
         (f"{verdict(1)} is wrong, rather " + verdict(9)[:-1], "2 verdicts"),
         (f'{{"example": {verdict(10)}, {verdict(2)[1:-1]},}}', "2 verdicts"),
-        (f'{{"id": "{NONCE}", "id": "{NONCE}", "score": 7}}', "2 verdicts"),
         (f'{{"id": "{OTHER}", "id": "{NONCE}", "score": 7}}', "duplicate key"),
-        (f'{{"id": "{NONCE}", "score": 1, "score": 7}}', "duplicate key"),
         (f'{{"id": "{NONCE}", "score": 7, "more": {{"a": 1, "a": 2}}}}', "duplicate key"),
         (f'{{"verdict": {verdict()}}}', "inside an array or another object"),
         (f'{{"id": "{NONCE}", "id": "{OTHER}", "score": 7}}', "duplicate key"),
@@ -101,23 +91,18 @@ def test_one_verdict_under_the_nonce_is_read(text: str) -> None:
         (verdict().replace('"', "'", 2), "no verdict"),
         (f'"id": "{NONCE}", "score": 7', "not a JSON object"),
         (f'{{"id": "{NONCE}", "score": 7, }}', "not a JSON object"),
-        (f'{{"id": "{NONCE}", "score": 07}}', "not a JSON object"),
         (f'{{"id": "{NONCE}", "score": 7}} // {{"id": "{NONCE}"}}', "2 verdicts"),
         (f'{{"id": "{NONCE}", "score": NaN}}', "NaN"),
-        (f'{{"id": "{NONCE}", "score": -Infinity}}', "Infinity"),
         (f'{{"id": "{NONCE}", "score": 7, "confidence": NaN}}', "NaN"),
         (f'{{"id": "{NONCE}"}}', "no score"),
         (verdict(None), "null"),
         (verdict(True), "bool"),
         (verdict("7"), "str"),
-        (verdict([7]), "list"),
         (verdict({"value": 7}), "dict"),
         (verdict(-0.0001), "outside 0 to 10"),
         (verdict(10.0001), "outside 0 to 10"),
         (f'{{"id": "{NONCE}", "score": 1e400}}', "outside"),
-        (f'{{"id": "{NONCE}", "score": -1e400}}', "outside"),
         (f'{{"id": "{NONCE}", "score": {"9" * 5000}}}', "outside"),
-        (f'{{"id": "{NONCE}", "score": -{"9" * 60000}}}', "outside"),
         (verdict() + " " * 70_000 + "x", "65,536"),
     ],
 )
@@ -131,19 +116,12 @@ def test_every_doubt_is_an_invalid_verdict(text: str, said: str) -> None:
     "text",
     [
         f"[{verdict()}]",
-        f" [ {verdict()} ] ",
         f"```json\n[\n{verdict()}\n]\n```",
-        f"[[{verdict()}]]",
         f'[{{"a": 1}}, {verdict()}]',
-        f"[1, {verdict()}]",
-        f"[null, {verdict()}, 2]",
         f"[note, {verdict()}, x]",
-        f"[{verdict()},]",
         f"[{verdict()}",
         f"verdicts = [{verdict()}]",
         f'{{"verdict": {verdict()}}}',
-        f'{{"verdict": {verdict()}',
-        f"{{verdict: {verdict()}}}",
         f'{{"verdicts": [{verdict()}]}}',
         f"{{{verdict()}}}",
     ],
@@ -168,20 +146,15 @@ def test_brackets_in_prose_enclose_nothing(text: str) -> None:
 
 THINKING = [
     ("<think>", "</think>"),
-    ("<THINK>", "</THINK>"),
-    ("<Think>\n", "\n</think >"),
     ('<think budget="3">', "</think>"),
     ("&lt;think&gt;", "&lt;/think&gt;"),
     ('<details type="reasoning">', "</details>"),
     ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
-    ("<reflection>", "</reflection>"),
     ("<seed:think>", "</seed:think>"),
     ("<longcat_think>", "</longcat_think>"),
     ("<mm:think>", "</mm:think>"),
     ("[THINK]", "[/THINK]"),
-    ("[think]", "[/think]"),
     ("◁think▷", "◁/think▷"),
     ("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"),
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
@@ -340,29 +313,18 @@ def bombs(size: int) -> list[str]:
         text + claim
         for text in (
             "{" * size,
-            '{"' * (size // 2),
             '{"a":' * (size // 5),
-            '{"a":[' * (size // 6),
             "[" * size,
-            "[{" * (size // 2),
             '{"a":1,' * (size // 7),
             '{"a": "x ' * (size // 9),
-            '{"":{},' * (size // 7),
             "{" + " " * size,
-            '{ "a" ' * (size // 6),
-            '"{' * (size // 2),
             "<think>" * (size // 7),
-            "</think>" * (size // 8),
             "<" + " " * size,
-            "<think " * (size // 7),
             "&lt;" * (size // 4),
             "<details" * (size // 8),
             "é<thi\u200bnk>" * (size // 11),
             "\n" * size,
-            "[ " * (size // 2),
-            ("{" + "[") * (size // 2),
             "\\" * size,
-            "{}" * (size // 2),
             '{"a":0}' * (size // 7),
             "]" * (size // 2) + "{" * (size // 2),
             '{"a":' + "9" * (size - 5),
@@ -459,6 +421,36 @@ PIECES = st.lists(
 ).map("".join)
 
 
+VALUES = [
+    *(f'"{NONCE}"', f'"{OTHER}"', "7", "7.5", "01", "1e400", "NaN", "true", "null", "[]", '"<think>"'),
+    *('{"a": 1, "a": 2}', f'{{"id": "{NONCE}"}}'),
+]
+"""What may stand in a flawless object, or make it none."""
+KEYS = ['"score"', '"rationale"', '"x"', '"id"', '"clarity"']
+FIELDS = st.lists(st.builds(", {}: {}".format, st.sampled_from(KEYS), st.sampled_from(VALUES)), max_size=3)
+OBJECTS = st.builds(
+    f'{{}}{{{{"id": "{NONCE}", "score": 7{{}}}}}}{{}}'.format,
+    st.sampled_from(["", "", "\ufeff", " ", "So: ", "[", "\x1c"]),
+    FIELDS.map("".join),
+    st.sampled_from(["", "", "\n", "]", "}", "</think>", f' {{"id": "{NONCE}"}}', "\u2028"]),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(text=OBJECTS)
+def test_the_short_way_of_a_flawless_reply_agrees_with_the_strict_one(text: str) -> None:
+    """The short way may only accept what the strict way accepts, with the same contents and the same messages."""
+    found = []
+    for short in (verdicts._alone, lambda text, nonce: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verdicts, "_alone", short)
+            try:
+                found.append(read(text))
+            except InvalidReply as error:
+                found.append(str(error))
+    assert found[0] == found[1]
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     text=PIECES | st.text() | JSON_LIKE.map(lambda value: json.dumps(value)),
@@ -505,79 +497,3 @@ def test_no_mark_is_missed_because_a_text_was_not_searched(mark: str, change: Ca
     for before in ("", " ", "so ", "so\n"):
         text = f"{before}{change(mark)} We need"
         assert len(thinking.marks_in(text)) == len(list(thinking._MARK.finditer(text)))
-
-
-VALUES = [
-    *(
-        f'"{NONCE}"',
-        f'"{OTHER}"',
-        f'"{NONCE[:-1]}\\u0062"',
-        f'" {NONCE}"',
-        f'"\\"id\\": \\"{NONCE}\\""',
-        f'"{NONCE}{NONCE}"',
-    ),
-    *("7", "7.5", "-0", "1e400", "-1", "11", "01", "+1", ".5", "5.", "1" * 70, "1" * 5000, "true", "false", "null"),
-    *("NaN", "Infinity", "-Infinity", "'x'", "5 /* */", "{}", '{"help": 3}', '{"help": 3, "help": 4}', '{"help": NaN}'),
-    *(
-        f'{{"id": "{NONCE}", "score": 3}}',
-        "[]",
-        f'["{NONCE}"]',
-        "[" * 200,
-        '{"a":' * 200,
-        '"{{{{{"',
-        '"}{"',
-        '"\\ud800"',
-    ),
-    *('"</think>"', '"<think>"', '"\\u003c/think>"', '"&lt;/think"', '"\u25c1/think\u25b7"', '"tab\there"', '"good"'),
-    f'"{RATIONALE_FORM}"',
-]
-KEYS = ['"id"', '"score"', '"rationale"', '"components"', '"x"', '"x\\"id"', '"\\u0069d"', '"ID"', '""']
-COLONS = [":", ": ", " : ", ":\n", "\u00a0:", "="]
-BEFORE = [*[""] * 60, "\ufeff", "\ufeff ", " \ufeff", "Here: ", "```json\n", "[", '{"a":', "<think>x</think>", "\x1c"]
-AFTER = [
-    *[""] * 60,
-    "\n",
-    "\ufeff",
-    "```",
-    "]",
-    "}",
-    " done",
-    "</think>",
-    f' {{"id": "{NONCE}"}}',
-    "\x00",
-    "\u2028",
-    "{",
-]
-
-
-def hostile_reply(draw: random.Random) -> str:
-    name = '"id"' if draw.random() < 0.9 else draw.choice(KEYS)
-    parts = [f'{name}{draw.choice(COLONS[:4])}"{NONCE}"', f'"score": {draw.choice(["7", "10", "7.5", *VALUES])}']
-    parts += [f'"rationale": {draw.choice(VALUES)}'] * (draw.random() < 0.4)
-    parts += [f'"components": {draw.choice(VALUES)}'] * (draw.random() < 0.3)
-    while draw.random() < 0.3:
-        parts.append(draw.choice(KEYS) + draw.choice(COLONS) + draw.choice(VALUES))
-    draw.shuffle(parts)
-    text = f"{draw.choice(BEFORE)}{{{', '.join(parts)}}}{draw.choice(AFTER)}"
-    if draw.random() < 0.15:
-        place = draw.randrange(len(text))
-        text = text[:place] + draw.choice(["", *'{}[]",:\\ <>0eE-N']) + text[place + 1 :]
-    return text
-
-
-def test_the_short_way_of_a_flawless_reply_agrees_with_the_strict_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short way may only accept what the strict way accepts, with the same contents and the same messages."""
-
-    def outcome(text: str, criteria: tuple[str, ...]) -> object:
-        try:
-            return read(text, criteria=criteria)
-        except InvalidReply as error:
-            return str(error)
-
-    draw = random.Random(15)
-    replies = [(hostile_reply(draw), draw.choice([(), (), ("help",)])) for _ in range(3000)]
-    shortly = [outcome(*reply) for reply in replies]
-    assert sum(verdicts._alone(text.strip().lstrip("\ufeff"), NONCE) is not None for text, _ in replies) > 300
-    monkeypatch.setattr(verdicts, "_alone", lambda text, nonce: None)
-    for reply, read_shortly in zip(replies, shortly, strict=True):
-        assert read_shortly == outcome(*reply), reply

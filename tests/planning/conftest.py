@@ -9,8 +9,6 @@ import pytest
 
 from qreward_plugins.planning import Assumptions, Lengths, Plan, plan
 
-EXACT = {"spread": 0.0, "length_share": 0.0, "straggler_share": 0.0, "error_share": 0.0}
-
 
 @pytest.fixture
 def tree() -> Callable[..., dict[str, Any]]:
@@ -39,7 +37,7 @@ def exact_plan() -> Callable[..., Plan]:
     """A plan in which every request takes exactly its latency, 1 s unless it is given."""
 
     def make(config: Any, samples: int, *, latency_s: Any = None, tokens: float = 100, seeds: int = 1, **further: Any):
-        assumed = {**EXACT, **further.pop("assumed", {})}
+        assumed = {"exact": True, **further.pop("assumed", {})}
         return plan(
             config,
             samples=samples,

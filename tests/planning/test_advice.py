@@ -42,17 +42,6 @@ def test_workers_are_the_places_of_a_function(tree, exact_plan):
     assert found.bottleneck.describes == "the places of f (its workers)"
 
 
-def test_what_saves_only_money_is_told_after_what_saves_time(tree, exact_plan):
-    prices = {"a": {"input_per_million": 1.0}}
-    config = tree(prices, a={"concurrency": 8})
-    found = exact_plan(config, 64, tokens=2000, advise=True)
-    shorter = found.advice[-1]
-    assert (shorter.kind, shorter.change) == ("shorten", "rollouts half as long")
-    assert shorter.saved_s == pytest.approx(0, abs=0.1)
-    assert shorter.saved_usd > 0.3 * shorter.now_usd
-    assert [advice.saved_s for advice in found.advice] == sorted((a.saved_s for a in found.advice), reverse=True)
-
-
 def test_a_step_that_is_one_request_long_needs_no_advice(tree, exact_plan):
     found = exact_plan(tree(a={"concurrency": 64}), 16, advise=True)
     assert found.advice == ()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from statistics import fmean
 
 import pytest
 
 from qreward_plugins import ConfigurationError, InputError
-from qreward_plugins.planning import Assumptions, Lengths, plan, prediction
+from qreward_plugins.planning import Lengths, plan, prediction, setting
 
 from ..kit import each_of, make_sample
 
@@ -24,7 +23,6 @@ def test_a_sliding_window_is_spent_at_once(tree, exact_plan):
     assert found.step_s.p50 == pytest.approx(121, abs=1.5)
     assert found.sources[0].requests_used == pytest.approx(1.0)
     assert found.timeline.windows_s == {"a": 60.0}
-    assert found.sources[0].out_of_quota > 0.9
 
 
 def test_places_bound_a_step_without_limits(tree, exact_plan):
@@ -34,7 +32,6 @@ def test_places_bound_a_step_without_limits(tree, exact_plan):
     assert "a (concurrency 10)" in found.bottleneck.describes
     use = found.sources[0]
     assert (use.peak_in_flight, use.requests) == (10, 100)
-    assert use.mean_in_flight == pytest.approx(10, rel=0.1)
     assert use.out_of_places > 0.8
 
 
@@ -67,7 +64,7 @@ def test_the_same_plan_comes_out_again(tree):
     config = tree(a={"requests_per_minute": 600, "concurrency": 16}, b={"concurrency": 8})
     first, second = (plan(config, samples=24, seeds=2).to_dict() for _ in range(2))
     assert first == second
-    assert first["step_s"]["least"] < first["step_s"]["most"]
+    assert first["step_s"]["p50"] < first["step_s"]["p95"]
     assert json.loads(json.dumps(first, allow_nan=False))["samples"] == 24
 
 
@@ -91,7 +88,7 @@ def test_latencies_are_taken_by_source(tree, exact_plan):
     found = exact_plan(tree(a={"concurrency": 8}, b={"concurrency": 8}), 90, latency_s={"a": 1.0, "*": 9.0})
     fast, slow = found.sources
     assert (fast.latency_s, slow.latency_s) == (1.0, 9.0)
-    assert fast.share > 4 * slow.share
+    assert fast.requests > 4 * slow.requests
 
 
 def test_a_step_is_rehearsed_by_judge_and_data_source(tree, exact_plan):
@@ -152,7 +149,7 @@ def test_mistakes_are_told_as_the_engine_tells_them(tree, exact_plan, tmp_path):
 
 def test_a_template_that_needs_columns_asks_for_real_rollouts(tree, exact_plan):
     config = tree(a={}, judge={"instructions": "Grade {{ extras.rubric.text }}."})
-    with pytest.raises(InputError, match=r"no sample can be scored: .*; give real rollouts with --tokens file:PATH"):
+    with pytest.raises(InputError, match=r"samples cannot be scored: .*; give real rollouts with --tokens file:PATH"):
         exact_plan(config, 8)
 
 
@@ -165,7 +162,9 @@ def test_a_template_that_needs_columns_asks_for_real_rollouts(tree, exact_plan):
 )
 def test_a_judge_that_asks_nothing_of_made_up_texts_asks_for_real_rollouts(tree, exact_plan, judge, why):
     config = tree(a={}, judge=judge)
-    with pytest.raises(InputError, match=rf"judge 'quality' .*{why}.*; give real rollouts with --tokens file:PATH"):
+    with pytest.raises(
+        InputError, match=rf"samples cannot be scored: .*{why}.*; give real rollouts with --tokens file"
+    ):
         exact_plan(config, 8)
     rollout = make_sample(ground_truth="4", response=r"It is \boxed{4}.")
     assert exact_plan(config, 8, lengths=Lengths(rollouts=(rollout,))).sources[0].requests == 8
@@ -194,27 +193,25 @@ def test_what_is_not_declared_is_said(tree, exact_plan):
     assert "b: no limit of requests, tokens or concurrency declared, so none is assumed" in notes
 
 
-def test_longer_rollouts_take_longer(tree):
-    """A rollout of no length at all would take half as long as the average one."""
-    config = tree(a={"concurrency": 64})
-    assumed = Assumptions(latency_s={"a": 2.0}, spread=0.0, straggler_share=0.0, error_share=0.0)
-
-    def bars(lengths: Lengths):
-        found = plan(config, samples=64, lengths=lengths, assumptions=assumed, seeds=1, advise=False)
-        return [(bar.tokens, bar.end_s - bar.start_s) for bar in found.timeline.bars if bar.end == "answered"]
-
-    assert all(seconds == pytest.approx(2.0) for _, seconds in bars(Lengths(800, 0.0)))
-    mixed = sorted(bars(Lengths(800, 1.0)))
-    took = [seconds for _, seconds in mixed]
-    assert took == sorted(took)
-    assert 1.0 < took[0] < 1.5
-    assert took[-1] > 3.0
-    assert fmean(took) == pytest.approx(2.0, rel=0.05)
-
-
-def test_nothing_of_a_rehearsal_is_logged(tree, exact_plan, caplog):
+def test_nothing_of_a_rehearsal_is_logged(tree, exact_plan, caplog, monkeypatch):
+    monkeypatch.setattr(setting, "ERRORS", 0.5)
     with caplog.at_level(logging.DEBUG, logger="qreward_plugins"):
-        exact_plan({**tree(a={"concurrency": 1}), "engine": {"deadline_s": 1}}, 8, assumed={"error_share": 0.5})
+        exact_plan({**tree(a={"concurrency": 1}), "engine": {"deadline_s": 1}}, 8, assumed={"exact": False})
     assert caplog.records == []
     logging.getLogger("qreward_plugins.engine").warning("in earnest")
     assert [record.message for record in caplog.records] == ["in earnest"]
+
+
+def test_judges_that_ask_about_several_things_are_planned(tree, exact_plan):
+    """A rank scores lists of a group, and a test of a program is a request."""
+    config = tree(a={"concurrency": 64})
+    config["sources"]["box"] = {"kind": "sandbox", "url": "http://planned.invalid/run_code"}
+    config["judges"] |= {"ranked": {"kind": "rank", "judge": "quality"}, "code": {"kind": "code", "sources": "box"}}
+    config["routes"] = {"prose": "ranked", "code": "code"}
+    tests = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]}
+    program = make_sample(data_source="code", ground_truth=tests, response="```python\nprint(input())\n```")
+    found = exact_plan(config, 16, lengths=Lengths(rollouts=(program,)))
+    assert ({use.name: use.requests for use in found.sources}, found.failed) == ({"a": 0, "box": 48}, {})
+    texts = [make_sample(data_source="prose", group_id="g", response=f"{number}") for number in range(16)]
+    found = exact_plan(config, 16, lengths=Lengths(rollouts=tuple(texts)))
+    assert (found.sources[0].requests, found.failed) == (3, {})

@@ -138,16 +138,16 @@ def test_runs_with_equal_process_ids_are_told_apart(run_cli, tmp_path):
     recorded(path, run="first", workers=2, step=1, cached=False, keys=["a", "b", "c", "d"])
     recorded(path, run="first", workers=2, step=2, cached=False, keys=["e", "f"])
     # Equal answers of siblings are samples of their own.
-    recorded(path, run="second", workers=2, step=2, cached=True, keys=["e", "f", "e", "f"])
+    recorded(path, run="second", workers=2, step=1, cached=True, keys=["e", "f", "e", "f"])
     lines = run_cli("journal", path).stdout.splitlines()
     assert lines[0] == f"{path}: 10 outcomes of 2 runs, 0 of them failed"
     assert [line.split()[:4] for line in lines[3:7]] == [
         ["run", "step", "judge", "n"],
         ["first", "1", "quality", "4"],
         ["first", "2", "quality", "2"],
-        ["second", "2", "quality", "4"],
+        ["second", "1", "quality", "4"],
     ]
-    assert run_cli("journal", path, "--step", "1").stdout.startswith(f"{path}: 4 outcomes, 0 of")
+    assert run_cli("journal", path, "--step", "2").stdout.startswith(f"{path}: 2 outcomes, 0 of")
 
 
 def test_what_a_judge_repeats_of_a_response_does_not_command_the_terminal(run_cli, journal):

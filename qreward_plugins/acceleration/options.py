@@ -18,8 +18,7 @@ from ..config.findings import did_you_mean
 from ..config.nodes import Integer, Node, NonNegativeFloat, PositiveFloat, PositiveInt, takes
 from ..config.nodes import Priority as _Priority
 from ..errors import ConfigurationError, Mistake
-from ..observers import Observer
-from ..observers.base import check as check_observers
+from ..observers import Observer, with_names
 from ..secrets import one_line
 
 
@@ -238,7 +237,7 @@ def options_of(given: Mapping[str, Any], kind: Kind | None = None, name: str = "
     except ValidationError as failure:
         mistakes = [_mistake(each) for each in failure.errors(include_url=False)]
         raise ConfigurationError(mistakes, origin="accelerate") from None
-    check_observers((f"observers[{number}]", each) for number, each in enumerate(options.observers))
+    with_names(options.observers)  # raises for what is no observer
     mistakes = list(_misfits(options, kind, name))
     if mistakes:
         raise ConfigurationError(mistakes, origin="accelerate")

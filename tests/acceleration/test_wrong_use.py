@@ -44,7 +44,7 @@ WRONG = [
     (grade, {"key": grade}, "key: must be a plain function"),
     (grade, {"default": grade}, "default: must be a value, or a function that is not async"),
     (grade, {"observers": print}, "observers: must be a list; put a single observer into one"),
-    (grade, {"observers": [grade]}, r"observers\[0\]"),
+    (grade, {"observers": [3]}, r"observers\[0\]"),
     (grade, {"name": ""}, "name"),
     (grade, {"shared": "ray", "adaptive": True}, "adaptive: does not go with shared"),
     (grade, {"timeout": 3}, "timeout: unknown option. Did you mean `timeout_s`?"),

@@ -21,7 +21,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.import_utils import safe_import_class
 
-from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample, Scored
+from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample
 from qreward_plugins.adapters import (
     RunningMeans,
     compares_siblings,
@@ -43,6 +43,14 @@ LOOP = "roll_adapter.QRewardRolloutLoop"
 _NOT_YET = Failed(Cause.INFRA, "pending", "its siblings are needed, too")
 _NO_PHASES = "this pipeline of ROLL does not load and offload its reward workers, so the judge would not sleep."
 _NO_PARTS = "this pipeline of ROLL trains on one reward of a response, and puts it at its last token."
+_FAILED_VALIDATION = (
+    "A sample of the domain %s has no reward in this validation, and ROLL counts it as wrong. qreward/val/failed_rate "
+    f"of the next training step gives the share. {LOOP} leaves it out of the means of the tags."
+)
+_NO_THRESHOLD = (
+    "val_correct counts the scores of the domain %s that are exactly 1, and no judge says from which reward on a "
+    "response is correct. Set correct_at in the judge, for example to 0.6."
+)
 _INSTEAD = "Give the judge devices of its own, and remove the key."
 
 
@@ -54,8 +62,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         self._means = RunningMeans()
         self._validations = Validations()
         self._blames = Blames()
-        self._warned = False
-        self._warned_of_correctness = False
+        self._warned = self._warned_of_correctness = False
         self._phases_known = False
         """Whether the pipeline has called `load_states`, so it calls `offload_states`, too."""
         self._scoring: set[asyncio.Task[tuple[list[Sample], list[Outcome]]]] = set()
@@ -113,9 +120,11 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             # `on_failure` does not apply, because nothing trains on a validation.
             causes = [outcome.label if isinstance(outcome, Failed) else "" for outcome in outcomes]
             if self._validations.add(data.meta_info.get("global_step"), facts):
-                self._warn_of_failed_validation(streamed=streamed)
-            if not self._metrics.defines_correct:
-                self._warn_of_undefined_correctness(outcomes)
+                _log.warning(_FAILED_VALIDATION, self._domain)
+            partly = any(outcome.reward not in (None, 0.0, 1.0) for outcome in outcomes)
+            if partly and not (self._metrics.defines_correct or self._warned_of_correctness):
+                self._warned_of_correctness = True
+                _log.warning(_NO_THRESHOLD, self._domain)
         else:
             metrics |= self._validations.metrics()
             if any(causes):
@@ -182,33 +191,6 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             self._means.mean(key) if number is None else number for key, number in zip(keys, numbers, strict=True)
         ]
         return rewards, [cause if number is None else "" for cause, number in zip(causes, numbers, strict=True)]
-
-    def _warn_of_failed_validation(self, *, streamed: bool) -> None:
-        if self._loop_is_ours and streamed:
-            counted = "ROLL counts it as wrong in val_correct/all/mean, and leaves it out of the means of the tags"
-        elif streamed:
-            counted = f"ROLL counts it as wrong; set {LOOP_KEY}: {LOOP} to leave it out of the means of the tags"
-        else:
-            counted = (
-                "ROLL counts it as wrong; with generate_opt_level 0 it calls no rollout loop that could leave it out"
-            )
-        _log.warning(
-            "A sample of the domain %s has no reward in this validation. %s. qreward/val/failed_rate of the next "
-            "training step gives the share of such samples.",
-            self._domain,
-            counted,
-        )
-
-    def _warn_of_undefined_correctness(self, outcomes: list[Outcome]) -> None:
-        rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Scored)]
-        if self._warned_of_correctness or all(reward in (0.0, 1.0) for reward in rewards):
-            return
-        self._warned_of_correctness = True
-        _log.warning(
-            "val_correct counts the scores of the domain %s that are exactly 1, and no judge says from which reward on "
-            "a response is correct. Set correct_at in the judge, for example to 0.6.",
-            self._domain,
-        )
 
     def _warn_of_missing_loop(self, *, streamed: bool) -> None:
         if self._warned or (self._loop_is_ours and streamed):

@@ -8,24 +8,20 @@ every advantage is zero.
 from __future__ import annotations
 
 import math
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from qreward_plugins import Config, EnginePortal, Failed, Outcome, RewardEngine, Sample, Scored, group_means
-from qreward_plugins.adapters import FunctionSource, Groups, number_of, without_colocated
+from qreward_plugins import Failed, Outcome, Sample, Scored, group_means, process_portal
+from qreward_plugins.adapters import Groups, number_of, without_colocated
 
 from . import phases
 from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .response_tokens import ResponseTokens
 from .rewards import ExtraInfo, is_absent, unpacked
-from .rollouts import response_ids, to_sample, unreadable
+from .rollouts import to_sample, unreadable
 from .settings import load_settings, with_reward_model
 
 if TYPE_CHECKING:
@@ -44,7 +40,7 @@ class QRewardBatchManager:
     from `reward_model.reward_kwargs.qreward`; without it `QREWARD_CONFIG` names a file. `reward_fn_key` is the column
     that holds the data source. `num_examine`, how many samples to print, is ignored: use a journal to see every sample.
     verl makes one manager for training and one for validation, with the same reward function. With the same
-    configuration they share one engine, and so the limits. Raises `ConfigurationError`.
+    configuration they share one engine of this process, and so the limits. Raises `ConfigurationError`.
     """
 
     def __init__(
@@ -65,15 +61,13 @@ class QRewardBatchManager:
         )
         self._on_failure = settings.on_failure
         self._is_dense = settings.dense
-        self._resources = ExitStack()
-        engine, self._portal = self._resources.enter_context(
-            _shared_engine(
-                settings,
-                _identity(compute_score),
-                lambda: open_reward_functions(settings, trainer=config, compute_score=compute_score),
-            )
+        self._portal = process_portal(
+            # The manager handles failed samples, so managers that differ only in these keys share an engine.
+            settings.model_copy(update={"on_failure": "auto", "groups": Groups()}),
+            sources=lambda: open_reward_functions(settings, trainer=config, compute_score=compute_score),
+            key=_identity(compute_score),
         )
-        self._extra_info = ExtraInfo(engine, secrets=reward_secrets(config, compute_score))
+        self._extra_info = ExtraInfo(self._portal, secrets=reward_secrets(config, compute_score))
 
     def __call__(self, data: Any, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Score a `DataProto`: rewards of shape (batch, response length), each at its response's last token.
@@ -100,68 +94,19 @@ class QRewardBatchManager:
                     rewards[index, token] += added
         if not return_dict:
             return rewards
-        infos = [self._extra_info.of(*each) for each in zip(outcomes, samples, strict=True)]
+        infos = [
+            self._extra_info.of(outcome, sample, tells_waited=index == 0)
+            for index, (outcome, sample) in enumerate(zip(outcomes, samples, strict=True))
+        ]
         return {"reward_tensor": rewards, "reward_extra_info": _columns(infos)}
-
-    def close(self) -> None:
-        """Close the engine and its thread."""
-        self._resources.close()
 
     def _read(self, item: Any) -> tuple[Sample, Failed | None, ResponseTokens | None]:
         """The sample of a row, its failure if it cannot be read, and the tokens of its response."""
         try:
-            tokens = ResponseTokens(item, response_ids(item), self.tokenizer)
-            column, turns = self._data_source_column, tokens.turns()
-            sample = to_sample(item, tokens.text, self._decode, data_source_column=column, turns=turns)
-            return sample, None, tokens
+            tokens = ResponseTokens(item, self.tokenizer)
+            return to_sample(item, tokens, data_source_column=self._data_source_column), None, tokens
         except Exception as error:
             return *unreadable(item, error), None
-
-    def _decode(self, ids: Any) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-@dataclass
-class _Shared:
-    process: int
-    settings: Config
-    function: list[object]
-    engine: RewardEngine
-    portal: EnginePortal
-    resources: ExitStack
-    users: int = 0
-
-
-_lock = threading.Lock()
-_open: list[_Shared] = []
-
-
-@contextmanager
-def _shared_engine(
-    settings: Config, function: list[object], sources: Callable[[], Mapping[str, FunctionSource]]
-) -> Iterator[tuple[RewardEngine, EnginePortal]]:
-    """Yield this process's engine for `settings` and the reward function, and its portal. It is made for the first
-    user, with `sources`, and closes when the last one leaves. Any thread may enter.
-    """
-    # The manager handles failed samples, so managers that differ only in these keys share an engine.
-    settings = settings.model_copy(update={"on_failure": "auto", "groups": Groups()})
-    # A forked process inherits the list, but not the threads of the engines in it.
-    wanted = (os.getpid(), settings, function)
-    with _lock:
-        shared = next((each for each in _open if (each.process, each.settings, each.function) == wanted), None)
-        if shared is None:
-            engine, resources = RewardEngine(settings, sources=sources()), ExitStack()
-            shared = _Shared(*wanted, engine, resources.enter_context(engine.portal()), resources)
-            _open.append(shared)
-        shared.users += 1
-    try:
-        yield shared.engine, shared.portal
-    finally:
-        with _lock:
-            shared.users -= 1
-            if not shared.users:
-                _open.remove(shared)
-                shared.resources.close()
 
 
 def _identity(function: ComputeScore | None) -> list[object]:

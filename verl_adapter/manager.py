@@ -28,10 +28,10 @@ from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .metrics import warn_once
 from .response_tokens import ResponseTokens
 from .rewards import ExtraInfo, KeysRead
-from .rollouts import is_padding, is_validation, response_ids, to_sample, unreadable
+from .rollouts import is_padding, is_validation, to_sample, unreadable
 from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .siblings import PENDING, HandOver
-from .startup import check_columns, refuse_comparisons, refuse_failures, refuse_unknown_parts, warn_of_ignored_settings
+from .startup import check_columns, refuse_unserved, warn_of_ignored_settings
 from .trainers import trainer_of
 
 _NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch, and verl drops its score")
@@ -62,9 +62,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         trainer = trainer_of(config)
         warn_of_ignored_settings(config, trainer)
         settings = with_reward_model(load_settings(config), reward_router_address)
-        refuse_failures(settings, config, trainer)
-        refuse_comparisons(settings, config, trainer)
-        refuse_unknown_parts(settings, config, trainer)
+        refuse_unserved(settings, config, trainer)
         if trainer is None or not trainer.tells_phases:
             settings = without_colocated(settings, phases.UNKNOWN, remedy=phases.REMEDY)
         self._hooked = trainer is not None
@@ -158,11 +156,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         return sample, outcome, json.dumps(placed) if placed else ""
 
     def _read(self, item: Any) -> tuple[ResponseTokens, Sample]:
-        tokens = ResponseTokens(item, response_ids(item), self.tokenizer)
-        return tokens, to_sample(item, tokens.text, self._decode, turns=tokens.turns())
-
-    def _decode(self, ids: Any) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        tokens = ResponseTokens(item, self.tokenizer)
+        return tokens, to_sample(item, tokens)
 
 
 # The trainer's process makes no manager, but it imports this module to look the class up.

@@ -38,11 +38,11 @@ def register() -> list[str]:
     return registered
 
 
-def ignored_selection(program: str, arguments: Sequence[str]) -> str | None:
-    """The command-line override that asks for qreward in a way that this verl ignores, if there is one. `program` is
-    the module or the file that runs.
+def ignored_selection(command: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """The command-line override that asks for qreward in a way that this verl ignores, if there is one. `command` names
+    the program: with `python -m`, `sys.argv[0]` is "-m" until the module is found, and verl is imported before.
     """
-    if program.removesuffix(".py").endswith(_READS_LEGACY_KEY):
+    if any(part.removesuffix(".py").endswith(_READS_LEGACY_KEY) for part in command):
         return None
     chosen = [argument for argument in arguments if argument.lstrip("+").startswith(f"{_LEGACY_KEY}=")]
     selected = any(argument.lstrip("+").startswith((f"{_KEY}=", "reward_manager=")) for argument in arguments)
@@ -61,14 +61,6 @@ def _drops_legacy_key() -> bool:
     return (major, minor) >= (0, 9)
 
 
-def _program() -> str:
-    """The module or the file that runs. With `python -m`, `sys.argv[0]` is "-m" until the module is found, and verl is
-    imported before.
-    """
-    command = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
-    return command[-1] if command else ""
-
-
 def _load() -> None:
     try:
         registered = register()
@@ -77,7 +69,7 @@ def _load() -> None:
         raise
     if not registered:
         _log.error("qreward found no registry of reward managers in this verl; verl 0.4 or later is required")
-    override = ignored_selection(_program(), sys.argv[1:])
+    override = ignored_selection(sys.orig_argv, sys.argv[1:])
     if override is not None:
         _log.warning("this verl ignores %r; select the reward manager with %s=%s", override, _KEY, NAME)
 

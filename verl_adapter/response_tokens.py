@@ -32,14 +32,14 @@ _CONTEXT = 8
 
 
 class ResponseTokens:
-    """The tokens of the response of one row (`DataProtoItem`). `ids` are without padding. Decoding takes long: not on
-    the event loop.
+    """The tokens of the response of one row (`DataProtoItem`), without padding. Decoding takes long: not on the event
+    loop.
     """
 
-    def __init__(self, item: Any, ids: Any, tokenizer: Any) -> None:
-        self._ids = ids
+    def __init__(self, item: Any, tokenizer: Any) -> None:
+        self._ids = _response_ids(item)
         self._tokenizer = tokenizer
-        self._policy = _policy_spans(item, len(ids))
+        self._policy = _policy_spans(item, len(self._ids))
 
     @functools.cached_property
     def text(self) -> str:
@@ -99,8 +99,12 @@ class ResponseTokens:
             role = messages[0]["role"] if messages[0]["role"] not in ("assistant", "system") else role
         return [ResponseTurn(role=role, content=text, end=place)]
 
+    def decode(self, ids: Any) -> str:
+        """The text of any tokens, as verl's own managers decode them."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
     def _decoded(self, start: int, end: int) -> str:
-        return str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
+        return self.decode(self._ids[start:end])
 
     def _added(self, start: int, end: int) -> int:
         """The characters that the tokens from `start` to `end` complete."""
@@ -136,6 +140,19 @@ class ResponseTokens:
         started = [span for span in self._policy if span[0] <= token] or self._policy[:1]
         start, end = started[-1]
         return max(start, min(token, end - 1))
+
+
+def _response_ids(item: Any) -> Any:
+    """The token ids of the response of one row (`DataProtoItem`), without padding.
+
+    If one trajectory has several outputs, verl pads them to the right, and the attention mask does not line up with the
+    responses. Then the column `response_len` is right. Older versions lack it, but pass single outputs only.
+    """
+    ids = item.batch["responses"]
+    length = item.non_tensor_batch.get("response_len")
+    if length is None:
+        length = item.batch["attention_mask"][-ids.shape[-1] :].sum()
+    return ids[: int(length)]
 
 
 def add_parts(data: Any, parts: Mapping[int, str]) -> None:

@@ -26,6 +26,7 @@ from qreward_plugins import (
     Cause,
     Config,
     ConfigurationError,
+    EnginePortal,
     Failed,
     Mistake,
     Outcome,
@@ -120,7 +121,9 @@ class ExtraInfo:
     `secrets`: arguments of the reward function, which are redacted in what it returns.
     """
 
-    def __init__(self, engine: RewardEngine, *, reads: KeysRead = KeysRead(), secrets: Iterable[str] = ()) -> None:
+    def __init__(
+        self, engine: RewardEngine | EnginePortal, *, reads: KeysRead = KeysRead(), secrets: Iterable[str] = ()
+    ) -> None:
         self._facts = engine.facts()
         self._declared = self._facts.components
         self._clean = Redactor(secrets).clean
@@ -138,14 +141,20 @@ class ExtraInfo:
         self._named = tuple(dict.fromkeys([*self._named, *columns, *reads.parts]))
 
     def of(
-        self, outcome: Outcome, sample: Sample | None = None, *, reward: float | None = None, dense: str = ""
+        self,
+        outcome: Outcome,
+        sample: Sample | None = None,
+        *,
+        reward: float | None = None,
+        dense: str = "",
+        tells_waited: bool = True,
     ) -> dict[str, Any]:
         """The extra info of one outcome. `reward`: the number that verl gets in training; None in a validation.
-        `dense`: see `DENSE`.
+        `dense`: see `DENSE`. `tells_waited`: whether it may tell what a batch waited for.
         """
         info = self._info(outcome, None if sample is None else sample.data_source)
         info[SAMPLE] = "" if sample is None or sample.id is None else sample.id
-        info[WAITED] = self._waited()
+        info[WAITED] = self._waited() if tells_waited else ""
         if self._is_dense:
             info[DENSE] = dense
         if reward is None:

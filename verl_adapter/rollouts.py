@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qreward_plugins import Cause, Failed, InputError, Message, Sample
 from qreward_plugins.adapters import (
     Image,
-    ResponseTurn,
     Unreadable,
     attach,
     described_error,
@@ -23,9 +22,7 @@ from qreward_plugins.adapters import (
     read_or_unreadable,
 )
 
-from .response_tokens import POLICY
-
-Decode = Callable[[Any], str]
+from .response_tokens import POLICY, ResponseTokens
 
 VALIDATION = "qreward_validation"
 """The key in `extra_info` with which `validation` marks validation rows. verl does not mark them."""
@@ -39,29 +36,8 @@ RESPONSE_IMAGES = "qreward_images"
 """The key of an agent loop's `extra_fields` for images that belong to the response."""
 
 
-def response_ids(item: Any) -> Any:
-    """The token ids of the response of one row (`DataProtoItem`), without padding.
-
-    If one trajectory has several outputs, verl pads them to the right, and the attention mask does not line up with the
-    responses. Then the column `response_len` is right. Older versions lack it, but pass single outputs only.
-    """
-    ids = item.batch["responses"]
-    length = item.non_tensor_batch.get("response_len")
-    if length is None:
-        length = item.batch["attention_mask"][-ids.shape[-1] :].sum()
-    return ids[: int(length)]
-
-
-def to_sample(
-    item: Any,
-    response: str,
-    decode: Decode,
-    *,
-    data_source_column: str = "data_source",
-    turns: Sequence[ResponseTurn] = (),
-) -> Sample:
-    """Turn one row with the decoded `response` and its `turns` into a sample. `decode` decodes the prompt if its text
-    is missing.
+def to_sample(item: Any, tokens: ResponseTokens, *, data_source_column: str = "data_source") -> Sample:
+    """Turn one row with the `tokens` of its response into a sample.
 
     Images of the prompt are parts of `raw_prompt` (utils/dataset/rl_dataset.py: `_build_messages`), or in older
     versions in the column `multi_modal_data`. verl 0.9 does not pass the images of tools to reward managers; an agent
@@ -69,18 +45,18 @@ def to_sample(
     """
     columns: Mapping[str, Any] = item.non_tensor_batch
     uid = columns.get("uid")
-    shown = read_or_unreadable(lambda: attach(_messages(item, decode), _images(columns)))
+    shown = read_or_unreadable(lambda: attach(_messages(item, tokens), _images(columns)))
     messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
     return Sample(
         messages=messages,
-        response=response,
+        response=tokens.text,
         ground_truth=read_or_unreadable(lambda: _ground_truth(columns)),
         data_source=_data_source(columns, data_source_column),
         **_place(columns),
         extras=read_or_unreadable(lambda: _extras(columns)),
         id=None if uid is None else f"{uid}/{_session(columns)}",
         response_images=read_or_unreadable(lambda: _response_images(columns, images)),
-        turns=turns,
+        turns=tokens.turns(),
     )
 
 
@@ -158,7 +134,7 @@ def unreadable(item: Any, error: Exception) -> tuple[Sample, Failed]:
     return Sample(messages=[], response="", **_place(item.non_tensor_batch)), Failed(Cause.INFRA, "input", detail)
 
 
-def _messages(item: Any, decode: Decode) -> list[Message]:
+def _messages(item: Any, tokens: ResponseTokens) -> list[Message]:
     columns: Mapping[str, Any] = item.non_tensor_batch
     for column in ("raw_prompt", "prompt"):
         prompt = columns.get(column)
@@ -168,7 +144,7 @@ def _messages(item: Any, decode: Decode) -> list[Message]:
             return [dict(message) for message in prompt]  # type: ignore[misc]
     ids = item.batch["prompts"]
     mask = item.batch["attention_mask"][: ids.shape[-1]].bool()
-    return [{"role": "user", "content": decode(ids[mask])}]
+    return [{"role": "user", "content": tokens.decode(ids[mask])}]
 
 
 def _plain(value: Any) -> Any:

@@ -77,6 +77,15 @@ def refuse_impossible(config: DictConfig, trainer: Name | None) -> None:
         raise ConfigurationError(mistakes, origin="verl's configuration")
 
 
+def refuse_unserved(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
+    """Raise `ConfigurationError` for what `settings` ask for and this run cannot serve. `trainer`: None if its process
+    has no hooks.
+    """
+    refuse_failures(settings, config, trainer)
+    _refuse_comparisons(settings, config, trainer)
+    _refuse_unknown_parts(settings, config, trainer)
+
+
 def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
     """Raise `ConfigurationError` if `on_failure` or a screen keeps samples out of training, and this run cannot.
     `trainer`: None if its process has no hooks.
@@ -105,7 +114,7 @@ def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | Non
     raise ConfigurationError(mistakes, origin="qreward")
 
 
-def refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
+def _refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
     """Raise `ConfigurationError` if a judge compares siblings (kind `rank`), and this run cannot."""
     estimator = estimator_of(config)
     problem = ""
@@ -123,7 +132,7 @@ def refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | 
         refuse_comparing(settings, problem, remedy=_COMPARED)
 
 
-def refuse_unknown_parts(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
+def _refuse_unknown_parts(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
     """Raise `ConfigurationError` for judges of turns, and for `dense`, where this run cannot serve them."""
     turns = dense = ""
     if trainer is None:

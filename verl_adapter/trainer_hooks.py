@@ -37,7 +37,7 @@ from .metrics import RewardLog
 from .queue import noting_infos, of_scored_rows, with_extra_info
 from .response_tokens import needs_policy_spans, telling_turns
 from .settings import estimator_of, load_settings
-from .startup import refuse_comparisons, refuse_failures, refuse_impossible, refuse_unknown_parts
+from .startup import refuse_impossible, refuse_unserved
 from .trainers import LEGACY_MODULE, V1_MODULE, Name, Trainer, calling_trainer, with_trainer
 
 _log = logging.getLogger("verl_adapter")
@@ -178,9 +178,7 @@ def _checked_trainer(config: Any) -> Trainer | None:
         if colocated and (problem := phases.problem_of(config, name)):
             without_colocated(settings, problem, remedy=phases.REMEDY)
         trainer = Trainer(name, tells_phases=colocated)
-    refuse_failures(settings, config, trainer)
-    refuse_comparisons(settings, config, trainer)
-    refuse_unknown_parts(settings, config, trainer)
+    refuse_unserved(settings, config, trainer)
     return trainer
 
 

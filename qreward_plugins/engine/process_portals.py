@@ -9,11 +9,16 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import TypeAlias
 
 from ..config import Config
+from ..sources import Source
 from .engine import RewardEngine
 from .portal import OF_PARENTS, EnginePortal
+
+Sources: TypeAlias = Callable[[], Mapping[str, Source]]
 
 
 class _Portals:
@@ -25,22 +30,24 @@ class _Portals:
 
     def _start(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[tuple[tuple[Config, int], EnginePortal]] = []
+        self._open: list[tuple[tuple[Config, int, object], EnginePortal]] = []
         self._resources = ExitStack()
 
     def _start_in_child(self) -> None:
         OF_PARENTS.append(self._resources)
         self._start()
 
-    def get(self, config: Config, processes: int) -> EnginePortal:
+    def get(self, config: Config, processes: int, sources: Sources | None, key: object) -> EnginePortal:
+        wanted = (config, processes, key)
         with self._lock:
             for known, portal in self._open:
-                if known == (config, processes):
+                if known == wanted:
                     return portal
             if not self._open:
                 atexit.register(self.close)
-            portal = self._resources.enter_context(RewardEngine(config, processes=processes).portal())
-            self._open.append(((config, processes), portal))
+            engine = RewardEngine(config, processes=processes, sources=sources() if sources is not None else None)
+            portal = self._resources.enter_context(engine.portal())
+            self._open.append((wanted, portal))
             return portal
 
     def close(self) -> None:
@@ -53,15 +60,18 @@ class _Portals:
 _portals = _Portals()
 
 
-def process_portal(config: Config, *, processes: int = 1) -> EnginePortal:
+def process_portal(
+    config: Config, *, processes: int = 1, sources: Sources | None = None, key: object = None
+) -> EnginePortal:
     """Return this process's portal for a configuration; the first call opens it.
 
     Equal configurations share one portal. It is closed at the end of the process, or by `close_process_portals`.
-    `processes` is the number of processes that share the limits, as for `RewardEngine`. Any thread may call this.
+    `processes` is the number of processes that share the limits, as for `RewardEngine`. `sources` makes sources that
+    the configuration does not describe, and `key` tells these apart. Any thread may call this.
 
     Raises `ConfigurationError` if a source cannot be opened, or limits cannot be divided between the processes.
     """
-    return _portals.get(config, processes)
+    return _portals.get(config, processes, sources, key)
 
 
 def close_process_portals() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,3 +121,8 @@ def judge_overrides():
 @pytest.fixture(autouse=True)
 def command_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pytest"])
+
+
+def said(text):
+    """Stands for the `ResponseTokens` of a row whose response is this text."""
+    return SimpleNamespace(text=text, turns=tuple, decode=lambda ids: "?")

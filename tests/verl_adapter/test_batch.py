@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import pytest
 
 from qreward_plugins import RewardMissing
+from qreward_plugins.adapters import close_process_portals
 from qreward_plugins.samples.check import read_sample
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
 from qreward_plugins.testing.verl.reward_functions import load_extern_object
 from verl_adapter import QRewardBatchManager
 from verl_adapter.rollouts import to_sample
+
+from .conftest import said
 
 
 def right(call):
@@ -23,22 +27,19 @@ def right(call):
 
 @pytest.fixture
 def make_manager(tokenizer):
-    managers = []
-
     def make(server, **top):
         tree = {
             "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
             "judges": {"quality": {"kind": "llm", "invalid_retries": 0}},
             **top,
         }
-        managers.append(QRewardBatchManager(tokenizer, 1, None, "data_source", qreward=tree))
-        return managers[-1]
+        return QRewardBatchManager(tokenizer, 1, None, "data_source", qreward=tree)
 
     yield make
-    for manager in managers:
-        manager.close()
+    close_process_portals()
 
 
+@contextmanager
 def older(server, *overrides, **named):
     """A trainer of verl 0.5 with our manager."""
     ours = [
@@ -48,7 +49,11 @@ def older(server, *overrides, **named):
         "+reward_model.reward_kwargs.qreward.judges.quality={kind: llm, invalid_retries: 0}",
         "actor_rollout_ref.rollout.agent.num_workers=1",
     ]
-    return FakeVerlTrainer([*ours, *overrides], version="0.5", **named)
+    with FakeVerlTrainer([*ours, *overrides], version="0.5", **named) as fake:
+        try:
+            yield fake
+        finally:
+            close_process_portals()
 
 
 def saying(*words):
@@ -106,7 +111,7 @@ def test_the_column_that_holds_the_data_source_chooses_the_judge(tokenizer, make
         }
         manager = QRewardBatchManager(tokenizer, 1, None, "origin", qreward=tree)
         infos = manager(data, return_dict=True)["reward_extra_info"]
-        manager.close()
+        close_process_portals()
     assert infos["qreward/cause"] == ["", "infra/no_route"]
 
 
@@ -137,7 +142,7 @@ def test_a_row_whose_column_is_broken_is_its_own_failure(make_manager, make_data
         result = make_manager(server)(data, return_dict=True)
     assert result["reward_extra_info"]["qreward/cause"] == ["infra/input", ""]
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 1.0]
-    sample = to_sample(data[0], "It is 42.", lambda ids: "")
+    sample = to_sample(data[0], said("It is 42."))
     assert field in read_sample(sample).problem
 
 
@@ -165,26 +170,22 @@ def test_two_managers_of_one_process_keep_to_one_limit(make_manager, make_data):
         assert train._portal is val._portal, "verl makes one for training and one for validation"
         other = make_manager(server, judges={"quality": {"kind": "llm", "reward_range": [0, 5]}})
         assert other._portal is not train._portal
-        train.close()
-        assert val(make_data(["42"])).sum() == 1.0, "who closes leaves the others theirs"
+        assert val(make_data(["42"])).sum() == 1.0
 
 
 def test_managers_share_a_reward_function_that_was_loaded_twice_and_no_other(tokenizer, tmp_path):
     path = tmp_path / "rewards.py"
     path.write_text("def one(*args, **kwargs):\n    return 1.0\n\n\ndef two(*args, **kwargs):\n    return 2.0\n")
-    managers = []
 
     def engine(name, bonus):
         loaded = load_extern_object(module_path=str(path), object_name=name)
-        managers.append(QRewardBatchManager(tokenizer, 0, partial(loaded, bonus=bonus)))
-        return managers[-1]._portal
+        return QRewardBatchManager(tokenizer, 0, partial(loaded, bonus=bonus))._portal
 
     first = engine("one", 1)
     assert engine("one", 1) is first
     assert engine("two", 1) is not first
     assert engine("one", 2) is not first
-    for manager in managers:
-        manager.close()
+    close_process_portals()
 
 
 def test_every_column_is_as_long_as_the_batch_and_none_of_it_breaks_a_mean(make_manager, make_data):

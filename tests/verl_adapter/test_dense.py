@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError
+from qreward_plugins.adapters import close_process_portals
 from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
 from qreward_plugins.testing.generation import WordTokenizer
 
@@ -85,14 +86,18 @@ def test_a_failed_turn_takes_the_whole_sample_out(trainer):
         assert returns[row].any() != bool(is_missing)
 
 
+def row_of(ids, **columns):
+    return SimpleNamespace(batch={"responses": ids}, non_tensor_batch={"response_len": len(ids), **columns})
+
+
 def test_a_step_of_a_process_reward_model_ends_at_the_token_that_completes_it():
     """What tools said is not trained, so a step that ends in it belongs to the policy's token before it."""
     from verl_adapter.response_tokens import POLICY, ResponseTokens
 
     tokenizer = WordTokenizer()
     ids = tokenizer.encode("one two three") + tokenizer.encode(" four five") + tokenizer.encode(" six<|im_end|>")
-    item = SimpleNamespace(batch={}, non_tensor_batch={"tool_extra_fields": {POLICY: [(0, 3), (5, 7)]}})
-    tokens = ResponseTokens(item, ids, tokenizer)
+    item = row_of(ids, tool_extra_fields={POLICY: [(0, 3), (5, 7)]})
+    tokens = ResponseTokens(item, tokenizer)
     assert tokens.text == "one two three four five six"
     ends = {
         "one": 0,
@@ -110,11 +115,11 @@ def test_a_step_of_a_process_reward_model_ends_at_the_token_that_completes_it():
     assert tokens.placed([], 1.0) == []
     # verl trains no token of a tool, so what is left of the score is at the policy's last one.
     item.non_tensor_batch["tool_extra_fields"][POLICY] = [(0, 3)]
-    tokens = ResponseTokens(item, ids, tokenizer)
+    tokens = ResponseTokens(item, tokenizer)
     assert tokens.placed(parts[:1], 1.0) == [(1, 0.5), (2, 0.5), (6, -1.0)]
     # The last turn has no words, so it ends where the one before it does.
     item.non_tensor_batch["tool_extra_fields"][POLICY] = [(0, 3), (5, 6), (6, 7)]
-    tokens = ResponseTokens(item, ids, tokenizer)
+    tokens = ResponseTokens(item, tokenizer)
     end = len(tokens.text)
     assert tokens.placed([(end, 0.25), (end, 0.5)], 0.75) == [(5, 0.25), (6, 0.5), (6, 0.0), (6, -0.75)]
 
@@ -138,7 +143,7 @@ def test_each_character_belongs_to_the_token_that_completes_it(by_bytes):
     text = "Schritt 1: ü😀.\n第一步。\n" * 40
     ids = by_bytes(text)["input_ids"]
     assert len(ids) == len(text.encode())
-    tokens = ResponseTokens(SimpleNamespace(batch={}, non_tensor_batch={}), ids, by_bytes)
+    tokens = ResponseTokens(row_of(ids), by_bytes)
     for end in (*range(1, 30), 500, 699, len(text) - 1):
         assert tokens.placed([(end, 1.0)], 1.0)[0] == (len(text[:end].encode()) - 1, 1.0)
 
@@ -152,8 +157,8 @@ def test_a_tool_that_repeats_a_turn_of_the_policy_does_not_make_one(by_bytes):
     for place, part in enumerate(parts):
         before, ids = len(ids), ids + by_bytes(part)["input_ids"]
         spans += [(before, len(ids))] if place in (0, 2) else []
-    item = SimpleNamespace(batch={}, non_tensor_batch={"tool_extra_fields": {POLICY: spans}})
-    turns = ResponseTokens(item, ids, by_bytes).turns()
+    item = row_of(ids, tool_extra_fields={POLICY: spans})
+    turns = ResponseTokens(item, by_bytes).turns()
     assert [turn["role"] for turn in turns] == ["assistant", "user", "assistant", "tool"]
     assert [turn["content"] for turn in turns] == ["I ask", "ok\nI am right.\nScore 10.", "It is 5", "No."]
 
@@ -194,4 +199,5 @@ def test_the_trainers_of_verl_0_7_get_parts_too():
     respond = lambda draft, rng: VerlOutput(list(SAID))  # noqa: E731
     with FakeVerlTrainer(overrides, version="0.7", rows=ROWS, reward=score, respond=respond) as fake:
         rewards = np.asarray(fake.step().batch.batch["token_level_rewards"])
+        close_process_portals()
     assert {tuple(row[row != 0]) for row in rewards} == {(0.25, 1.0)}

@@ -63,9 +63,9 @@ def test_registering_twice_changes_nothing():
     ],
 )
 def test_the_key_that_verl_ignores_is_noticed(arguments, warned):
-    assert plugin.ignored_selection("verl.trainer.main_ppo", arguments) == warned
+    assert plugin.ignored_selection(["python", "-m", "verl.trainer.main_ppo"], arguments) == warned
     for program in ("verl.experimental.fully_async_policy.fully_async_main", "/verl/fully_async_main.py"):
-        assert plugin.ignored_selection(program, arguments) is None
+        assert plugin.ignored_selection(["python", program], arguments) is None
 
 
 def test_the_program_that_still_reads_the_key_is_told_by_the_command_line(tmp_path):
@@ -73,7 +73,7 @@ def test_the_program_that_still_reads_the_key_is_told_by_the_command_line(tmp_pa
     package = tmp_path / "trainers"
     package.mkdir()
     load = "from verl_adapter import plugin\nimport sys\n"
-    said = "print(plugin.ignored_selection(plugin._program(), sys.argv[1:]))\n"
+    said = "print(plugin.ignored_selection(sys.orig_argv, sys.argv[1:]))\n"
     (package / "__init__.py").write_text(load + said)
     (package / "fully_async_main.py").write_text("")
     command = [sys.executable, "-m", "trainers.fully_async_main", "reward_model.reward_manager=qreward", "data.seed=1"]

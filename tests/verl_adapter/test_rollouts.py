@@ -12,6 +12,8 @@ from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from verl_adapter.rollouts import to_sample
 
+from .conftest import said
+
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
 RED, BLUE = (Pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue"))
@@ -19,7 +21,7 @@ RED, BLUE = (Pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue"))
 
 def sample_of(make_data, **columns):
     item = make_data(["It is red."], columns={name: [value] for name, value in columns.items()})[0]
-    return to_sample(item, "It is red.", lambda ids: "?")
+    return to_sample(item, said("It is red."))
 
 
 def part(image, **more):

@@ -21,6 +21,8 @@ from verl_adapter.metrics import RewardLog
 from verl_adapter.rollouts import PADDING, VALIDATION, is_padding, to_sample
 from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer
 
+from .conftest import said
+
 OURS = "reward.reward_manager.name=qreward"
 FACTS = {
     **dict.fromkeys(("floor", "attempts", "latency_s", "tokens", "cost_usd", "cached", "cut", "failed"), 0.0),
@@ -181,5 +183,5 @@ def test_rows_of_validation_are_marked_and_no_other_column_is_touched(make_data)
     assert columns["data_source"].tolist() == ["a", "b"]
     assert rows[0]["extra_info"] == {"index": 1}
     assert marked([{"data_source": "a"}])["extra_info"].tolist() == [{VALIDATION: True}]
-    sample = to_sample(make_data(["x"], columns={"extra_info": columns["extra_info"][:1]})[0], "x", str)
+    sample = to_sample(make_data(["x"], columns={"extra_info": columns["extra_info"][:1]})[0], said("x"))
     assert (sample.split, VALIDATION in sample.extras) == ("val", False)

@@ -170,11 +170,6 @@ class EngineConfig(Node):
     processes). `off`: each process uses the whole limits. `auto` (default): `ray` if Ray is initialised in the process,
     otherwise `machine` where a source declares requests or tokens per minute. Windows has no `machine`."""
 
-    shared_directory: Annotated[str, Field(min_length=1)] | None = None
-    """The directory in which the processes of one user on one machine find the keeper of their limits. It is private to
-    the user (mode 700) and on a local disk. Processes with different directories share nothing. Default: the value of
-    the environment variable QREWARD_SHARED_DIRECTORY, or else /tmp/qreward-UID."""
-
     ask_once: Flag | None = None
     """Ask a language model once if several samples of this process put the same question to it at the same time: equal
     responses of a group get the same reward. If that call fails, each asks for itself. Default: on with a journal that

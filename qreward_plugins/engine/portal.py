@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -94,13 +94,19 @@ class EnginePortal:
                 with suppress(EngineError):  # a closed engine has ended the stream
                     self._call(stream.aclose)
 
-    def run(self, function: Callable[[RewardEngine], T | Coroutine[Any, Any, T]]) -> T:
+    @overload
+    def run(self, function: Callable[[RewardEngine], Coroutine[Any, Any, T]]) -> T: ...
+
+    @overload
+    def run(self, function: Callable[[RewardEngine], T]) -> T: ...
+
+    def run(self, function: Callable[[RewardEngine], Any]) -> Any:
         """Call a function, plain or async, with the engine in the engine's event loop. Blocks the calling thread.
 
         So every method of the engine can be called: `portal.run(lambda engine: engine.sleep("judge"))`. If the calling
         thread is interrupted (Ctrl-C), the function is cancelled.
         """
-        future: Future[T] = self._start(function, self._engine)
+        future: Future[Any] = self._start(function, self._engine)
         try:
             return future.result()
         except BaseException:

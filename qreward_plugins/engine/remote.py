@@ -11,7 +11,9 @@ import os
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..client.client import BlockingRewardClient, RewardClient
+from anyio.from_thread import start_blocking_portal
+
+from ..client.client import RewardClient
 from ..client.rows import ServerFacts
 from ..config.framework import is_framework_url
 from ..config.models import Priorities, ServerConfig
@@ -56,11 +58,17 @@ def open_server(config: ServerConfig) -> RemoteServer:
     given = config.token
     token = _token(config.token_env) if given is None else given.get_secret_value().strip()
     failed: RewardServerError | None = None
-    with BlockingRewardClient(url, token=token, retry_for_s=config.start_s) as client:
-        try:
-            facts = client.facts()
-        except RewardServerError as error:
-            failed = error
+
+    async def ask() -> ServerFacts:
+        async with RewardClient(url, token=token, retry_for_s=config.start_s) as client:
+            return await client.facts()
+
+    try:
+        # In a thread of its own: the caller's may run an event loop.
+        with start_blocking_portal() as portal:
+            facts = portal.call(ask)
+    except RewardServerError as error:
+        failed = error
     if failed is not None:
         # Raised outside of the `except`: what is below the error may hold the token.
         raise ConfigurationError([Mistake(_PATH, f"{failed}.", _REMEDIES.get(failed.status, ""))])

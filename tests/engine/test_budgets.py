@@ -83,9 +83,11 @@ def test_the_budget_of_the_run_is_that_of_all_sources_together():
     assert "the budget of the run is spent" in str([outcome.failure for outcome in played.outcomes])
 
 
-async def test_all_keys_of_a_source_have_one_budget():
+async def test_all_keys_of_a_source_have_one_budget(monkeypatch):
     tree = budgeted({"usd": 0.1})
-    tree["sources"]["a"]["api_keys"] = ["one", "two"]
+    monkeypatch.setenv("ONE", "one")
+    monkeypatch.setenv("TWO", "two")
+    tree["sources"]["a"]["api_key_env"] = ["ONE", "TWO"]
 
     async with RewardEngine(tree) as engine:
         first, second = (upstream.budgets for upstream in engine.upstreams.values())

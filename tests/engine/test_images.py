@@ -327,14 +327,13 @@ def test_a_service_gets_images_in_messages_and_as_lists():
     assert [opened(url).size for url in (*sent["i"], *sent["ri"])] == [(8, 6)] * 3
 
 
-def test_a_service_may_get_bare_base64_and_the_framework_s_own_prompt():
+def test_a_service_may_get_the_framework_s_own_prompt():
     sample = replace(SAMPLE, prompt=SAMPLE.messages)
-    source = {"body": {"p": "prompt", "r": "response", "i": "images"}, "images": {"form": "base64"}}
+    source = {"body": {"p": "prompt", "r": "response", "i": "images"}}
     outcomes, bodies = posted([sample, Sample([{"role": "user", "content": "?"}], "4")], source)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     bodies.sort(key=lambda body: len(body["i"]))
     assert bodies[0] == {"p": "?", "r": "4", "i": []}
-    assert [":" in text for text in bodies[1]["i"]] == [False, False]
     assert bodies[1]["p"][0]["content"][1]["type"] == "image_url"
 
 

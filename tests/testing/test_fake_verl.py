@@ -89,10 +89,7 @@ def test_the_same_seed_gives_the_same_step(trainer):
     assert all(one != other for one, other in zip(play(1), play(2), strict=True))
 
 
-ESTIMATORS = ("gae", "gdpo", "grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["gae", "gdpo", "grpo", "rloo", "reinforce_plus_plus"])
 def test_every_estimator_prefers_the_right_answers(estimator):
     overrides = [f"algorithm.adv_estimator={estimator}", "+algorithm.gdpo_reward_keys=[acc]", LEGACY]
     with FakeVerlTrainer(overrides, reward=scoring(good=1.0, bad=0.0), respond=saying("bad", "good", "bad")) as fake:
@@ -100,14 +97,6 @@ def test_every_estimator_prefers_the_right_answers(estimator):
     means = [sum(step.advantages[row::4]) / 4 for row in range(4)]
     assert means[1] > max(means[0], means[2], means[3])
     assert not step.poisoned
-
-
-def test_remax_takes_the_greedy_response_as_its_baseline():
-    def respond(draft, rng):
-        return f"It is {draft.ground_truth if draft.greedy or draft.number else 'nothing'}"
-
-    with FakeVerlTrainer(["algorithm.adv_estimator=remax", LEGACY, ONE_LOOP], reward=right, respond=respond) as fake:
-        assert fake.step().advantages == [-1.0, 0.0, 0.0, 0.0] * 4
 
 
 def test_turns_of_tools_are_not_trained_and_of_several_outputs_the_last_is_judged():
@@ -152,17 +141,6 @@ def test_with_a_colocated_reward_model_a_whole_batch_is_scored_after_the_rollout
     assert [row.nonzero()[0].tolist() for row in step.batch.batch["rm_scores"]] == [[each] for each in last]
 
 
-def test_a_manager_of_ones_own_is_found_by_its_path(tmp_path):
-    _, chosen = own_manager(
-        tmp_path,
-        "        item = data[-1:][0]\n"
-        "        ids = item.batch['responses'][: int(item.batch['attention_mask'].sum())]\n"
-        "        return {'reward_score': float(len(ids)), 'reward_extra_info': {'seen': len(data)}}\n",
-    )
-    with FakeVerlTrainer([GRPO, *chosen], respond=saying("one two")) as fake:
-        assert fake.step().scores == [3.0] * 16
-
-
 # What happens where a reward raises, or is none
 
 
@@ -184,7 +162,7 @@ def test_v1_trains_a_lone_survivor_on_its_raw_score_and_ends_where_nobody_is_lef
         step = fake.step()
     assert [each for each in step.advantages if each is not None] == pytest.approx([7.0] * 4, rel=1e-5)
     with FakeVerlTrainer([GRPO], reward=reward, respond=saying("bad")) as fake:
-        with pytest.raises(RuntimeError, match="sync_refill_failed_groups to replace"):
+        with pytest.raises(RuntimeError, match="no materializable"):
             fake.step()
         with pytest.raises(RuntimeError, match="the run has ended"):
             fake.step()
@@ -225,16 +203,6 @@ def test_a_number_too_large_for_float32_drops_a_sample_in_v1_and_is_infinite_in_
         assert max(fake.step().scores) == math.inf
 
 
-def test_an_empty_response_is_dropped_by_v1_and_scored_at_the_last_column_by_the_legacy_trainer():
-    reward, respond = (lambda **_: 1.0), saying("a", "", "a", "a")
-    with FakeVerlTrainer([GRPO], reward=reward, respond=respond) as fake:
-        assert all(isinstance(error, IndexError) for _, _, error in fake.step().dropped)
-    with FakeVerlTrainer([GRPO, LEGACY], reward=reward, respond=respond) as fake:
-        step = fake.step()
-    assert step.batch.batch["rm_scores"][1].nonzero()[0].tolist() == [63]
-    assert step.advantages[1] is None
-
-
 def test_extra_info_of_the_first_sample_says_what_the_legacy_trainer_takes():
     reward = scoring(a={"score": 1.0, "more": 2.0}, b={"score": 0.0})
     with (
@@ -262,21 +230,6 @@ def test_groups_without_a_difference_are_replaced():
     for step in steps:
         assert step.metrics.get("training/filter_groups/evicted_samples", 0) == len(step.evicted)
         assert all(scores == 0.75 for scores in [sum(step.scores[i : i + 4]) / 4 for i in range(0, 16, 4)])
-
-
-def test_groups_of_which_nothing_is_left_are_replaced_where_that_is_asked_for():
-    refill = "trainer.v1.sampler.sync_refill_failed_groups=True"
-    reward = scoring(good=1.0, bad=ValueError("no"))
-    asked: Counter[str] = Counter()
-
-    def respond(draft, rng):
-        asked[draft.uid] += 1
-        return "bad" if list(asked).index(draft.uid) < 2 else "good"
-
-    with FakeVerlTrainer([GRPO, refill], reward=reward, respond=respond) as fake:
-        step = fake.step()
-    assert len(step.evicted) == step.metrics["training/rollout_failure/evicted_samples"] == 2
-    assert len(set(step.uids)) == 4
 
 
 # Validation
@@ -366,27 +319,16 @@ def test_the_older_trainers_call_a_manager_with_a_whole_batch(tmp_path, monkeypa
     [
         (["reward.reward_maanger.name=naive"], HydraException, "reward_maanger"),
         (["qreward.config=x"], HydraException, "qreward"),
-        (["trainer.use_v2=False"], HydraException, "use_v2"),
         (["reward.reward_manager.name=mine"], ValueError, "Unknown reward manager: mine"),
         (["reward.reward_manager.source=importlib"], AssertionError, "Module path is required"),
         (["reward.custom_reward_function.path=/nowhere.py"], FileNotFoundError, "nowhere"),
         (["trainer.v1.trainer_mode=swift"], ValueError, "swift"),
-        (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=null"], ValueError, "metric must be"),
         (["data.train_batch_size=17"], AssertionError, r"empty! rows has 16, and a batch is 17 \(data\.train_batch"),
     ],
 )
 def test_mistakes_are_reported_as_verl_does(overrides, error, match):
     with pytest.raises(error, match=match):
         FakeVerlTrainer(overrides, reward=None if "custom" in overrides[0] else right)
-
-
-def test_a_filter_needs_its_metric():
-    overrides = [GRPO, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=style"]
-    with (
-        FakeVerlTrainer(overrides, reward=right) as fake,
-        pytest.raises(RuntimeError, match="missing DAPO metric 'style'"),
-    ):
-        fake.step()
 
 
 def test_a_response_that_is_no_text_is_told(caplog):
@@ -406,7 +348,8 @@ def test_a_response_that_is_no_text_is_told(caplog):
         ("trainer.v1.trainer_mode=separate_async", "0.9"),
         ("reward.reward_manager.name=dapo", "0.9"),
         ("reward.reward_manager.name=remote", "0.9"),
-        ("algorithm.adv_estimator=gpg", "0.9"),
+        ("trainer.v1.sampler.sync_refill_failed_groups=True", "0.9"),
+        ("algorithm.adv_estimator=opo", "0.9"),
         ("reward_model.reward_manager=batch", "0.5"),
     ],
 )
@@ -417,15 +360,6 @@ def test_what_is_not_played_is_refused_by_its_name(override, version):
     ):
         fake.step()
     assert override.split("=")[1] in str(caught.value)
-
-
-def test_versions_and_trainers_that_are_not_known():
-    with pytest.raises(ValueError, match=r"0\.4, 0\.5, 0\.6, 0\.7"):
-        FakeVerlTrainer(version="0.3")
-    with pytest.raises(ValueError, match="fully_async"):
-        FakeVerlTrainer(experimental="two_steps_off")
-    with pytest.raises(ValueError, match="one_step_off"):
-        FakeVerlTrainer(version="0.5", experimental="one_step_off")
 
 
 def test_keys_that_do_not_reach_rewards_are_taken():

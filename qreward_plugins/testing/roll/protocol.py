@@ -7,23 +7,19 @@ tensors are torch's, or numpy arrays with their methods where torch is not insta
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..rows import Columns, Rows
 from ..tensors import load_torch, objects
 
 torch: Any = load_torch()
 
 
-class TensorColumns(UserDict[str, Any]):
-    """The `batch` of a `RollDataProto`: tensors of one length by name. Raises `AssertionError` for any other."""
-
-    def __init__(self, columns: Mapping[str, Any], size: int) -> None:
-        self.batch_size = (size,)
-        super().__init__(columns)
+class TensorColumns(Columns):
+    """The `batch` of a `RollDataProto`. Raises `AssertionError` for what is no tensor, or of another length."""
 
     def __setitem__(self, name: str, values: Any) -> None:
         assert isinstance(values, torch.Tensor), f"column {name!r} is a {type(values).__name__}"
@@ -32,22 +28,12 @@ class TensorColumns(UserDict[str, Any]):
         super().__setitem__(name, values)
 
 
-class RollDataProto:
-    """ROLL's `DataProto` (scheduler/protocol.py) with the methods that reward workers and rollout loops use. `batch` is
-    None without tensors. Raises `AssertionError` as ROLL does.
+class RollDataProto(Rows):
+    """ROLL's `DataProto` (scheduler/protocol.py) with the methods that reward workers and rollout loops use. Raises
+    `AssertionError` as ROLL does.
     """
 
-    def __init__(
-        self,
-        batch: TensorColumns | None = None,
-        non_tensor_batch: dict[str, Any] | None = None,
-        meta_info: dict[str, Any] | None = None,
-    ) -> None:
-        self.batch: Any = batch
-        self.non_tensor_batch: dict[str, Any] = non_tensor_batch if non_tensor_batch is not None else {}
-        self.meta_info: dict[str, Any] = meta_info if meta_info is not None else {}
-        for name, values in self.non_tensor_batch.items():
-            assert len(values) == len(self), f"{name} has {len(values)} rows, the batch has {len(self)}"
+    columns = TensorColumns
 
     @classmethod
     def from_dict(
@@ -65,11 +51,6 @@ class RollDataProto:
         tensors = {name: values for name, values in data.items() if isinstance(values, torch.Tensor)}
         return cls.from_dict(tensors, {name: data[name] for name in data if name not in tensors}, meta_info)
 
-    def __len__(self) -> int:
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
-        return len(next(iter(self.non_tensor_batch.values()), ()))
-
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, str):
             return self.batch[item] if item in (self.batch or ()) else self.non_tensor_batch[item]
@@ -77,15 +58,6 @@ class RollDataProto:
 
     def to(self, device: Any) -> RollDataProto:
         return self
-
-    def select_idxs(self, idxs: Any) -> RollDataProto:
-        """The rows of a slice, of these numbers, or where a mask is true. The meta information is the same object."""
-        rows = np.arange(len(self))[idxs if isinstance(idxs, slice) else np.asarray(idxs) if len(idxs) else []]
-        batch = None
-        if self.batch is not None:
-            batch = TensorColumns({name: values[rows] for name, values in self.batch.items()}, len(rows))
-        others = {name: values[rows] for name, values in self.non_tensor_batch.items()}
-        return RollDataProto(batch, others, self.meta_info)
 
     def union(self, other: RollDataProto) -> RollDataProto:
         """Add the columns and the meta information of another. Values in both must be equal (a NaN is not)."""
@@ -121,11 +93,6 @@ class RollDataProto:
         for row, value in enumerate(np.asarray(self[key])):
             places.setdefault(str(value), []).append(row)
         return {name: self.select_idxs(rows) for name, rows in places.items()}
-
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> RollDataProto:
-        """Every row `repeat_times` times: one after the other, or with `interleave=False` the whole batch again."""
-        rows = np.arange(len(self))
-        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
 
 def _add(mine: Any, theirs: Mapping[str, Any]) -> None:

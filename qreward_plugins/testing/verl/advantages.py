@@ -37,19 +37,18 @@ class Rewards:
     baselines: Array | None = None
     parts: Sequence[Array] = ()
 
-    def compared(self, compare: Callable[[Array, Array], Array], scores: Array | None = None) -> Array:
-        """Each row's advantage at all its tokens. `compare` gets the scores and the lengths of a group."""
+    def compared(self, compare: Callable[[Array], Array], scores: Array | None = None) -> Array:
+        """Each row's advantage at all its tokens. `compare` gets the scores of a group."""
         scores = self.tokens.sum(axis=-1) if scores is None else scores
-        lengths = self.mask.sum(axis=-1)
         groups: dict[Any, list[int]] = {}
         for row, uid in enumerate(self.uids):
             groups.setdefault(uid, []).append(row)
         out = np.empty_like(scores)
         for rows in groups.values():
-            out[rows] = compare(scores[rows], lengths[rows])
+            out[rows] = compare(scores[rows])
         return np.asarray(out[:, None] * self.mask)
 
-    def normed(self, group: Array, _: Array) -> Array:
+    def normed(self, group: Array) -> Array:
         """A reward less the mean of its group, by the group's deviation. A row alone in its group keeps its reward."""
         mean, std = (0.0, 1.0) if len(group) == 1 else (group.mean(), group.std(ddof=1))
         return np.asarray((group - mean) / (std + EPSILON) if self.by_std else group - mean)
@@ -67,33 +66,10 @@ def grpo(data: Rewards) -> Both:
     return tokens, tokens
 
 
-def grpo_passk(data: Rewards) -> Both:
-    """Only the best of a group has an advantage: its lead over the second. Raises `ValueError` for a group of one."""
-
-    def compare(group: Array, _: Array) -> Array:
-        if len(group) < 2:
-            raise ValueError(f"Pass@k requires at least 2 samples per group. Got {len(group)}.")
-        second, best = np.argsort(group, kind="stable")[-2:]
-        lead = np.zeros_like(group)
-        lead[best] = group[best] - group[second]
-        return np.asarray(lead / (group.std(ddof=1) + EPSILON) if data.by_std else lead)
-
-    tokens = data.compared(compare)
-    return tokens, tokens
-
-
 def rloo(data: Rewards) -> Both:
     """A reward less the mean of its siblings."""
     tokens = data.compared(
-        lambda group, _: group if len(group) == 1 else (group - group.mean()) * len(group) / (len(group) - 1)
-    )
-    return tokens, tokens
-
-
-def opo(data: Rewards) -> Both:
-    """A reward less the mean of its group, weighted by the lengths."""
-    tokens = data.compared(
-        lambda group, lengths: group if len(group) == 1 else group - (lengths * group).sum() / lengths.sum()
+        lambda group: group if len(group) == 1 else (group - group.mean()) * len(group) / (len(group) - 1)
     )
     return tokens, tokens
 
@@ -103,12 +79,6 @@ def gdpo(data: Rewards) -> Both:
     weights = data.config.get("gdpo_reward_weights") or [1.0] * len(data.parts)
     added = sum(weight * data.compared(data.normed, part) for weight, part in zip(weights, data.parts, strict=True))
     tokens = data.whitened(np.asarray(added))
-    return tokens, tokens
-
-
-def reinforce_plus_plus_baseline(data: Rewards) -> Both:
-    """A reward less the mean of its group, whitened over all tokens of the batch."""
-    tokens = data.whitened(data.compared(lambda group, _: group if len(group) == 1 else group - group.mean()))
     return tokens, tokens
 
 
@@ -145,12 +115,20 @@ def gae(data: Rewards) -> Both:
 
 
 ESTIMATORS: dict[str, Callable[[Rewards], Both]] = {
-    each.__name__: each
-    for each in (gae, gdpo, grpo, grpo_passk, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo)
+    each.__name__: each for each in (gae, gdpo, grpo, reinforce_plus_plus, remax, rloo)
 }
 
 NOT_PLAYED = frozenset(
-    {"gpg", "grpo_vectorized", "rloo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline"}
+    [
+        "gpg",
+        "grpo_passk",
+        "grpo_vectorized",
+        "opo",
+        "optimal_token_baseline",
+        "reinforce_plus_plus_baseline",
+        "rloo_vectorized",
+        "tir_optimal_token_baseline",
+    ]
 )
 """Estimators of verl that this stand-in refuses by name."""
 

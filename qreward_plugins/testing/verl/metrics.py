@@ -1,7 +1,7 @@
 """The metrics that rewards move (metric_utils.py): those of a step, and those of a validation.
 
-Not played: the shares of cut and of aborted responses, the critic's, and what verl draws by chance from the responses
-of a prompt (`best@`, `worst@`, `maj@`).
+Not played: lengths, turns, the critic's, and what verl draws by chance from the responses of a prompt (`best@`,
+`worst@`, `maj@`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,15 @@ import numpy as np
 Nested: TypeAlias = "dict[str, dict[str, dict[str, float]]]"
 
 
-def data_metrics(batch: Mapping[str, Any], lengths: tuple[Any, Any], num_turns: Any) -> dict[str, Any]:
-    """`critic/...`, `prompt_length/...`, `response_length/...` and `num_turns/...` of one step. `lengths` are those of
-    the prompts and of the responses.
-    """
+def data_metrics(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """`critic/score/...`, `critic/rewards/...` and `critic/advantages/...` of one step."""
     trained = np.asarray(batch["response_mask"]).astype(bool)
-    prompts, responses = (np.asarray(each, dtype=np.float64) for each in lengths)
-    columns = {
-        "critic/score": np.asarray(batch["token_level_scores"]).sum(axis=-1)[responses != 0],
-        "critic/rewards": np.asarray(batch["token_level_rewards"]).sum(axis=-1)[responses != 0],
-        "critic/advantages": np.asarray(batch["advantages"])[trained],
-        "critic/returns": np.asarray(batch["returns"])[trained],
-        "prompt_length": prompts,
-        "response_length": responses,
-        "num_turns": np.asarray(num_turns),
+    written = np.asarray(batch["attention_mask"])[:, batch["prompts"].shape[1] :].any(axis=1)
+    return {
+        **_spread("critic/score", np.asarray(batch["token_level_scores"]).sum(axis=-1)[written]),
+        **_spread("critic/rewards", np.asarray(batch["token_level_rewards"]).sum(axis=-1)[written]),
+        **_spread("critic/advantages", np.asarray(batch["advantages"])[trained]),
     }
-    return {name: value for column, values in columns.items() for name, value in _spread(column, values).items()}
 
 
 def validation_metrics(

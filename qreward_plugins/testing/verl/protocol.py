@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ..rows import Columns, Rows
 from ..tensors import Tensor
 
 
-class TensorColumns(dict[str, Tensor]):
-    """A `TensorDict` with one batch dimension."""
-
-    def __init__(self, columns: Mapping[str, Any], batch_size: int) -> None:
-        super().__init__({name: np.asarray(values).view(Tensor) for name, values in columns.items()})
-        self.batch_size = (batch_size,)
-
-    def __len__(self) -> int:
-        return self.batch_size[0]
-
-    def __bool__(self) -> bool:
-        return True
+class TensorColumns(Columns):
+    """The `batch`: any arrays are taken as tensors."""
 
     def __setitem__(self, name: str, values: Any) -> None:
         super().__setitem__(name, np.asarray(values).view(Tensor))
@@ -37,26 +28,10 @@ class VerlDataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-class VerlDataProto:
-    """`DataProto` without torch. `batch` may be None, as in verl."""
+class VerlDataProto(Rows):
+    """`DataProto` without torch."""
 
-    def __init__(
-        self,
-        batch: TensorColumns | None = None,
-        non_tensor_batch: dict[str, np.ndarray[Any, Any]] | None = None,
-        meta_info: dict[str, Any] | None = None,
-    ) -> None:
-        self.batch: Any = batch
-        self.non_tensor_batch = non_tensor_batch if non_tensor_batch is not None else {}
-        self.meta_info = meta_info if meta_info is not None else {}
-        for name, values in self.non_tensor_batch.items():
-            if len(values) != len(self):
-                raise AssertionError(f"key {name} length {len(values)} is not equal to batch size {len(self)}")
-
-    def __len__(self) -> int:
-        if self.batch is not None:
-            return len(self.batch)
-        return len(next(iter(self.non_tensor_batch.values()), ()))
+    columns = TensorColumns
 
     def __getitem__(self, which: Any) -> Any:
         if isinstance(which, (int, np.integer)):
@@ -68,22 +43,8 @@ class VerlDataProto:
     def __iter__(self) -> Iterator[VerlDataProtoItem]:
         return (self[index] for index in range(len(self)))
 
-    def select_idxs(self, which: Any) -> VerlDataProto:
-        """The rows of these indices, of a slice, or those where a mask is true."""
-        rows = np.arange(len(self))[which if isinstance(which, slice) else np.asarray(which)]
-        batch = None
-        if self.batch is not None:
-            batch = TensorColumns({name: values[rows] for name, values in self.batch.items()}, len(rows))
-        columns = {name: values[rows] for name, values in self.non_tensor_batch.items()}
-        return VerlDataProto(batch, columns, self.meta_info)
-
     def slice(self, start: int | None, end: int | None) -> VerlDataProto:
         return self.select_idxs(slice(start, end))
-
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> VerlDataProto:
-        """Each row as many times: beside each other, or all after all."""
-        rows = np.arange(len(self))
-        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def chunk(self, chunks: int) -> list[VerlDataProto]:
         """Parts of the same size. Raises `AssertionError` where that is not possible."""

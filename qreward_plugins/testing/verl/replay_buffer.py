@@ -42,19 +42,17 @@ class TransferQueue:
 
 
 class ReplayBuffer:
-    """Samples groups for a synchronous step: those that failed with what is left of them, unless `refill_failed`. With
-    a `metric` it replaces groups that have one value of it in all trajectories (DAPO). A replacement starts when all
-    groups have ended; verl starts some ahead, and drops those that are left over.
+    """Samples groups for a synchronous step: those that failed with what is left of them. With a `metric` it replaces
+    groups that have one value of it in all trajectories (DAPO). A replacement starts when all groups have ended; verl
+    starts some ahead, and drops those that are left over.
     """
 
-    def __init__(
-        self, queue: TransferQueue, *, metric: str | None, refill: Callable[[int], None], refill_failed: bool
-    ) -> None:
+    def __init__(self, queue: TransferQueue, *, metric: str | None, refill: Callable[[int], None]) -> None:
         self.evicted: list[str] = []
         self.filter_groups_metric = metric
         self.partitions = queue.rows
         self._dapo_classification_cache: dict[str, dict[str, float | None]] = {"train": {}, "val": {}}
-        self._queue, self._refill, self._refill_failed = queue, refill, refill_failed
+        self._queue, self._refill = queue, refill
 
     async def sample(self, partition: str, size: int) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """Wait for enough groups, replacing those that do not count; return their trajectories, and metrics. Raises
@@ -66,21 +64,19 @@ class ReplayBuffer:
                 self._queue.changed.clear()
                 await self._queue.changed.wait()
             filtered, _ = self._dapo_filtered_keys(partition)
-            failed = {uid for uid in status if self._refill_failed and not self._queue.of_group(partition, uid)}
-            for why, uids in (("filter_groups", filtered), ("rollout_failure", failed if partition == "train" else ())):
-                for uid in uids:
-                    metrics[f"training/{why}/evicted_samples"] += 1
-                    self.evicted.append(uid)
-                    for key in self._queue.of_group(partition, uid):
-                        del self._queue.rows[partition][key]
-                    del status[uid]
+            for uid in filtered:
+                metrics["training/filter_groups/evicted_samples"] += 1
+                self.evicted.append(uid)
+                for key in self._queue.of_group(partition, uid):
+                    del self._queue.rows[partition][key]
+                del status[uid]
             if len(status) >= size:
                 break
             self._refill(size - len(status))
         chosen = {key: row for uid in status for key, row in self._queue.of_group(partition, uid).items()}
         status.clear()
         if partition == "train" and not chosen:
-            raise RuntimeError(_NOTHING + ("" if self._refill_failed else _ENABLE))
+            raise RuntimeError(_NOTHING)
         return chosen, dict(metrics)
 
     def _dapo_filtered_keys(self, partition_id: str) -> tuple[set[str], Counter[float]]:
@@ -114,4 +110,3 @@ def _place(row: tuple[str, Any]) -> tuple[int, ...]:
 
 
 _NOTHING = "Sync replay buffer selected terminal groups with no materializable trajectories."
-_ENABLE = " Enable trainer.v1.sampler.sync_refill_failed_groups to replace failed groups."

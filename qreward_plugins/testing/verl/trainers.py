@@ -184,8 +184,7 @@ class TrainerBase(ABC):
         """The step that trains `batch`, logged. `calls`: the reward calls before it."""
         padding = of_v1.pop("padding", [False] * len(batch))
         real = batch.select_idxs(~np.array(padding))
-        told = data_metrics(real.batch, self._lengths(real), real.non_tensor_batch["__num_turns__"])
-        logged = self._log({"training/global_step": self.global_steps, **metrics, **told})
+        logged = self._log({"training/global_step": self.global_steps, **metrics, **data_metrics(real.batch)})
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
         of_v1.setdefault("sessions", [uids[:row].count(uid) for row, uid in enumerate(uids)])
         return VerlStep(
@@ -207,13 +206,9 @@ class TrainerBase(ABC):
         process = sys.modules[self.module].process_validation_metrics
         return named(process(sources, uids, _columns(rows), **more), turns)
 
-    def _lengths(self, batch: VerlDataProto) -> tuple[Any, Any]:
-        """How many tokens the prompts and the responses have."""
-        attention, wide = np.asarray(batch.batch["attention_mask"]), batch.batch["prompts"].shape[1]
-        return attention[:, :wide].sum(axis=1), attention[:, wide:].sum(axis=1)
-
     def _texts(self, batch: VerlDataProto) -> list[str]:
-        rows = zip(batch.batch["responses"], self._lengths(batch)[1], strict=True)
+        lengths = np.asarray(batch.batch["attention_mask"])[:, batch.batch["prompts"].shape[1] :].sum(axis=1)
+        rows = zip(batch.batch["responses"], lengths, strict=True)
         return [str(self.tokenizer.decode(ids[:length], skip_special_tokens=True)) for ids, length in rows]
 
     def _log(self, metrics: Mapping[str, Any]) -> dict[str, Any]:

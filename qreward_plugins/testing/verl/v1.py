@@ -45,18 +45,15 @@ class V1Trainer(TrainerBase):
         if mode not in ("sync", "colocate_async", "separate_async"):
             raise ValueError(f"Unknown trainer: {mode}")
         self._mode, self.queue = mode, queue
-        filters, refill_failed = (
-            config.algorithm.filter_groups,
-            bool(config.trainer.v1.sampler.sync_refill_failed_groups),
-        )
+        filters = config.algorithm.filter_groups
         if filters.enable and not filters.metric:
             raise ValueError("algorithm.filter_groups.metric must be set when group filtering is enabled")
-        if filters.enable or refill_failed:
+        if filters.enable:
             config.data.gen_batch_size = 1
         super().__init__(config, setup)
         metric = str(filters.metric) if filters.enable else None
         make: type[ReplayBuffer] = sys.modules[REPLAY_BUFFER].ReplayBuffer
-        self.replay_buffer = make(queue, metric=metric, refill=self._submit, refill_failed=refill_failed)
+        self.replay_buffer = make(queue, metric=metric, refill=self._submit)
 
     def step(self) -> VerlStep:
         """One step of the training loop."""
@@ -91,10 +88,10 @@ class V1Trainer(TrainerBase):
         return step
 
     def _start_loops(self, reward_workers: Any) -> None:
-        if self._mode != "sync":
-            raise NotImplementedError(
-                f"trainer.v1.trainer_mode={self._mode} is not played by FakeVerlTrainer; it plays sync"
-            )
+        refills = self.config.trainer.v1.sampler.sync_refill_failed_groups
+        if self._mode != "sync" or refills:
+            what = "sampler.sync_refill_failed_groups=True" if refills else f"trainer_mode={self._mode}"
+            raise NotImplementedError(f"trainer.v1.{what} is not played by FakeVerlTrainer; it plays sync")
         super()._start_loops(reward_workers)
         self.sessions = QueuedAgentLoops(self.config, self.loops.worker, self.queue)
 

@@ -170,7 +170,7 @@ def test_metrics_of_a_step():
         turns = rng.integers(1, 5, len(mask)).astype(np.int32)
         batch = VerlDataProto(TensorColumns(tensors, len(mask)), {"__num_turns__": turns})
         real = compute_data_metrics(as_real(batch), use_critic=True)
-        fake = metrics.data_metrics(tensors, (prompts.sum(axis=1), mask.sum(axis=1)), turns)
+        fake = metrics.data_metrics(tensors)
         assert set(fake) <= set(real)
         assert fake == pytest.approx({name: real[name] for name in fake}, rel=1e-5, abs=1e-6, nan_ok=True)
 
@@ -334,7 +334,7 @@ def test_the_group_filter(monkeypatch, metric):
     real_buffer = replay_buffer.ReplayBuffer("sync", {}, 8, "drop", {}, 0.0, print, metric, 4, 1, 1, False)
     real_buffer.partitions = {"train": rows}
     real_buffer.finished_keys = {"train": {uid for uid, each in queue.status["train"].items() if each == "finished"}}
-    fake_buffer = ReplayBuffer(queue, metric=metric, refill=print, refill_failed=False)
+    fake_buffer = ReplayBuffer(queue, metric=metric, refill=print)
     one, other = both(
         lambda: real_buffer._dapo_filtered_keys("train"), lambda: fake_buffer._dapo_filtered_keys("train")
     )

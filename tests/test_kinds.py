@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import pickle
 import re
 import sys
 from dataclasses import replace
@@ -27,7 +26,6 @@ OURS = {**registry.sources._ours, **registry.judges._ours}
 LENGTH = '''
     """A kind of source for tests."""
     from __future__ import annotations
-    import datetime
     from typing import Annotated, Literal
     from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
     from qreward_plugins.errors import TransientError
@@ -57,7 +55,6 @@ LENGTH = '''
             unit: Literal["chars", "words"] = "chars"
             token: SecretStr | None = None
             tokens: dict[str, SecretStr] = {}
-            since: datetime.date | None = None
             even: int = 0
             solid: Annotated[Cube | Ball, Field(discriminator="of")] | None = None
             options: FreeMapping = {}
@@ -100,17 +97,6 @@ LENGTH = '''
             raise RuntimeError("no such\\nroom")
 
 
-    class Wordless(LengthSource):
-        """Raises an error whose message raises."""
-
-        def __init__(self, name: str, config) -> None:
-            class Mute(Exception):
-                def __str__(self):
-                    raise ValueError("no message")
-
-            raise Mute
-
-
     class Nameless(LengthSource):
         """Forgets its base class."""
 
@@ -128,10 +114,6 @@ LENGTH = '''
 
     class Silent(SourceKind):
         """Cannot be asked."""
-
-
-    class Untold(LengthSource):
-        answers = ()
 
 
     class Loose(LengthSource):
@@ -197,7 +179,7 @@ NODE = {"kind": "length", "factor": 2}
 
 @pytest.fixture
 def length(install):
-    names = ("LengthSource", "Unready", "Wordless", "Unsure", "Nameless", "Silent", "Untold", "Loose", "Plain")
+    names = ("LengthSource", "Unready", "Unsure", "Nameless", "Silent", "Loose", "Plain")
     kinds = {name.lower(): f"length_kind:{name}" for name in names} | {"length": "length_kind:LengthSource"}
     install(
         "length-kind",
@@ -259,47 +241,34 @@ def test_a_class_that_nobody_registered_is_named_by_its_path(length):
     assert outcome.verdict.score == 6.0
 
 
-@pytest.mark.parametrize("kind", ["length", "length_kind:LengthSource"])
 @pytest.mark.parametrize(
     ("change", "place", "text"),
     [
         ({"points": 1}, "points", "unknown key. Allowed here: kind, factor, limits, timeouts, "),
+        ({"facter": 1}, "facter", "unknown key. Did you mean `factor`?"),
         ({"factor": ...}, "factor", "the key is missing. Points for a character."),
         ({"factor": "much"}, "factor", "must be a number."),
         ({"factor": 0}, "factor", "must be above 0, not 0."),
-        ({"unit": "word"}, "unit", "must be 'chars' or 'words', not 'word'. Did you mean `words`?"),
         ({"limits": {"concurency": 1}}, "limits.concurency", "unknown key. Did you mean `concurrency`?"),
         ({"token": 3}, "token", "must be text. Put it in quotes."),
-        ({"tokens": "sk-1"}, "tokens", "must be a mapping."),
-        ({"since": "yesterday"}, "since", "must be a valid date or datetime, "),
         ({"even": 3}, "even", "3 is odd; give an even number."),
         ({"factor": 101, "unit": "words"}, "", "words score at most 100 each."),
         ({"odd": "x"}, "", "its kind cannot read it: a validator raised KeyError."),
-        ({"solid": 3}, "solid", "must be a mapping."),
         ({"solid": {"of": "ball", "radius": -1}}, "solid.radius", "must be above 0, not -1."),
-        ({"solid": {"of": "con", "side": 1}}, "solid", "'of' must be one of 'cube', 'ball'."),
         ({"solid": {"side": 1}}, "solid", "the key 'of' is missing."),
     ],
 )  # fmt: skip
-def test_mistakes_are_reported_as_ours_are(length, kind, change, place, text):
-    node = {key: value for key, value in {**NODE, "kind": kind, **change}.items() if value is not ...}
+def test_mistakes_are_reported_as_ours_are(length, change, place, text):
+    node = {key: value for key, value in {**NODE, **change}.items() if value is not ...}
     found = mistakes(node)
     assert list(found) == [f"sources.a.{place}".rstrip(".")]
     assert text in found[f"sources.a.{place}".rstrip(".")]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"token": ["sk-SECRET"]},
-        {"db_password": ["sk-SECRET"]},
-        {"odd": "sk-SECRET"},
-        {"tokens": ["sk-SECRET"]},
-        {"tokens": {"a": ["sk-SECRET"]}},
-    ],
-)
-def test_no_secret_of_a_foreign_kind_is_shown(length, change):
-    assert "SECRET" not in str(mistakes({**NODE, **change}))
+def test_no_secret_of_a_foreign_kind_is_shown(length):
+    for change in ({"token": ["sk-SECRET"]}, {"db_password": ["sk-SECRET"]}, {"odd": "sk-SECRET"}):
+        assert "SECRET" not in str(mistakes({**NODE, **change}))
+    assert "SECRET" not in str(mistakes({**NODE, "tokens": {"a": ["sk-SECRET"]}}))
     assert "SECRET" not in repr(load_config(tree({**NODE, "token": "sk-SECRET"})))
 
 
@@ -307,14 +276,11 @@ def test_no_secret_of_a_foreign_kind_is_shown(length, change):
     ("kind", "text"),
     [
         ("silent", r"the kind 'silent' of length-kind 1\.2: the class length_kind:Silent lacks answers, send\."),
-        ("untold", r"length-kind 1\.2: the class length_kind:Untold lacks answers\."),
         ("plain", r"length_kind:Plain does not inherit qreward_plugins\.sources\.SourceKind\."),
         ("loose", r"length_kind:Loose has no `Config` that inherits qreward_plugins\.sources\.SourceConfig\."),
         ("gone", r"length-kind 1\.2: the class length_kind:Gone cannot be imported: AttributeError: .* 'Gone'\. Fix"),
         ("broken", r"length-kind 1\.2: .* cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("length_kind:Silent", r"the class length_kind:Silent lacks answers, send\."),
         ("no_such_module:X", r"the class no_such_module:X cannot be imported: ModuleNotFoundError"),
-        (":", r"cannot be imported"),
         ("os:path", r"does not inherit"),
         ("lenght", r"unknown kind `lenght`\. Did you mean `length`\? Allowed here: openai, reward_model, http, "),
     ],
@@ -323,15 +289,6 @@ def test_a_kind_that_cannot_be_used_is_one_mistake(length, kind, text):
     found = mistakes({**NODE, "kind": kind})
     assert list(found) == ["sources.a.kind"]
     assert re.search(text, found["sources.a.kind"]), found
-
-
-def test_a_configuration_travels_between_processes(length):
-    config = load_config(tree({**NODE, "token": "sk-SECRET", "limits": {"concurrency": 2}}))
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert load_config(config) is config
-    plain = config.model_dump(mode="json")
-    assert plain["sources"]["a"]["factor"] == 2
-    assert "SECRET" not in repr(plain)
 
 
 def test_a_broken_package_hurts_nobody_who_does_not_use_it(length):
@@ -353,15 +310,6 @@ def test_broken_metadata_of_another_package_hurts_nobody(length, monkeypatch, ca
     assert "entry points of installed packages cannot be read: KeyError: 'Name'" in caplog.text
 
 
-def test_a_package_without_metadata_is_named_as_such(install):
-    install("nameless", "length_kind", LENGTH, {SOURCES: {"length": "length_kind:LengthSource"}})
-    (path,) = [path for path in sys.path if path.endswith("nameless")]
-    (info,) = Path(path).glob("*.dist-info")
-    (info / "METADATA").write_text("")
-    assert registry.sources.registrations("length")[0].package
-    load_config(tree(NODE))
-
-
 def test_a_name_that_two_packages_register(length, install):
     install("second", "other_kind", "", {SOURCES: {"length": "other_kind:LengthSource", "openai": "other_kind:X"}})
     found = mistakes(NODE)["sources.a.kind"]
@@ -377,7 +325,6 @@ def test_a_name_that_two_packages_register(length, install):
     ("kind", "text"),
     [
         ("unready", r"sources\.a: length-kind 1\.2 cannot open the source: RuntimeError: no such\\nroom\."),
-        ("wordless", r"sources\.a: length-kind 1\.2 cannot open the source: Mute\."),
         ("nameless", r"sources\.a: length-kind 1\.2 cannot open the source: AttributeError"),
         ("unsure", r"sources\.a: length-kind 1\.2 cannot identify its provider: KeyError: 'NO_SUCH_VARIABLE'\."),
     ],
@@ -431,9 +378,9 @@ def test_a_judge_of_another_package_asks(twice, kind):
     ("change", "place", "text"),
     [
         ({"facter": 1}, "facter", "unknown key. Did you mean `factor`?"),
+        ({"factor": "x"}, "factor", "must be a number."),
         ({"kind": "twcie"}, "kind", "unknown kind `twcie`. Did you mean `twice`? Allowed here: llm, reward_model, "),
         ({"kind": "silent"}, "kind", "the kind 'silent' of twice-kind 1.2: the class twice_kind:Silent lacks judge."),
-        ({"kind": "os:path"}, "kind", "the class os:path does not inherit qreward_plugins.judges.Judge."),
     ],
 )  # fmt: skip
 def test_mistakes_of_a_foreign_judge_are_reported_as_ours_are(twice, change, place, text):

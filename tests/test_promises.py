@@ -25,6 +25,7 @@ from qreward_plugins import (
     PermanentError,
     RewardEngine,
     Scored,
+    SourceUnusable,
     Throttled,
     TransientError,
     Usage,
@@ -428,7 +429,8 @@ POISONS = {
     "a throttle that names an absurd time": Throttled("429", retry_after_s=1e9),
     "a throttle of that sample only": Throttled("429: request too large"),
     "a block page": InvalidReply("a page of HTML"),
-    "a refusal": PermanentError("403: blocked", status=403),
+    "a refusal": PermanentError("400: blocked", status=400),
+    "a firewall": SourceUnusable("403: blocked", status=403),
     "a failure": TransientError("500"),
 }
 

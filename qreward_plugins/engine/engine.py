@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, aclosing
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from ..config import Config, Limits, load_config
+from ..config import Config, load_config
 from ..config.origin import located
 from ..errors import ConfigurationError, EngineError
 from ..journal import TrainingLog
@@ -197,19 +197,6 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         """The sources by name, with their quotas and learned estimates."""
         return self._lifetime.upstreams
 
-    def retune(self, source: str, limits: Limits) -> None:
-        """Change the limits of a source while the engine runs, for example when the provider changes them. Requests and
-        tokens that were spent still count. Of a source with several keys, the name of the configuration changes the
-        limits of each key, and `NAME#1` those of one. Call it from the engine's event loop.
-
-        Raises `EngineError` for an unknown source. Raises `ConfigurationError`, and changes nothing, for limits that
-        the processes cannot share.
-        """
-        meant, scoring = self._lifetime.upstreams_of(source), self._bind()
-        for upstream in meant:
-            upstream.quota.retune(limits, scoring.now())
-        scoring.dispatcher.look_again()
-
     async def update_weights(
         self,
         source: str,
@@ -298,7 +285,7 @@ class RewardEngine(TextMethods, EmbeddingMethods):
 
         It is checked as a whole and applied in one step of the event loop, or refused as a whole. Samples under way
         keep their judges. Attempts at a removed source end there, and no new ones start. docs/limits.md lists what can
-        change. `engine.reload` goes on watching the same file. `retune` changes the limits of one source only.
+        change. `engine.reload` goes on watching the same file.
 
         Call it from the engine's event loop. Raises `ConfigurationError` for mistakes and for changes that need a
         restart, and `EngineError` if the engine is closed or serves another event loop. Nothing has changed then.

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BudgetSpent, EngineError, JournalError
 from ..judges import GroupJudge, Judge, Leaf
 from ..judges.leaf import failed, judged
-from ..observers import SampleDropped, SampleEnded
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
 from ..scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
@@ -22,7 +21,7 @@ from ..scheduling.budgets import ENDS_RUN
 from ..scheduling.calls import T
 from ..scheduling.history import PastAttempt, history_of
 from ..sources import Source
-from .outcomes import failure, scored
+from .outcomes import Pending, failure, scored
 from .siblings import Siblings
 
 if TYPE_CHECKING:
@@ -31,42 +30,6 @@ if TYPE_CHECKING:
 STEPS_TO_END = 50
 """Steps of the event loop in which a judge must end after its deadline. A judge of judges needs a few for each level.
 """
-
-
-class Pending:
-    """A sample without an outcome yet: a member of its batch, with the future that its caller awaits."""
-
-    __slots__ = ("_scoring", "future", "member", "over", "sample")
-
-    def __init__(self, scoring: Scoring, sample: Sample, member: Member, future: asyncio.Future[Outcome]) -> None:
-        self._scoring = scoring
-        self.sample = sample
-        self.future = future
-        self.member = member
-        self.over = False
-
-    def end(self, outcome: Outcome) -> None:
-        """Give the outcome to the caller, unless the sample has one already."""
-        if self.over:
-            return
-        self.over = True
-        if not self.future.done():
-            self.future.set_result(outcome)
-        self._scoring.emit(SampleEnded, self.sample, outcome)
-        self._scoring.batches.leave(self.member, scored=isinstance(outcome, Scored))
-
-    def fail(self, error: Exception) -> None:
-        """End the sample without an outcome, and raise `error` to its caller."""
-        if not self.future.done():
-            self.future.set_exception(error)
-        self.leave()
-
-    def leave(self) -> None:
-        """End the sample without an outcome, because its caller no longer waits."""
-        if not self.over:
-            self.over = True
-            self._scoring.emit(SampleDropped, self.sample)
-            self._scoring.batches.leave(self.member, scored=False)
 
 
 class Calling(Pending):
@@ -219,10 +182,8 @@ class Judging(Pending):
             asked.start(self.member, self._due_at)
             result = await asked.future
         finally:
-            asked.drop()
             self._asked.pop(asked, None)
-            self._spent += asked.spent()
-            asked.forget()
+            self._spent += asked.close()
         if isinstance(result, Unanswered) and result.reason == ENDS_RUN:
             self.fail(BudgetSpent(result.detail))
         if scoring.journal is not None:
@@ -432,7 +393,7 @@ class _Asked:
             self._scoring.dispatcher.expire(self._job)
 
     def drop(self) -> None:
-        """End the call, because its judge no longer waits for it."""
+        """End the call."""
         if self._job is not None:
             self._scoring.dispatcher.drop(self._job)
 
@@ -441,9 +402,13 @@ class _Asked:
         self.drop()
         self.future.cancel()
 
-    def forget(self) -> None:
-        """Release the job, which refers to this object: memory must not wait for the garbage collector."""
+    def close(self) -> Spent:
+        """End the call, because its judge no longer waits for it; return what it took."""
+        self.drop()
+        spent = self.spent()
+        # The job refers to this object; memory must not wait for the garbage collector.
         self._job = None
+        return spent
 
 
 def _verdict_of(answer: Answer[Any], name: str) -> Verdict | None:

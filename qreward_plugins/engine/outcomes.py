@@ -1,4 +1,4 @@
-"""The outcome of a sample, from what its judge returned or raised.
+"""A sample until it has its outcome, and the outcome of what its judge returned or raised.
 
 A judge is foreign code: it may return anything and raise anything. So its verdicts are checked here, and a bug costs
 one sample.
@@ -6,18 +6,59 @@ one sample.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from types import NoneType
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..judges import Judge, JudgeFailed
 from ..judges.leaf import failed
-from ..samples import Cause, Failed, Scored, Verdict
-from ..scheduling import CallFailed, Unanswered
+from ..observers import SampleDropped, SampleEnded
+from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from ..scheduling import CallFailed, Member, Unanswered
+
+if TYPE_CHECKING:
+    from .scoring import Scoring
 
 _log = logging.getLogger("qreward_plugins.engine")
 
 _TEXTS = ("rationale", "judge", "source", "model")
+
+
+class Pending:
+    """A sample without an outcome yet: a member of its batch, with the future that its caller awaits."""
+
+    __slots__ = ("_scoring", "future", "member", "over", "sample")
+
+    def __init__(self, scoring: Scoring, sample: Sample, member: Member, future: asyncio.Future[Outcome]) -> None:
+        self._scoring = scoring
+        self.sample = sample
+        self.future = future
+        self.member = member
+        self.over = False
+
+    def end(self, outcome: Outcome) -> None:
+        """Give the outcome to the caller, unless the sample has one already."""
+        if self.over:
+            return
+        self.over = True
+        if not self.future.done():
+            self.future.set_result(outcome)
+        self._scoring.emit(SampleEnded, self.sample, outcome)
+        self._scoring.batches.leave(self.member, scored=isinstance(outcome, Scored))
+
+    def fail(self, error: Exception) -> None:
+        """End the sample without an outcome, and raise `error` to its caller."""
+        if not self.future.done():
+            self.future.set_exception(error)
+        self.leave()
+
+    def leave(self) -> None:
+        """End the sample without an outcome, because its caller no longer waits."""
+        if not self.over:
+            self.over = True
+            self._scoring.emit(SampleDropped, self.sample)
+            self._scoring.batches.leave(self.member, scored=False)
 
 
 def scored(verdict: Verdict, judge: Judge) -> Scored:

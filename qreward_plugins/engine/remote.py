@@ -23,7 +23,7 @@ from ..observers import Observers, SampleSubmitted
 from ..samples import Cause, Failed, Outcome, Sample
 from ..samples.check import Rejected, named
 from ..scheduling import Batch
-from .judging import Pending
+from .outcomes import Pending
 from .scoring import Scoring
 from .siblings import Siblings
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, variance
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import InputError
 from ..secrets import one_line
@@ -74,7 +74,7 @@ def audit(paths: Sequence[str], judge: str | None = None, run: str | None = None
             of_run = "" if run is None else f" in run {run}"
             raise InputError(f"{named}: no training sample has a reward{of_run}")
         names = [judge] if judge is not None else sorted(judges)
-        findings = [finding for name in names for finding in _Judged.read(entries, name).findings()]
+        findings = [finding for name in names for finding in _Judged(entries, name).findings()]
         return entries.run or "", [*findings, *_flips(entries, judge), *_models(entries, judge)]
 
 
@@ -123,26 +123,21 @@ def _judges(entries: _Entries) -> set[str]:
     return {name for name, is_whole in rows if is_whole} or {name for name, _ in rows}
 
 
-@dataclass(frozen=True)
-class _Scored:
+class _Scored(NamedTuple):
     reward: float
     chars: int | None
     components: Mapping[str, float]
 
 
-@dataclass
-class _Third:
-    """The first or the last third of the steps: their groups."""
-
-    groups: list[list[_Scored]] = field(default_factory=list)
-
-    def each(self, of: Callable[[Sequence[_Scored]], float]) -> list[float]:
-        """A figure of each group that has it."""
-        return [value for value in map(of, self.groups) if not math.isnan(value)]
+_Groups: TypeAlias = Sequence[Sequence[_Scored]]
 
 
-@dataclass(frozen=True)
-class _Text:
+def _each(groups: _Groups, of: Callable[[Sequence[_Scored]], float]) -> list[float]:
+    """A figure of each group that has it."""
+    return [value for value in map(of, groups) if not math.isnan(value)]
+
+
+class _Text(NamedTuple):
     """A response. `reward` is less the mean of its step."""
 
     is_last: bool
@@ -153,19 +148,9 @@ class _Text:
 
 
 class _Judged:
-    """The rewards of one judge for training samples."""
+    """The rewards of one judge for training samples: the groups of the first and of the last third of the steps."""
 
-    def __init__(
-        self, name: str, first: _Third, last: _Third, texts: Sequence[_Text], *, last_from: int | None
-    ) -> None:
-        self._name = name
-        self._last_from = last_from
-        self._first = first
-        self._last = last
-        self._texts = texts
-
-    @classmethod
-    def read(cls, entries: _Entries, name: str) -> _Judged:
+    def __init__(self, entries: _Entries, name: str) -> None:
         where = "judge = ? AND outcome = 'scored' AND step IS NOT NULL AND coalesce(split, 'train') = 'train'"
         counts: Counter[int] = Counter()
         totals: Counter[int] = Counter()
@@ -174,7 +159,10 @@ class _Judged:
             totals[step] += total
         steps = sorted(counts)
         size = len(steps) // 3 if len(steps) >= _FEWEST_STEPS else 0
-        thirds, texts = [_Third(), _Third()], list[_Text]()
+        self._name = name
+        self._last_from = steps[len(steps) - size] if size else None
+        self._texts: list[_Text] = []
+        thirds: list[list[list[_Scored]]] = [[], []]
         where += " AND step BETWEEN ? AND ?"
         for place, chosen in enumerate((steps[:size], steps[len(steps) - size :])):
             if not chosen:
@@ -186,7 +174,7 @@ class _Judged:
                 columns, where, *bounds, then="ORDER BY id"
             ):
                 groups[step, group or ""][sample] = _Scored(reward, chars, json.loads(components or "{}"))
-            thirds[place].groups += [list(group.values()) for group in groups.values()]
+            thirds[place] += [list(group.values()) for group in groups.values()]
             columns, table = (
                 "step, coalesce(group_id, sample_id, id), score, body",
                 "outcomes JOIN texts ON response = hash",
@@ -194,11 +182,13 @@ class _Judged:
             then = f"ORDER BY hash LIMIT {_MOST_TEXTS // len(entries.connections)}"
             for step, group, reward, body in entries.rows(columns, where, *bounds, then=then, table=table):
                 phrases = frozenset(map(_digest, _phrases_of(body)))
-                texts.append(_Text(bool(place), (step, group), reward - totals[step] / counts[step], phrases, body))
-        return cls(name, thirds[0], thirds[1], texts, last_from=steps[len(steps) - size] if size else None)
+                self._texts.append(
+                    _Text(bool(place), (step, group), reward - totals[step] / counts[step], phrases, body)
+                )
+        self._first, self._last = thirds
 
     def findings(self) -> Iterator[AuditFinding]:
-        enough = min(len(third.groups) for third in (self._first, self._last)) >= _FEWEST_GROUPS
+        enough = min(len(self._first), len(self._last)) >= _FEWEST_GROUPS
         for check in (self._length, self._component, self._groups, self._phrases):
             alarm, said, figures = check() if enough else (None, _TOO_FEW, {})
             step = self._last_from if enough else None
@@ -206,12 +196,12 @@ class _Judged:
 
     def _thirds(self, of: Callable[[Sequence[_Scored]], float]) -> tuple[list[float], list[float]]:
         """A figure of each group that has it, in the first and in the last third."""
-        return self._first.each(of), self._last.each(of)
+        return _each(self._first, of), _each(self._last, of)
 
     def _length(self) -> _Found:
         """Rewards follow length, and responses grow."""
         first, last = self._thirds(_mean_chars)
-        follows = self._last.each(_length_correlation)
+        follows = _each(self._last, _length_correlation)
         if min(len(first), len(last), len(follows)) < 2:
             return None, "too few: no group has rewards and lengths that differ", {}
         growth, correlation = fmean(last) / max(1.0, fmean(first)), fmean(follows)
@@ -222,10 +212,10 @@ class _Judged:
 
     def _component(self) -> _Found:
         """One component explains the rewards, and did not before, while another one falls."""
-        names = sorted({name for group in self._last.groups[:50] for each in group for name in each.components})
+        names = sorted({name for group in self._last[:50] for each in group for name in each.components})
         if len(names) < 2:
             return None, "the judge has fewer than two components", {}
-        shares = {name: [_explained(third.groups, name) for third in (self._first, self._last)] for name in names}
+        shares = {name: [_explained(groups, name) for groups in (self._first, self._last)] for name in names}
         top = max(names, key=lambda name: shares[name][1])
         fallen = [name for name in names if name != top and self._falls(name)]
         before, now = shares[top]
@@ -350,7 +340,7 @@ def _mean_of(group: Sequence[_Scored], name: str) -> float:
     return fmean(values) if values and not math.isnan(sum(values)) else math.nan
 
 
-def _explained(groups: Sequence[Sequence[_Scored]], name: str) -> float:
+def _explained(groups: _Groups, name: str) -> float:
     """The share of the variance of rewards within groups that goes with a component: the squared correlation."""
     with_both = [[(each.components.get(name, math.nan), each.reward) for each in group] for group in groups]
     xx = yy = xy = 0.0

@@ -9,34 +9,16 @@
 
 from __future__ import annotations
 
-from .sample import (
-    FLOAT32_LIMIT,
-    SCREENED,
-    Cause,
-    Failed,
-    Message,
-    Outcome,
-    RawScore,
-    ResponseTurn,
-    Sample,
-    Scored,
-    Split,
-    Verdict,
-    fits_float32,
-)
-
-__all__ = [
-    "FLOAT32_LIMIT",
-    "SCREENED",
-    "Cause",
-    "Failed",
-    "Message",
-    "Outcome",
-    "RawScore",
-    "ResponseTurn",
-    "Sample",
-    "Scored",
-    "Split",
-    "Verdict",
-    "fits_float32",
-]
+from .sample import FLOAT32_LIMIT as FLOAT32_LIMIT
+from .sample import SCREENED as SCREENED
+from .sample import Cause as Cause
+from .sample import Failed as Failed
+from .sample import Message as Message
+from .sample import Outcome as Outcome
+from .sample import RawScore as RawScore
+from .sample import ResponseTurn as ResponseTurn
+from .sample import Sample as Sample
+from .sample import Scored as Scored
+from .sample import Split as Split
+from .sample import Verdict as Verdict
+from .sample import fits_float32 as fits_float32

@@ -9,10 +9,9 @@ import logging
 import pytest
 
 from qreward_plugins import Cause, ConfigurationError, RewardEngine, Scored
-from qreward_plugins.config import Limits, load_config
-from qreward_plugins.errors import EngineError
+from qreward_plugins.config import load_config
 from qreward_plugins.scheduling import Cutoff
-from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources.base import Reply
 
 from ..kit import MemoryJournal, Stage, make_sample, make_samples, now
@@ -209,18 +208,6 @@ def test_what_the_journal_knows_counts_for_the_quorum():
     assert took_s == pytest.approx(5.0)
 
 
-def test_an_answer_out_of_the_journal_begins_no_batch():
-    async def main(engine):
-        await engine.score(make_sample(response="known"))
-        assert (await engine.score(make_sample(response="known"))).verdict.cached
-        await asyncio.sleep(1000)
-        await engine.score(make_sample(response="new"))
-        return engine.last_batch()
-
-    report = remembering_run(simulated(), main)
-    assert (report.samples, report.makespan_s) == (1, pytest.approx(1.01))
-
-
 # Configuration
 
 
@@ -264,27 +251,6 @@ def test_scheduling_that_makes_no_sense_is_refused(scheduling, path):
     with pytest.raises(ConfigurationError) as caught:
         load_config(tree(scheduling=scheduling))
     assert [mistake.path for mistake in caught.value.mistakes] == [path]
-
-
-def test_limits_can_be_changed_while_the_engine_runs():
-    async def main():
-        source = SimulatedSource("a", answer=lambda request: Reply(value=1.0))
-        tree = {
-            "sources": {"a": {"kind": "function", "function": "a:b", "limits": {"requests_per_minute": 2}}},
-            "judges": {"rule": {"kind": "function"}},
-        }
-        async with RewardEngine(tree, sources={"a": source}) as engine:
-            scoring = asyncio.ensure_future(engine.score_all(make_samples(5)))
-            await asyncio.sleep(10)
-            assert len(source.arrivals) == 2
-            engine.retune("a", Limits(requests_per_minute=4))
-            await asyncio.sleep(10)
-            assert len(source.arrivals) == 4  # the two that were sent before still count
-            with pytest.raises(EngineError, match="unknown source 'b'; sources: a"):
-                engine.retune("b", Limits())
-            assert all(isinstance(outcome, Scored) for outcome in await scoring)
-
-    run(main())
 
 
 def test_a_journal_that_does_not_answer_cannot_hold_a_batch_beyond_its_deadline(tmp_path, monkeypatch):

@@ -13,6 +13,8 @@ from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
 from tests.kit import FRAMEWORKS, Stage, each_of, hangs, make_config, make_samples, play, scored_text, takes
 
+pytestmark = pytest.mark.anyio
+
 PRICE = {"per_request": 0.01}
 BY_TOKENS = {"output_per_million": 1000.0}
 
@@ -81,19 +83,16 @@ def test_the_budget_of_the_run_is_that_of_all_sources_together():
     assert "the budget of the run is spent" in str([outcome.failure for outcome in played.outcomes])
 
 
-def test_all_keys_of_a_source_have_one_budget(monkeypatch):
+async def test_all_keys_of_a_source_have_one_budget(monkeypatch):
     tree = budgeted({"usd": 0.1})
     monkeypatch.setenv("ONE", "one")
     monkeypatch.setenv("TWO", "two")
     tree["sources"]["a"]["api_key_env"] = ["ONE", "TWO"]
 
-    async def main():
-        async with RewardEngine(tree) as engine:
-            first, second = (upstream.budgets for upstream in engine.upstreams.values())
-            assert first == second
-            assert len(first) == 1
-
-    asyncio.run(main())
+    async with RewardEngine(tree) as engine:
+        first, second = (upstream.budgets for upstream in engine.upstreams.values())
+        assert first == second
+        assert len(first) == 1
 
 
 def test_an_hours_budget_is_there_again_after_an_hour():
@@ -143,17 +142,14 @@ def test_raise_ends_the_run_with_one_error(judges):
     Stage(tree=tree).run(raises)
 
 
-def test_raise_ends_a_run_with_a_journal(tmp_path):
+async def test_raise_ends_a_run_with_a_journal(tmp_path):
     engine = {"journal": {"path": str(tmp_path / "journal.sqlite")}}
     tree = budgeted({"usd": 0.05, "on_spent": "raise"}, engine=engine)
 
-    async def main():
-        async with RewardEngine(
-            tree, sources={"a": SimulatedSource("a", behaviour=takes(0.0), answer=scored_text)}
-        ) as engine:
-            await raises(engine)
-
-    asyncio.run(main())
+    async with RewardEngine(
+        tree, sources={"a": SimulatedSource("a", behaviour=takes(0.0), answer=scored_text)}
+    ) as engine:
+        await raises(engine)
 
 
 @each_of(

@@ -342,35 +342,6 @@ def test_a_refused_key_takes_a_source_out_for_everybody_until_it_answers(caplog)
     assert "source a answers again" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        SourceUnusable("answered 403: blocked", status=403),
-        TransientError("answered 500", status=500),
-        Throttled("answered 429", retry_after_s=20.0),
-        Throttled("answered 429"),
-        PermanentError("answered 400", status=400),
-        InvalidReply("not a verdict"),
-        NEVER_S,
-    ],
-    ids=str,
-)
-def test_nothing_that_one_response_provokes_takes_the_source_from_the_others(end):
-    """Promise P11."""
-    for bad, position in ((1, 0), (1, 30)):
-        samples = make_samples(60)
-        samples[position:position] = poisoned(bad)
-        stage = Stage({"a": poison_is(end)}, options=options(places(8, "a"), total_s=30, deadline_s=300.0))
-        played = stage.play(samples)
-        innocent = [
-            outcome
-            for outcome, sample in zip(played.outcomes, samples, strict=True)
-            if not sample.response.startswith(POISON)
-        ]
-        assert labels(innocent) == {"scored"}
-        assert max(outcome.verdict.latency_s for outcome in innocent) < 45.0
-
-
 def test_a_bug_of_ours_on_one_sample_costs_that_sample_only(monkeypatch, caplog):
     from qreward_plugins.scheduling import Upstream
 

@@ -67,7 +67,7 @@ def test_a_process_has_one_portal_for_equal_configurations(judge):
 
 
 FORKED = """
-import os, signal, sys, threading
+import os, signal, sys
 from qreward_plugins import EngineError, RewardEngine, Sample, load_config, process_portal
 def one(sample):
     return 1.0
@@ -78,32 +78,19 @@ tree = {
 }
 sample = Sample([{"role": "user", "content": "?"}], "x")
 
-def calls(portal):
-    yield lambda: portal.score(sample)
-    yield lambda: portal.score_all([sample])
-    yield lambda: portal.submit(sample)
-    yield lambda: portal.submit_all([sample])
-    yield lambda: list(portal.score_stream([sample]))
-    yield portal.statistics
-    yield portal.last_batch
-
 def child(portal):
     signal.alarm(40)
-    for call in calls(portal):
+    for call in (lambda: portal.score(sample), lambda: list(portal.score_stream([sample])), portal.statistics):
         try:
             call()
         except EngineError as error:
             assert "fork" in str(error)
             print("refused", flush=True)
 
-engine = RewardEngine(tree)
-with engine.portal() as portal:
+with RewardEngine(tree).portal() as portal:
     portal.score(sample)
-    if os.fork() == 0:
-        child(portal)
-    else:
-        os.wait()
-    parent = threading.active_count() > 1
+    parent = os.fork()
+    os.wait() if parent else child(portal)
 if not parent:
     print("left", flush=True)
     os._exit(0)
@@ -119,4 +106,4 @@ print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 
 def test_a_portal_that_was_opened_before_a_fork_says_so_and_does_not_hang():
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [*["refused"] * 7, "left", "1.0", *["refused"] * 7, "1.0", "0"], done.stderr
+    assert done.stdout.split() == [*["refused"] * 3, "left", "1.0", *["refused"] * 3, "1.0", "0"], done.stderr

@@ -250,7 +250,7 @@ def test_a_mistake_in_a_configuration_shows_none(tmp_path):
 
 SECRET_NAMES = (
     "api_key apiKey APIKEY OPENAI_API_KEY token hf_token accessToken X-Auth-Token password db_password DB_PASSWD "
-    "secret clientSecret Authorization credentials private_key key pwd"
+    "secret clientSecret Authorization Set-Cookie credentials private_key key pwd"
 )
 SETTING_NAMES = (
     "max_tokens stop_token_ids tokenizer eos_token pad_token score_key keys monkey top_p chat_template_kwargs author "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins import RewardEngine, Scored
-from qreward_plugins.config import Limits, load_config
-from qreward_plugins.errors import ConfigurationError, EngineError
+from qreward_plugins.config import load_config
+from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.sharing.channels import source_keys
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
@@ -78,18 +78,6 @@ async def test_a_recorded_answer_counts_for_every_key(tree, tmp_path):
             outcomes = await engine.score_all(samples)
         assert server.report().requests == 6
     assert all(outcome.verdict.cached and outcome.verdict.source == "judge" for outcome in outcomes)
-
-
-@pytest.mark.anyio
-async def test_limits_of_all_keys_or_of_one_are_changed(tree):
-    with JudgeServer(api_key=KEYS) as server:
-        async with RewardEngine(tree(server)) as engine:
-            engine.retune("judge", Limits(concurrency=3))
-            engine.retune("judge#2", Limits(concurrency=5))
-            found = {name: upstream.quota.concurrency for name, upstream in engine.upstreams.items()}
-            with pytest.raises(EngineError):
-                engine.retune("judge#4", Limits())
-    assert found == {"judge#1": 3, "judge#2": 5, "judge#3": 3}
 
 
 def test_each_key_is_shared_over_processes_by_itself(monkeypatch):

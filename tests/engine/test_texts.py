@@ -21,6 +21,8 @@ from qreward_plugins.testing import Faults, JudgeServer
 
 from ..kit import Stage, make_config, now
 
+pytestmark = pytest.mark.anyio
+
 ASKED = [{"role": "user", "content": "Why?"}]
 WORDS = ["one ", "two ", "three ", "four ", "five"]
 TEXT = "".join(WORDS)
@@ -162,18 +164,15 @@ def test_the_deadline_ends_the_stream_with_the_text_so_far(fails):
     assert (pieces, failed.reason, failed.text) == (WORDS[:2], "deadline", "one two ")
 
 
-def test_a_journal_keeps_no_stream_alive_after_its_deadline(tmp_path):
+async def test_a_journal_keeps_no_stream_alive_after_its_deadline(tmp_path):
     source = StreamingSource("a", fails={0: (2, "hang")}, gap_s=0.01)
 
-    async def main():
-        tree = make_config("a", engine={"journal": {"path": str(tmp_path / "j.sqlite")}})
-        async with RewardEngine(tree, sources={"a": source}) as engine:
-            pieces, failed = await read(engine.stream_text("a", ASKED, deadline_s=0.5))
-            assert ("".join(pieces), failed.reason) == ("one two ", "deadline")
-            await steps()
-            assert source.in_flight == 0
-
-    asyncio.run(main())
+    tree = make_config("a", engine={"journal": {"path": str(tmp_path / "j.sqlite")}})
+    async with RewardEngine(tree, sources={"a": source}) as engine:
+        pieces, failed = await read(engine.stream_text("a", ASKED, deadline_s=0.5))
+        assert ("".join(pieces), failed.reason) == ("one two ", "deadline")
+        await steps()
+        assert source.in_flight == 0
 
 
 @pytest.mark.parametrize("way", ["aclose", "break", "cancel"])
@@ -395,19 +394,16 @@ def test_wrong_arguments_are_refused(given, error, says):
     in_engine(main, StreamingSource("a"))
 
 
-def test_a_closed_engine_and_a_function_are_refused():
-    async def main():
-        tree = {
-            "sources": {"f": {"kind": "function", "function": "math:sqrt"}},
-            "judges": {"q": {"kind": "function", "sources": "f"}},
-        }
-        async with RewardEngine(tree) as engine:
-            with pytest.raises(EngineError, match="'f' gives no text"):
-                await anext(engine.stream_text("f", ASKED))
-        with pytest.raises(EngineError, match="closed"):
+async def test_a_closed_engine_and_a_function_are_refused():
+    tree = {
+        "sources": {"f": {"kind": "function", "function": "math:sqrt"}},
+        "judges": {"q": {"kind": "function", "sources": "f"}},
+    }
+    async with RewardEngine(tree) as engine:
+        with pytest.raises(EngineError, match="'f' gives no text"):
             await anext(engine.stream_text("f", ASKED))
-
-    asyncio.run(main())
+    with pytest.raises(EngineError, match="closed"):
+        await anext(engine.stream_text("f", ASKED))
 
 
 # Over real connections
@@ -422,51 +418,42 @@ def over_http(server, dialect, client="aiohttp", **settings):
     ("dialect", "client"),
     [("openai", "aiohttp"), ("openai", "httpx"), ("anthropic", "httpx"), ("gemini", "aiohttp"), ("responses", "httpx")],
 )
-def test_over_http_the_pieces_are_the_text(client, dialect):
+async def test_over_http_the_pieces_are_the_text(client, dialect):
     text = '{"rationale": "fine", "score": 5}' + " and on" * 20
 
-    async def main():
-        with JudgeServer(lambda call: text, stream_interval_s=0.005) as server:
-            async with over_http(server, dialect, client) as engine:
-                pieces, answers = [], []
-                async for _, item in engine.stream_texts("a", [ASKED] * 3, parameters={"max_tokens": 900}):
-                    (answers if isinstance(item, TextAnswer) else pieces).append(item)
-        assert len(pieces) > 15
-        assert [answer.text for answer in answers] == [text] * 3
-        assert all(answer.spent.usage.completion_tokens > 5 for answer in answers)
-        assert all(answer.first_token_s is not None for answer in answers)
-
-    asyncio.run(main())
+    with JudgeServer(lambda call: text, stream_interval_s=0.005) as server:
+        async with over_http(server, dialect, client) as engine:
+            pieces, answers = [], []
+            async for _, item in engine.stream_texts("a", [ASKED] * 3, parameters={"max_tokens": 900}):
+                (answers if isinstance(item, TextAnswer) else pieces).append(item)
+    assert len(pieces) > 15
+    assert [answer.text for answer in answers] == [text] * 3
+    assert all(answer.spent.usage.completion_tokens > 5 for answer in answers)
+    assert all(answer.first_token_s is not None for answer in answers)
 
 
-def test_over_http_a_fault_after_the_first_piece_ends_the_stream():
+async def test_over_http_a_fault_after_the_first_piece_ends_the_stream():
     text, kinds = "word " * 40, ["stream_cut", "stream_silent", "stream_error"]
 
-    async def main():
-        with JudgeServer(lambda call: text, faults=Faults(script=kinds), stream_interval_s=0.005) as server:
-            async with over_http(server, "openai", timeouts={"idle_s": 0.3, "total_s": 20}) as engine:
-                for _ in kinds:
-                    pieces, failed = await read(engine.stream_text("a", ASKED))
-                    assert failed.reason == "broken"
-                    assert failed.text == "".join(pieces) != ""
-                    assert text.startswith(failed.text)
-
-    asyncio.run(main())
-
-
-def test_over_http_a_slow_reader_is_no_silence_and_an_endless_text_is_bounded():
-    async def main():
-        faults = Faults(script=[None, "stream_endless", "stream_endless"])
-        with JudgeServer(lambda call: "word " * 40, faults=faults) as server:
-            settings = {"timeouts": {"idle_s": 0.2, "total_s": 20}, "max_reply_bytes": 20_000}
-            async with over_http(server, "openai", **settings) as engine:
-                stream = engine.stream_text("a", ASKED)
-                first = await anext(stream)
-                await asyncio.sleep(0.5)
-                assert first + "".join((await read(stream))[0]) == "word " * 40
+    with JudgeServer(lambda call: text, faults=Faults(script=kinds), stream_interval_s=0.005) as server:
+        async with over_http(server, "openai", timeouts={"idle_s": 0.3, "total_s": 20}) as engine:
+            for _ in kinds:
                 pieces, failed = await read(engine.stream_text("a", ASKED))
-                assert "text larger than" in str(failed)
-                assert "".join(pieces) == failed.text
-                assert len(failed.text) <= 20_000
+                assert failed.reason == "broken"
+                assert failed.text == "".join(pieces) != ""
+                assert text.startswith(failed.text)
 
-    asyncio.run(main())
+
+async def test_over_http_a_slow_reader_is_no_silence_and_an_endless_text_is_bounded():
+    faults = Faults(script=[None, "stream_endless", "stream_endless"])
+    with JudgeServer(lambda call: "word " * 40, faults=faults) as server:
+        settings = {"timeouts": {"idle_s": 0.2, "total_s": 20}, "max_reply_bytes": 20_000}
+        async with over_http(server, "openai", **settings) as engine:
+            stream = engine.stream_text("a", ASKED)
+            first = await anext(stream)
+            await asyncio.sleep(0.5)
+            assert first + "".join((await read(stream))[0]) == "word " * 40
+            pieces, failed = await read(engine.stream_text("a", ASKED))
+            assert "text larger than" in str(failed)
+            assert "".join(pieces) == failed.text
+            assert len(failed.text) <= 20_000

@@ -116,18 +116,6 @@ def test_a_mistake_is_one_line_and_the_next_change_is_applied(file, caplog, text
     play(file, main)
 
 
-def test_it_is_turned_off_by_the_file(file):
-    async def main(engine):
-        write(file, tree("a"))
-        await comes(lambda: not engine.config.engine.reload)
-        await comes(lambda: engine._reloader._watching.done())
-        write(file, tree("b"))
-        await engine.reload()
-        assert list(engine.upstreams) == ["b"]
-
-    play(file, main)
-
-
 def test_a_secret_is_in_no_line(file, caplog):
     caplog.set_level(logging.INFO, "qreward_plugins")
 

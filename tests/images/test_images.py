@@ -46,13 +46,11 @@ def sent(value, **caps):
     "value",
     [
         PNG,
-        bytearray(PNG),
         memoryview(PNG),
         picture(),
         URL,
         URL.removeprefix("data:image/png;base64,"),
         {"type": "image", "image": picture()},
-        {"type": "image", "image": URL},
         {"type": "image_url", "image_url": {"url": URL}},
         {"type": "image_url", "image_url": URL},
         {"type": "input_image", "image_url": URL},
@@ -82,14 +80,11 @@ def test_what_a_judge_can_read_is_sent_unchanged():
     [
         (bytes_of(picture("red", "CMYK"), "JPEG"), "image/jpeg"),
         (bytes_of(picture(), "GIF"), "image/png"),
-        (bytes_of(picture(), "BMP"), "image/png"),
         (bytes_of(picture("red", "CMYK"), "TIFF"), "image/png"),
         (picture("red", "CMYK"), "image/png"),
-        (picture(1.0, "F"), "image/png"),
         (picture(40_000, "I;16"), "image/png"),
         (picture(1, "P"), "image/png"),
         (picture((1, 2, 3, 4), "RGBA"), "image/png"),
-        (picture("red", "YCbCr"), "image/png"),
     ],
 )
 def test_formats_and_modes_that_few_judges_read_are_converted(value, kind):
@@ -106,10 +101,14 @@ def test_long_sides_are_scaled_down(form):
     assert image.size == (1, 60)
 
 
-def test_an_image_that_is_turned_by_its_metadata_is_turned_when_it_is_scaled():
+def exif_of(turn):
     exif = Pillow.Exif()
-    exif[0x0112] = 6
-    _, image = sent(bytes_of(picture(size=(300, 100)), "JPEG", exif=exif), max_side=60)
+    exif[0x0112] = turn
+    return exif
+
+
+def test_an_image_that_is_turned_by_its_metadata_is_turned_when_it_is_scaled():
+    _, image = sent(bytes_of(picture(size=(300, 100)), "JPEG", exif=exif_of(6)), max_side=60)
     assert image.size == (20, 60)
 
 
@@ -179,11 +178,6 @@ def test_a_part_that_contains_itself_holds_no_image():
         Image.of(part)
 
 
-def test_the_problem_names_the_image():
-    with pytest.raises(InputError, match=r"^image 2 of the prompt is no image"):
-        EncodedImage(Image.of(b"x"), name="image 2 of the prompt", **CAPS)
-
-
 def test_paths_stay_in_their_folder(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
@@ -222,11 +216,6 @@ def test_an_image_shows_no_content():
     assert repr(EncodedImage(Image.of(PNG), name="image 1", **CAPS)) == "EncodedImage(image 1, image/png, 8x6)"
 
 
-def test_nothing_is_kept_of_an_encoding():
-    encoded = EncodedImage(Image.of(URL), **CAPS)
-    assert str(encoded) is not str(encoded)
-
-
 def test_large_headers_are_read():
     data = bytes_of(picture(), "JPEG", comment=b"x" * 60_000, exif=b"Exif\0\0" + b"y" * 60_000)
     url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
@@ -242,8 +231,7 @@ def of_many_parts(form, count):
     return jpeg[:2] + b"\xff\xfe\x00\x02" * count + jpeg[2:]
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG"])
-@pytest.mark.parametrize("where", ["bytes", "url", "file"])
+@pytest.mark.parametrize(("form", "where"), [("PNG", "bytes"), ("JPEG", "url"), ("PNG", "file")])
 def test_a_header_of_very_many_parts_is_not_read(form, where, tmp_path):
     """The event loop reads headers, and Pillow takes long for a few MiB of empty parts."""
 
@@ -273,24 +261,11 @@ def test_tokens_grow_with_the_pixels_that_are_sent():
     assert EncodedImage(Image.of(picture(size=(640, 320))), max_side=9999, max_bytes=10**7).tokens == 2048 + 400
 
 
-@pytest.mark.parametrize(
-    ("part", "expected"),
-    [
-        ({"type": "image"}, True),
-        ({"type": "image_url", "image_url": {}}, True),
-        ({"type": "input_image"}, True),
-        ({"image": 1}, True),
-        ({"inline_data": {"mime_type": "image/png"}}, True),
-        ({"inline_data": {"mime_type": "video/mp4"}}, False),
-        ({"type": "video"}, False),
-        ({"type": "text", "text": "image"}, False),
-        ({"text": "x", "image": 1}, False),
-        ("image", False),
-        (None, False),
-    ],
-)
-def test_image_parts_are_known_by_their_type_or_their_keys(part, expected):
-    assert is_image_part(part) is expected
+def test_image_parts_are_known_by_their_type_or_their_keys():
+    images = ({"type": "input_image"}, {"image": 1}, {"inline_data": {"mime_type": "image/png"}})
+    others = ({"inline_data": {"mime_type": "video/mp4"}}, {"type": "video"}, {"text": "x", "image": 1}, "image", None)
+    assert all(map(is_image_part, images))
+    assert not any(map(is_image_part, others))
 
 
 def test_only_http_urls_are_remote():
@@ -338,12 +313,6 @@ def test_pixels_that_their_metadata_turn_differently_have_different_digests():
     plain, turned = (Pillow.open(io.BytesIO(bytes_of(picture(), exif=exif_of(turn)))) for turn in (1, 6))
     assert sent(plain)[1].size != sent(turned)[1].size
     assert Image.of(plain).digest != Image.of(turned).digest
-
-
-def exif_of(turn):
-    exif = Pillow.Exif()
-    exif[0x0112] = turn
-    return exif
 
 
 def test_a_path_that_the_system_refuses_is_an_input_error(tmp_path):

@@ -30,6 +30,8 @@ from qreward_plugins.journal.database import reading
 from qreward_plugins.samples import Cause, Failed, RawScore, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import Spent, Usage
 
+pytestmark = pytest.mark.anyio
+
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "the prompt"}],
     response="the response",
@@ -143,59 +145,50 @@ def test_a_verdict_comes_back_now_and_in_the_next_run(path: Path) -> None:
     assert not threads()
 
 
-def test_the_latest_verdict_wins_and_nothing_else_is_an_answer(path: Path) -> None:
-    async def main() -> None:
-        journal = Journal(path)
-        await journal.put("k", SAMPLE, Scored(VERDICT))
-        await journal.put("k", SAMPLE, Scored(replace(VERDICT, score=0.75)))
-        await journal.put("k", SAMPLE, Failed(Cause.INFRA, "deadline"))
-        await journal.put("k", SAMPLE, Scored(replace(VERDICT, score=0.1, cached=True)))
-        await journal.put("f", SAMPLE, FAILED)
-        await journal.put(None, SAMPLE, Scored(VERDICT))
-        for _ in range(2):
-            verdict = await journal.get("k")
-            assert verdict is not None
-            assert verdict.score == 0.75
-            assert await journal.get("f") is None
-            await journal.flush()
-        await journal.aclose()
-
-    asyncio.run(main())
+async def test_the_latest_verdict_wins_and_nothing_else_is_an_answer(path: Path) -> None:
+    journal = Journal(path)
+    await journal.put("k", SAMPLE, Scored(VERDICT))
+    await journal.put("k", SAMPLE, Scored(replace(VERDICT, score=0.75)))
+    await journal.put("k", SAMPLE, Failed(Cause.INFRA, "deadline"))
+    await journal.put("k", SAMPLE, Scored(replace(VERDICT, score=0.1, cached=True)))
+    await journal.put("f", SAMPLE, FAILED)
+    await journal.put(None, SAMPLE, Scored(VERDICT))
+    for _ in range(2):
+        verdict = await journal.get("k")
+        assert verdict is not None
+        assert verdict.score == 0.75
+        assert await journal.get("f") is None
+        await journal.flush()
+    await journal.aclose()
     assert len(rows(path)) == 6
 
 
-def test_an_answer_that_is_used_again_waits_for_no_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_is_used_again_waits_for_no_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "ROOM", 1)
     again = Scored(replace(VERDICT, cached=True, spent=Spent()))
 
-    async def main() -> None:
-        opened = Journal(path)
+    opened = Journal(path)
+    await opened.put("k", SAMPLE, again)
+    with locked(path):
+        for _ in range(2):
+            opened.note("k", SAMPLE, Scored(VERDICT))
+        waiting = asyncio.ensure_future(opened.put("k", SAMPLE, again))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert waiting.done()
+    await opened.flush()
+    await opened.aclose()
+    with pytest.raises(JournalError, match="closed"):
         await opened.put("k", SAMPLE, again)
-        with locked(path):
-            for _ in range(2):
-                opened.note("k", SAMPLE, Scored(VERDICT))
-            waiting = asyncio.ensure_future(opened.put("k", SAMPLE, again))
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert waiting.done()
-        await opened.flush()
-        await opened.aclose()
-        with pytest.raises(JournalError, match="closed"):
-            await opened.put("k", SAMPLE, again)
-
-    asyncio.run(main())
     assert len(rows(path)) == 3
 
 
-def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
-    async def main() -> None:
-        times = iter([1_700_000_000.5, 1_700_000_001.0])
-        journal = Journal(path, clock=lambda: next(times), run_id="run-1", keep="none")
-        await journal.put("k", SAMPLE, Scored(VERDICT))
-        await journal.put(None, SAMPLE, FAILED)
-        await journal.aclose()
-
-    asyncio.run(main())
+async def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
+    times = iter([1_700_000_000.5, 1_700_000_001.0])
+    journal = Journal(path, clock=lambda: next(times), run_id="run-1", keep="none")
+    await journal.put("k", SAMPLE, Scored(VERDICT))
+    await journal.put(None, SAMPLE, FAILED)
+    await journal.aclose()
     scored, failed = rows(path)
     common = {"process_id": os.getpid(), "run_id": "run-1", "sample_id": "s1", "data_source": "math", "group_id": "g1"}
     common |= {"step": 3, "split": "train", "judge": "quality", "cached": 0, "response_chars": 12}
@@ -210,83 +203,75 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
     of_failed |= {"reason": "deadline", "detail": "took too long", "attempts": 2, "latency_s": 9.0, "cost_usd": 0.0}
     of_failed |= dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens", "thinking_tokens"), 0)
     assert failed == dict.fromkeys(failed) | common | of_failed
-    assert b"the prompt" not in path.read_bytes()
-    assert b"the response" not in path.read_bytes()
+    content = await asyncio.to_thread(path.read_bytes)
+    assert b"the prompt" not in content
+    assert b"the response" not in content
 
 
-def test_odd_values_are_kept_in_a_form_that_sqlite_takes(path: Path) -> None:
+async def test_odd_values_are_kept_in_a_form_that_sqlite_takes(path: Path) -> None:
     sample = replace(SAMPLE, id="\ud800", step=np.int64(4), group_id=7)  # type: ignore[arg-type]
     verdict = replace(
         VERDICT, rationale="x\ud800\0" + "y" * 10_000, score=np.float64(0.5), components={"\udfff": 1}, correct=None
     )
 
-    async def main() -> None:
-        journal = Journal(path)
-        await journal.put("k\ud800", sample, Scored(verdict))
-        await journal.put("k", replace(sample, step=2**70), Scored(verdict))
-        for _ in range(2):
-            found = await journal.get("k")
-            assert found is not None
-            assert found.rationale == "x?\0" + "y" * 3997
-            assert found.score == 0.5
-            assert found.correct is None
-            await journal.flush()
-        assert await journal.get("\ud800") is None
-        assert journal.write_errors == 0
-        await journal.aclose()
-
-    asyncio.run(main())
+    journal = Journal(path)
+    await journal.put("k\ud800", sample, Scored(verdict))
+    await journal.put("k", replace(sample, step=2**70), Scored(verdict))
+    for _ in range(2):
+        found = await journal.get("k")
+        assert found is not None
+        assert found.rationale == "x?\0" + "y" * 3997
+        assert found.score == 0.5
+        assert found.correct is None
+        await journal.flush()
+    assert await journal.get("\ud800") is None
+    assert journal.write_errors == 0
+    await journal.aclose()
     assert [(row["sample_id"], row["step"], row["group_id"]) for row in rows(path)] == [
         ("?", 4, "7"),
         ("?", 2**63 - 1, "7"),
     ]
 
 
-def test_a_row_that_cannot_be_written_costs_only_itself(path: Path) -> None:
-    async def main() -> None:
-        journal = Journal(path)
-        await journal.put("a", SAMPLE, Scored(VERDICT))
-        await journal.put("b", replace(SAMPLE, step="three"), Scored(VERDICT))  # type: ignore[arg-type]
-        # The column refuses NULL.
-        await journal.put("n", replace(SAMPLE, data_source=None), Scored(VERDICT))  # type: ignore[arg-type]
-        await journal.put("c", SAMPLE, Scored(VERDICT))
-        with pytest.raises(JournalError, match="2 outcomes were not recorded"):
-            await journal.aclose()
-        assert journal.write_errors == 2
-
-    asyncio.run(main())
+async def test_a_row_that_cannot_be_written_costs_only_itself(path: Path) -> None:
+    journal = Journal(path)
+    await journal.put("a", SAMPLE, Scored(VERDICT))
+    await journal.put("b", replace(SAMPLE, step="three"), Scored(VERDICT))  # type: ignore[arg-type]
+    # The column refuses NULL.
+    await journal.put("n", replace(SAMPLE, data_source=None), Scored(VERDICT))  # type: ignore[arg-type]
+    await journal.put("c", SAMPLE, Scored(VERDICT))
+    with pytest.raises(JournalError, match="2 outcomes were not recorded"):
+        await journal.aclose()
+    assert journal.write_errors == 2
     assert [row["key"] for row in rows(path)] == ["a", "c"]
 
 
-def test_a_caller_waits_when_the_file_cannot_keep_up_and_its_cancellation_loses_nothing(
+async def test_a_caller_waits_when_the_file_cannot_keep_up_and_its_cancellation_loses_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "ROOM", 8)
 
-    async def main() -> None:
-        book = Journal(path)
-        with locked(path):
-            for n in range(8):
-                await book.put(str(n), SAMPLE, Scored(VERDICT))
-            waiting = [asyncio.ensure_future(book.put(str(n), SAMPLE, Scored(VERDICT))) for n in range(8, 12)]
-            flushing = asyncio.ensure_future(book.flush())
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert not any(task.done() for task in waiting)
-            # Readers do not wait for writers, nor does the event loop.
-            assert await book.get("none") is None
-            waiting[0].cancel()
-            flushing.cancel()
-            await asyncio.gather(waiting[0], flushing, return_exceptions=True)
-            assert not waiting[1].done()
-        await asyncio.gather(*waiting[1:])
-        with locked(path):
-            # There is room again: nobody waits for the lock.
-            for n in range(12, 20):
-                await book.put(str(n), SAMPLE, Scored(VERDICT))
-        await book.aclose()
-
-    asyncio.run(main())
+    book = Journal(path)
+    with locked(path):
+        for n in range(8):
+            await book.put(str(n), SAMPLE, Scored(VERDICT))
+        waiting = [asyncio.ensure_future(book.put(str(n), SAMPLE, Scored(VERDICT))) for n in range(8, 12)]
+        flushing = asyncio.ensure_future(book.flush())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting)
+        # Readers do not wait for writers, nor does the event loop.
+        assert await book.get("none") is None
+        waiting[0].cancel()
+        flushing.cancel()
+        await asyncio.gather(waiting[0], flushing, return_exceptions=True)
+        assert not waiting[1].done()
+    await asyncio.gather(*waiting[1:])
+    with locked(path):
+        # There is room again: nobody waits for the lock.
+        for n in range(12, 20):
+            await book.put(str(n), SAMPLE, Scored(VERDICT))
+    await book.aclose()
     assert [row["key"] for row in rows(path)] == [str(n) for n in range(20)]
 
 
@@ -313,53 +298,47 @@ def test_a_closed_event_loop_does_not_matter(path: Path) -> None:
     assert len(rows(path)) == 6
 
 
-def test_closing_is_idempotent_and_survives_cancellation(path: Path) -> None:
-    async def main() -> None:
-        book = Journal(path)
-        await book.put("k", SAMPLE, Scored(VERDICT))
-        with locked(path):
-            closing_ = asyncio.ensure_future(book.aclose())
-            await asyncio.sleep(0)
-            closing_.cancel()
-            await asyncio.gather(closing_, return_exceptions=True)
-            assert closing_.cancelled()
-        await asyncio.gather(book.aclose(), book.aclose())
-        await book.aclose()
-        book.close()
-        for refused in (book.get("k"), book.put("k", SAMPLE, FAILED), book.flush()):
-            with pytest.raises(JournalError, match="is closed"):
-                await refused
-
-    asyncio.run(main())
+async def test_closing_is_idempotent_and_survives_cancellation(path: Path) -> None:
+    book = Journal(path)
+    await book.put("k", SAMPLE, Scored(VERDICT))
+    with locked(path):
+        closing_ = asyncio.ensure_future(book.aclose())
+        await asyncio.sleep(0)
+        closing_.cancel()
+        await asyncio.gather(closing_, return_exceptions=True)
+        assert closing_.cancelled()
+    await asyncio.gather(book.aclose(), book.aclose())
+    await book.aclose()
+    book.close()
+    for refused in (book.get("k"), book.put("k", SAMPLE, FAILED), book.flush()):
+        with pytest.raises(JournalError, match="is closed"):
+            await refused
     assert len(rows(path)) == 1
     assert not threads()
     assert {file.name for file in path.parent.iterdir()} == {path.name}
 
 
-def test_memory_does_not_grow(path: Path) -> None:
-    async def main() -> None:
-        book = Journal(path)
+async def test_memory_does_not_grow(path: Path) -> None:
+    book = Journal(path)
 
-        async def burst() -> None:
-            for n in range(3000):
-                await book.put(str(n), SAMPLE, Scored(replace(VERDICT, rationale="r" * 1000)))
-            await book.flush()
+    async def burst() -> None:
+        for n in range(3000):
+            await book.put(str(n), SAMPLE, Scored(replace(VERDICT, rationale="r" * 1000)))
+        await book.flush()
 
+    await burst()
+    tracemalloc.start()
+    await burst()
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(3):
         await burst()
-        tracemalloc.start()
-        await burst()
-        gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(3):
-            await burst()
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - before
-        tracemalloc.stop()
-        assert grown < 300_000
-        assert not book._writer._verdicts
-        await book.aclose()
-
-    asyncio.run(main())
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 300_000
+    assert not book._writer._verdicts
+    await book.aclose()
 
 
 PRELUDE = """
@@ -520,8 +499,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_cannot_be_written_is_kept_and_written_when_it_can(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
+async def test_what_cannot_be_written_is_kept_and_written_when_it_can(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
         book = Journal(path)
         with locked(path):
             for n in range(3):
@@ -538,9 +519,6 @@ def test_what_cannot_be_written_is_kept_and_written_when_it_can(path: Path, capl
         await book.put("3", SAMPLE, Scored(VERDICT))
         await book.aclose()
         assert book.write_errors == 0
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     assert "outcomes are kept in memory and retried" in caplog.messages[0]
     assert "can be written again" in caplog.messages[1]
@@ -548,8 +526,10 @@ def test_what_cannot_be_written_is_kept_and_written_when_it_can(path: Path, capl
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_is_lost_when_a_journal_closes_is_counted_and_said(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
+async def test_what_is_lost_when_a_journal_closes_is_counted_and_said(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
         book = Journal(path)
         with locked(path):
             await book.put("a", SAMPLE, Scored(VERDICT))
@@ -559,21 +539,18 @@ def test_what_is_lost_when_a_journal_closes_is_counted_and_said(path: Path, capl
                 await book.aclose()
         await book.aclose()
         assert book.write_errors == 2
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(main())
     assert [message.startswith("2 outcomes were not recorded") for message in caplog.messages] == [False, True]
     assert not threads()
 
 
 @pytest.mark.usefixtures("impatient")
-def test_memory_is_bounded_and_nobody_waits_while_the_file_cannot_be_written(
+async def test_memory_is_bounded_and_nobody_waits_while_the_file_cannot_be_written(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal, "ROOM", 4)
     monkeypatch.setattr(writer, "KEPT_CHARS", 20_000)
 
-    async def main() -> None:
+    with caplog.at_level(logging.ERROR):
         book = Journal(path)
         with locked(path):
             await book.put("first", SAMPLE, Scored(VERDICT))
@@ -587,29 +564,7 @@ def test_memory_is_bounded_and_nobody_waits_while_the_file_cannot_be_written(
         with pytest.raises(JournalError, match=f"{201 - kept} outcomes were not recorded"):
             await book.aclose()
         assert len(rows(path)) == kept
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(main())
     assert len(caplog.records) == 2
-
-
-def test_an_unreadable_row_is_no_verdict(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        book = Journal(path)
-        await book.put("k", SAMPLE, Scored(VERDICT))
-        await book.put("l", SAMPLE, Scored(VERDICT))
-        await book.flush()
-        with closing(sqlite3.connect(path)) as connection, connection:
-            connection.execute("UPDATE outcomes SET components = '{' WHERE key = 'k'")
-            connection.execute("UPDATE outcomes SET score = NULL WHERE key = 'l'")
-        assert await book.get("k") is None
-        assert await book.get("l") is None
-        assert book.read_errors == 2
-        await book.aclose()
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(main())
-    assert len(caplog.records) == 1
 
 
 def refusal(path: Path | str) -> str:

@@ -16,6 +16,8 @@ from qreward_plugins.testing import JudgeServer
 
 from ..kit import make_config, make_samples, wait_until
 
+pytestmark = pytest.mark.anyio
+
 
 def of(path, name):
     """A source of the run that is first by its id."""
@@ -46,66 +48,55 @@ def two_sources(tmp_path):
         yield tree, path, {"a": a, "b": b}
 
 
-def test_engines_of_one_process_and_run_are_added_up(two_sources, quick, monkeypatch):
+async def test_engines_of_one_process_and_run_are_added_up(two_sources, quick, monkeypatch):
     monkeypatch.setenv("QREWARD_RUN_ID", "run")
     tree, path, _ = two_sources
 
-    async def main():
-        async with RewardEngine(tree) as engine, RewardEngine(tree) as other:
-            await engine.score_all(make_samples(8))
-            await other.score_all(make_samples(8))
-            await until(lambda: sum(each.answered for each in live_sources([str(path)], time.time())) == 16)
-
-    asyncio.run(main())
+    async with RewardEngine(tree) as engine, RewardEngine(tree) as other:
+        await engine.score_all(make_samples(8))
+        await other.score_all(make_samples(8))
+        await until(lambda: sum(each.answered for each in live_sources([str(path)], time.time())) == 16)
 
 
-def test_a_source_that_is_held_from_outside_gets_no_calls_until_it_is_released(two_sources, quick):
+async def test_a_source_that_is_held_from_outside_gets_no_calls_until_it_is_released(two_sources, quick):
     tree, path, servers = two_sources
 
     def arrived():
         return {name: server.report().requests for name, server in servers.items()}
 
-    async def main():
-        async with RewardEngine(tree) as engine, RewardEngine(tree) as other:
-            await engine.score_all(make_samples(8))
-            await other.score_all(make_samples(8))
-            # Each engine is a run, and only runs that are under way are held. What they write is up to a second old.
-            await until(
-                lambda: [each.in_flight + each.waiting for each in live_sources([str(path)], time.time())] == [0] * 4
-            )
-            assert (of(path, "a").state, of(path, "a").held) == ("up", False)
-            hold_source([str(path)], "a", time.time(), held=True)
-            await until(lambda: states(path, "a") == {"held"})
-            assert engine.statistics().sources["a"].state == "held"
-            assert "by hand" in of(path, "a").problem
-            changed = json.loads(json.dumps(tree))
-            changed["sources"]["a"]["parameters"] = {"top_p": 0.5}
-            await engine.reload(changed)
-            before = arrived()
-            await engine.score_all(make_samples(8))
-            assert arrived() == {"a": before["a"], "b": before["b"] + 8}
-            hold_source([str(path)], "a", time.time(), held=False)
-            await until(lambda: states(path, "a") == {"up"})
-            hold_source([str(path)], "b", time.time(), held=True)
-            await until(lambda: states(path, "b") == {"held"})
-            await engine.score_all(make_samples(8))
-            assert arrived()["a"] == before["a"] + 8
-
-    asyncio.run(main())
+    async with RewardEngine(tree) as engine, RewardEngine(tree) as other:
+        await engine.score_all(make_samples(8))
+        await other.score_all(make_samples(8))
+        # Each engine is a run, and only runs that are under way are held. What they write is up to a second old.
+        await until(
+            lambda: [each.in_flight + each.waiting for each in live_sources([str(path)], time.time())] == [0] * 4
+        )
+        assert (of(path, "a").state, of(path, "a").held) == ("up", False)
+        hold_source([str(path)], "a", time.time(), held=True)
+        await until(lambda: states(path, "a") == {"held"})
+        assert engine.statistics().sources["a"].state == "held"
+        assert "by hand" in of(path, "a").problem
+        changed = json.loads(json.dumps(tree))
+        changed["sources"]["a"]["parameters"] = {"top_p": 0.5}
+        await engine.reload(changed)
+        before = arrived()
+        await engine.score_all(make_samples(8))
+        assert arrived() == {"a": before["a"], "b": before["b"] + 8}
+        hold_source([str(path)], "a", time.time(), held=False)
+        await until(lambda: states(path, "a") == {"up"})
+        hold_source([str(path)], "b", time.time(), held=True)
+        await until(lambda: states(path, "b") == {"held"})
+        await engine.score_all(make_samples(8))
+        assert arrived()["a"] == before["a"] + 8
 
 
-def test_what_is_seen_is_the_sum_of_the_processes_and_only_of_those_under_way(two_sources, quick, monkeypatch):
+async def test_what_is_seen_is_the_sum_of_the_processes_and_only_of_those_under_way(two_sources, quick, monkeypatch):
     tree, path, _ = two_sources
     monkeypatch.setenv("QREWARD_RUN_ID", "job")
 
-    async def main():
-        async with RewardEngine(tree) as engine:
-            await engine.score_all(make_samples(6))
-            await until(
-                lambda: (seen := of(path, "a")) and of(path, "b") and seen.requests + of(path, "b").requests == 6
-            )
-
-    asyncio.run(main())
+    async with RewardEngine(tree) as engine:
+        await engine.score_all(make_samples(6))
+        await until(lambda: (seen := of(path, "a")) and of(path, "b") and seen.requests + of(path, "b").requests == 6)
     a = of(path, "a")
     assert (a.run_id, a.processes, a.concurrency, a.learned) == ("job", 1, 4, "")
     assert a.requests_per_minute == pytest.approx(6000, rel=0.01)
@@ -113,18 +104,15 @@ def test_what_is_seen_is_the_sum_of_the_processes_and_only_of_those_under_way(tw
     assert live_sources([str(path)], time.time() + STALE_S + 5) == []
 
 
-def test_where_nothing_can_be_held_it_is_said_why(two_sources, quick):
+async def test_where_nothing_can_be_held_it_is_said_why(two_sources, quick):
     tree, path, _ = two_sources
 
-    async def main():
-        async with RewardEngine(tree) as engine:
-            await engine.score(make_samples(1)[0])
-            await until(lambda: of(path, "a"))
-            with pytest.raises(InputError, match=r"the run has no source 'c'; sources: a, b"):
-                hold_source([str(path)], "c", time.time(), held=True)
-            with pytest.raises(EngineError, match="unknown source 'c'"):
-                engine.hold("c")
-
-    asyncio.run(main())
+    async with RewardEngine(tree) as engine:
+        await engine.score(make_samples(1)[0])
+        await until(lambda: of(path, "a"))
+        with pytest.raises(InputError, match=r"the run has no source 'c'; sources: a, b"):
+            hold_source([str(path)], "c", time.time(), held=True)
+        with pytest.raises(EngineError, match="unknown source 'c'"):
+            engine.hold("c")
     with pytest.raises(InputError, match="no run is under way that writes to"):
         hold_source([str(path)], "a", time.time() + STALE_S + 5, held=True)

@@ -25,6 +25,8 @@ from qreward_plugins.testing import Faults, JudgeServer
 
 from ..kit import make_config
 
+pytestmark = pytest.mark.anyio
+
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
 FAILED = Failed(Cause.INFRA, "deadline", "took too long", judge="quality")
 
@@ -101,18 +103,15 @@ def test_a_text_is_there_once_and_a_long_one_loses_its_middle(path):
     assert path.stat().st_size < 200_000, "compressed"
 
 
-def test_the_oldest_texts_of_a_large_file_are_deleted_and_no_row(path):
+async def test_the_oldest_texts_of_a_large_file_are_deleted_and_no_row(path):
     rng = random.Random(3)
     texts = ["".join(rng.choices("abcdefghij klmnop", k=20_000)) for _ in range(400)]
 
-    async def main():
-        book = Journal(path, keep="all", texts_mb=1.0)
-        for number, text in enumerate(texts):
-            await book.put(None, Sample(QUESTION, text, step=1, id=str(number)), scored(1.0))
-            await book.flush()
-        await book.aclose()
-
-    asyncio.run(main())
+    book = Journal(path, keep="all", texts_mb=1.0)
+    for number, text in enumerate(texts):
+        await book.put(None, Sample(QUESTION, text, step=1, id=str(number)), scored(1.0))
+        await book.flush()
+    await book.aclose()
     assert path.stat().st_size < 1.2e6
     assert story_of(path, sample="399").entries[0].response == texts[-1]
     assert story_of(path, sample="0").entries[0].response == NOT_KEPT
@@ -244,17 +243,14 @@ def test_an_answer_of_the_journal_tells_how_it_was_given_at_first(path):
     assert "What is 2 + 2?" in story.attempts[0][0]["request"]
 
 
-def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
+async def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
     class Broken:
         def __iter__(self):
             raise RuntimeError
 
-    async def main():
-        book = Journal(path, keep="all")
-        await book.put(None, Sample(Broken(), "a\ud800b", {1: object()}, id="0"), scored(1.0))
-        await book.aclose()
-
-    asyncio.run(main())
+    book = Journal(path, keep="all")
+    await book.put(None, Sample(Broken(), "a\ud800b", {1: object()}, id="0"), scored(1.0))
+    await book.aclose()
     entry = story_of(path).entries[0]
     assert (entry.prompt, entry.response, entry.ground_truth) == (None, "a?b", '{"1":"[object]"}')
 
@@ -350,37 +346,20 @@ def test_a_sample_with_an_invalid_reply_is_interesting(path):
     assert 42 not in kept(path)
 
 
-def test_a_file_that_is_locked_loses_no_texts_whatever_its_folder_is_called(tmp_path, monkeypatch):
+async def test_a_file_that_is_locked_loses_no_texts_whatever_its_folder_is_called(tmp_path, monkeypatch):
     monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
     (tmp_path / "full-run").mkdir()
     path = tmp_path / "full-run" / "journal.sqlite"
 
-    async def main():
-        book = Journal(path, keep="all")
-        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            await book.put(None, of(0), scored(1.0))
-            with pytest.raises(JournalError):
-                await book.flush()
-            connection.execute("ROLLBACK")
-        await book.aclose()
-
-    asyncio.run(main())
+    book = Journal(path, keep="all")
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        await book.put(None, of(0), scored(1.0))
+        with pytest.raises(JournalError):
+            await book.flush()
+        connection.execute("ROLLBACK")
+    await book.aclose()
     assert story_of(path).entries[0].response == of(0).response
-
-
-def test_a_reply_that_cannot_be_cleaned_costs_its_texts_only(path):
-    def clean(text):
-        raise RuntimeError
-
-    put(path, ("k", of(0), scored(0.5), [attempt(of(0), "?", clean=clean)]), keep="all")
-    entry = story_of(path).entries[0]
-    assert (entry.reward, entry.response) == (0.5, None)
-
-
-def test_a_large_integer_is_shown(path):
-    put(path, ("k", of(0, ground_truth={"a": 10**30}), scored(0.5), ()), keep="all")
-    assert json.loads(story_of(path).entries[0].ground_truth) == {"a": 10**30}
 
 
 def trained(number, advantage, step=1):

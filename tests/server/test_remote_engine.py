@@ -105,7 +105,9 @@ async def test_priorities_are_those_of_the_server_unless_this_side_has_its_own(s
     async with serve(engine={"priority": {"validation": "high"}}) as there:
         own = {"engine": {**there.remote()["engine"], "priority": {"train": 7}}}
         async with there.remote_engine() as engine, await asyncio.to_thread(RewardEngine, own) as other:
-            there.engine.retune("obedient", type(there.engine.config.sources["obedient"].limits)(concurrency=1))
+            there.engine.upstreams["obedient"].quota.retune(
+                type(there.engine.config.sources["obedient"].limits)(concurrency=1), asyncio.get_running_loop().time()
+            )
             asked = [asyncio.ensure_future(engine.score(sample("hold")))]
             await there.source.holding.wait()
             for each, word in ((engine, "low 0"), (engine, "val 0"), (other, "train 0"), (engine, "call 0")):

@@ -215,7 +215,9 @@ async def test_wrong_headers(serve, row, name, value, status, said):
 
 async def test_a_higher_priority_goes_first(serve, row):
     async with serve() as served:
-        served.engine.retune("obedient", type(served.engine.config.sources["obedient"].limits)(concurrency=1))
+        served.engine.upstreams["obedient"].quota.retune(
+            type(served.engine.config.sources["obedient"].limits)(concurrency=1), asyncio.get_running_loop().time()
+        )
         first = asyncio.ensure_future(served.post("/score", row("hold")))
         await served.source.holding.wait()
         low = [asyncio.ensure_future(served.post("/score", row(f"low {number} 1"))) for number in range(3)]

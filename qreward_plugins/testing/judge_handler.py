@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 import orjson
 from aiohttp import web
 
+from ..simulation.strict_limits import Excess
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
 from .faulty_replies import JudgeExchange, Written, respond, sent_status
 from .judge_calls import Answer, JudgeCall, JudgeReply, Refused, duration, list_answer, listed
-from .limits import Excess, LimitKind, ServerLimits
+from .limits import LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import RewardCall
 from .report import Tally, Violation
@@ -53,19 +54,19 @@ class JudgeHandler:
     """
 
     score: Scorer
-    limits: ServerLimits
-    latency: Latency
-    faults: Faults
-    models: Sequence[str]
-    protocols: Sequence[str]
-    api_key: str | Sequence[str] | None = field(repr=False)
-    seed: int
-    streams: bool
-    stream_interval_s: float
-    tally: Tally
     elapsed_s: Callable[[], float]
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    latency: Latency = field(default_factory=Latency)
+    faults: Faults = field(default_factory=Faults)
+    models: Sequence[str] = ("judge",)
+    protocols: Sequence[str] = tuple(PROTOCOLS)
+    api_key: str | Sequence[str] | None = field(default=None, repr=False)
+    seed: int = 0
+    streams: bool = True
+    stream_interval_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.tally = Tally(self.limits.window_s)
         # Two generators, so that the latencies stay the same when faults are added.
         self._latency_rng = random.Random(f"{self.seed}/latency")
         self._plan = FaultPlan(self.faults, random.Random(f"{self.seed}/faults"))

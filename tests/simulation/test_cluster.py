@@ -17,7 +17,7 @@ from qreward_plugins.sharing.share_table import WorkerState, _Lost
 from qreward_plugins.simulation.__main__ import main
 from qreward_plugins.simulation.cluster import Cluster
 from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, Worker, random_plan
-from qreward_plugins.simulation.soak import check_cluster, soak_clusters
+from qreward_plugins.simulation.soak import check_cluster, soak
 from qreward_plugins.simulation.trial_player import quiet
 
 
@@ -27,13 +27,13 @@ def played(plan, until):
     return cluster
 
 
-SEEDS = [0, 1, 3, 4, 5, 10, 20, 27, 32]
+SEEDS = [1, 3, 5, 7, 11]
 """Among them those that show a broken rule, below. `make clusters` plays more."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_limit_is_broken_and_everybody_is_served(seed):
-    soaked = soak_clusters(seed, seed + 1)
+    soaked = soak(seed, seed + 1, cluster=True)
     assert not soaked.findings, "\n" + soaked.describe()
     assert soaked.tally.counts["requests"] > 0
 
@@ -46,24 +46,21 @@ def test_the_same_seed_is_the_same_cluster():
 
 def test_plans_meet_everything_that_can_happen():
     plans = [random_plan(seed) for seed in range(400)]
-    kinds = {"kill", "stop", "part", "loss", "kill keeper", "stop keeper", "slow keeper"}
+    kinds = {"kill", "stop", "part", "kill keeper", "stop keeper", "slow keeper"}
     assert {fault.kind for plan in plans for fault in plan.faults} == kinds
     assert {plan.restarts for plan in plans} == {True, False}
     limits = [source.declared() for plan in plans for source in plan.sources]
     assert any(one.window == "bucket" and one.burst > 1 for one in limits)
     assert any(one.tokens_per_minute and one.concurrency and one.requests_per_minute for one in limits)
     assert {one.window_s for one in limits} == {60.0, 10.0, 3.0, 1.0}
-    assert any(plan.lost for plan in plans)
-    assert any(plan.doubled for plan in plans)
     assert any(worker.leaves for plan in plans for worker in plan.workers)
-    assert {worker.clock[1] == 1.0 for plan in plans for worker in plan.workers} == {True, False}
     assert any(len(plan.workers) > (source.declared().concurrency or 99) for plan in plans for source in plan.sources)
 
 
 def test_a_cluster_that_is_not_served_is_a_finding(monkeypatch):
     monkeypatch.setattr(Division, "raise_shares", lambda self, now, line: [])
     monkeypatch.setattr(Division, "raise_to_fair", lambda self, worker, now: None)
-    soaked = soak_clusters(5, 6)
+    soaked = soak(5, 6, cluster=True)
     assert "liveness" in soaked.describe()
     assert "--cluster --seed 5" in soaked.describe()
 
@@ -73,7 +70,7 @@ def test_a_cluster_that_fails_is_a_finding(monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(Cluster, "run", fail)
-    assert "ZeroDivisionError" in soak_clusters(5, 6).describe()
+    assert "ZeroDivisionError" in soak(5, 6, cluster=True).describe()
 
 
 def test_the_command_soaks_clusters(capsys):
@@ -115,17 +112,6 @@ def reports_before_it_lowers(monkeypatch):
 
     around(monkeypatch, Member, "_give_up", give_up)
     around(monkeypatch, Member, "report", report)
-
-
-def hears_old_reports(monkeypatch):
-    def report(original):
-        def mutated(self, report, now):
-            self._numbers.pop(report.worker, None)
-            original(self, report, now)
-
-        return mutated
-
-    around(monkeypatch, Keeper, "report", report)
 
 
 def no_lost_workers(monkeypatch):
@@ -220,15 +206,13 @@ def calls_nothing_back(monkeypatch):
 @pytest.mark.parametrize(
     ("mutate", "seed"),
     [
-        (reports_before_it_lowers, 10),
-        (hears_old_reports, 32),
-        (no_lost_workers, 20),
-        (no_unknown, 27),
-        (counts_a_bucket_from_the_reservation, 4),
-        (owes_nothing_of_a_bucket, 0),
-        (owes_only_what_it_gave_up_last, 20),
-        (charges_shares_alone, 3),
-        (gives_up_workers_too_early, 3),
+        (reports_before_it_lowers, 3),
+        (no_lost_workers, 7),
+        (no_unknown, 7),
+        (counts_a_bucket_from_the_reservation, 1),
+        (owes_nothing_of_a_bucket, 3),
+        (owes_only_what_it_gave_up_last, 11),
+        (charges_shares_alone, 1),
     ],
 )
 def test_a_rule_that_is_broken_is_noticed(mutate, seed, monkeypatch):
@@ -272,14 +256,20 @@ def long_answers(seed):
     return two_workers({"concurrency": 4}, 8, (ClusterFault(3.0, "part", 0, 60.0),), seed=seed, service_s=(25.0, 30.0))
 
 
+def cut_off_for_a_while(seed):
+    """A worker with work is cut off from the keeper."""
+    return two_workers(SHORT_WINDOW, 700, (ClusterFault(5.0, "part", 0, 30.0),), seed=seed)
+
+
 @pytest.mark.parametrize(
     ("faulty", "mutate", "seed"),
     [
-        (stopped_while_the_keeper_dies, keeps_shares_of_a_dead_keeper, 11),
-        (stopped_while_the_keeper_dies, short_unknown, 11),
-        (answers_that_take_long, valid_from_receiving, 8),
-        (answers_that_take_long, never_ends, 3),
-        (long_answers, calls_nothing_back, 0),
+        (stopped_while_the_keeper_dies, keeps_shares_of_a_dead_keeper, 10),
+        (stopped_while_the_keeper_dies, short_unknown, 10),
+        (cut_off_for_a_while, gives_up_workers_too_early, 0),
+        (answers_that_take_long, valid_from_receiving, 23),
+        (answers_that_take_long, never_ends, 0),
+        (long_answers, calls_nothing_back, 1),
     ],
 )
 def test_a_rule_for_one_order_of_troubles_is_kept_and_noticed_when_it_is_broken(faulty, mutate, seed, monkeypatch):

@@ -71,10 +71,10 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     for one thread, except `release` and `wait_until_held`.
 
     Batches are sampled and trained in turn. Sampling ahead or beyond the batch, and masks, norms and clips of the
-    trainer's are not played: their flags are refused by name.
+    trainer's are not played: their flags are refused.
 
-    Raises `TypeError` for an unknown name, `ValueError` if ROLL would not start, `NotImplementedError` for what is not
-    played, and the errors of importing, making and initialising the workers.
+    Raises `TypeError` for a name that is unknown or not played, `ValueError` if ROLL would not start, and the errors of
+    importing, making and initialising the workers.
     """
 
     def __init__(

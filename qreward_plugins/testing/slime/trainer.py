@@ -137,7 +137,7 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
     rollout or evaluation; with None it may wait for ever, as slime does.
 
     Methods are for one thread, except `release` and `wait_until_held`. Leaving the context closes it. Raises
-    `TypeError` for an unknown flag, `NotImplementedError` for a flag that is not played, `ValueError` if slime would
+    `TypeError` for a flag that is unknown or not played, `ValueError` if slime would
     refuse to start, and the errors of importing hooks that slime imports at startup.
     """
 

@@ -24,20 +24,10 @@ from typing import Any
 import numpy as np
 
 from ..fake_trainer import FakeTrainer
-from ..generation import WordTokenizer
+from ..generation import DEFAULT_ROWS, WordTokenizer, answer_by_chance
 from .arguments import DEFAULT_LOOP, batch_sizes, make_config, refuse_unknown
 from .estimates import reduce_metrics, train_batch
-from .generation import (
-    DEFAULT_ROWS,
-    Hold,
-    Respond,
-    RollDraft,
-    RollEngine,
-    Row,
-    answer_by_chance,
-    encode_row,
-    shuffled,
-)
+from .generation import Hold, Respond, RollDraft, RollEngine, Row, encode_row, shuffled
 from .protocol import RollDataProto
 from .results import RollStep, RollValidation
 from .rollout_loop import UserDefinedRolloutLoop

@@ -23,8 +23,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from ..fake_trainer import FakeTrainer
+from ..generation import answer_by_chance
 from .arguments import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, eval_dataset, resolve_args
-from .generation import DEFAULT_PROMPTS, Hold, Respond, SlimeDataSource, SlimeEngine, answer_by_chance
+from .generation import DEFAULT_PROMPTS, Hold, Respond, SlimeDataSource, SlimeEngine
 from .rollout import Hook, RolloutRecord, SlimeRollout, load
 from .samples import Group, Row, SlimeSample, flat
 from .training import (

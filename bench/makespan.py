@@ -7,6 +7,7 @@ in advance. The bound ignores noise and lost work, so 1.0 is not always reachabl
 
     python bench/makespan.py [--samples 512 2048 4096] [--seeds 20] [--scenarios NAME ...] [--policies NAME ...]
                              [--jobs 2] [--json FILE] [--plot FILE]
+    python bench/makespan.py --faults [--samples 256] [--seeds 20]       # a second table: this project at single faults
 
 Install the peers: `pip install -r bench/requirements.txt`. Missing ones are left
 out. The same seeds give the same numbers.
@@ -14,6 +15,7 @@ out. The same seeds give the same numbers.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -36,7 +38,9 @@ from peers.results import CAP_S, Run, mean, ratio_to
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from qreward_plugins.simulation import SCENARIOS, scenario
+from qreward_plugins import RewardEngine, Scored
+from qreward_plugins.simulation import FAULTS, SCENARIOS, scenario
+from qreward_plugins.simulation import run as in_virtual_time
 
 FIRST_SEED = 5000
 """Seeds that nothing was tuned on."""
@@ -143,6 +147,43 @@ def show(runs: Sequence[Run], console: Console) -> None:
         console.print(table)
 
 
+class FaultRun(NamedTuple):
+    """How this project's engine fared in one of `FAULTS`."""
+
+    makespan_s: float
+    bound_s: float
+    failed: int
+    """Samples without a score."""
+    requests: int
+
+
+def at_fault(name: str, samples: int, seed: int) -> FaultRun:
+    """One batch of a fresh engine. The same arguments give the same numbers."""
+    made = scenario(name, samples=samples, seed=seed)
+    servers = made.sources()
+
+    async def main() -> tuple[int, float]:
+        async with RewardEngine(made.config(), sources=servers) as engine:
+            outcomes = await engine.score_all(made.samples())
+            failed = sum(not isinstance(outcome, Scored) for outcome in outcomes)
+            return failed, asyncio.get_running_loop().time()
+
+    failed, makespan_s = in_virtual_time(main())
+    return FaultRun(makespan_s, made.bound_s(), failed, sum(server.sent for server in servers.values()))
+
+
+def show_faults(samples: int, seeds: int, console: Console) -> None:
+    """The table of `FAULTS`."""
+    title = f"A batch of {samples} at single faults (mean of {seeds} seeds; requests: of a sample)"
+    table = common.table("scenario", "bound", "makespan", "failed", "requests", "what fails", title=title)
+    for name in FAULTS:
+        runs = [at_fault(name, samples, seed) for seed in range(FIRST_SEED, FIRST_SEED + seeds)]
+        makespan_s, bound_s, failed, requests = (statistics.fmean(numbers) for numbers in zip(*runs, strict=True))
+        numbers = (f"{bound_s:.0f} s", f"{makespan_s:.1f} s", f"{failed:.1f}", f"{requests / samples:.2f}")
+        table.add_row(name, *numbers, scenario(name, samples=1).title)
+    console.print(table)
+
+
 def _number(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
@@ -222,6 +263,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), metavar="NAME", help=", ".join(POLICIES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at once")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table to FILE (wants matplotlib)")
+    parser.add_argument("--faults", action="store_true", help="this project at single faults, instead of the scenarios")
     parser.add_argument("--configurations", action="store_true", help="say how each policy is set, and run nothing")
     options = parser.parse_args()
     if min(options.samples) < 1 or options.seeds < 1 or options.jobs < 1:
@@ -234,6 +276,11 @@ def main() -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
+    if options.faults:
+        logging.disable(logging.CRITICAL)
+        for samples in options.samples:
+            show_faults(samples, options.seeds, console)
+        return
     clock.install()
     if options.configurations:
         show_configurations(policies, console)

@@ -31,8 +31,7 @@ import common
 from rich.console import Console
 from rich.table import Table
 
-from qreward_plugins.config.source_models import Routing
-from qreward_plugins.sources.replica import Prefix
+from qreward_plugins.config.source_models import RoutingStrategy
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 
 BLOCK = 16
@@ -161,8 +160,8 @@ Release = Callable[[], None]
 class Ours:
     """A policy of this package: each worker has replicas of its own, as each process has."""
 
-    def __init__(self, *strategies: str) -> None:
-        self._routing = Routing(strategies=strategies)  # type: ignore[arg-type]
+    def __init__(self, *strategies: RoutingStrategy) -> None:
+        self._routing = strategies
         self._by_worker: dict[int, Replicas] = {}
 
     def choose(self, job: Job, now: float, count: int) -> tuple[int, Release]:
@@ -170,7 +169,7 @@ class Ours:
         if replicas is None:
             replicas = self._by_worker[job.worker] = Replicas(map(str, range(count)), self._routing)
         lease: Lease = replicas.acquire(
-            now, RoutingHints(job.prompt, job.verdict, Prefix(_hashed(job.group), job.common) if job.common else None)
+            now, RoutingHints(job.prompt, job.verdict, _hashed(job.group) if job.common else None)
         )
         return int(lease.base_url), lease.release
 

@@ -47,6 +47,16 @@ class QRewardError(Exception):
     said: str = ""
     """What the server said that this error was read from, without secrets; "" if it said nothing."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Ray pickles the errors of its actors. The default reduction calls the constructor with the message alone.
+        return _rebuilt, (type(self), self.args), self.__dict__
+
+
+def _rebuilt(kind: type[QRewardError], args: tuple[Any, ...]) -> QRewardError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -75,14 +85,6 @@ class ConfigurationError(QRewardError):
         self.origin = origin
         count = f"{len(self.mistakes)} mistake" + ("" if len(self.mistakes) == 1 else "s")
         super().__init__(f"{count} in {origin}:\n" + "\n".join(f"  - {mistake}" for mistake in self.mistakes))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Ray pickles the errors of its actors; the default reduction would pass the message as `mistakes`.
-        return _rebuild_configuration_error, (self.mistakes, self.origin)
-
-
-def _rebuild_configuration_error(mistakes: Sequence[Mistake], origin: str) -> ConfigurationError:
-    return ConfigurationError(mistakes, origin=origin)
 
 
 class InputError(QRewardError):
@@ -122,9 +124,6 @@ class RewardMissing(QRewardError):
         self.failed = failed
         super().__init__(f"no reward for this sample, leave it out of training: {failed.describe()}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return RewardMissing, (self.failed,)
-
 
 class JudgeUnavailable(QRewardError):
     """Too many groups in a row had too few rewards; replacing them would not end."""
@@ -157,13 +156,6 @@ class ReplicasNotChanged(QRewardError):
         super().__init__(message)
         self.replicas = tuple(replicas)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_replicas_not_changed, (str(self), self.replicas)
-
-
-def _rebuild_replicas_not_changed(message: str, replicas: Sequence[int]) -> ReplicasNotChanged:
-    return ReplicasNotChanged(message, replicas=replicas)
-
 
 class RewardServerError(QRewardError):
     """The reward server refused a request, or cannot be reached.
@@ -193,13 +185,6 @@ class TextFailed(QRewardError):
         self.source = source
         self.spent = spent
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_text_failed, (self.reason, self.detail, self.text, self.source, self.spent)
-
-
-def _rebuild_text_failed(reason: str, detail: str, text: str, source: str, spent: Any) -> TextFailed:
-    return TextFailed(reason, detail, text=text, source=source, spent=spent)
-
 
 class ReplyBroken(QRewardError):
     """A reply that was passed on to a client as it came did not become whole."""
@@ -221,10 +206,6 @@ class InvalidReply(QRewardError):
     refusal: object | None = None
     """As that of a `PermanentError`, from a source that found the reply invalid itself. What a judge finds invalid, the
     source is told by `Reply.on_judged`."""
-
-
-InvalidVerdict = InvalidReply
-"""The former name, for sources that use it."""
 
 
 class SourceError(QRewardError):

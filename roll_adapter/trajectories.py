@@ -194,10 +194,13 @@ def _settings_of(tree: Any, tag: Any) -> Config:
 
 
 def _joined(messages: Sequence[Sequence[Any]]) -> list[Any]:
-    """The messages of all steps. Some env managers show the whole conversation in each step, others what is new."""
+    """The messages of all steps. Some env managers show the whole conversation in each step, others what is new.
+
+    A whole conversation grows with each step. One as long as before is a step that repeats the last one.
+    """
     joined: list[Any] = []
     for step in messages:
-        begins_so = len(step) >= len(joined) and all(map(_is_same, joined, step))
+        begins_so = len(step) > len(joined) and all(map(_is_same, joined, step))
         joined = list(step) if begins_so else [*joined, *step]
     return joined
 

@@ -92,7 +92,7 @@ OUTPUTS = {
     "observers=": r"math: 1\.0 from a after 1 attempt\n",
     "AsyncOpenAI(http_client": r"Air scatters blue light\.\nAir scatters blue light\.\n",
     "grade.statistics()": r"0\.5\n\[0\.1, 0\.5, 0\.3\]\n1 retry\n",
-    "stream_text": r"Air scatters blue light\. 1\nAir scatters blue light\.\nlocal 1\n",
+    "stream_text": r"Air scatters blue light\. 1\nAir scatters blue light\.",
     "FakeVerlTrainer": r"0\.0\n1\.0\n",
     "FakeSlimeTrainer": r"0\.0 \{'held_out': \[[01.]+(, [01.]+)*\]\}\n",
     "FakeRollTrainer": r"0\.0 [\s\S]*\nJudgeUnavailable 8 groups in a row had fewer than 2 [\s\S]*\n",

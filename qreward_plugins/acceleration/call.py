@@ -7,6 +7,8 @@ not in retry_on  the call fails with this error
 Throttled        the same as failed, and all calls pause as it asks
 circuit open     the call fails at once, also while it waits
 takes long       a hedge starts beside it after a delay, which is fixed or learned
+
+A call has one timer, for whatever is due first: `_look` then does what is due.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from ..quotas.reservation import Reservation
 from ..secrets import one_line
 from ..sources.threads import FunctionRaised
 from .limiter import OPEN, Group, Limiter, Rank, Turn
+from .options import Options
 from .raised import Raised, add_note, cut_traceback, note_attempts, text_of
 from .statistics import Tally
 
 if TYPE_CHECKING:
-    from .options import Options
     from .runner import FunctionRunner
 
 FAILED = "failed"
@@ -47,7 +49,16 @@ _LATER = 1.25
 _MESSAGE_CHARS = 300
 
 
-class PendingCall:
+@dataclass(frozen=True)
+class Function:
+    """What all calls of a function share."""
+
+    run: FunctionRunner
+    tally: Tally
+    rng: random.Random
+
+
+class Call:
     """A call that waits for its end. `result` is its value, or `Raised`, once it is `over`.
 
     `on_end` is called with the result, perhaps before `submit` returns; not if it is cancelled.
@@ -55,20 +66,19 @@ class PendingCall:
 
     def __init__(
         self,
+        function: Function,
+        limiter: Limiter,
+        group: Group,
+        number: int,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         options: Options,
-        size: float,
         *,
-        number: int,
-        group: Group,
-        limiter: Limiter,
-        runner: FunctionRunner,
-        rng: random.Random,
-        tally: Tally,
+        size: float,
         on_end: Callable[[Any], None],
     ) -> None:
         self.args, self.kwargs, self.options, self.size, self.number = args, kwargs, options, size, number
+        self.limiter = limiter
         self.context = contextvars.copy_context()
         self.items: Any = None
         """Takes the items of a generator."""
@@ -78,22 +88,20 @@ class PendingCall:
         """Whether the function cannot be called at all, whatever the arguments."""
         self.over = False
         self.result: Any = None
-        together = group.number is not None
-        rank = (-options.number, group.number or 0, -size, number) if together else (-options.number, number, 0.0, 0)
-        self._rank: Rank = rank
-        self._group, self.limiter, self._runner, self._rng, self._tally = group, limiter, runner, rng, tally
-        self._on_end = on_end
-        self._live: list[FunctionAttempt] = []
+        together, priority = group.number is not None, -options.priority
+        self._rank: Rank = (priority, group.number or 0, -size, number) if together else (priority, number, 0.0, 0)
+        self._function, self._group, self._on_end = function, group, on_end
+        self._live: list[Attempt] = []
         self._attempts = self._hedges = 0
         self._errors: dict[int, BaseException] = {}
         """What each attempt raised, by its number."""
         self._submitted_at = limiter.now()
+        self._deadline_at = math.inf if options.deadline_s is None else self._submitted_at + options.deadline_s
         self._started_at = math.inf
-        self._not_before = -math.inf
+        self._next_at = math.inf
+        """When to ask for a turn: of a retry if no attempt is under way, else of a hedge."""
         self._turn: Turn | None = None
-        self._deadline: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Until the next attempt: a retry, or a hedge."""
 
     def submit(self) -> None:
         """Wait for the first turn; `Limiter.go` has to follow. The call may be over after this."""
@@ -103,9 +111,8 @@ class PendingCall:
         if refusal := limiter.refusal(self._submitted_at):
             self.fail(OPEN, refusal)
             return
-        if self.options.deadline_s is not None:
-            self._deadline = _later(self.options.deadline_s, self._too_late)
         self._turn = limiter.push(self._rank, self._start)
+        self._wait()
 
     @property
     def waits(self) -> bool:
@@ -126,33 +133,89 @@ class PendingCall:
         if self.over:
             return []
         tasks = [attempt.task for attempt in self._live if attempt.task is not None]
-        self._leave("cancelled", "")
+        self._leave("cancelled")
         return tasks
+
+    # What is due
+
+    def _wait(self) -> None:
+        """Set the timer to what is due first."""
+        at = self._deadline_at if self._turn is not None else min(self._deadline_at, self._next_at)
+        for attempt in self._live:
+            at = min(at, attempt.until)
+        if self._timer is not None:
+            if self._timer.when() == at:
+                return
+            self._timer.cancel()
+        loop = asyncio.get_running_loop() if at < math.inf else None
+        self._timer = loop.call_at(at, self._look) if loop is not None else None
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self.limiter.now()
+        if now >= self._deadline_at:
+            self.fail("deadline", f"no value within {self.options.deadline_s:g} s")
+            self.limiter.go()
+            return
+        for attempt in list(self._live):
+            if now >= attempt.until:
+                attempt.time_out(now)
+        if not self.over and self._turn is None and now >= self._next_at:
+            self._ask(now)
+        if not self.over:
+            self._wait()
+
+    def _ask(self, now: float) -> None:
+        """Ask for a turn of the next attempt."""
+        rank = self._rank
+        if self._live:
+            attempt = self._live[-1]
+            age_s = now - attempt.started_at
+            if self.options.hedge is True and not self._worth(attempt, age_s):
+                self._next_at = attempt.started_at + max(_LATER * age_s, FIRST_LOOK_S)
+                return
+            # Before the calls of its priority that wait, and after those of a higher one.
+            rank = (rank[0], -1, 0.0, self.number)
+        self._turn = self.limiter.push(rank, self._start)
+        self.limiter.go()
 
     # Attempts
 
-    def _start(self, now: float, *, hedge: bool = False) -> None:
-        limiter, options = self.limiter, self.options
+    def _start(self, now: float) -> None:
+        """Start an attempt, because its turn has come. It is a hedge if another one is under way."""
+        limiter, options, hedge = self.limiter, self.options, bool(self._live)
+        self._turn = None
+        if hedge:
+            if self._group.hedges + 1 > max(LEAST_HEDGES, options.hedge_budget * self._group.calls):
+                age_s = now - self._live[-1].started_at
+                self._next_at = now + max((_LATER - 1) * age_s, FIRST_LOOK_S)
+                self._wait()
+                return
+            self._hedges += 1
+            self._group.hedges += 1
         probe = not limiter.breaker.closed
-        attempt = FunctionAttempt(self, self._attempts, now, hedge, limiter.quota.reserve(0.0, 0.0, now), probe)
+        attempt = Attempt(self, self._attempts, now, hedge, limiter.quota.reserve(0.0, 0.0, now), probe)
         self._attempts += 1
         self._live.append(attempt)
         self._started_at = min(self._started_at, now)
         limiter.started(attempt, now)
-        self._tally.attempt_started(self.number, attempt.number, hedge=hedge, now=now, in_flight=len(limiter.live))
+        self._function.tally.attempt_started(
+            self.number, attempt.number, hedge=hedge, now=now, in_flight=len(limiter.live)
+        )
         if options.timeout_s is not None and self.items is None:
-            attempt.timer = _later(options.timeout_s, attempt.time_out)
+            attempt.until = now + options.timeout_s
+        if options.hedge is True and limiter.speed.settled:
+            attempt.expected_s = limiter.speed.expected_s(self.size)
+        self._next_at = self._hedge_at(attempt)
         # Each attempt has the context variables of the caller, and none of another one.
         attempt.task = self.context.run(asyncio.create_task, self._run(attempt))
         attempt.task.add_done_callback(lambda _: self._settle(attempt))
-        if options.hedge is not False and self.items is None:
-            if options.hedge is True and limiter.speed.settled:
-                attempt.expected_s = limiter.speed.expected_s(self.size)
-            self._hedge_at(now + self._first_s(attempt))
+        if not self.over:
+            self._wait()
 
-    async def _run(self, attempt: FunctionAttempt) -> None:
+    async def _run(self, attempt: Attempt) -> None:
         try:
-            value = await self._runner(self, attempt.begin)
+            value = await self._function.run(self, attempt.begin)
         except GeneratorExit:
             # Its event loop was closed; nothing may follow.
             raise
@@ -165,7 +228,7 @@ class PendingCall:
         else:
             self._answered(attempt, value)
 
-    def _answered(self, attempt: FunctionAttempt, value: Any) -> None:
+    def _answered(self, attempt: Attempt, value: Any) -> None:
         if attempt.given_up or attempt.called_off or attempt.timed_out:
             self._raised(attempt, asyncio.CancelledError())
             return
@@ -173,18 +236,18 @@ class PendingCall:
         self.limiter.answered(attempt, self.size, now)
         if attempt.expected_s:
             self.limiter.tail.ended((now - attempt.started_at) / attempt.expected_s)
-        self._tally.attempt_ended(self.number, attempt, "answered", now)
+        self._function.tally.attempt_ended(self.number, attempt, "answered", now)
         self.result = value
-        self._leave("", "")
+        self._leave("")
         self._on_end(value)
 
-    def _settle(self, attempt: FunctionAttempt) -> None:
+    def _settle(self, attempt: Attempt) -> None:
         """Clean up after the task of an attempt: it may have been cancelled before its first step."""
         if not attempt.over:
             self._raised(attempt, asyncio.CancelledError())
         self.limiter.go()
 
-    def _raised(self, attempt: FunctionAttempt, error: BaseException) -> None:
+    def _raised(self, attempt: Attempt, error: BaseException) -> None:
         now = self._end(attempt, rejected=isinstance(error, Throttled))
         limiter = self.limiter
         if attempt.given_up:
@@ -193,47 +256,41 @@ class PendingCall:
             limiter.breaker.abandoned(probe=attempt.probe)
             if attempt.expected_s:
                 limiter.tail.given_up((now - attempt.started_at) / attempt.expected_s)
-            self._tally.attempt_ended(self.number, attempt, "cancelled", now)
+            self._function.tally.attempt_ended(self.number, attempt, "cancelled", now)
             if not self.over:  # recalled
                 self._attempts -= 1
                 self._hedges -= attempt.hedge
-            if not (self.over or self._live):
-                self._turn = limiter.push(self._rank, self._start)
+                if not self._live and self._turn is None:
+                    self._turn = limiter.push(self._rank, self._start)
             return
-        if attempt.timed_out:
-            error = self._timeout(attempt)
-        self._failed(attempt, error, now)
+        self._failed(attempt, self._timeout() if attempt.timed_out else error, now)
 
-    def give_up(self, attempt: FunctionAttempt) -> None:
+    def give_up(self, attempt: Attempt) -> None:
         """Go on without an attempt that swallows its cancellation. It keeps its place until it ends."""
         attempt.given_up = True
         self._live.remove(attempt)
-        self._failed(attempt, self._timeout(attempt), self.limiter.now())
+        self._failed(attempt, self._timeout(), self.limiter.now())
         self.limiter.go()
 
-    def _timeout(self, attempt: FunctionAttempt) -> FunctionTimeout:
-        return FunctionTimeout(f"{self._tally.name} took longer than {self.options.timeout_s:g} s")
+    def _timeout(self) -> FunctionTimeout:
+        return FunctionTimeout(f"{self.limiter.name} took longer than {self.options.timeout_s:g} s")
 
-    def _end(self, attempt: FunctionAttempt, *, rejected: bool = False) -> float:
+    def _end(self, attempt: Attempt, *, rejected: bool = False) -> float:
         """Free what an attempt holds; return the time."""
         now = self.limiter.now()
-        attempt.over = True
-        if attempt.timer is not None:
-            attempt.timer.cancel()
-        if not attempt.given_up and attempt in self._live:
+        attempt.over, attempt.until = True, math.inf
+        if attempt in self._live:
             self._live.remove(attempt)
         self.limiter.ended(attempt, now, rejected=rejected)
         return now
 
-    def _failed(self, attempt: FunctionAttempt, error: BaseException, now: float) -> None:
+    def _failed(self, attempt: Attempt, error: BaseException, now: float) -> None:
         limiter = self.limiter
         self._errors[attempt.number] = error
         text = f"{type(error).__name__}: {one_line(text_of(error), _MESSAGE_CHARS)}"
-        passes = self._passes(error)
-        result: AttemptResult = "failed" if passes else "refused"
-        self._tally.attempt_ended(
-            self.number, attempt, "throttled" if isinstance(error, Throttled) else result, now, text
-        )
+        passes, throttled = self._passes(error), isinstance(error, Throttled)
+        result: AttemptResult = "throttled" if throttled else "failed" if passes else "refused"
+        self._function.tally.attempt_ended(self.number, attempt, result, now, text)
         if isinstance(error, Throttled):
             asked_s = error.retry_after_s
             limiter.throttled(attempt, None if asked_s is None or math.isnan(asked_s) else asked_s, now)
@@ -244,23 +301,25 @@ class PendingCall:
         if opens:
             limiter.strand(now)
 
-    def _go_on(self, attempt: FunctionAttempt, text: str, now: float, *, passes: bool) -> None:
-        limiter, options = self.limiter, self.options
+    def _go_on(self, attempt: Attempt, text: str, now: float, *, passes: bool) -> None:
+        """Decide what follows a failed attempt."""
         tries = self._attempts - self._hedges
-        again = passes and tries <= options.retries
-        wait_s = options.wait_s(tries, self._rng) if again else 0.0
-        self._not_before = now + wait_s
+        again = passes and tries <= self.options.retries
+        self._next_at = now + (self.options.wait_s(tries, self._function.rng) if again else 0.0)
         if self._live:
             if attempt.hedge and again:
                 self._hedges -= 1
-            youngest = self._live[-1]
-            self._hedge_at(max(self._not_before, youngest.started_at + self._first_s(youngest)))
-        elif not again or self.begun or self._not_before >= self._deadline_at:
+            self._next_at = max(self._next_at, self._hedge_at(self._live[-1]))
+        elif not again or self.begun or self._next_at >= self._deadline_at:
             self.fail(FAILED, text)
-        elif refusal := limiter.refusal(now):
+            return
+        elif refusal := self.limiter.refusal(now):
             self.fail(OPEN, refusal)
-        else:
-            self._wait_until(self._not_before, self._retry)
+            return
+        elif self._turn is not None:  # of a hedge
+            self.limiter.leave(self._turn)
+            self._turn = None
+        self._wait()
 
     def _passes(self, error: BaseException) -> bool:
         """Whether a retry may help."""
@@ -272,37 +331,14 @@ class PendingCall:
             add_note(error, f"not retried, because retry_on raised {type(problem).__name__}: {text_of(problem)}")
             return False
 
-    def _retry(self) -> None:
-        self._turn = self.limiter.push(self._rank, self._start)
-        self.limiter.go()
-
-    # Hedges
-
-    def _first_s(self, attempt: FunctionAttempt) -> float:
-        """Age, in seconds, at which an attempt is checked first."""
+    def _hedge_at(self, attempt: Attempt) -> float:
+        """When to ask for a hedge of an attempt first; infinity: never."""
         hedge = self.options.hedge
-        return max(FIRST_LOOK_S, attempt.expected_s) if hedge is True else float(hedge)
+        if hedge is False or self._hedges or self.items is not None:
+            return math.inf
+        return attempt.started_at + (max(FIRST_LOOK_S, attempt.expected_s) if hedge is True else hedge)
 
-    def _hedge_at(self, at: float) -> None:
-        if self.options.hedge is not False and self._hedges < self.options.max_hedges:
-            self._wait_until(at, self._look)
-
-    def _look(self) -> None:
-        """Ask for a hedge of the youngest attempt, or look again later."""
-        self._timer = None
-        if self.over or not self._live:
-            return
-        attempt, now = self._live[-1], self.limiter.now()
-        age_s = now - attempt.started_at
-        if self.options.hedge is True and not self._worth(attempt, age_s):
-            self._hedge_at(attempt.started_at + max(_LATER * age_s, FIRST_LOOK_S))
-            return
-        # Before the calls of its priority that wait, and after those of a higher one.
-        rank = (self._rank[0], -1, 0.0, self.number)
-        self._turn = self.limiter.push(rank, self._hedge)
-        self.limiter.go()
-
-    def _worth(self, attempt: FunctionAttempt, age_s: float) -> bool:
+    def _worth(self, attempt: Attempt, age_s: float) -> bool:
         """Whether a new attempt is likely to end before this one, by the ages at which others have ended."""
         speed = self.limiter.speed
         if not speed.settled:
@@ -310,39 +346,14 @@ class PendingCall:
         attempt.expected_s = expected_s = speed.expected_s(self.size)
         return WORTH * expected_s <= expected_s * self.limiter.tail.residual(age_s / expected_s)
 
-    def _hedge(self, now: float) -> None:
-        if not self._live or self._hedges >= self.options.max_hedges:
-            return
-        group = self._group
-        if group.hedges + 1 > max(LEAST_HEDGES, self.options.hedge_budget * group.calls):
-            age_s = now - self._live[-1].started_at
-            self._hedge_at(now + max((_LATER - 1) * age_s, FIRST_LOOK_S))
-            return
-        self._hedges += 1
-        group.hedges += 1
-        self._start(now, hedge=True)
-
-    def _wait_until(self, at: float, act: Callable[[], None]) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = _later(at - self.limiter.now(), act)
-
     # Ends
-
-    @property
-    def _deadline_at(self) -> float:
-        return math.inf if self.options.deadline_s is None else self._submitted_at + self.options.deadline_s
-
-    def _too_late(self) -> None:
-        self.fail("deadline", f"no value within {self.options.deadline_s:g} s")
-        self.limiter.go()
 
     def fail(self, reason: str, detail: str) -> None:
         """Fail it: `OPEN`, "closed", "deadline" or `FAILED`."""
         error = self._error(reason, detail)
         mine = isinstance(error, EngineError) and all(error is not each for each in self._errors.values())
         self.result = Raised(error, refused=mine or self.refused)
-        self._leave(reason, detail)
+        self._leave(reason)
         self._on_end(self.result)
 
     def _error(self, reason: str, detail: str) -> BaseException:
@@ -350,9 +361,9 @@ class PendingCall:
         raised = [self._errors[number] for number in sorted(self._errors)]
         seconds = self.limiter.now() - self._submitted_at
         if reason == "closed":
-            return EngineError(f"{self._tally.name} was closed before this call had ended")
+            return EngineError(f"{self.limiter.name} was closed before this call had ended")
         if reason == "deadline":
-            late = FunctionTimeout(f"{self._tally.name}: {detail}")
+            late = FunctionTimeout(f"{self.limiter.name}: {detail}")
             note_attempts(late, raised, seconds)
             return late
         if not raised:
@@ -362,13 +373,12 @@ class PendingCall:
             add_note(raised[-1], f"not tried again: {detail}")
         return raised[-1]
 
-    def _leave(self, reason: str, detail: str) -> None:
+    def _leave(self, reason: str) -> None:
         """End the call, and cancel its attempts."""
         limiter, now = self.limiter, self.limiter.now()
         self.over = True
-        for timer in (self._deadline, self._timer):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._turn is not None:
             limiter.leave(self._turn)
         live, self._live = self._live, []
@@ -376,19 +386,18 @@ class PendingCall:
             attempt.call_off()
         limiter.calls.pop(self, None)
         limiter.used_at = now
-        self._tally.call_ended(
-            self.number, reason, self.size, min(self._started_at, now) - self._submitted_at, self._attempts, now
-        )
+        waited_s = min(self._started_at, now) - self._submitted_at
+        self._function.tally.call_ended(self.number, reason, self.size, waited_s, self._attempts, now)
         # Without these references, which are cycles, its arguments are freed at once.
-        self._deadline = self._timer = self._turn = None
+        self._timer = self._turn = None
         self._errors.clear()
 
 
 @dataclass(eq=False)
-class FunctionAttempt:
+class Attempt:
     """One try of a call. Times are seconds of the event loop's clock."""
 
-    call: PendingCall
+    call: Call
     number: int
     started_at: float
     hedge: bool
@@ -398,7 +407,8 @@ class FunctionAttempt:
     expected_s: float = 0.0
     """Its expected latency; 0 if it is not needed, or not known."""
     task: asyncio.Task[None] | None = None
-    timer: asyncio.TimerHandle | None = None
+    until: float = math.inf
+    """When it is cancelled, and then given up."""
     timed_out: bool = False
     called_off: bool = False
     """Whether its call ended without it, or waits for another turn."""
@@ -429,16 +439,11 @@ class FunctionAttempt:
         if self.task is not None:
             self.task.cancel()
 
-    def time_out(self) -> None:
-        self.timed_out = True
+    def time_out(self, now: float) -> None:
+        """Cancel it, because its time is up. If it has swallowed that, let its call go on without it."""
+        if self.timed_out:
+            self.call.give_up(self)
+            return
+        self.timed_out, self.until = True, now + SWALLOWED_AFTER_S
         if self.task is not None:
             self.task.cancel()
-            self.timer = _later(SWALLOWED_AFTER_S, self._overrun)
-
-    def _overrun(self) -> None:
-        if not self.called_off:
-            self.call.give_up(self)
-
-
-def _later(seconds: float, act: Callable[[], None]) -> asyncio.TimerHandle:
-    return asyncio.get_running_loop().call_later(seconds, act)

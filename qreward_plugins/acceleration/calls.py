@@ -7,56 +7,42 @@ limits and what was learned are kept, because the calls still count.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
-import math
 import os
 import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
-from pathlib import PurePath
 from typing import Any
-from uuid import UUID
 
-from ..config import load_config
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import Observers, with_names
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..scheduling import Breaker
-from ..sharing.channels import OpenedChannel, open_channel, source_keys
+from ..sharing.channels import OpenedChannel, open_channel
+from ..sources.function import processors
 from ..system.ray_actors import missing_ray, ray_is_up
-from .call import FAILED, PendingCall
-from .limiter import ErrorShare, Group, Limiter
-from .limits import ANY_NUMBER, MOST_LEARNED, FunctionLimits
+from .call import FAILED, Call, Function
+from .limiter import ANY_NUMBER, ErrorShare, Group, Limiter
 from .options import Kind, Options
 from .raised import Raised
-from .runner import FunctionRunner, loader_of
-from .statistics import DebugLog, FunctionStatistics, Tally
+from .runner import MOST_THREADS, FunctionRunner, loader_of
+from .statistics import FunctionStatistics, Tally
 
 END_WITHIN_S = 2.0
 """Most seconds for which a cancelled call waits for its attempts."""
+THREADS = 32
+"""Most threads of a sync function, by default."""
+MOST_LEARNED = 1024
+"""Most calls at once of an adaptive function without `concurrency`."""
+IDLE_S = 600.0
+"""Seconds after its last call for which a key is kept, but not before its rate allows a whole burst again."""
 KEYS_KEPT = 1024
-"""Keys up to which one is kept for `idle_s`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
+"""Keys up to which one is kept for `IDLE_S`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
 _LOOKED_AT = 4
 _MOST_MEASURED = 32
-
-
-_process = object()
-"""This process: a fork makes another one. `os.getpid` is a system call, and took longer than all else in `bind`."""
-
-
-def _forked() -> None:
-    global _process
-    _process = object()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 class FunctionCalls:
@@ -65,20 +51,18 @@ class FunctionCalls:
     def __init__(self, function: Callable[..., Any], kind: Kind, options: Options) -> None:
         self.function = function
         self.kind = kind
-        self.options = options
         self.name: str = options.name or getattr(function, "__qualname__", None) or type(function).__qualname__
+        self._options = options
+        self._limits = options.limits
+        self._places = _places(kind, options)
         loader = loader_of(function) if options.mode == "process" else None
-        self._limits = FunctionLimits(kind, options)
-        self._channel_key = _channel_key(options, function)
-        self._runner = FunctionRunner(self.name, function, kind, loader=loader, slots=self._limits.places(options))
-        debug = [("debug log", DebugLog())] if options.debug else []
-        self._observers = Observers(theirs=[*with_names(options.observers), *debug])
+        self._runner = FunctionRunner(self.name, function, kind, loader=loader, slots=self._places)
+        self._observers = Observers(theirs=with_names(options.observers))
         self._tally = Tally(self.name, self._observers)
-        self._rng = random.Random(options.seed)
+        self._function = Function(self._runner, self._tally, random.Random(options.seed))
         self._keys: OrderedDict[object, Limiter] = OrderedDict()
         self._sequence = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._process = _process
         self._channel: OpenedChannel | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
         self.closed = False
@@ -94,15 +78,14 @@ class FunctionCalls:
         on_end: Callable[[Any], None],
         skip: int = 0,
         groups: dict[Limiter, Group] | None = None,
-    ) -> PendingCall:
+    ) -> Call:
         """Make a call, which `submit` has to follow. `on_end` is called with its value, or `Raised`; not if it is
-        cancelled. `skip`: arguments that `key` and `size` do not get (`self`). `groups`: those that it joins, one for
-        each key; None: it is alone. Raises what `key` and `size` raise.
+        cancelled. `skip`: arguments that `key` does not get (`self`). `groups`: those that it joins, one for each key;
+        None: it is alone. Raises what `key` raises.
         """
         loop = self.bind()
         self._tally.calls += 1
         try:
-            size = size_of(args[skip:], kwargs) if options.size is None else _size(options.size(*args[skip:], **kwargs))
             limiter = self._limiter(args[skip:], kwargs, loop.time())
         except Exception:
             self._tally.ends[FAILED] += 1
@@ -114,16 +97,14 @@ class FunctionCalls:
             group = limiter.singles
         else:
             group = groups.setdefault(limiter, Group(number))
-        return PendingCall(
-            args, kwargs, options, size, number=number, group=group, limiter=limiter, runner=self._runner,
-            rng=self._rng, tally=self._tally, on_end=on_end,
-        )  # fmt: skip
+        size = size_of(args[skip:], kwargs)
+        return Call(self._function, limiter, group, number, args, kwargs, options, size=size, on_end=on_end)
 
-    def submit(self, pending: Sequence[PendingCall]) -> None:
+    def submit(self, calls: Sequence[Call]) -> None:
         """Start the calls, the first ones by rank. Some may be over after this."""
-        for each in pending:
+        for each in calls:
             each.submit()
-        for limiter in {each.limiter: None for each in pending}:
+        for limiter in {each.limiter: None for each in calls}:
             limiter.go_soon()
 
     async def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options, *, skip: int = 0) -> Any:
@@ -147,22 +128,19 @@ class FunctionCalls:
         options: Options,
         *,
         skip: int = 0,
-        on_end: Callable[[], None] | None = None,
         stop_at_error: bool = False,
     ) -> list[Any]:
         """Make many calls as one batch; return the values, or `Raised`, in order. With `stop_at_error`, the others are
         cancelled when one has failed, and the list has only this `Raised`.
         """
         groups: dict[Limiter, Group] = {}
-        calls: list[PendingCall | Raised] = []
+        calls: list[Call | Raised] = []
         left = 1  # the submission itself
         over: asyncio.Future[Raised | None] = self.bind().create_future()
 
         def ended(result: Any) -> None:
             nonlocal left
             left -= 1
-            if on_end is not None:
-                on_end()
             if not over.done():
                 if stop_at_error and type(result) is Raised:
                     over.set_result(result)
@@ -176,26 +154,32 @@ class FunctionCalls:
                     calls.append(self.pending(args, kwargs, options, on_end=ended, skip=skip, groups=groups))
                 except Exception as error:
                     calls.append(Raised(error, refused=True))
+                    ended(calls[-1])
                     if stop_at_error:
                         break
-            self.submit([each for each in calls if isinstance(each, PendingCall)])
-            for refused in [each for each in calls if isinstance(each, Raised)]:
-                ended(refused)
-            left -= 1
-            if not left and not over.done():
-                over.set_result(None)
+            self.submit([each for each in calls if isinstance(each, Call)])
+            ended(None)
             if (failed := await over) is not None:
                 return [failed]
             return [each if isinstance(each, Raised) else each.result for each in calls]
         finally:
             over.cancel()
             # All are dropped in one step, so that none of them begins meanwhile.
-            if tasks := [task for each in calls if isinstance(each, PendingCall) for task in each.cancel()]:
+            if tasks := [task for each in calls if isinstance(each, Call) for task in each.cancel()]:
                 await asyncio.wait(tasks, timeout=END_WITHIN_S)
 
     def defaulted(self) -> None:
         """Count a call that failed and returned its default."""
         self._tally.defaults += 1
+
+    @property
+    def window(self) -> int:
+        """Calls of a stream that are under way at once: enough to keep the function busy."""
+        return max(2, min(4 * self._places, 1024)) if self._places < ANY_NUMBER else 256
+
+    def statistics(self) -> FunctionStatistics:
+        """The counts so far."""
+        return self._tally.statistics(list(self._keys.values()))
 
     # The event loop, keys and limits
 
@@ -204,14 +188,9 @@ class FunctionCalls:
         if self.closed:
             raise EngineError(f"{self.name} is closed; decorate the function again")
         loop = asyncio.get_running_loop()
-        if loop is self._loop and self._process is _process:
+        if loop is self._loop:
             return loop
-        if self._process is not _process:
-            # After a fork the calls and the workers belong to the parent.
-            self._process = _process
-            self._keys.clear()
-            self._runner = self._runner.forked()
-        elif self._serves_another():
+        if self._serves_another():
             raise EngineError(
                 f"{self.name} serves another event loop that is still open; await its `aclose()` there first, or "
                 "decorate the function once for each loop"
@@ -220,43 +199,26 @@ class FunctionCalls:
         # The channel of an earlier loop serves this one, too.
         self._channel = self._channel or self._open_channel()
         for key, limiter in self._keys.items():
-            limiter.bind(self._channel, self._channel_key_of(key))
+            limiter.bind(self._channel, self._channel_key(key))
         return loop
 
-    def retune(self, options: Options) -> None:
-        """Take over new options of the function as a whole. Calls that have started still count."""
-        self.options = options
-        limits = self._limits.declared(options) if self._channel is not None else self._limits.here(options)
-        now = self._loop.time() if self._loop is not None else 0.0
-        for limiter in self._keys.values():
-            if options.error_share is not None:
-                limiter.quota.learn_up_to(min(self._limits.places(options), MOST_LEARNED))
-            limiter.quota.retune(limits, now)
-            limiter.breaker.retune(options.failures_to_open, options.recovery_s)
-            limiter.error_share = None if options.error_share is None else ErrorShare(options.error_share)
-            if self._loop is not None and not self._loop.is_closed():
-                limiter.go_soon()
-
-    def statistics(self) -> FunctionStatistics:
-        """The counts so far."""
-        return self._tally.statistics(list(self._keys.values()))
-
-    def window(self, options: Options) -> int:
-        """Calls of a stream that are under way at once: enough to keep the function busy."""
-        return self._limits.window(options)
+    def forked(self) -> None:
+        """Begin anew in a forked process: the calls and the workers are the parent's."""
+        self._loop = self._channel = None
+        self._keys.clear()
+        self._runner.forked()
 
     async def aclose(self) -> None:
         """Fail all calls, end their attempts and the worker processes. Idempotent."""
         self.closed = True
         loop = asyncio.get_running_loop()
-        if self._process is _process:
-            if self._loop is loop:
-                await asyncio.gather(*(limiter.aclose(END_WITHIN_S) for limiter in self._keys.values()))
-                await asyncio.gather(*self._forgetting, return_exceptions=True)
-            if self._channel is not None:
-                await self._channel.aclose()
-            await self._runner.aclose()
-            self._observers.close(loop.time())
+        if self._loop is loop:
+            await asyncio.gather(*(limiter.aclose(END_WITHIN_S) for limiter in self._keys.values()))
+            await asyncio.gather(*self._forgetting, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.aclose()
+        await self._runner.aclose()
+        self._observers.close(loop.time())
         self._keys.clear()
 
     def _serves_another(self) -> bool:
@@ -266,7 +228,8 @@ class FunctionCalls:
         return self._loop.is_running() or any(limiter.calls for limiter in self._keys.values())
 
     def _limiter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: float) -> Limiter:
-        key = None if self.options.key is None else self.options.key(*args, **kwargs)
+        key_of = self._options.key
+        key = None if key_of is None else key_of(*args, **kwargs)
         keys = self._keys
         try:
             limiter = keys.get(key)
@@ -274,7 +237,7 @@ class FunctionCalls:
             raise TypeError(f"{self.name}: key returned {type(key).__name__}, which is not hashable") from None
         if limiter is None:
             limiter = keys[key] = self._open(key)
-        if self.options.key is not None:
+        if key_of is not None:
             keys.move_to_end(key)
             self._forget_idle(now, limiter)
         limiter.used_at = now
@@ -282,9 +245,7 @@ class FunctionCalls:
 
     def _forget_idle(self, now: float, used: Limiter) -> None:
         """Forget keys that are idle. A few of them, in turn, are looked at in each call."""
-        idle_s = max(
-            self._limits.refilled_s(self.options), self.options.idle_s if len(self._keys) <= KEYS_KEPT else 0.0
-        )
+        idle_s = max(self._refilled_s(), IDLE_S if len(self._keys) <= KEYS_KEPT else 0.0)
         for _ in range(_LOOKED_AT):
             key, oldest = next(iter(self._keys.items()))
             if oldest is used:
@@ -299,38 +260,66 @@ class FunctionCalls:
             self._forgetting.add(closing)
             closing.add_done_callback(self._forgetting.discard)
 
+    def _refilled_s(self) -> float:
+        """Seconds after which a limit allows a whole burst again."""
+        limits = self._limits
+        if limits.requests_per_minute is None:
+            return 0.0
+        if limits.window == "bucket":
+            return 60.0 * limits.burst / limits.requests_per_minute
+        return 2 * max(limits.window_s, 60.0 / limits.requests_per_minute)
+
     def _open(self, key: object) -> Limiter:
-        options = self.options
+        options, limits, places = self._options, self._limits, self._places
         quota: Quota
         if self._channel is not None:
             # The number of threads is each process's own; only what the user declared is shared.
-            places = ANY_NUMBER if options.concurrency is not None else self._limits.places(options)
-            quota = SharedQuota(self._limits.declared(options), source=self.name, slots=places, jitter_s=0.0)
+            slots = ANY_NUMBER if options.concurrency is not None else places
+            quota = SharedQuota(limits, source=self.name, slots=slots, jitter_s=0.0)
         else:
-            most = None if options.error_share is None else min(self._limits.places(options), MOST_LEARNED)
-            slots = ANY_NUMBER if most is None else None
-            quota = Quota(self._limits.here(options), source=self.name, slots=slots, jitter_s=0.0, most_learned=most)
+            if places != ANY_NUMBER:
+                limits = limits.model_copy(update={"concurrency": places})
+            most = None if options.error_share is None else min(places, MOST_LEARNED)
+            any_number = ANY_NUMBER if most is None else None
+            quota = Quota(limits, source=self.name, slots=any_number, jitter_s=0.0, most_learned=most)
         breaker = Breaker(failures_to_open=options.failures_to_open, recovery_s=options.recovery_s)
         share = None if options.error_share is None else ErrorShare(options.error_share)
         limiter = Limiter(self.name, quota, breaker, error_share=share, observers=self._observers)
-        limiter.bind(self._channel, self._channel_key_of(key))
+        limiter.bind(self._channel, self._channel_key(key))
         return limiter
 
-    def _channel_key_of(self, key: object) -> str:
-        if key is None or self._channel is None:
-            return self._channel_key
-        return self._channel_key + hashlib.sha256(shared_name(key).encode("utf-8", "replace")).hexdigest()[:16]
+    def _channel_key(self, key: object) -> str:
+        """What shared processes know the limits of a key by. Raises `TypeError` for a key that they cannot know."""
+        if self._channel is None:
+            return ""
+        module = getattr(self.function, "__module__", "")
+        shared = self._options.shared
+        of_machine = shared == "machine" or (shared == "auto" and not ray_is_up())
+        if of_machine and module in ("__main__", "__mp_main__"):
+            # Every script of a machine has a module of this name.
+            module = os.path.realpath(getattr(sys.modules.get(module), "__file__", None) or module)
+        name = f"{module}.{getattr(self.function, '__qualname__', self._options.name)}"
+        return f"function {_digest(name)}" + ("" if key is None else _digest(shared_name(key)))
 
     def _open_channel(self) -> OpenedChannel | None:
-        shared = self.options.shared
+        shared = self._options.shared
         if shared == "ray" and not ray_is_up():
             remedy = 'Call ray.init() before the first call, or set it to "auto" or "machine".'
             raise ConfigurationError([Mistake("shared", missing_ray(), remedy)], origin="accelerate")
-        limits = self._limits.declared(self.options)
-        return open_channel(shared, has_rates=bool(limits.requests_per_minute or limits.tokens_per_minute))
+        return open_channel(shared, has_rates=self._limits.requests_per_minute is not None)
 
 
-def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+def _places(kind: Kind, options: Options) -> int:
+    """Most calls at once in this process: as the options say, or as many as there are threads or processes."""
+    in_threads = kind in ("sync", "generator") and options.mode != "process"
+    if options.concurrency is not None:
+        return min(options.concurrency, MOST_THREADS if in_threads else ANY_NUMBER)
+    if options.mode == "process":
+        return processors()
+    return THREADS if in_threads else ANY_NUMBER
+
+
+def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """The length of the texts and bytes among the arguments, also in a short list or mapping: what a call takes
     mostly grows with it.
     """
@@ -348,12 +337,6 @@ def _length(value: Any) -> int:
     return 0
 
 
-def _size(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"size must return a number, at least 0, not {value!r}")
-    return float(value)
-
-
 def shared_name(key: object) -> str:
     """What all processes know a key by: the same text for equal keys. Raises `TypeError` for a key without one.
 
@@ -363,35 +346,18 @@ def shared_name(key: object) -> str:
         return f"text {str.__str__(key)!r}"
     if isinstance(key, (int, float)):
         return f"number {int(key) if key == key // 1 else float(key)!r}"
-    if key is None or isinstance(key, (bytes, UUID, PurePath)):
-        return repr(key)
-    if isinstance(key, Enum):
-        return f"{type(key).__qualname__}.{key.name}"
     if isinstance(key, tuple):
         return f"({','.join(map(shared_name, key))})"
-    if isinstance(key, frozenset):
-        return f"{{{','.join(sorted(map(shared_name, key)))}}}"
-    if is_dataclass(key):
-        parts = (shared_name(getattr(key, field.name)) for field in fields(key) if field.compare)
-        return f"{type(key).__qualname__}({','.join(parts)})"
+    if key is None:
+        return "None"
     raise TypeError(
         f"key returned {type(key).__qualname__}, which other processes cannot recognise; with `shared`, return a text, "
         "a number, or a tuple of them"
     )
 
 
-def _channel_key(options: Options, function: Any) -> str:
-    """What shared processes know the limits by."""
-    if options.source is not None and options.config is not None:
-        with contextlib.suppress(KeyError):
-            return source_keys(load_config(options.config))[options.source]
-    module = getattr(function, "__module__", "")
-    of_machine = options.shared == "machine" or (options.shared == "auto" and not ray_is_up())
-    if of_machine and module in ("__main__", "__mp_main__"):
-        # Every script of a machine has a module of this name.
-        module = os.path.realpath(getattr(sys.modules.get(module), "__file__", None) or module)
-    name = f"{module}.{getattr(function, '__qualname__', options.name)}"
-    return "function " + hashlib.sha256(name.encode()).hexdigest()[:16]
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def setter(future: asyncio.Future[Any]) -> Callable[[Any], None]:

@@ -14,7 +14,7 @@ from ..secrets import one_line
 from .calls import FunctionCalls
 from .functions import Accelerated, AsyncFunction, SyncFunction
 from .generators import AsyncGeneratorFunction, GeneratorFunction
-from .options import GivenOptions, Kind, Options, check_fit, options_of
+from .options import GivenOptions, Kind, options_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,20 +65,19 @@ def accelerate(function: Any = None, /, **options: Any) -> Any:
 
     Raises `ConfigurationError` for unknown options, impossible values, and what cannot be decorated.
     """
-    checked = options_of(options)
     if function is None:
-        return functools.partial(_accelerated, checked)
-    return _accelerated(checked, function)
+        options_of(options)
+        return functools.partial(_accelerated, options)
+    return _accelerated(options, function)
 
 
-def _accelerated(options: Options, function: Any) -> Accelerated:
+def _accelerated(given: dict[str, Any], function: Any) -> Accelerated:
     binds = "self"
     if isinstance(function, (classmethod, staticmethod)):
         binds, function = "cls" if isinstance(function, classmethod) else "", function.__func__
     kind = _kind_of(function)
-    calls = FunctionCalls(function, kind, options)
-    check_fit(options, kind, calls.name)
-    made = _CLASSES[kind](function, calls, options)
+    options = options_of(given, kind, getattr(function, "__qualname__", ""))
+    made = _CLASSES[kind](function, FunctionCalls(function, kind, options), options)
     made._binds = binds
     return made
 

@@ -22,30 +22,27 @@ from ..errors import ConfigurationError, Mistake
 from ..secrets import one_line
 from ..system.streams import Stream, drawn_in_threads
 from .calls import FunctionCalls
-from .options import OF_THE_FUNCTION, RETUNABLE, UNSET, Kind, Options, check_fit, check_names
+from .options import OF_A_CALL, UNSET, Kind, Options, options_of
 from .raised import Raised
-from .statistics import FunctionStatistics, progress_of
+from .statistics import FunctionStatistics
 from .thread import loop_thread
 
 
-def reduced(function: Accelerated) -> Any:
+def _reduced(function: Accelerated) -> Any:
     """What `__reduce__` of an accelerated function returns. Raises `PicklingError` for one without a name."""
     module, name = function.__module__, getattr(function, "__qualname__", "")
     found = _found(module, name)
-    if found is function:
-        cloud = sys.modules.get("ray.cloudpickle") or sys.modules.get("cloudpickle")
-        if module != "__main__" or cloud is None:
-            return name
-        # Another process may have another main module. cloudpickle carries its functions by value.
-        return _unpickled, (type(function), function._calls.kind, _content(cloud, function))
-    original = getattr(found, "_calls", None) is function._calls
-    if original:
+    cloud = sys.modules.get("ray.cloudpickle") or sys.modules.get("cloudpickle")
+    # Another process may have another main module. cloudpickle carries its functions by value.
+    if found is function and (module != "__main__" or cloud is None):
+        return name
+    if found is not function and getattr(found, "_calls", None) is function._calls:
         # A bound method, or a view with other options.
         return _view, (module, name, function._options, function._bound)
-    cloud = sys.modules.get("ray.cloudpickle") or sys.modules.get("cloudpickle")
     if cloud is None:
         raise pickle.PicklingError(f"cannot pickle {function!r}: {module}.{name} is not this function")
-    return _unpickled, (type(function), function._calls.kind, _content(cloud, function), function._bound)
+    content = cloud.dumps((function.__wrapped__, function._options))
+    return _unpickled, (type(function), function._calls.kind, content, function._bound)
 
 
 def _found(module: str, name: str) -> Any:
@@ -55,14 +52,9 @@ def _found(module: str, name: str) -> Any:
     return found
 
 
-def _content(cloud: Any, function: Accelerated) -> Any:
-    return cloud.dumps((function.__wrapped__, function._options))
-
-
-def _unpickled(made: type[Accelerated], kind: Kind, content: bytes, bound: tuple[Any, ...] = ()) -> Any:
+def _unpickled(made: type[Accelerated], kind: Kind, content: bytes, bound: tuple[Any, ...]) -> Any:
     function, options = pickle.loads(content)
-    again = made(function, FunctionCalls(function, kind, options), options)
-    return again._copy(bound=bound) if bound else again
+    return made(function, FunctionCalls(function, kind, options), options)._copy(bound=bound)
 
 
 def _view(module: str, name: str, options: Options, bound: tuple[Any, ...]) -> Any:
@@ -73,6 +65,7 @@ def _view(module: str, name: str, options: Options, bound: tuple[Any, ...]) -> A
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _SignatureOf:
@@ -98,7 +91,6 @@ class Accelerated:
         self._calls = calls
         self._options = options
         self._bound: tuple[Any, ...] = ()
-        self._unbound: Accelerated | None = None
 
     def statistics(self) -> FunctionStatistics:
         """Return the counts of all calls so far, with whatever options. Any thread may call this."""
@@ -108,62 +100,23 @@ class Accelerated:
         """Return the same function with other options of a call: `timeout_s`, `retries`, `default`, `priority`, ...
 
         It shares limits, circuit and statistics with this one. Options of the function as a whole (`rate`, `key`, ...)
-        cannot differ; `retune` changes them, and `accelerate` makes a function with limits of its own. Raises
-        `ConfigurationError`.
+        cannot differ. Raises `ConfigurationError`.
         """
-        check_names(options)
+        remedy = "Decorate the function again."
         mistakes = [
-            Mistake(
-                name, "belongs to the function as a whole.", "Change it with retune, or decorate the function again."
-            )
+            Mistake(name, "belongs to the function as a whole.", remedy)
             for name in options
-            if name in OF_THE_FUNCTION
+            if name in Options.model_fields and name not in OF_A_CALL
         ]
         if mistakes:
             raise ConfigurationError(mistakes, origin="with_options")
-        return self._copy(self._checked(self._options.changed(options)))
-
-    def retune(self, **options: Any) -> None:
-        """Change `rate`, `burst`, `concurrency`, `breaker`, `recovery_s`, `idle_s` or `adaptive` while calls run, and
-        options of a call for the calls from now on. Calls that have started still count against a new rate. All keys
-        and views (`with_options`) are concerned; options of a call change for this object only.
-
-        Raises `ConfigurationError` and changes nothing for impossible values, and for options that cannot change.
-        """
-        check_names(options)
-        fixed = [name for name in options if name in OF_THE_FUNCTION - RETUNABLE]
-        if self._calls.options.mode == "process" and "concurrency" in options:
-            fixed.append("concurrency")
-        if "adaptive" in options and (options["adaptive"] is False) != (self._calls.options.adaptive is False):
-            fixed.append("adaptive")
-        if fixed:
-            raise ConfigurationError(
-                [Mistake(name, "cannot change while the function is used.", "Decorate it again.") for name in fixed],
-                origin="retune",
-            )
-        new = self._checked(self._options.changed(options))
-        whole = {name: value for name, value in options.items() if name in RETUNABLE}
-        if whole:
-            self._retune(self._calls.options.changed(whole))
-        self._options = new
-        if self._unbound is not None:
-            # A bound method is made anew at each access.
-            self._unbound._options = new
-
-    def _retune(self, options: Options) -> None:
-        self._calls.retune(options)
-
-    def _checked(self, options: Options) -> Options:
-        check_fit(options, self._calls.kind, self._calls.name)
-        return options
+        return self._copy(options_of({**self._options.__dict__, **options}, self._calls.kind, self._calls.name))
 
     def _copy(self, options: Options | None = None, bound: tuple[Any, ...] = ()) -> Self:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy._options = options or self._options
         copy._bound = bound or self._bound
-        if bound or options is not None:
-            copy._unbound = self if options is None else None
         return copy
 
     def _get(self, obj: Any, owner: Any) -> Any:
@@ -196,43 +149,42 @@ class Accelerated:
             raise
 
     def _item(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], return_exceptions: bool) -> Any:
-        if not return_exceptions:
-            return self._value(result, args, kwargs)
         try:
-            return self._value(result, args, kwargs)
+            return self._value(result, (*self._bound, *args), kwargs)
         except Exception as error:
+            if not return_exceptions:
+                raise
             return error
+
+    async def aclose(self) -> None:
+        """Fail the calls under way, and end attempts and worker processes. Further calls raise `EngineError`."""
+        await self._served(self._calls.aclose())
+
+    async def _served(self, work: Coroutine[Any, Any, R]) -> R:
+        """Run `work` in the event loop that serves the function: that of the callers."""
+        return await work
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
         return self._calls.call((*self._bound, *args), kwargs, self._options, skip=len(self._bound))
 
-    async def _all(
-        self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any], progress: bool | None, stop_at_error: bool
-    ) -> list[Any]:
-        bound = self._bound
-        with progress_of(self._calls.name, len(rows), progress) as on_end:
-            return await self._calls.call_all(
-                [(*bound, *row) for row in rows],
-                kwargs,
-                self._options,
-                skip=len(bound),
-                on_end=on_end,
-                stop_at_error=stop_at_error,
-            )
+    def _all(
+        self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any], return_exceptions: bool
+    ) -> Coroutine[Any, Any, list[Any]]:
+        bound, stops = self._bound, not return_exceptions and self._options.default is UNSET
+        whole = [(*bound, *row) for row in rows]
+        return self._calls.call_all(whole, kwargs, self._options, skip=len(bound), stop_at_error=stops)
 
     def _values(
         self, results: list[Any], rows: list[tuple[Any, ...]], kwargs: dict[str, Any], return_exceptions: bool
     ) -> list[Any]:
         if len(results) != len(rows):
             raise results[0].error
-        bound = self._bound
-        return [
-            self._item(result, (*bound, *row), kwargs, return_exceptions)
-            for result, row in zip(results, rows, strict=True)
-        ]
+        return [self._item(result, row, kwargs, return_exceptions) for result, row in zip(results, rows, strict=True)]
 
-    def _stops(self, return_exceptions: bool) -> bool:
-        return not return_exceptions and self._options.default is UNSET
+    async def _mapped(self, items: tuple[Iterable[Any], ...], kwargs: dict[str, Any], return_exceptions: bool) -> Any:
+        rows = rows_of(items)
+        results = await self._served(self._all(rows, kwargs, return_exceptions))
+        return self._values(results, rows, kwargs, return_exceptions)
 
     async def _stream(
         self,
@@ -241,7 +193,7 @@ class Accelerated:
         window: int | None,
         return_exceptions: bool,
     ) -> AsyncGenerator[Any, None]:
-        window = self._calls.window(self._options) if window is None else window
+        window = self._calls.window if window is None else window
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"window must be a whole number from 1 on, not {window!r}")
 
@@ -250,42 +202,27 @@ class Accelerated:
 
         async with aclosing(Stream(items, one, window).outcomes()) as results:
             async for item, result in results:
-                yield self._item(result, (*self._bound, item), kwargs, return_exceptions)
+                yield self._item(result, (item,), kwargs, return_exceptions)
 
     def __reduce__(self) -> Any:
-        return reduced(self)
+        return _reduced(self)
 
     def __repr__(self) -> str:
         return f"<accelerated {self._calls.name}>"
 
 
-class ServedInLoop(Accelerated):
-    """An accelerated function of async code: the event loop of its callers serves it."""
-
-    async def aclose(self) -> None:
-        """Fail the calls under way, and end attempts and worker processes. Further calls raise `EngineError`."""
-        await self._calls.aclose()
-
-
 class ServedInThread(Accelerated):
     """An accelerated function of sync code: the thread of `loop_thread` serves it, whichever thread calls it."""
 
-    async def aclose(self) -> None:
-        """Fail the calls under way, and end attempts and worker processes. Further calls raise `EngineError`."""
-        await asyncio.wrap_future(loop_thread.submit(self._calls, self._calls.aclose()))
+    async def _served(self, work: Coroutine[Any, Any, R]) -> R:
+        return await asyncio.wrap_future(loop_thread.submit(self._calls, work))
 
     def close(self) -> None:
         """Do what `aclose` does, and block until it has ended."""
         loop_thread.run(self._calls, self._calls.aclose())
 
-    def _retune(self, options: Options) -> None:
-        async def retuned() -> None:
-            self._calls.retune(options)
 
-        loop_thread.run(self._calls, retuned())
-
-
-class AsyncFunction(ServedInLoop, Generic[P, T]):
+class AsyncFunction(Accelerated, Generic[P, T]):
     """An accelerated async function. Use it in one event loop at a time; `aclose` it, or do not."""
 
     def __init__(self, function: Callable[..., Any], calls: FunctionCalls, options: Options) -> None:
@@ -301,19 +238,16 @@ class AsyncFunction(ServedInLoop, Generic[P, T]):
         value: T = self._value(await self._call(args, kwargs), (*self._bound, *args), kwargs)
         return value
 
-    async def map(
-        self, *items: Iterable[Any], progress: bool | None = None, return_exceptions: bool = False, **kwargs: Any
-    ) -> list[T]:
+    async def map(self, *items: Iterable[Any], return_exceptions: bool = False, **kwargs: Any) -> list[T]:
         """Call it for each item at once, and return the values in order. Several iterables of equal length give several
         arguments; `kwargs` are the same for all.
 
-        The calls that take longest start first (`size`), so that the whole ends soonest. The first error cancels the
-        others and is raised; with `return_exceptions` it is in the list. `progress` shows a bar on stderr (None: on a
-        terminal).
+        The calls with the longest texts among their arguments start first, because they mostly take longest: so the
+        whole ends soonest. The first error cancels the others and is raised; with `return_exceptions` it is in the
+        list.
         """
-        rows = rows_of(items)
-        results = await self._all(rows, kwargs, progress, self._stops(return_exceptions))
-        return self._values(results, rows, kwargs, return_exceptions)
+        values: list[T] = await self._mapped(items, kwargs, return_exceptions)
+        return values
 
     def stream(
         self,
@@ -351,26 +285,19 @@ class SyncFunction(ServedInThread, Generic[P, T]):
 
     async def acall(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call it without blocking the event loop. Cancelling this cancels the attempts."""
-        result = await asyncio.wrap_future(loop_thread.submit(self._calls, self._call(args, kwargs)))
-        value: T = self._value(result, (*self._bound, *args), kwargs)
+        value: T = self._value(await self._served(self._call(args, kwargs)), (*self._bound, *args), kwargs)
         return value
 
-    def map(
-        self, *items: Iterable[Any], progress: bool | None = None, return_exceptions: bool = False, **kwargs: Any
-    ) -> list[T]:
+    def map(self, *items: Iterable[Any], return_exceptions: bool = False, **kwargs: Any) -> list[T]:
         """Call it for each item, as `AsyncFunction.map` does, and block until all have ended."""
         rows = rows_of(items)
-        work = self._all(rows, kwargs, progress, self._stops(return_exceptions))
+        work = self._all(rows, kwargs, return_exceptions)
         return self._values(loop_thread.run(self._calls, work), rows, kwargs, return_exceptions)
 
-    async def amap(
-        self, *items: Iterable[Any], progress: bool | None = None, return_exceptions: bool = False, **kwargs: Any
-    ) -> list[T]:
+    async def amap(self, *items: Iterable[Any], return_exceptions: bool = False, **kwargs: Any) -> list[T]:
         """Call it for each item as `map` does, without blocking the event loop."""
-        rows = rows_of(items)
-        work = self._all(rows, kwargs, progress, self._stops(return_exceptions))
-        results = await asyncio.wrap_future(loop_thread.submit(self._calls, work))
-        return self._values(results, rows, kwargs, return_exceptions)
+        values: list[T] = await self._mapped(items, kwargs, return_exceptions)
+        return values
 
     def stream(
         self, items: Iterable[Any], *, window: int | None = None, return_exceptions: bool = False, **kwargs: Any

@@ -15,7 +15,7 @@ import anyio
 from typing_extensions import ParamSpec, Self
 
 from .calls import END_WITHIN_S, setter
-from .functions import Accelerated, ServedInLoop, ServedInThread
+from .functions import Accelerated, ServedInThread
 from .raised import Raised
 from .thread import loop_thread
 
@@ -92,7 +92,7 @@ class _Generators(Accelerated):
             await pending.drop(END_WITHIN_S)
 
 
-class AsyncGeneratorFunction(_Generators, ServedInLoop, Generic[P, T]):
+class AsyncGeneratorFunction(_Generators, Generic[P, T]):
     """An accelerated async generator. Use it in one event loop at a time."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[T, None]:

@@ -24,10 +24,12 @@ from ..sharing.membership import Channel, Membership
 from ..system.threads import cancel_all
 
 if TYPE_CHECKING:
-    from .call import FunctionAttempt, PendingCall
+    from .call import Attempt, Call
 
 _log = logging.getLogger("qreward_plugins.accelerate")
 
+ANY_NUMBER = 1_000_000
+"""Calls at once of a function without a limit: more than any process can hold."""
 LEAST_ENDS = 5
 """Fewest attempts that tell the share of errors."""
 MOST_ENDS = 50
@@ -100,9 +102,9 @@ class Limiter:
         self.pauses = Pauses()
         self.speed = Speed()
         self.tail = Tail()
-        self.live: dict[FunctionAttempt, None] = {}
+        self.live: dict[Attempt, None] = {}
         """Attempts under way."""
-        self.calls: dict[PendingCall, None] = {}
+        self.calls: dict[Call, None] = {}
         """Calls that have not ended."""
         self.used_at = -math.inf
         """When a call came or an attempt ended last."""
@@ -230,19 +232,19 @@ class Limiter:
 
     # Attempts
 
-    def started(self, attempt: FunctionAttempt, now: float) -> None:
+    def started(self, attempt: Attempt, now: float) -> None:
         """Note that an attempt starts."""
         self.live[attempt] = None
         self.breaker.started()
         self.pauses.started(now)
 
-    def ended(self, attempt: FunctionAttempt, now: float, *, rejected: bool = False) -> None:
+    def ended(self, attempt: Attempt, now: float, *, rejected: bool = False) -> None:
         """Give the place of an attempt back. `rejected`: the function asked for a pause."""
         self.live.pop(attempt, None)
         attempt.reservation.release(now, rejected=rejected)
         self.used_at = now
 
-    def answered(self, attempt: FunctionAttempt, size: float, now: float) -> None:
+    def answered(self, attempt: Attempt, size: float, now: float) -> None:
         """Learn from a value."""
         self.breaker.succeeded()
         self.pauses.answered(attempt.started_at)
@@ -251,7 +253,7 @@ class Limiter:
         if self.error_share is not None:
             self.error_share.note(False)
 
-    def throttled(self, attempt: FunctionAttempt, retry_after_s: float | None, now: float) -> None:
+    def throttled(self, attempt: Attempt, retry_after_s: float | None, now: float) -> None:
         """Pause all calls, as the function asks for, and learn its limits."""
         sent_at = attempt.started_at
         in_pause = self.pauses.covers(sent_at)
@@ -260,7 +262,7 @@ class Limiter:
             _log.warning("%s: %s", self.name, learned)
         self.pauses.throttled(retry_after_s, sent_at, now)
 
-    def failed(self, attempt: FunctionAttempt, error: str, now: float, *, counts: bool) -> bool:
+    def failed(self, attempt: Attempt, error: str, now: float, *, counts: bool) -> bool:
         """Note a failure; return whether it opens the circuit: then `strand` has to follow. `counts`: a retry may help,
         so that it says something of the function, and not only of the arguments.
         """

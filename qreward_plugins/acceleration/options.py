@@ -1,23 +1,25 @@
-"""The options of `accelerate`: their units and their defaults."""
+"""The options of `accelerate`: their units, their defaults, and what their values may be."""
 
 from __future__ import annotations
 
-import difflib
+import inspect
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from os import PathLike
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
+
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ..config import Limits
-from ..config.nodes import PRIORITIES
+from ..config.findings import did_you_mean
+from ..config.nodes import Integer, Node, NonNegativeFloat, PositiveFloat, PositiveInt, takes
+from ..config.nodes import Priority as _Priority
 from ..errors import ConfigurationError, Mistake
-from ..observers import Observer
-from ..observers.base import check as check_observers
+from ..observers import Observer, with_names
 from ..secrets import one_line
-from .option_checks import mistakes_of, rate_of
 
 
 class Unset(Enum):
@@ -39,123 +41,156 @@ LEARNED_SHARE = 0.3
 FAILURES_TO_OPEN = 5
 """Failures in a row that open the circuit with `breaker=True`."""
 BURST_S = 0.05
-"""Seconds' worth of the rate that paced calls may start at once by default."""
-MOST_THREADS = 1024
+"""Seconds' worth of the rate that paced calls may start at once."""
+
+_UNITS_S = {"s": 1.0, "sec": 1.0, "second": 1.0, "m": 60.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
+_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*/\s*([a-z]+)\s*")
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of one accelerated function. Times are seconds. `docs/functions.md` has a table of them.
+def rate_of(value: object) -> tuple[float, float]:
+    """Return a rate as (calls, seconds). Raises `ValueError`."""
+    calls, window_s = value, 1.0
+    if isinstance(value, str):
+        match = _RATE.fullmatch(value.lower())
+        if match is None or match[2] not in _UNITS_S:
+            raise ValueError
+        calls, window_s = float(match[1]), _UNITS_S[match[2]]
+    if isinstance(calls, bool) or not isinstance(calls, (int, float)) or not 0 < calls < math.inf:
+        raise ValueError
+    return float(calls), window_s
 
-    Raises `ConfigurationError` with all mistakes.
-    """
 
-    rate: str | float | None = None
+def _is_rate(value: Any) -> bool:
+    if value is None:
+        return True
+    try:
+        return bool(rate_of(value))
+    except ValueError:
+        return False
+
+
+def _is_plain_function(value: Any) -> bool:
+    return callable(value) and not inspect.iscoroutinefunction(value)
+
+
+def _is_retry_on(value: Any) -> bool:
+    classes = value if isinstance(value, tuple) else (value,)
+    if all(isinstance(each, type) and issubclass(each, BaseException) for each in classes):
+        return True
+    return _is_plain_function(value) and not isinstance(value, type)
+
+
+def _is_default(value: Any) -> bool:
+    return not (inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value))
+
+
+def _fits(test: Callable[[Any], bool], words: str) -> AfterValidator:
+    """Refuses a value that does not pass `test`. `words` say what it must be."""
+
+    def checked(value: Any) -> Any:
+        if not test(value):
+            raise PydanticCustomError("takes", "must be {words}", {"words": words})
+        return value
+
+    return AfterValidator(checked)
+
+
+_Seconds = Annotated[PositiveFloat, takes("a number of seconds above 0")]
+_Limit = Annotated[PositiveFloat | None, takes("a number of seconds above 0, or None for no limit")]
+_Interval = Annotated[NonNegativeFloat, takes("a number of seconds, at least 0")]
+_Count = Annotated[Integer, Field(ge=0), takes("a whole number from 0 on")]
+_Share = Annotated[NonNegativeFloat, Field(le=1), takes("a share from 0 to 1")]
+_PlainFunction = _fits(lambda value: value is None or _is_plain_function(value), "a plain function of the arguments")
+
+
+class Options(Node):
+    """The options of one accelerated function. Times are seconds. `docs/functions.md` has a table of them."""
+
+    model_config = ConfigDict(strict=True)
+
+    rate: Annotated[
+        Any, _fits(_is_rate, 'written as "600/min", "10/s", "5000/hour", or as a number of calls a second above 0')
+    ] = None
     """Most calls in a time: "600/min", "10/s", "5000/hour", or a number of calls a second. Retries and hedges count.
     None: no limit."""
-    burst: int | None = None
-    """Calls that may start at once when none has started for a while, with `window="pace"`. None: what the rate allows
-    in 0.05 s, at least 1."""
     window: Literal["pace", "sliding"] = "pace"
     """`pace`: calls start evenly spread. `sliding`: in any time of the unit of `rate` (a minute for "600/min") at most
     that many, all of them at once if they come at once."""
-    key: Callable[..., object] | None = None
+    key: Annotated[Callable[..., object] | None, _PlainFunction] = None
     """A function of the arguments. Calls with equal results share rate, concurrency and breaker; others have their own.
-    For a method it gets the arguments without `self`. With `shared` it returns texts, numbers, or tuples of them. None:
-    all calls share them."""
-    idle_s: float = 600.0
-    """After this time without a call, a key is forgotten, but not before its rate allows a whole burst again."""
-    concurrency: int | None = None
+    For a method it gets the arguments without `self`. With `shared` it returns texts, numbers, or tuples of them. A key
+    is forgotten after ten minutes without a call. None: all calls share them."""
+    concurrency: Annotated[PositiveInt | None, takes("a whole number from 1 on, or None")] = None
     """Most calls at once. None: any number of an async function; 32 threads; as many processes as there are processors.
     """
-    adaptive: bool | float = False
+    adaptive: Annotated[
+        bool | Annotated[PositiveFloat, Field(lt=1)], takes("True, False, or a share of errors between 0 and 1")
+    ] = False
     """Lower the concurrency when more than this share of the attempts fails (True: 0.3), and raise it while fewer do,
     up to `concurrency`."""
-    timeout_s: float | None = None
+    timeout_s: _Limit = None
     """Most seconds of one attempt, on the clock of the event loop. Of a generator: from one item to the next."""
-    deadline_s: float | None = None
+    deadline_s: _Limit = None
     """Most seconds of a call with everything: waiting, attempts, and the time between them. Of a generator: to its
     last item."""
-    retries: int = 0
+    retries: _Count = 0
     """Most attempts after a failed one."""
-    retry_on: RetryOn = Exception
+    retry_on: Annotated[
+        Any, _fits(_is_retry_on, "an exception class, a tuple of them, or a plain function of the error")
+    ] = Exception
     """Which errors are retried: a class, a tuple of classes, or a function of the error (an `Exception`) that returns
     whether. An attempt that exceeds `timeout_s` is a `TimeoutError`."""
-    interval_s: float = 0.5
+    interval_s: _Interval = 0.5
     """Seconds from the first failure to the next attempt."""
-    backoff: float = 2.0
+    backoff: Annotated[float, Field(ge=1, lt=math.inf), takes("a factor, at least 1")] = 2.0
     """Factor from one interval to the next. 1: always the same."""
-    longest_interval_s: float = 20.0
-    jitter: float = 1.0
+    longest_interval_s: _Interval = 20.0
+    jitter: _Share = 1.0
     """Share of each interval that is random: 1 all of it (full jitter), 0 none."""
-    seed: int | None = None
+    seed: Annotated[Integer | None, takes("a whole number, or None")] = None
     """Seed of the jitter. None: drawn by the operating system."""
-    default: Any = UNSET
+    default: Annotated[Any, _fits(_is_default, "a value, or a function that is not async")] = UNSET
     """What a failed call returns instead of raising: a value, or a function `default(error, *args, **kwargs)`. Not
     given: it raises. A call that was never made, because the function is closed or `key` raised, has no default."""
-    hedge: bool | float = False
+    hedge: Annotated[bool | PositiveFloat, takes("True, False, or a number of seconds above 0")] = False
     """Start another attempt beside one that takes long, and take the first value. A number: after that many seconds.
-    True: when a new attempt is likely to end sooner, by the latencies so far."""
-    max_hedges: int = 1
-    """Most hedges of a call. One that fails counts as a retry instead, as long as `retries` are left."""
-    hedge_budget: float = 0.25
+    True: when a new attempt is likely to end sooner, by the latencies so far. A call has one hedge; one that fails
+    counts as a retry instead, as long as `retries` are left."""
+    hedge_budget: _Share = 0.25
     """Most hedges, as a share of the calls of a batch or of those under way together; a few are always allowed."""
-    breaker: bool | int = False
+    breaker: Annotated[bool | PositiveInt, takes("True, False, or a number of failures from 1 on")] = False
     """Refuse calls at once (`CircuitOpen`) after this many failures in a row (True: 5) of the errors in `retry_on`."""
-    recovery_s: float = 30.0
+    recovery_s: _Seconds = 30.0
     """Seconds after which the circuit lets one call through. If it succeeds, the circuit closes."""
-    priority: Priority = "normal"
+    priority: _Priority = 0
     """Calls of a higher priority start first: "high", "normal", "low" (10, 0, -10), or a whole number."""
     mode: Literal["auto", "thread", "process"] = "auto"
     """Where a sync function runs. `thread` (`auto`): in threads; a call that hangs goes on after its time-out.
     `process`: in worker processes; a call that hangs is killed."""
-    size: Callable[..., float] | None = None
-    """A function of the arguments that tells how long a call takes compared with others. `map` starts the longest
-    first. None: the length of the texts among the arguments."""
-    observers: Iterable[Observer] = ()
+    observers: Annotated[
+        Any, _fits(lambda value: isinstance(value, (list, tuple)), "a list; put a single observer into one")
+    ] = ()
     """Called with each event (`AttemptStarted`, `AttemptEnded`, `CallEnded`, `SourceStateChanged`)."""
-    debug: bool = False
-    """Log every attempt and every call on the logger `qreward_plugins.accelerate`, at level DEBUG."""
-    name: str | None = None
+    name: Annotated[str | None, Field(min_length=1), takes("a text, or None")] = None
     """Its name in logs, events and errors. None: that of the function."""
-    source: str | None = None
-    """Take the declared limits of this source from `config`. Shared processes count its calls with those of engines."""
-    config: str | PathLike[str] | Mapping[str, Any] | None = None
-    """The configuration with `source`: the path of a YAML file, or a mapping."""
     shared: Shared = "off"
     """How several processes share the limits: `ray` within a Ray job; `machine` among the processes of one user on one
     machine; `auto`: `ray` if Ray is initialised, otherwise `machine` for a rate. `off`: each process has the whole
     limits."""
 
-    def __post_init__(self) -> None:
-        given: Any = self.observers
-        object.__setattr__(self, "observers", tuple(given) if isinstance(given, Iterable) else given)
-        mistakes = list(mistakes_of(self))
-        if mistakes:
-            raise ConfigurationError(mistakes, origin="accelerate")
-        check_observers((f"observers[{number}]", each) for number, each in enumerate(self.observers))
-
-    @property
-    def per_window(self) -> tuple[float, float] | None:
-        """The rate as (calls, seconds); None if there is none."""
-        return None if self.rate is None else rate_of(self.rate)
-
     @property
     def limits(self) -> Limits:
-        """The limits as those of a source. Without `concurrency`, which depends on where the function runs."""
-        found = self.per_window
-        if found is None:
-            return Limits()
-        calls, window_s = found
+        """The declared limits as those of a source."""
+        if self.rate is None:
+            return Limits(concurrency=self.concurrency)
+        calls, window_s = rate_of(self.rate)
+        per_minute = 60.0 * calls / window_s
         if self.window == "sliding":
-            return Limits(requests_per_minute=60.0 * calls / window_s, window="sliding", window_s=window_s)
-        burst = self.burst or max(1, math.ceil(BURST_S * calls / window_s))
-        return Limits(requests_per_minute=60.0 * calls / window_s, window="bucket", burst=burst)
-
-    @property
-    def number(self) -> int:
-        """The priority as a number."""
-        return PRIORITIES[self.priority] if isinstance(self.priority, str) else self.priority
+            return Limits(
+                requests_per_minute=per_minute, window="sliding", window_s=window_s, concurrency=self.concurrency
+            )
+        burst = max(1, math.ceil(BURST_S * calls / window_s))
+        return Limits(requests_per_minute=per_minute, window="bucket", burst=burst, concurrency=self.concurrency)
 
     def wait_s(self, failures: int, rng: random.Random) -> float:
         """Seconds from the n-th failure to the next attempt."""
@@ -187,65 +222,62 @@ class Options:
             return isinstance(error, self.retry_on)
         return isinstance(error, Exception) and bool(self.retry_on(error))
 
-    def changed(self, options: Mapping[str, Any]) -> Options:
-        """These options with others instead of some. Raises `ConfigurationError`."""
-        check_names(options)
-        return replace(self, **options)
+
+_OF_RETRIES = ("retries", "retry_on", "interval_s", "backoff", "longest_interval_s", "jitter")
+OF_A_CALL = frozenset(("timeout_s", "deadline_s", *_OF_RETRIES, "default", "hedge", "hedge_budget", "priority"))
+"""Options of a single call, which may differ from call to call. The others are those of the function as a whole."""
 
 
-OF_THE_FUNCTION = frozenset(
-    {
-        "rate",
-        "burst",
-        "window",
-        "key",
-        "idle_s",
-        "concurrency",
-        "adaptive",
-        "breaker",
-        "recovery_s",
-        "mode",
-        "observers",
-        "debug",
-        "name",
-        "source",
-        "config",
-        "shared",
-        "seed",
-    }
-)
-"""Options of the function as a whole. Those of a single call are the others."""
-RETUNABLE = frozenset(["rate", "burst", "concurrency", "adaptive", "breaker", "recovery_s", "idle_s"])
-"""Options of the function as a whole that may change while it runs."""
-
-
-def options_of(given: Mapping[str, Any]) -> Options:
-    """Return the options. Raises `ConfigurationError` for unknown names and impossible values."""
-    check_names(given)
-    return Options(**given)
-
-
-def check_names(given: Mapping[str, Any]) -> None:
-    """Raise `ConfigurationError` for unknown options."""
-    names = [field.name for field in fields(Options)]
-    mistakes = []
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
-            remedy = f"Did you mean {near[0]}?" if near else f"The options are {', '.join(names)}."
-            mistakes.append(Mistake(one_line(str(name), 80), "unknown option.", remedy))
+def options_of(given: Mapping[str, Any], kind: Kind | None = None, name: str = "") -> Options:
+    """Return the options. Raises `ConfigurationError` with all mistakes: unknown names, impossible values, and what
+    does not go with a function of this kind. The `name` of the function is for messages.
+    """
+    try:
+        options = Options(**given)
+    except ValidationError as failure:
+        mistakes = [_mistake(each) for each in failure.errors(include_url=False)]
+        raise ConfigurationError(mistakes, origin="accelerate") from None
+    with_names(options.observers)  # raises for what is no observer
+    mistakes = list(_misfits(options, kind, name))
     if mistakes:
         raise ConfigurationError(mistakes, origin="accelerate")
+    return options
+
+
+def _mistake(error: ErrorDetails) -> Mistake:
+    name, known = str(error["loc"][0]), ", ".join(Options.model_fields)
+    if error["type"] == "extra_forbidden":
+        return Mistake(
+            name, "unknown option.", did_you_mean(name, Options.model_fields).strip() or f"The options are {known}."
+        )
+    problem = error["msg"].replace("Input should", "must", 1)
+    return Mistake(name, f"{problem}, not {one_line(repr(error['input']), 100)}.")
+
+
+def _misfits(options: Options, kind: Kind | None, name: str) -> Iterator[Mistake]:
+    """What does not go together, or with what the function is."""
+    if options.shared != "off" and options.adaptive is not False:
+        problem = "does not go with shared: a learned concurrency is each process's own."
+        yield Mistake("adaptive", problem, "Leave one out.")
+    generator = kind in ("generator", "async_generator")
+    if generator and options.default is not UNSET:
+        problem = f"does not go with a generator ({name}): some items may have been used already."
+        yield Mistake("default", problem, "Catch the error where you iterate.")
+    if generator and options.hedge is not False:
+        yield Mistake("hedge", f"does not go with a generator ({name}): two attempts would make two sequences.")
+    if kind is not None and (
+        (options.mode == "process" and kind != "sync") or (options.mode == "thread" and kind == "async")
+    ):
+        what = "a generator" if generator else "an async function"
+        yield Mistake("mode", f"{options.mode} does not go with {what} ({name}).", "Leave it out.")
 
 
 class GivenOptions(TypedDict, total=False):
-    """The options as keyword arguments, for type checkers; see `Options`."""
+    """The options as keyword arguments, for type checkers. `Options` describes them."""
 
     rate: str | float | None
-    burst: int | None
     window: Literal["pace", "sliding"]
     key: Callable[..., object] | None
-    idle_s: float
     concurrency: int | None
     adaptive: bool | float
     timeout_s: float | None
@@ -259,36 +291,11 @@ class GivenOptions(TypedDict, total=False):
     seed: int | None
     default: Any
     hedge: bool | float
-    max_hedges: int
     hedge_budget: float
     breaker: bool | int
     recovery_s: float
     priority: Priority
     mode: Literal["auto", "thread", "process"]
-    size: Callable[..., float] | None
     observers: Iterable[Observer]
-    debug: bool
     name: str | None
-    source: str | None
-    config: str | PathLike[str] | Mapping[str, Any] | None
     shared: Shared
-
-
-def check_fit(options: Options, kind: str, name: str) -> None:
-    """Raise `ConfigurationError` for options that do not suit what the function is."""
-    mistakes = []
-    generator = kind.endswith("generator")
-    if generator and options.default is not UNSET:
-        problem = f"does not go with a generator ({name}): some items may have been used already."
-        mistakes.append(Mistake("default", problem, "Leave it out, and catch the error where you iterate."))
-    if generator and options.hedge is not False:
-        problem = f"does not go with a generator ({name}): two attempts would make two sequences."
-        mistakes.append(Mistake("hedge", problem, "Leave it out."))
-    if options.mode == "process" and kind != "sync":
-        what = "a generator" if generator else "an async function"
-        problem = f"process does not go with {what} ({name})."
-        mistakes.append(Mistake("mode", problem, "It is for sync functions; leave it out."))
-    if kind == "async" and options.mode == "thread":
-        mistakes.append(Mistake("mode", f"thread does not go with an async function ({name}).", "Leave it out."))
-    if mistakes:
-        raise ConfigurationError(mistakes, origin="accelerate")

@@ -15,8 +15,8 @@ from ..sources.threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from ..sources.worker_program import VALUE
 from ..sources.workers import CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
 from ..system.functions import PathLoader, describe
-from .call import PendingCall
-from .options import MOST_THREADS, Kind
+from .call import Call
+from .options import Kind
 from .raised import add_origin
 
 
@@ -86,17 +86,18 @@ def loader_of(function: Callable[..., Any]) -> WorkerLoader:
     return WorkerLoader(f"{module}:{name}")
 
 
+MOST_THREADS = 1024
 _LONGEST_S = 1e9
 """Time limit of a worker's call for the pool. The call itself ends attempts, and cancelling one kills the worker."""
 
 
 class FunctionRunner:
-    """Calls `function`. `loader` loads it in worker processes; None: it runs here. `slots` is the number of threads or
-    processes; None: any number.
+    """Calls `function`. `loader` loads it in worker processes; None: it runs here. `slots` is the number of worker
+    processes.
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], kind: Kind, *, loader: WorkerLoader | None, slots: int | None
+        self, name: str, function: Callable[..., Any], kind: Kind, *, loader: WorkerLoader | None, slots: int
     ) -> None:
         self._name = name
         self._function = function
@@ -106,11 +107,12 @@ class FunctionRunner:
         self._pool: WorkerPool | None = None
         self._threads = ThreadSlots(name, MOST_THREADS) if kind in ("sync", "generator") and loader is None else None
 
-    def forked(self) -> FunctionRunner:
-        """The same function in a child process, with workers of its own."""
-        return FunctionRunner(self._name, self._function, self._kind, loader=self._loader, slots=self._slots)
+    def forked(self) -> None:
+        """Leave workers and threads to the parent process."""
+        self._pool = None
+        self._threads = ThreadSlots(self._name, MOST_THREADS) if self._threads is not None else None
 
-    async def __call__(self, call: PendingCall, on_start: Callable[[], None]) -> Any:
+    async def __call__(self, call: Call, on_start: Callable[[], None]) -> Any:
         """Call the function once, or draw the items of a generator. Raises what it raises. A thread raises it in a
         `FunctionRaised`, because no coroutine can raise `StopIteration`.
         """
@@ -135,7 +137,7 @@ class FunctionRunner:
         if pool is not None:
             await pool.aclose()
 
-    def _items(self, call: PendingCall) -> Any:
+    def _items(self, call: Call) -> Any:
         """The asynchronous iterator over the items of a generator."""
         made = self._function(*call.args, **call.kwargs)
         return made if self._kind == "async_generator" else _InThreads(made, self._in_thread)
@@ -147,14 +149,14 @@ class FunctionRunner:
         except TooManyAbandoned as error:
             raise NotStarted(f"{self._name}: {error}; mode='process' kills such calls") from None
 
-    async def _in_process(self, call: PendingCall, on_start: Callable[[], None]) -> Any:
+    async def _in_process(self, call: Call, on_start: Callable[[], None]) -> Any:
         assert self._loader is not None
         try:
             message = pickle.dumps((call.args, dict(call.kwargs)), pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise InputError(f"{self._name}: its arguments cannot be pickled for a worker process: {error}") from error
         if self._pool is None:
-            self._pool = WorkerPool(self._loader, self._slots or 1)
+            self._pool = WorkerPool(self._loader, self._slots)
         try:
             kind, payload = await self._pool.call(message, _LONGEST_S, on_start=on_start)
         except WorkerDied as error:

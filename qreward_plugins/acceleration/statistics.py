@@ -1,84 +1,23 @@
-"""The statistics of an accelerated function, its debug log and its progress bar."""
+"""The statistics of an accelerated function, and what its observers are told."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..observers import AttemptEnded, AttemptStarted, CallEnded, Event, Observers, SourceStateChanged
+from ..observers import AttemptEnded, AttemptStarted, CallEnded, Observers
 from ..observers.batch_report import percentile
 from ..observers.events import AttemptResult
 from ..samples.spent import NO_USAGE
-from ..secrets import one_line
-from .limiter import Limiter
-from .limits import ANY_NUMBER
+from .limiter import ANY_NUMBER, Limiter
 
 if TYPE_CHECKING:
-    from .call import FunctionAttempt
+    from .call import Attempt
 
-_log = logging.getLogger("qreward_plugins.accelerate")
-_CHARS = 300
 RECENT = 4096
 """Answered attempts whose latencies are kept."""
-
-
-class DebugLog:
-    """An observer that writes one line for each event of an attempt or a call, at level DEBUG."""
-
-    def __call__(self, event: Event, /) -> None:
-        if not _log.isEnabledFor(logging.DEBUG):
-            return
-        if isinstance(event, AttemptStarted):
-            kind = "hedge" if event.hedge else "retry" if event.attempt else "attempt"
-            _log.debug("%s, call %d: %s %d starts, %d in flight", *_where(event), kind, event.attempt, event.in_flight)
-        elif isinstance(event, AttemptEnded):
-            detail = f": {one_line(event.detail, _CHARS)}" if event.detail else ""
-            _log.debug(
-                "%s, call %d: attempt %d %s after %.3f s%s",
-                *_where(event),
-                event.attempt,
-                "timed out" if event.timed_out else event.result,
-                event.seconds,
-                detail,
-            )
-        elif isinstance(event, CallEnded):
-            end = event.reason or "answered"
-            _log.debug("%s, call %d: %s, attempts: %d", event.judge, event.call, end, event.attempts)
-        elif isinstance(event, SourceStateChanged):
-            _log.debug("%s is %s: %s", event.source, event.state, one_line(event.problem, _CHARS))
-
-
-def _where(event: AttemptStarted | AttemptEnded) -> tuple[str, int]:
-    return event.judge, event.call
-
-
-@contextmanager
-def progress_of(name: str, total: int, shown: bool | None) -> Iterator[Callable[[], None] | None]:
-    """Show a bar on stderr while the context is open; yields what to call for each end. `shown`: None shows it only on
-    a terminal.
-    """
-    if shown is False or (shown is None and not sys.stderr.isatty()) or not total:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(name.replace("[", r"\["), total=total)
-        yield lambda: progress.advance(task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +76,7 @@ class Tally:
         if self._observers.watched:
             self._observers.emit(AttemptStarted(now, call, attempt, self.name, self.name, hedge, in_flight))
 
-    def attempt_ended(
-        self, call: int, attempt: FunctionAttempt, result: AttemptResult, now: float, detail: str = ""
-    ) -> None:
+    def attempt_ended(self, call: int, attempt: Attempt, result: AttemptResult, now: float, detail: str = "") -> None:
         """Count the end of an attempt. `detail`: what went wrong."""
         seconds = now - attempt.started_at
         self._timeouts += attempt.timed_out

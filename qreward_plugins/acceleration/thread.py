@@ -47,6 +47,8 @@ class LoopThread:
         self._ended = False
 
     def _start_in_child(self) -> None:
+        for calls in self._served:
+            calls.forked()
         # Not closed: the thread is the parent's.
         self._of_parents.append(self._resources)
         self._start()

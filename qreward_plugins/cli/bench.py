@@ -34,6 +34,7 @@ from .bench_figures import MOST_NAMED, GivenReward, Grade, JudgeComparison, Judg
 from .console import CHECK_FAILED, ERRORS, OK, OUT, REWARDS_MISSING, number_of, print_whole, run, say, seconds, table
 from .engines import load_own, open_engine
 from .progress import ProgressDisplay
+from .score import journal_beside
 
 PAIRS = Path(__file__).with_name("pairs.jsonl")
 """Twenty questions with a right answer and a wrong one. In half of them the right one is longer."""
@@ -92,7 +93,7 @@ def command(
         layout, rows = read_labelled(data or PAIRS)
     journal = loaded.engine.journal
     if journal is None and data is not None:
-        journal = JournalConfig(path=str(data.with_name(data.name + ".journal")), keep="all")
+        journal = journal_beside(data)
     bench = Bench(loaded, config, layout, rows, journal=journal, twice=twice)
     judged: list[JudgeRun] = []
     code = run(_judge(bench, names, judged))

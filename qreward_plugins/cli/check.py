@@ -36,7 +36,7 @@ from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_for_clients, probe_whole, samples_for, with_route_to_each
 from .prompts import show_prompts
 from .serve_judge import start_servers
-from .training_lines import Framework, framework_of, say_how_to_train
+from .training_lines import Framework, say_how_to_train
 
 _NOWHERE = "http://127.0.0.1:9"
 _EFFECTS = {
@@ -154,8 +154,8 @@ async def check_config(
 ) -> int:
     """Validate the file, probe every source, and print a table; then what to add to a training of `framework`.
 
-    `offline`: nothing is sent. `deep`: judges that ask models score the built-in pairs, too. `framework` None: the one
-    that can be told, or all of them. A source has `timeout_s` seconds for an answer, or its own time limit if that is
+    `offline`: nothing is sent. `deep`: judges that ask models score the built-in pairs, too. `framework` None: those
+    that are installed, or all of them. A source has `timeout_s` seconds for an answer, or its own time limit if that is
     shorter. If the check fails, the last lines are its problems. Returns 0 if every source gave a valid verdict and
     every LLM judge with the default instructions could tell right answers from nonsense (`deep`: did better than a coin
     on the pairs), otherwise 1.
@@ -176,7 +176,7 @@ async def check_config(
             code = max(code, await _check_deeply(config, path))
     if code == OK and (config.judges or config.engine.server is not None):  # a file for clients trains nothing
         wrapped = list(read_yaml(str(path), origin=str(path))) == ["qreward"]
-        say_how_to_train(OUT, path, framework or framework_of(path, wrapped=wrapped), wrapped=wrapped)
+        say_how_to_train(path, framework, wrapped=wrapped)
     return code
 
 

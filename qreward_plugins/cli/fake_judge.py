@@ -44,13 +44,7 @@ def command(
     requests_per_minute: Annotated[float | None, typer.Option(help="Limit of requests per minute.")] = None,
     tokens_per_minute: Annotated[float | None, typer.Option(help="Limit of tokens per minute.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Limit of requests in flight.", min=1)] = None,
-    window: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Window that limits are counted over; rates are scaled to it.")
-    ] = 60.0,
     latency: Annotated[float, typer.Option(metavar="SECONDS", help="Median latency.", min=0)] = 0.0,
-    stragglers: Annotated[
-        float, typer.Option(help="Share of answers that take ten times as long.", min=0, max=1)
-    ] = 0.0,
     fault: Annotated[
         list[str] | None,
         typer.Option(metavar="KIND=RATE", help="Share of requests that meet a fault, e.g. error_500=0.05; repeatable."),
@@ -73,9 +67,8 @@ def command(
                 requests_per_minute=requests_per_minute,
                 tokens_per_minute=tokens_per_minute,
                 concurrency=concurrency,
-                window_s=window,
             ),
-            latency=Latency(median_s=latency, sigma=_SPREAD, stragglers=stragglers),
+            latency=Latency(median_s=latency, sigma=_SPREAD),
             faults=Faults(rates=dict(map(_rate, fault or ()))),
             models=(model,),
             seed=seed,

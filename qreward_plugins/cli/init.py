@@ -33,7 +33,7 @@ from ..system.functions import PathLoader, load
 from ..system.output_files import check_writable
 from .check import check_config, without_servers
 from .console import ERRORS, OUT, replaced, run, say
-from .discovery import Discovered, discover, survey
+from .discovery import Discovered, discover
 from .engines import open_engine
 from .training_lines import Framework, installed
 
@@ -55,8 +55,6 @@ _KEY = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:sk|xai|pplx|rk)-[A-Za-z0-9_-]{12,}|(?:gsk|hf|ghp|r8)_[A-Za-z0-9]{12,}|AIza[A-Za-z0-9_-]{12,}"
     r"|AKIA[A-Z0-9]{12,})"
 )
-_PROTOCOLS = {"sglang": "sglang_classify", "tei": "tei_predict"}
-"""The protocols of the servers of reward models that need the chat template of the model."""
 _LOCAL_CONCURRENCY = 64
 _MOST_PLAIN_CHARS = 15
 _MOST_LISTED = 8
@@ -91,10 +89,6 @@ def command(
         str | None,
         typer.Option(metavar="NAME", help="Environment variable that holds the API key. Default: chosen by the host."),
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Folder of the reward model, for servers that render no conversation."),
-    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; take defaults.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Send nothing; validate the file only.")] = False,
@@ -102,8 +96,8 @@ def command(
     """Write a configuration with comments, check it, and print the line to train with.
 
     At a terminal it asks at most five questions: the framework, what scores a response, and its function, its URL and
-    its model. A flag answers its question. The endpoint is asked for its models, its dialect and its limits; if it does
-    not answer yet, the file is validated without it.
+    its model. A flag answers its question. The endpoint is asked for its models and its dialect; if it does not answer
+    yet, the file is validated without it.
 
     A key is never written: the file names the environment variable that holds it. An existing file is replaced only
     after a question, or with --overwrite.
@@ -118,7 +112,6 @@ def command(
         "model": model,
         "function": function,
         "api_key_env": api_key_env,
-        "chat_template": chat_template,
     }
     try:
         answers = _Answers(given, asks=has_terminal() and not yes, offline=offline)
@@ -144,7 +137,6 @@ class _Answers:
 
     def __init__(self, given: Mapping[str, Any], *, asks: bool, offline: bool) -> None:
         self.values = {name: value for name, value in given.items() if value is not None}
-        self._flags = tuple(self.values)
         self._asks = asks
         self.offline = offline
 
@@ -161,6 +153,10 @@ class _Answers:
         if "function" in values:
             values.setdefault("score", "mixture" if "url" in values else "function")
         score = self._choose("score", Score, default="judge")
+        without = {"function": ("url", "model", "api_key_env"), "mixture": ()}.get(score, ("function",))
+        for name in without:
+            if name in values:
+                raise InputError(f"{_flag(name)} has no effect with --score {score}; leave it out")
         if score in ("function", "mixture"):
             function = self._ask("function", "Function (module:name, or file.py:name)", _path)
             values["arguments"] = arguments_taken(load(PathLoader(function), key="function"))
@@ -171,18 +167,11 @@ class _Answers:
         return path
 
     def text(self) -> str:
-        """Return the text of the file. Raises `InputError` for a flag without an effect, and for an API key."""
+        """Return the text of the file. Raises `InputError` for an API key in it."""
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
         environment.filters["yaml"] = _quoted
         template = environment.from_string(Path(__file__).with_name("init.yaml.jinja").read_text(encoding="utf-8"))
-
-        def rendered(values: Mapping[str, Any]) -> str:
-            return template.render(values, default_instructions=DEFAULT_INSTRUCTIONS)
-
-        text = rendered(self.values)
-        for name in self._flags:
-            if text == rendered({**self.values, name: None}) and name not in ("framework", "score"):
-                raise InputError(f"{_flag(name)} has no effect with --score {self.values['score']}; leave it out")
+        text = template.render(self.values, default_instructions=DEFAULT_INSTRUCTIONS)
         if _KEY.search(text):
             raise InputError("an answer holds something that looks like an API key; no key is written to the file")
         return "qreward:\n" + textwrap.indent(text, "  ") if self.values["framework"] == "slime" else text
@@ -239,19 +228,8 @@ class _Answers:
             values.setdefault("concurrency", _LOCAL_CONCURRENCY)
         if of_rewards:
             values["url"] = url.removesuffix("/v1")  # their protocols add the whole path
-            if protocol := _PROTOCOLS.get(found.server):
-                values["protocol"] = protocol
-                self._ask("chat_template", "Folder of the model, for its chat template", _folder)
-            return
-        dialect, announced = found.dialect, found.announced
-        if not self.offline:
-            say(OUT, f"asking {model} for a word ...")
-            dialect, announced = asyncio.run(survey(found, model, key))
-        values |= {"url": found.url, "dialect": None if dialect == "openai" else dialect}
-        for what in ("requests", "tokens"):
-            if limit := announced.get(f"{what}_per_window"):
-                say(OUT, f"it announces {limit:,.0f} {what} in a window, usually a minute")
-                values.setdefault(f"{what}_per_minute", limit)
+        else:
+            values |= {"url": found.url, "dialect": None if found.dialect == "openai" else found.dialect}
 
     def _variable(self, url: str) -> str:
         """Return the name of the variable of the API key; "" for none. An answer that may be a key is refused."""
@@ -301,13 +279,6 @@ def _path(answer: str) -> str:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return path
-
-
-def _folder(answer: str) -> str:
-    path = Path(answer).expanduser().absolute()
-    if not path.exists():
-        raise typer.BadParameter("there is no such folder or file")
-    return str(path)
 
 
 def _is_local(url: str) -> bool:

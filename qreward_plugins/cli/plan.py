@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.padding import Padding
@@ -15,18 +15,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from ..config import Config
+from ..config.models import JournalConfig
 from ..errors import InputError
 from ..planning import (
     Advice,
     Assumptions,
+    Compared,
     Plan,
     SourceUse,
+    compare,
     draw_timeline,
+    errors_of,
     parse_data_source,
     parse_latency,
     parse_lengths,
     plan,
+    read_steps,
+    recorded_shares,
 )
+from ..planning.against import in_figures
 from ..planning.picture import check_picture
 from ..secrets import one_line
 from ..sources.function import processors
@@ -34,10 +42,13 @@ from ..system.output_files import check_writable
 from .console import ERRORS, OK, OUT, number_of, print_whole, replaced, run, say, seconds, short, table
 from .engines import load_own
 
+_Found = TypeVar("_Found")
+
 _MOST_ADVICE = 6
 _NAME_CHARS = 24
 _MOST_PROCESSES = 8
 _NOTHING_SAVED_S = 0.05
+_COMPARED = {"seconds": "time", "requests": "requests", "tokens": "tokens", "cost_usd": "cost"}
 _WAITS = {
     "requests": "requests a minute",
     "tokens": "tokens a minute",
@@ -51,7 +62,14 @@ _WAITS = {
 
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
-    samples: Annotated[int, typer.Option("--samples", "-n", help="Samples in a step.", min=1, max=1_000_000)],
+    samples: Annotated[
+        int | None, typer.Option("--samples", "-n", help="Samples in a step.", min=1, max=1_000_000)
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="JOURNAL", help="Instead of one step: the steps of a journal, each beside its plan."),
+    ] = None,
+    last: Annotated[int, typer.Option(help="Steps of the journal that are planned.", min=1, max=1000)] = 20,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -90,6 +108,13 @@ def command(
     ] = 0.01,
     errors: Annotated[float, typer.Option(help="Share of requests that fail.", min=0, max=0.9)] = 0.01,
     seeds: Annotated[int, typer.Option(help="Steps to simulate.", min=1, max=1000)] = 5,
+    workers: Annotated[
+        int, typer.Option(help="Processes that divide the samples and share the limits.", min=1, max=1000)
+    ] = 1,
+    start: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="How long the servers of kind replicas start. Default: not known.", min=0),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the timeline of a step (.png, .svg, .pdf).")
     ] = None,
@@ -100,9 +125,16 @@ def command(
     The real scheduler runs in virtual time over simulated servers with the limits of the configuration. Nothing is
     sent, and nothing is written to a journal. If there is a journal, latencies are taken from its verdicts.
 
+    With --against, show how far such plans are off: the latest steps of a journal, each beside what is planned for as
+    many samples.
+
     Exit codes: 0 success; 2 the input or the configuration has mistakes.
     """
+    if (samples is None) == (against is None):
+        raise InputError("write either --samples N, or --against JOURNAL")
     if plot is not None:
+        if against is not None:
+            raise InputError("--plot draws the plan of one step; leave out --against")
         check_picture(plot)
     if json_file is not None:
         check_writable(json_file)
@@ -112,14 +144,12 @@ def command(
             if written is not None and written.exists() and read.exists() and written.samefile(read):
                 raise InputError(f"{written}: this file is an input; name another output file")
 
-    def rehearsed(progress: Callable[[int, int], None]) -> Plan:
-        # Read first, because the other options are checked with it.
-        loaded = load_own(config)
+    def plan_of(loaded: Config, count: int, **how: Any) -> Plan:
         return plan(
             loaded,
             origin=str(config),
-            samples=samples,
-            lengths=None if tokens is None else parse_lengths(tokens, most=samples),
+            samples=count,
+            lengths=None if tokens is None else parse_lengths(tokens, most=count),
             assumptions=Assumptions(
                 latency_s={} if latency is None else parse_latency(latency, loaded),
                 spread=spread,
@@ -128,20 +158,46 @@ def command(
                 prompt_tokens=prompt_tokens,
                 verdict_tokens=verdict_tokens,
             ),
-            data_sources=[parse_data_source(text) for text in data_source or ()],
             seeds=seeds,
+            workers=workers,
+            start_s=start,
             # More processes save little time.
             processes=min(processors(), _MOST_PROCESSES),
-            progress=progress,
+            **how,
         )
 
-    return run(_plan(rehearsed, config, plot, json_file))
+    def planned(progress: Callable[[int, int], None]) -> Plan | list[Compared]:
+        # Read first, because the other options are checked with it.
+        loaded = load_own(config)
+        named = [parse_data_source(text) for text in data_source or ()]
+        if against is None:
+            assert samples is not None
+            return plan_of(loaded, samples, data_sources=named, progress=progress)
+        engine = loaded.engine.model_copy(update={"journal": JournalConfig(path=against)})
+        recorded = loaded.model_copy(update={"engine": engine})
+        how: dict[str, Any] = {"data_sources": named or recorded_shares(against), "advise": False}
+        return compare(read_steps(against, last), lambda count: plan_of(recorded, count, progress=progress, **how))
+
+    def show(found: Plan | list[Compared]) -> None:
+        if isinstance(found, Plan):
+            _print(found, config)
+        else:
+            _print_compared(found, config, str(against))
+        if json_file is not None:
+            figures = found.to_dict() if isinstance(found, Plan) else in_figures(found)
+            with replaced(json_file) as partial:
+                partial.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            say(ERRORS, f"the plan is in {json_file}")
+        if plot is not None and isinstance(found, Plan):
+            title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
+            draw_timeline(found.timeline, plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
+            say(ERRORS, f"the timeline is in {plot}")
+
+    return run(_rehearse(planned, show))
 
 
-async def _plan(
-    rehearsed: Callable[[Callable[[int, int], None]], Plan], path: Path, plot: Path | None, json_file: Path | None
-) -> int:
-    """Rehearse the step in a thread, so that the event loop can handle signals; then print and write the plan."""
+async def _rehearse(planned: Callable[[Callable[[int, int], None]], _Found], show: Callable[[_Found], None]) -> int:
+    """Rehearse in a thread, so that the event loop can handle signals; then show what was found."""
     stopped = threading.Event()
     columns = TextColumn("rehearsing"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=ERRORS, transient=True, disable=not ERRORS.is_terminal) as bar:
@@ -152,22 +208,14 @@ async def _plan(
                 raise _Stopped
             bar.update(task, completed=done, total=total)
 
-        working = asyncio.ensure_future(asyncio.to_thread(rehearsed, progress))
+        working = asyncio.ensure_future(asyncio.to_thread(planned, progress))
         try:
             found = await asyncio.shield(working)
         except asyncio.CancelledError:
             stopped.set()
             await asyncio.gather(working, return_exceptions=True)
             raise
-    _print(found, path)
-    if json_file is not None:
-        with replaced(json_file) as partial:
-            partial.write_text(json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        say(ERRORS, f"the plan is in {json_file}")
-    if plot is not None:
-        title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
-        draw_timeline(found.timeline, plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
-        say(ERRORS, f"the timeline is in {plot}")
+    show(found)
     return OK
 
 
@@ -188,6 +236,8 @@ def _print(found: Plan, path: Path) -> None:
     facts.add_row(
         "takes", Text.assemble((seconds(step.p50), "bold"), f"  (95% of the steps: up to {seconds(step.p95)})")
     )
+    if found.first_step_s is not None:
+        facts.add_row("at first", f"{seconds(found.first_step_s)}  (until the servers have started)")
     facts.add_row("costs", _costs(found))
     facts.add_row("waits for", _waits(found))
     for problem in _problems(found):
@@ -200,6 +250,25 @@ def _print(found: Plan, path: Path) -> None:
     say(OUT, Text("\nassumed", "bold"))
     for note in found.notes:
         say(OUT, Text(f"  {note}", "dim"))
+
+
+def _print_compared(found: Sequence[Compared], path: Path, journal: str) -> None:
+    steps = number_of(len(found), "step")
+    say(OUT, Text.assemble((f"{journal}: the latest {steps}, each beside its plan by {path}", "bold"), "\n"))
+    columns = ("step", "samples", "takes", "plan", "requests", "plan", "tokens", "plan", "USD", "plan")
+    shown = table(*columns, "bound by", "plan", left=("bound by",))
+    for each in found:
+        real, planned = each.measured, each.planned
+        pairs = [
+            (seconds(real.seconds), seconds(planned.seconds)),
+            *((short(getattr(real, name)), short(getattr(planned, name))) for name in ("requests", "tokens")),
+            (f"{real.cost_usd:.4f}", f"{planned.cost_usd:.4f}"),
+            (one_line(real.bound_by, _NAME_CHARS), one_line(planned.bound_by, _NAME_CHARS)),
+        ]
+        shown.add_row(str(real.number), f"{real.samples:,}", *(one for pair in pairs for one in pair))
+    print_whole(OUT, shown)
+    errors = ", ".join(f"{_COMPARED[name]} {100 * error:+.0f}%" for name, error in errors_of(found).items())
+    say(OUT, Text(f"\nthe plan is off by (median): {errors}", "bold"))
 
 
 def _costs(found: Plan) -> Text:

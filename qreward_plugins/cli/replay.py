@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ..config import Config, JournalConfig, configured_name, judge_for, parts_of
+from ..config import Config, configured_name, judge_for, parts_of
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..files import Rollout, check_output
@@ -36,7 +36,7 @@ from ..sources import TEXT, Reply
 from ..sources.base import Request
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, run, say
 from .engines import ended_by_a_signal, load_own, open_engine
-from .score import Plan, score_rollouts
+from .score import Plan, journal_beside, score_rollouts, with_journal
 
 _SHOWN_EVERY = 200
 
@@ -65,13 +65,14 @@ def command(
     Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
     reward; 130 stopped with Ctrl-C.
     """
-    config = _with_journal(load_own(config_path), out)
+    config, own = load_own(config_path), journal_beside(out)
+    journal = (config.engine.journal or own).model_copy(update={"path": own.path, "keep": own.keep})
+    config = with_journal(config, journal)
     if out.suffix not in (".jsonl", ".ndjson"):
         raise InputError(f"{out}: the name must end in .jsonl")
     check_output(out, source=Path(paths[0]), overwrite=overwrite)
-    own = _journal_of(out)
-    if any(Path(path).absolute() == own.absolute() for path in journals_in(paths)):
-        raise InputError(f"{own}: is the journal of the replay itself; name another --out")
+    if any(Path(path).absolute() == Path(own.path).absolute() for path in journals_in(paths)):
+        raise InputError(f"{own.path}: is the journal of the replay itself; name another --out")
     samples = _PastSamples(paths, where, failed=failed)
     return run(_replay(Plan(Path(" and ".join(paths)), out, 0, config, config_path, samples), dry_run=dry_run))
 
@@ -135,16 +136,6 @@ class _PastSamples:
         return map(_rollout, self.past())
 
 
-def _journal_of(out: Path) -> Path:
-    return out.with_name(out.name + ".journal")
-
-
-def _with_journal(config: Config, out: Path) -> Config:
-    own = {"path": str(_journal_of(out)), "keep": "all", "reuse": True}
-    journal = (config.engine.journal or JournalConfig(path=own["path"])).model_copy(update=own)
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"journal": journal})})
-
-
 def _rollout(past: PastSample) -> Rollout:
     sample, latest = past.sample, deciding(past.entries)[-1]
     before = {"reward": latest.reward, "judge": latest.judge, "rationale": latest.rationale, "reason": latest.reason}
@@ -206,8 +197,9 @@ async def _reread(plan: Plan, samples: _PastSamples) -> _Needed:
     needed, config = _Needed(), plan.config
     with ERRORS.status(Text(f"reading {plan.rollouts} ...")) as status:
         async with open_engine(config, plan.config_path) as engine:
-            redact = config.engine.journal.redact if config.engine.journal else ()
-            journal = Journal(plan.journal, run_id=_REPLIES, keep="all", redact=redact)
+            own = config.engine.journal
+            assert own is not None
+            journal = Journal(own.path, run_id=_REPLIES, keep="all", redact=own.redact)
             try:
                 for past in samples.past():
                     needed.add(past)

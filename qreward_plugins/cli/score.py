@@ -11,7 +11,7 @@ import functools
 import heapq
 import random
 import shlex
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -108,12 +108,20 @@ def prepare(rollouts: Path, config_path: Path, out: Path, *, overwrite: bool = F
         total = check_rollouts(rollouts, out=out, overwrite=overwrite)
         if compares_siblings(config):
             _check_groups(rollouts, read_rollouts(rollouts))
-    read = functools.partial(read_rollouts, rollouts)
-    if config.engine.server is not None:
-        return Plan(rollouts, out, total, config, config_path, read)
-    journal = config.engine.journal or JournalConfig(path=str(out.with_name(out.name + ".journal")), keep="all")
-    engine = config.engine.model_copy(update={"journal": journal.model_copy(update={"reuse": True})})
-    return Plan(rollouts, out, total, config.model_copy(update={"engine": engine}), config_path, read)
+    if config.engine.server is None:
+        config = with_journal(config, config.engine.journal or journal_beside(out))
+    return Plan(rollouts, out, total, config, config_path, functools.partial(read_rollouts, rollouts))
+
+
+def journal_beside(file: Path) -> JournalConfig:
+    """The journal of a command about `file`, for a configuration without one."""
+    return JournalConfig(path=str(file.with_name(f"{file.name}.journal")), keep="all")
+
+
+def with_journal(config: Config, journal: JournalConfig) -> Config:
+    """Return `config` with this journal, whose answers are used again."""
+    own = {"journal": journal.model_copy(update={"reuse": True})}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=own)})
 
 
 async def score_rollouts(plan: Plan) -> int:
@@ -153,37 +161,45 @@ async def score_rollouts(plan: Plan) -> int:
 
 
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
-    rows = _Rows(plan.read)
     with open_writer(plan.out, source=plan.rollouts) as writer:
         tally.begun = True
         say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
-        async with ProgressDisplay(ERRORS, plan.total, engine), aclosing(_outcomes(engine, rows)) as outcomes:
-            async for sample, outcome in outcomes:
-                writer.write(rows.take(sample).row, outcome)
-                tally.count(sample, outcome)
+        # The rows are read in a thread, because a file system may hang.
+        scored = _scored(engine, taken_in_thread(plan.read()))
+        async with ProgressDisplay(ERRORS, plan.total, engine), aclosing(scored) as outcomes:
+            async for rollout, outcome in outcomes:
+                writer.write(rollout.row, outcome)
+                tally.count(rollout.sample, outcome)
 
 
-async def _outcomes(engine: RewardEngine, rows: _Rows) -> AsyncGenerator[tuple[Sample, Outcome], None]:
-    """Score the rows, in order; for a judge that compares, rows of one group that follow each other as a batch."""
+async def _scored(
+    engine: RewardEngine, rollouts: AsyncIterator[Rollout]
+) -> AsyncGenerator[tuple[Rollout, Outcome], None]:
+    """Score rollouts, in order; for a judge that compares, those of one group that follow each other as a batch. It
+    holds as many as the engine takes before it returns the first outcome.
+    """
     if not compares_siblings(engine.config):
-        async with aclosing(engine.score_stream(rows)) as scored:
+        single = Stream(rollouts, lambda rollout: engine.score(rollout.sample), engine.stream_window)
+        async with aclosing(single.outcomes()) as scored:
             async for pair in scored:
                 yield pair
         return
     window = max(1, engine.stream_window // _USUAL_GROUP)
-    async with aclosing(Stream(_groups(rows), engine.score_all, window).outcomes()) as groups:
-        async for samples, outcomes in groups:
-            for pair in zip(samples, outcomes, strict=True):
+    groups = Stream(_groups(rollouts), lambda group: engine.score_all([one.sample for one in group]), window)
+    async with aclosing(groups.outcomes()) as scored_groups:
+        async for group, outcomes in scored_groups:
+            for pair in zip(group, outcomes, strict=True):
                 yield pair
 
 
-async def _groups(rows: _Rows) -> AsyncGenerator[list[Sample], None]:
-    group: list[Sample] = []
-    async for sample in rows:
-        if group and (sample.group_id is None or _group_of(sample) != _group_of(group[0])):
+async def _groups(rollouts: AsyncIterator[Rollout]) -> AsyncGenerator[list[Rollout], None]:
+    group: list[Rollout] = []
+    async for rollout in rollouts:
+        sample = rollout.sample
+        if group and (sample.group_id is None or _group_of(sample) != _group_of(group[0].sample)):
             yield group
             group = []
-        group.append(sample)
+        group.append(rollout)
     if group:
         yield group
 
@@ -217,30 +233,6 @@ async def _close(engine: RewardEngine) -> JournalError | None:
     except JournalError as error:
         return error
     return None
-
-
-class _Rows:
-    """Yields the samples of a run, and keeps the row of each until it is written.
-
-    It keeps as many rows as the engine takes before it returns the first outcome. They are read in a thread, because a
-    file system may hang.
-    """
-
-    def __init__(self, read: Callable[[], Iterator[Rollout]]) -> None:
-        self._read = read
-        self._taken: deque[Rollout] = deque()
-
-    async def __aiter__(self) -> AsyncIterator[Sample]:
-        async for rollout in taken_in_thread(self._read()):
-            self._taken.append(rollout)
-            yield rollout.sample
-
-    def take(self, sample: Sample) -> Rollout:
-        """Return the rollout of the next sample. It checks the pairing, because a wrong one would go unnoticed."""
-        rollout = self._taken.popleft()
-        if rollout.sample is not sample:
-            raise RuntimeError("an outcome came out of order")
-        return rollout
 
 
 @dataclass

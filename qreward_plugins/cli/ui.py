@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +23,6 @@ from .console import ERRORS, OK, OUT, Journals, Overwrite, replaced, run, say
 def command(
     paths: Journals,
     port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="Port at 127.0.0.1; 0: any.")] = 8899,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the trend and the audit as one file, .html, and end.")
     ] = None,
@@ -40,7 +38,7 @@ def command(
     if report is not None:
         check_new(report, ".html", overwrite=overwrite)
         return write_report(journals_in(paths), report)
-    return run(serve_page(journals_in(paths), port, show=show))
+    return run(serve_page(journals_in(paths), port))
 
 
 def write_report(paths: list[str], out: Path) -> int:
@@ -55,7 +53,7 @@ def write_report(paths: list[str], out: Path) -> int:
     return OK
 
 
-async def serve_page(paths: list[str], port: int, *, show: bool = False) -> int:
+async def serve_page(paths: list[str], port: int) -> int:
     """Serve the page until it is cancelled. Raises `JournalError`, and `InputError` if the port is taken."""
     from ..ui.pages import RunPage
 
@@ -70,10 +68,7 @@ async def serve_page(paths: list[str], port: int, *, show: bool = False) -> int:
         except OSError as error:
             taken = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
             raise InputError(f"port {port} {taken}; choose another one with --port") from None
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-        say(OUT, f"{entries:,} entries at {url} (Ctrl-C ends it)")
-        if show:
-            await asyncio.to_thread(webbrowser.open, url)
+        say(OUT, f"{entries:,} entries at http://127.0.0.1:{runner.addresses[0][1]}/ (Ctrl-C ends it)")
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()

@@ -1,6 +1,6 @@
 """The one client of a reward server.
 
-- `client`: `RewardClient` and `BlockingRewardClient`. `reward_functions`: the functions that trainers call.
+- `client`: `RewardClient`.
 - `connection`: the session, and when the server is asked again. `rows`: samples, outcomes and facts as JSON.
 
     async with RewardClient("http://127.0.0.1:8080") as client:
@@ -9,6 +9,6 @@
 
 from __future__ import annotations
 
-from .client import BlockingRewardClient, RewardClient
+from .client import RewardClient
 
-__all__ = ["BlockingRewardClient", "RewardClient"]
+__all__ = ["RewardClient"]

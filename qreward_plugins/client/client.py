@@ -12,15 +12,12 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import aiohttp
 import anyio
 import orjson
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from ..errors import InputError, RewardServerError
 from ..samples import Outcome, Sample
@@ -295,46 +292,6 @@ class _Request:
         middle = len(rows) // 2
         self._ask(rows[:middle])
         self._ask(rows[middle:])
-
-
-class BlockingRewardClient:
-    """The same for code without an event loop, from any number of threads. Use it as a context manager."""
-
-    def __init__(self, url: str, *, token: str | None = None, retry_for_s: float = RETRY_FOR_S) -> None:
-        self._client = RewardClient(url, token=token, retry_for_s=retry_for_s)
-        self._stack = ExitStack()
-        self._portal: BlockingPortal | None = None
-
-    def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
-        """Score a sample; see `RewardClient.score`. Blocks the calling thread."""
-        return self._opened().call(partial(self._client.score, sample, deadline_s=deadline_s, priority=priority))
-
-    def score_all(
-        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int | None = None
-    ) -> list[Outcome]:
-        """Score samples; see `RewardClient.score_all`. Blocks the calling thread."""
-        samples = samples if isinstance(samples, Sample) else list(samples)
-        score_all = partial(self._client.score_all, samples, deadline_s=deadline_s, priority=priority)
-        return self._opened().call(score_all)
-
-    def facts(self) -> ServerFacts:
-        """Ask the server for its facts; see `RewardClient.facts`. Blocks the calling thread."""
-        return self._opened().call(self._client.facts)
-
-    def __enter__(self) -> BlockingRewardClient:
-        portal = self._stack.enter_context(start_blocking_portal())
-        self._stack.enter_context(portal.wrap_async_context_manager(self._client))
-        self._portal = portal
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._portal = None
-        self._stack.__exit__(*error)
-
-    def _opened(self) -> BlockingPortal:
-        if self._portal is None:
-            raise RewardServerError("open the client first: `with BlockingRewardClient(url) as client:`")
-        return self._portal
 
 
 def fail(rows: Iterable[_Row], error: RewardServerError) -> None:

@@ -47,9 +47,7 @@ def load_config(
     """
     if isinstance(source, (str, os.PathLike)):
         path, origin = _path(source, origin)
-        tree = read_yaml(path, origin=origin)
-        lines = getattr(tree, "lines", None)
-        return with_origin(_read(tree, origin), Origin(path, partial(_read, origin=origin), lines))
+        return with_origin(_read(read_yaml(path, origin=origin), origin), Origin(path, partial(_read, origin=origin)))
     return _read(source, origin or "configuration")
 
 
@@ -88,10 +86,8 @@ def load_layers(
     named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
     file = read_yaml(path, origin=f"{path}{named}")
     over = _plain(inline)
-    merged = _merged(file, over, default or {})
-    config = _read(merged, str(path))
-    again = partial(_over_file, inline=over, default=default or {}, path=path)
-    return with_origin(config, Origin(path, again, getattr(merged, "lines", None)))
+    read = partial(_over_file, inline=over, default=default or {}, path=path)
+    return with_origin(read(file), Origin(path, read))
 
 
 def _over_file(file: Any, *, inline: Mapping[str, Any], default: Mapping[str, Any], path: Any) -> Config:
@@ -133,12 +129,11 @@ def _is_whole(tree: Mapping[str, Any] | DictConfig) -> bool:
 def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig, origin: str, framework: str) -> None:
     sources = inline.get("sources")
     for name, source in sources.items() if isinstance(sources, (Mapping, DictConfig)) else ():
-        keys = [key for key in ("api_key", "api_keys") if isinstance(source, (Mapping, DictConfig)) and source.get(key)]
-        if keys:
+        if isinstance(source, (Mapping, DictConfig)) and source.get("api_key"):
             _log.warning(
-                "%s.sources.%s.%s is in the configuration of %s, and %s prints and uploads that with all values "
+                "%s.sources.%s.api_key is in the configuration of %s, and %s prints and uploads that with all values "
                 "resolved. Use api_key_env, or keep the tree in a file that QREWARD_CONFIG names.",
-                *(origin, name, keys[0], framework, framework),
+                *(origin, name, framework, framework),
             )
 
 

@@ -170,11 +170,6 @@ class EngineConfig(Node):
     processes). `off`: each process uses the whole limits. `auto` (default): `ray` if Ray is initialised in the process,
     otherwise `machine` where a source declares requests or tokens per minute. Windows has no `machine`."""
 
-    shared_directory: Annotated[str, Field(min_length=1)] | None = None
-    """The directory in which the processes of one user on one machine find the keeper of their limits. It is private to
-    the user (mode 700) and on a local disk. Processes with different directories share nothing. Default: the value of
-    the environment variable QREWARD_SHARED_DIRECTORY, or else /tmp/qreward-UID."""
-
     ask_once: Flag | None = None
     """Ask a language model once if several samples of this process put the same question to it at the same time: equal
     responses of a group get the same reward. If that call fails, each asks for itself. Default: on with a journal that
@@ -267,8 +262,8 @@ class Groups(Node):
 
 ObserverPath = Annotated[
     str,
-    Field(pattern=r"^([^:]+:[A-Za-z_][A-Za-z0-9_.]*|[A-Za-z0-9_.-]+)$"),
-    takes("`package.module:factory`, `path/to/file.py:factory`, or the name of a registered observer"),
+    Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
+    takes("`package.module:factory` or `path/to/file.py:factory`"),
 ]
 
 
@@ -338,9 +333,8 @@ class Config(Node):
     engine: EngineConfig = EngineConfig()
 
     observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()
-    """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`, or a name that
-    an installed package registers. The factory is called without arguments, and returns the observer, which is called
-    with every event. Default: none."""
+    """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`. The factory is
+    called without arguments, and returns the observer, which is called with every event. Default: none."""
 
     on_failure: FailurePolicy = "auto"
     """What an adapter does with a sample that has no reward. `auto` (default): keep it out of training in the

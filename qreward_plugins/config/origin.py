@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
-from .findings import Path, path_text
 from .yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -18,31 +16,24 @@ if TYPE_CHECKING:
 
 class Origin:
     """The file of a configuration, and how to read it again. `read` makes a configuration of the plain values of the
-    file, and raises `ConfigurationError`. `lines` has the lines of what is from the file.
+    file, and raises `ConfigurationError`.
 
     What it holds may contain keys, so its repr names the file only. Two configurations may be equal whatever their
     origins are, so all origins are equal.
     """
 
-    def __init__(
-        self, file: str | os.PathLike[str], read: Callable[[Any], Config], lines: Mapping[Path, int] | None = None
-    ) -> None:
+    def __init__(self, file: str | os.PathLike[str], read: Callable[[Any], Config]) -> None:
         self.file = os.path.abspath(os.path.expanduser(os.fspath(file)))
-        self.lines = lines or {}
         self._read = read
 
     def read(self) -> Config:
         """Return the configuration as it is now. It has this origin, too. Raises `ConfigurationError`."""
         tree = read_yaml(self.file, origin=self.file)
-        return with_origin(self._read(tree), Origin(self.file, self._read, getattr(tree, "lines", None)))
-
-    def without_lines(self) -> Origin:
-        """Return the origin of a configuration that was not made of the file."""
-        return Origin(self.file, self._read)
+        return with_origin(self._read(tree), self)
 
     def then(self, step: Callable[[Config], Config]) -> Origin:
         """Return the origin of what `step` makes of the configuration."""
-        return Origin(self.file, partial(_stepped, self._read, step), self.lines)
+        return Origin(self.file, partial(_stepped, self._read, step))
 
     def __repr__(self) -> str:
         return f"Origin({self.file!r})"
@@ -73,20 +64,10 @@ def origin_of(config: Config) -> Origin | None:
 
 
 def located(error: ConfigurationError, config: Config) -> ConfigurationError:
-    """Return an error about what was opened with `config`, with the file and the lines of its mistakes."""
-    origin = config._origin
-    if origin is None:
+    """Return an error about what was opened with `config`, with the name of its file."""
+    if config._origin is None or error.origin != "configuration":
         return error
-    lines = {path_text(path).removeprefix("qreward").lstrip("."): line for path, line in origin.lines.items()}
-    mistakes = [replace(mistake, line=mistake.line or _line_of(mistake.path, lines)) for mistake in error.mistakes]
-    return ConfigurationError(mistakes, origin=origin.file if error.origin == "configuration" else error.origin)
-
-
-def _line_of(path: str, lines: Mapping[str, int]) -> int | None:
-    """Return the line of a path, or of the nearest mapping or list above it."""
-    while path and path not in lines:
-        path = path[: max(path.rfind("."), path.rfind("["), 0)]
-    return lines.get(path) or None
+    return ConfigurationError(error.mistakes, origin=config._origin.file)
 
 
 def _stepped(read: Callable[[Any], Config], step: Callable[[Config], Config], tree: Any) -> Config:

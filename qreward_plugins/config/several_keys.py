@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from ..errors import Mistake
 from .models import Config
-from .source_models import EndpointConfig, SourceConfig
+from .source_models import SourceConfig
 
 _NUMBERED = re.compile(r"(.+)#([1-9][0-9]*)", re.DOTALL)
 
@@ -25,19 +25,17 @@ def with_each_key(config: Config) -> Config:
     for name, node in config.sources.items():
         keys = _keys(node)
         for number, key in enumerate(keys, 1):
-            sources[name if len(keys) == 1 else f"{name}#{number}"] = node.model_copy(update=key)
+            one = node.model_copy(update={"api_key_env": key})
+            sources[name if len(keys) == 1 else f"{name}#{number}"] = one
         if not keys:
             sources[name] = node
     return config.model_copy(update={"sources": sources})
 
 
-def _keys(node: SourceConfig) -> list[dict[str, object]]:
-    """Return, for each of several keys, the part of the configuration that differs; empty for one key or none."""
-    if not isinstance(node, EndpointConfig):
-        return []
-    if node.api_keys is not None:
-        return [{"api_keys": None, "api_key": key} for key in node.api_keys]
-    return [{"api_key_env": name} for name in node.api_key_env] if isinstance(node.api_key_env, tuple) else []
+def _keys(node: SourceConfig) -> tuple[str, ...]:
+    """Return the variables of several keys; empty for one key or none."""
+    variables = getattr(node, "api_key_env", None)
+    return variables if isinstance(variables, tuple) else ()
 
 
 def without_keys(config: Config, names: Collection[str]) -> Config:
@@ -67,8 +65,6 @@ def with_written_path(mistake: Mistake, name: str) -> Mistake:
     if found is None or not mistake.path.startswith(f"sources.{name}"):
         return mistake
     rest = mistake.path.removeprefix(f"sources.{name}")
-    for key, list_key in (("api_key_env", "api_key_env"), ("api_key", "api_keys")):
-        if rest == f".{key}":
-            rest = f".{list_key}[{int(found[2]) - 1}]"
-            break
+    if rest == ".api_key_env":
+        rest += f"[{int(found[2]) - 1}]"
     return Mistake(f"sources.{found[1]}{rest}", mistake.problem, mistake.remedy)

@@ -226,10 +226,7 @@ class HttpxOptions(Node):
         | None
     ) = None
     """The client's certificate for mutual TLS: the path of a PEM file with certificate and key, or a list of two paths,
-    the certificate and its key. Default: none."""
-
-    cert_password: SecretStr | None = None
-    """The password of the key in `cert`. Default: none."""
+    the certificate and its key, which has no password. Default: none."""
 
     auth: (
         Annotated[
@@ -242,10 +239,6 @@ class HttpxOptions(Node):
     """Who signs the requests: a function without arguments that returns an `httpx.Auth` (Entra, SigV4, service
     accounts). It is called in every process that scores. Requests of its own, such as for a token, are not counted by
     the limits, and must not block the event loop. Replaces `api_key`. Default: none."""
-
-    max_connections: PositiveInt = 100
-    """Most requests in flight at once in a process. The scheduler keeps to it, so that none waits in httpx's pool.
-    Default: 100."""
 
     @field_validator("proxy")
     @classmethod
@@ -261,13 +254,6 @@ class HttpxOptions(Node):
             if not is_url:
                 # The parser's message may hold a part of the password.
                 raise ValueError("the proxy is not a URL; quote special characters of a password, as in %40 for @")
-        return value
-
-    @field_validator("cert_password")
-    @classmethod
-    def _has_cert(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
-        if value is not None and info.data.get("cert") is None:
-            raise ValueError("there is no cert that it could open")
         return value
 
 
@@ -309,48 +295,21 @@ class SourceConfig(Node):
 RoutingStrategy = Literal["prefix_aware", "least_requests", "kv_cache", "least_pending_tokens", "round_robin"]
 
 
-def _named_strategies(value: Any) -> Any:
-    # A name or a list of names is short for a mapping with `strategies`.
-    return {"strategies": value} if isinstance(value, (str, list, tuple)) else value
+def _each_once(value: tuple[RoutingStrategy, ...]) -> tuple[RoutingStrategy, ...]:
+    refuse_repeated(value, "{} is named twice")
+    return value
 
 
-class Routing(Node):
-    """Which replica of a source a request goes to. A list of strategies is short for `strategies`."""
-
-    strategies: Annotated[
-        tuple[RoutingStrategy, ...],
-        Field(min_length=1),
-        BeforeValidator(one_or_several),
-        takes("a strategy, or a list of strategies"),
-    ] = ("prefix_aware", "least_pending_tokens")
-    """The strategies, in order: the first that can decide does. `prefix_aware`: prompts with the same beginning go to
-    the same replica, whose prefix cache then holds it. `least_requests`: fewest requests under way. `kv_cache`:
-    fewest requests that wait at the server, those of other clients included, then least use of its KV cache, both read
-    from the `/metrics` of vLLM, SGLang or llama.cpp once a second at most.
-    `least_pending_tokens`: fewest tokens under way (estimated). `round_robin`: the one that was used least recently.
-    Default: `[prefix_aware, least_pending_tokens]`."""
-
-    prefix_tokens: PositiveInt | None = None
-    """For `prefix_aware`: only so many tokens of the shared part of a prompt (the judge's instructions, then the
-    question) decide, each taken as 4 bytes. Default: all of the shared part."""
-
-    overload_requests: PositiveInt = 6
-    """For `prefix_aware`: a replica that has so many requests under way more than the mean of all replicas is passed
-    over. Default: 6."""
-
-    @field_validator("strategies")
-    @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        refuse_repeated(value, "{} is named twice")
-        return value
-
-
-RoutingChoice = Annotated[
-    Routing,
-    BeforeValidator(_named_strategies),
-    takes("a strategy, a list of strategies, or a mapping with `strategies`"),
+Routing = Annotated[
+    tuple[RoutingStrategy, ...],
+    Field(min_length=1),
+    BeforeValidator(one_or_several),
+    AfterValidator(_each_once),
+    takes("a strategy, or a list of strategies"),
 ]
-"""`Routing`, or a list of its strategies."""
+"""The strategies by which a replica is chosen, in order: the first that can decide does."""
+PREFIX_AWARE: tuple[RoutingStrategy, ...] = ("prefix_aware", "least_pending_tokens")
+"""The strategies for servers whose prefix caches are ours alone."""
 
 
 class EndpointConfig(SourceConfig):
@@ -363,17 +322,14 @@ class EndpointConfig(SourceConfig):
     """The API key, best written as `${oc.env:NAME}`. In a trainer's own configuration use `api_key_env`: trainers print
     and upload their configuration with all values resolved."""
 
-    api_keys: Annotated[tuple[Annotated[SecretStr, Field(min_length=1)], ...], Field(min_length=1)] | None = None
-    """Several API keys, instead of `api_key`. Each key has its own limits, as declared in `limits`, and its own health:
-    a key that is refused takes only itself out. Logs and statistics show them as `NAME#1`, `NAME#2`, and so on;
-    verdicts and metrics show `NAME`. Default: none."""
-
     api_key_env: Annotated[
         VariableName | Annotated[tuple[VariableName, ...], Field(min_length=1)] | None,
         takes("the name of an environment variable, or a list of such names"),
     ] = None
     """Name of the environment variable that holds the API key; it is read when the source is opened. Or a list of
-    names, one for each of several keys (see `api_keys`)."""
+    names, one for each of several keys. Each key has its own limits, as declared in `limits`, and its own health: a key
+    that is refused takes only itself out. Logs and statistics show them as `NAME#1`, `NAME#2`, and so on; verdicts and
+    metrics show `NAME`."""
 
     headers: dict[str, SecretStr] = Field(default_factory=dict)
     """Further headers of every request; their values are treated as secrets."""
@@ -393,13 +349,18 @@ class EndpointConfig(SourceConfig):
     httpx: HttpxOptions | None = None
     """HTTP/2, proxies, client certificates and authentication, for `client: httpx`. Default: none."""
 
-    routing: RoutingChoice = Routing(strategies=("least_requests",))
-    """Which of several base URLs a request goes to: a list of strategies, or a mapping. See docs/replicas.md. For your
-    own servers write `[prefix_aware, least_pending_tokens]`. It has no effect on a source with one URL. Default:
-    `[least_requests]`, the evenest load, because gateways of a provider seldom have caches of their own."""
+    routing: Routing = ("least_requests",)
+    """Which of several base URLs a request goes to: strategies, of which the first that can decide does.
+    `prefix_aware`: prompts with the same beginning go to the same replica, whose prefix cache then holds it.
+    `least_requests`: fewest requests under way. `kv_cache`: fewest requests that wait at the server, those of other
+    clients included, then least use of its KV cache, both read from the `/metrics` of vLLM, SGLang or llama.cpp once a
+    second at most. `least_pending_tokens`: fewest tokens under way (estimated). `round_robin`: the one that was used
+    least recently. For your own servers write `[prefix_aware, least_pending_tokens]`. It has no effect on a source with
+    one URL. Default: `[least_requests]`, the evenest load, because gateways of a provider seldom have caches of their
+    own."""
 
     max_reply_bytes: PositiveInt = 1_048_576
-    """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. Default: 1 MiB."""
+    """Largest body of a reply in bytes; a larger one fails the attempt. Default: 1 MiB."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -414,26 +375,16 @@ class EndpointConfig(SourceConfig):
             return None
         if info.data.get("client") != "httpx":
             raise ValueError("these are options of `client: httpx`; set it, or remove them")
-        keys = [key for key in ("api_key", "api_keys", "api_key_env") if info.data.get(key) is not None]
+        keys = [key for key in ("api_key", "api_key_env") if info.data.get(key) is not None]
         if value.auth is not None and keys:
             raise ValueError(f"set auth or {keys[0]}, not both")
         return value
 
-    @field_validator("api_keys", "api_key_env")
+    @field_validator("api_key_env")
     @classmethod
-    def _one_form(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None:
-            return None
-        for other in ("api_key", "api_keys"):
-            if other != info.field_name and info.data.get(other) is not None:
-                raise ValueError(f"set {other} or {info.field_name}, not both")
+    def _each_key_once(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("api_key") is not None:
+            raise ValueError("set api_key or api_key_env, not both")
         if isinstance(value, tuple):
-            seen: dict[str, int] = {}
-            for number, key in enumerate(value, 1):
-                plain = (key.get_secret_value() if isinstance(key, SecretStr) else key).strip()
-                if not plain:
-                    raise ValueError(f"number {number} is empty")
-                if plain in seen:
-                    raise ValueError(f"numbers {seen[plain]} and {number} are the same")
-                seen[plain] = number
+            refuse_repeated(value, "a variable is named twice")  # not shown: it may be a key in the wrong place
         return value

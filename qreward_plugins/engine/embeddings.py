@@ -11,8 +11,7 @@ from ..errors import InvalidReply, TextFailed
 from ..samples import Message, Sample
 from ..scheduling import Call, Unanswered
 from ..sources import VECTORS, Reply, Request
-from .followed_calls import CallingMethods, able_sources, answers_of, text_failed
-from .scoring import check_times
+from .followed_calls import CallingMethods, answers_of, text_failed
 
 TEXTS_A_REQUEST = 32
 """What text-embeddings-inference takes by default."""
@@ -54,17 +53,13 @@ class EmbeddingMethods(CallingMethods):
         """
         if isinstance(texts, str):
             raise TypeError("texts must be several texts; embed takes one")
-        check_times(deadline_s, priority)
-        given = list(texts)
-        scoring, due_at = await self._ready(deadline_s)
-        able = able_sources(sources, self.upstreams, VECTORS, "gives no embeddings; it needs `kind: embeddings`")
-        # Never sealed: it is no batch of samples, and has no report.
-        batch = scoring.dispatcher.batches.new((), priority=priority)
+        given, lack = list(texts), "gives no embeddings; it needs `kind: embeddings`"
+        dispatcher, batch, able, due_at = await self._calling(sources, VECTORS, lack, deadline_s, priority)
         sent = list(dict.fromkeys(text for text in given if isinstance(text, str) and text))
         parts = [sent[start : start + TEXTS_A_REQUEST] for start in range(0, len(sent), TEXTS_A_REQUEST)]
         found: dict[str, Vector | TextFailed] = {}
         while parts:
-            results = await answers_of(scoring.dispatcher, batch, [_asking(able, part) for part in parts], due_at)
+            results = await answers_of(dispatcher, batch, [_asking(able, part) for part in parts], due_at)
             asked, parts = parts, []
             for part, result in zip(asked, results, strict=True):
                 if not isinstance(result, Unanswered):

@@ -39,7 +39,7 @@ from .texts import TextMethods
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from ..replicas.weights import Drain, Mode, Weights
+    from ..replicas.weights import Mode, Weights
     from ..sources.replica_set import WeightTransfer
     from .portal import EnginePortal
 
@@ -218,7 +218,6 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         transfer: WeightTransfer | None = None,
         version: str = "",
         mode: Mode = "rolling",
-        drain: Drain = "wait",
         within_s: float = 600.0,
     ) -> Weights:
         """Update the weights of a source of kind `replicas`, for all processes that share its servers. Return the new
@@ -227,8 +226,8 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         `path` is a checkpoint; `transfer` are weights from the memory of this process. `version` is the name that
         verdicts carry; weights of a `path` have one by default. `mode`: "rolling" updates one replica after the other,
         while the others answer; "together" updates all at once, and calls wait, so that there is one version at a time.
-        `drain`: calls under way at a replica end first ("wait"), for at most `within_s` seconds, or are sent again to
-        another replica ("abort"). Of two updates at the same time, the second waits for the first.
+        Calls under way at a replica have `within_s` seconds to end; then they are cancelled and sent again. Of two
+        updates at the same time, the second waits for the first.
 
         Raises `ReplicasNotChanged` with the replicas at fault and the cause, `EngineError` for a source without servers
         of its own, `ReplicasNotStarted`, and `ValueError` for impossible arguments. A replica that failed takes no
@@ -236,18 +235,18 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         update from a `path`; it ends a `transfer`, and the replicas that were receiving are started again.
         """
         updated: Weights = await self._server_source(source).update_weights(
-            path, transfer=transfer, version=version, mode=mode, drain=drain, within_s=within_s
+            path, transfer=transfer, version=version, mode=mode, within_s=within_s
         )
         return updated
 
-    async def sleep(self, source: str, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
+    async def sleep(self, source: str, *, within_s: float = 600.0) -> None:
         """Free the devices of the servers of a source of kind `replicas`, until `wake_up`, for all processes that share
-        them. Calls wait meanwhile, and fail at their deadlines (`deadline`). Idempotent.
+        them. Calls wait meanwhile, and fail at their deadlines (`deadline`). Servers that sleep get no other weights.
+        Idempotent.
 
-        `level` 2 discards the weights, which are loaded again at `wake_up`; 1 keeps them in the memory of the machine.
-        `drain` and `within_s` as for `update_weights`, and so are the errors. Cancelling ends only the wait.
+        `within_s` as for `update_weights`, and so are the errors. Cancelling ends only the wait.
         """
-        await self._server_source(source).sleep(level=level, drain=drain, within_s=within_s)
+        await self._server_source(source).sleep(within_s=within_s)
 
     async def wake_up(self, source: str) -> None:
         """End the sleep of a source. Idempotent. Raises as `update_weights` does; cancelling ends only the wait."""
@@ -275,8 +274,7 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         deadlines. If several processes share the servers, all settle before the first one ends the phase.
         """
         if self.colocated:
-            self._bind()
-            await self._phases.settle()
+            await self._settled()
 
     async def end_rewards(self) -> None:
         """Put the sources with `colocated: true` to sleep, and wait until their devices are free. Idempotent.

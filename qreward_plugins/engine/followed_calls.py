@@ -10,18 +10,14 @@ from typing import Any
 from ..config import configured_name
 from ..errors import EngineError, TextFailed
 from ..scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered, Upstream
-from .scoring import Scoring
+from .scoring import Scoring, check_times
 
 END_WITHIN_S = 2.0
 """Most seconds for which closing waits until the connection to the source is closed."""
 
 
 class FollowedCall:
-    """One call of one reader. `on_change` is called when the call is over; subclasses call it for pieces of the reply.
-
-    The scheduler keeps it in memory, so it keeps no reference to its reader: a reader that nobody uses any more is
-    freed, and ends the call.
-    """
+    """One call of one reader. `on_change` is called when it is over, and by subclasses for pieces of the reply."""
 
     def __init__(self, dispatcher: Dispatcher, batch: Batch, on_change: Callable[[], None]) -> None:
         self._dispatcher = dispatcher
@@ -103,26 +99,6 @@ def text_failed(why: Unanswered, text: str = "") -> TextFailed:
     return TextFailed(why.reason, why.detail, text=text, source=why.source, spent=why.spent)
 
 
-def able_sources(
-    sources: str | Sequence[str], upstreams: Mapping[str, Upstream], answers: str, lack: str
-) -> tuple[str, ...]:
-    """Return the upstreams of the named sources. Raises `EngineError` for an unknown source, and for one that does not
-    give `answers`, which `lack` says; `ValueError` without any.
-    """
-    found: dict[str, None] = {}
-    for name in (sources,) if isinstance(sources, str) else sources:
-        # A source with several keys is as many upstreams.
-        meant = [each for each in upstreams if name in (each, configured_name(each))]
-        if not meant:
-            raise EngineError(f"unknown source {name!r}; sources: {', '.join(upstreams)}")
-        if answers not in getattr(upstreams[meant[0]].source, "answers", (answers,)):
-            raise EngineError(f"source {name!r} {lack}")
-        found.update(dict.fromkeys(meant))
-    if not found:
-        raise ValueError("it needs at least one source")
-    return tuple(found)
-
-
 class CallingMethods(ABC):
     """What the methods of `RewardEngine` need that make calls which belong to no sample."""
 
@@ -132,10 +108,29 @@ class CallingMethods(ABC):
         """The sources by name, with their quotas and learned estimates."""
 
     @abstractmethod
-    def _bind(self) -> Scoring: ...
-
-    @abstractmethod
     async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]: ...
 
-    @abstractmethod
-    def _deadline_s(self, deadline_s: float | None) -> float: ...
+    async def _calling(
+        self, sources: str | Sequence[str], answers: str, lack: str, deadline_s: float | None, priority: int
+    ) -> tuple[Dispatcher, Batch, tuple[str, ...], float]:
+        """Return what calls to the named sources need: dispatcher, batch, upstreams and deadline.
+
+        Raises `EngineError` for an unknown source, and for one that does not give `answers`, which `lack` says;
+        `ValueError` without any, and for an impossible deadline or priority.
+        """
+        check_times(deadline_s, priority)
+        scoring, due_at = await self._ready(deadline_s)
+        found: dict[str, None] = {}
+        for name in (sources,) if isinstance(sources, str) else sources:
+            # A source with several keys is as many upstreams.
+            meant = [each for each in self.upstreams if name in (each, configured_name(each))]
+            if not meant:
+                raise EngineError(f"unknown source {name!r}; sources: {', '.join(self.upstreams)}")
+            if answers not in getattr(self.upstreams[meant[0]].source, "answers", (answers,)):
+                raise EngineError(f"source {name!r} {lack}")
+            found.update(dict.fromkeys(meant))
+        if not found:
+            raise ValueError("it needs at least one source")
+        # Never sealed: it is no batch of samples, and has no report.
+        batch = scoring.batches.new((), priority=priority)
+        return scoring.dispatcher, batch, tuple(found), due_at

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BudgetSpent, EngineError, JournalError
 from ..judges import GroupJudge, Judge, Leaf
 from ..judges.leaf import failed, judged
+from ..observers import SampleDropped, SampleEnded
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
 from ..scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
@@ -51,7 +52,7 @@ class Pending:
         self.over = True
         if not self.future.done():
             self.future.set_result(outcome)
-        self._scoring.ended(self.sample, outcome)
+        self._scoring.emit(SampleEnded, self.sample, outcome)
         self._scoring.batches.leave(self.member, scored=isinstance(outcome, Scored))
 
     def fail(self, error: Exception) -> None:
@@ -64,7 +65,7 @@ class Pending:
         """End the sample without an outcome, because its caller no longer waits."""
         if not self.over:
             self.over = True
-            self._scoring.dropped(self.sample)
+            self._scoring.emit(SampleDropped, self.sample)
             self._scoring.batches.leave(self.member, scored=False)
 
 

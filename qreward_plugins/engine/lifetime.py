@@ -111,8 +111,6 @@ class Lifetime:
         self._pid = os.getpid()
         self._ended = False
         self._end: asyncio.Task[None] | None = None
-        self._removed: set[str] = set()
-        """Names of all sources that were ever removed."""
         self._closing: set[asyncio.Task[None]] = set()
         """Removed sources that are being closed."""
 
@@ -257,10 +255,6 @@ class Lifetime:
 
     # The end
 
-    def removed(self, names: Iterable[str]) -> None:
-        """Note sources that a reload has removed."""
-        self._removed.update(names)
-
     def drained(self, upstream: Upstream) -> None:
         """Close a source that was removed, after its last attempt."""
         if self.membership is not None:
@@ -321,16 +315,12 @@ class Lifetime:
         if self.opened_channel is not None:
             yield {"the channel to the quota keeper": self.opened_channel.aclose}
         # Attempts at sources that were removed have ended, and some of these may be closing by now.
-        sources = {f"source {name}": upstream.source for name, upstream in self.upstreams.items()}
+        sources = {f"source {name}": source for name, source in self.given.items()}
+        sources |= {f"source {name}": upstream.source for name, upstream in self.upstreams.items()}
         sources |= {
             f"source {upstream.name} (removed, {number})": upstream.source
             for number, upstream in enumerate(self.upstreams.draining)
             if upstream.name not in self.given
-        }
-        sources |= {
-            f"source {name}": source
-            for name, source in self.given.items()
-            if name in self._removed and name not in self.upstreams
         }
         parts: dict[str, _Close] = {what: source.aclose for what, source in sources.items()}
         yield {**parts, "the sources that were removed": self._end_closing}

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -28,7 +28,6 @@ from ..scheduling import Cutoff
 from ..system.streams import drawn_in_threads
 
 if TYPE_CHECKING:
-    from ..replicas.weights import Weights
     from .engine import RewardEngine
 
 T = TypeVar("T")
@@ -95,12 +94,19 @@ class EnginePortal:
                 with suppress(EngineError):  # a closed engine has ended the stream
                     self._call(stream.aclose)
 
-    def run(self, function: Callable[[RewardEngine], Coroutine[Any, Any, T]]) -> T:
-        """Call an async function with the engine in the engine's event loop. Blocks the calling thread.
+    @overload
+    def run(self, function: Callable[[RewardEngine], Coroutine[Any, Any, T]]) -> T: ...
 
-        If the calling thread is interrupted (Ctrl-C), the function is cancelled.
+    @overload
+    def run(self, function: Callable[[RewardEngine], T]) -> T: ...
+
+    def run(self, function: Callable[[RewardEngine], Any]) -> Any:
+        """Call a function, plain or async, with the engine in the engine's event loop. Blocks the calling thread.
+
+        So every method of the engine can be called: `portal.run(lambda engine: engine.sleep("judge"))`. If the calling
+        thread is interrupted (Ctrl-C), the function is cancelled.
         """
-        future: Future[T] = self._start(function, self._engine)
+        future: Future[Any] = self._start(function, self._engine)
         try:
             return future.result()
         except BaseException:
@@ -131,19 +137,6 @@ class EnginePortal:
                 "by hand and then garbage collected; keep it, or use process_portal"
             ) from None
 
-    def update_weights(self, source: str, **options: Any) -> Weights:
-        """Update weights as `RewardEngine.update_weights` does. Blocks the calling thread."""
-        weights: Weights = self._call(partial(self._engine.update_weights, source, **options))
-        return weights
-
-    def sleep(self, source: str, **options: Any) -> None:
-        """Free devices as `RewardEngine.sleep` does. Blocks the calling thread."""
-        self._call(partial(self._engine.sleep, source, **options))
-
-    def wake_up(self, source: str) -> None:
-        """End a sleep as `RewardEngine.wake_up` does. Blocks the calling thread."""
-        self._call(partial(self._engine.wake_up, source))
-
     @property
     def colocated(self) -> tuple[str, ...]:
         """What `RewardEngine.colocated` is."""
@@ -164,14 +157,6 @@ class EnginePortal:
     def training_log(self) -> TrainingLog | None:
         """Return what `RewardEngine.training_log` returns."""
         return self._engine.training_log()
-
-    def hold(self, source: str) -> None:
-        """See `RewardEngine.hold`."""
-        self._call(self._engine.hold, source)
-
-    def release(self, source: str) -> None:
-        """See `RewardEngine.release`."""
-        self._call(self._engine.release, source)
 
     def last_batch(self) -> BatchReport | None:
         """Return what `RewardEngine.last_batch` returns."""

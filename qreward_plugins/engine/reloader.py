@@ -108,7 +108,7 @@ class Reloader:
     def _read(self, config: Any) -> Config:
         origin = self.origin
         if config is not None:
-            return with_origin(load_config(config), origin and origin.without_lines())
+            return with_origin(load_config(config), origin)
         if origin is None:
             problem = "the engine was not made from a file."
             raise ConfigurationError([Mistake("", problem, "Give reload() the new configuration.")])
@@ -186,7 +186,6 @@ class Reloader:
         lifetime.config, lifetime.router = prepared.config, prepared.router
         engine = prepared.config.engine
         lifetime.reuse = bool(engine.journal and engine.journal.reuse)
-        lifetime.removed(leaving)
         if scoring is None:
             lifetime.upstreams.change(prepared.upstreams, moves)
         else:

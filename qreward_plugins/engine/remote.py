@@ -11,15 +11,17 @@ import os
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..client.client import BlockingRewardClient, RewardClient
+from anyio.from_thread import start_blocking_portal
+
+from ..client.client import RewardClient
 from ..client.rows import ServerFacts
 from ..config.framework import is_framework_url
 from ..config.models import Priorities, ServerConfig
 from ..errors import ConfigurationError, InputError, Mistake, RewardServerError
 from ..judges import JudgeRouter
-from ..observers import Observers
+from ..observers import Observers, SampleSubmitted
 from ..samples import Cause, Failed, Outcome, Sample
-from ..samples.check import Rejected
+from ..samples.check import Rejected, named
 from ..scheduling import Batch
 from .judging import Pending
 from .scoring import Scoring
@@ -56,11 +58,17 @@ def open_server(config: ServerConfig) -> RemoteServer:
     given = config.token
     token = _token(config.token_env) if given is None else given.get_secret_value().strip()
     failed: RewardServerError | None = None
-    with BlockingRewardClient(url, token=token, retry_for_s=config.start_s) as client:
-        try:
-            facts = client.facts()
-        except RewardServerError as error:
-            failed = error
+
+    async def ask() -> ServerFacts:
+        async with RewardClient(url, token=token, retry_for_s=config.start_s) as client:
+            return await client.facts()
+
+    try:
+        # In a thread of its own: the caller's may run an event loop.
+        with start_blocking_portal() as portal:
+            facts = portal.call(ask)
+    except RewardServerError as error:
+        failed = error
     if failed is not None:
         # Raised outside of the `except`: what is below the error may hold the token.
         raise ConfigurationError([Mistake(_PATH, f"{failed}.", _REMEDIES.get(failed.status, ""))])
@@ -102,10 +110,9 @@ class RemoteScoring(Scoring):
         priority: int | None = None,
         groups: dict[str, Siblings] | None = None,
     ) -> asyncio.Future[Outcome]:
-        self.submitted(sample)
-        named = sample.sample if isinstance(sample, Rejected) else sample
+        self.emit(SampleSubmitted, named(sample))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        pending = Pending(self, named, self.batches.join(batch, named.group_id), future)
+        pending = Pending(self, named(sample), self.batches.join(batch, named(sample).group_id), future)
         if isinstance(sample, Rejected):
             pending.end(Failed(Cause.INFRA, "input", sample.problem))
             return future

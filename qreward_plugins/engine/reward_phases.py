@@ -15,8 +15,6 @@ from ..scheduling import Upstream
 
 _log = logging.getLogger("qreward_plugins.engine")
 
-SLEEP_WITHIN_S = 60.0
-"""Longest time, in seconds, until every process has cancelled its calls, before servers sleep."""
 _LOOK_EVERY_S = 0.05
 
 
@@ -39,10 +37,6 @@ class RewardPhases:
         """See `RewardEngine.begin_rewards`."""
         async with self._turn():
             await _all(_wake(source) for source in self.sources)
-
-    async def settle(self) -> None:
-        """See `RewardEngine.settle_rewards`."""
-        await self._settled()
 
     async def end(self) -> None:
         """See `RewardEngine.end_rewards`."""
@@ -67,7 +61,7 @@ class RewardPhases:
             settling.cancel()
             await asyncio.gather(settling, return_exceptions=True)
         try:
-            await source.sleep(drain="abort", within_s=SLEEP_WITHIN_S)
+            await source.sleep(within_s=0.0)
         except ReplicasNotStarted as error:
             if source.begun:  # nobody knows what has become of the start
                 raise

@@ -15,7 +15,8 @@ import anyio
 from ..errors import InvalidReply, JournalError
 from ..journal import Journal, question_keys
 from ..judges import JudgeRouter, Leaf
-from ..observers import Observers, events
+from ..observers import Event, LateVerdict, Observers, SampleSubmitted
+from ..observers.events import short
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.check import Rejected, named
 from ..scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
@@ -91,7 +92,7 @@ class Scoring:
 
         Cancelling the future cancels its calls.
         """
-        self.submitted(sample)
+        self.emit(SampleSubmitted, named(sample))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if self._phased:
             self._under_way[future] = None
@@ -190,17 +191,9 @@ class Scoring:
             name = judging[task].judge.name
             _log.warning("judge %s did not end within %g s of being cancelled, and is abandoned", name, CLOSE_WITHIN_S)
 
-    def submitted(self, sample: Sample | Rejected) -> None:
-        """Emit that a sample was submitted."""
-        self._observers.emit(events.submitted(named(sample), self.dispatcher.now()))
-
-    def ended(self, sample: Sample, outcome: Outcome) -> None:
-        """Emit the outcome of a sample."""
-        self._observers.emit(events.ended(sample, outcome, self.dispatcher.now()))
-
-    def dropped(self, sample: Sample) -> None:
-        """Emit that a sample ends without an outcome."""
-        self._observers.emit(events.dropped(sample, self.now()))
+    def emit(self, event: Callable[..., Event], sample: Sample, *more: Any) -> None:
+        """Emit an event of a sample. `more` are its further fields."""
+        self._observers.emit(event(self.dispatcher.now(), short(sample.id), short(sample.data_source), *more))
 
     # The journal
 
@@ -243,16 +236,13 @@ class Scoring:
         """The key under which `result` is recorded; None if it must not be used again. `keys` are those of `call` while
         these were the sources. After a reload, its source may be another one than then.
         """
+        source: Any = result.answered_by if isinstance(result, Answer) else None
         if isinstance(result, Answer) and _weights_matter(result):
-            answered_by: Any = _AsOf(result.answered_by, result.weights)
-            return question_keys(replace(call, sources=(result.source,)), {result.source: answered_by}).get(
-                result.source
-            )
-        if sources is self.sources or not isinstance(result, Answer):
-            return keys.get(result.source) if sources is self.sources else None
-        source: Source | None = result.answered_by
-        if source is None or source is sources.get(result.source):
+            source = _AsOf(source, result.weights)
+        elif sources is self.sources or source is sources.get(result.source):
             return keys.get(result.source)
+        if source is None:
+            return keys.get(result.source) if isinstance(result, Answer) else None
         return question_keys(replace(call, sources=(result.source,)), {result.source: source}).get(result.source)
 
     async def record(
@@ -273,7 +263,7 @@ class Scoring:
         """Record a verdict that came after its sample's outcome: it is paid for, and may be needed again."""
         if self.journal is not None:
             self.journal.note(key, sample, Scored(verdict))
-            self._observers.emit(events.late(sample, verdict, self.now()))
+            self.emit(LateVerdict, sample, verdict.judge, verdict.source)
 
 
 class _FirstOnce:

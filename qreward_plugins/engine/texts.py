@@ -11,21 +11,22 @@ a permit, and is no silence. What it has not read yet is kept, at most `max_repl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from ..errors import EngineError, TextFailed
+from ..errors import TextFailed
 from ..judges.text_calls import text_call
 from ..samples import Message
-from ..samples.spent import NOTHING, Spent
-from ..scheduling import Answer, Batch, Dispatcher, Unanswered, Upstream
+from ..samples.spent import Spent
+from ..scheduling import Answer, Batch, Dispatcher, Unanswered
 from ..sources import TEXT, Reply
-from .followed_calls import CallingMethods, FollowedCall, able_sources, answers_of, text_failed
-from .scoring import check_times
+from .followed_calls import CallingMethods, FollowedCall, answers_of, text_failed
+
+_LACK = "gives no text; a text needs a chat source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,76 +57,6 @@ Streamed: TypeAlias = "str | TextAnswer | TextFailed"
 """A piece of a text, or how its stream ended."""
 
 
-class TextStream:
-    """The pieces of one text, as they come: an asynchronous iterator of texts that are not empty.
-
-    Thoughts that the server states apart are left out. Pieces that come while nobody reads are joined. A source that
-    does not stream gives the whole text as one piece. Iterating raises `TextFailed` if the text does not become
-    whole, after all pieces that came.
-
-    Leaving early ends the call: `aclose` or the end of an `async with` block, cancelling the task that waits for a
-    piece, or dropping the iterator. The connection is closed, and permit and quota are given back. `aclose` waits for
-    that.
-    """
-
-    def __init__(self, receiver: Receiver, arrived: asyncio.Event) -> None:
-        self._receiver = receiver
-        self._arrived = arrived
-        self._loop = asyncio.get_running_loop()
-        self._waiting = False
-
-    @property
-    def answer(self) -> TextAnswer | None:
-        """The whole text with its usage and attempts; None until it is whole. Pieces may still wait to be read."""
-        return self._receiver.answer
-
-    def __aiter__(self) -> TextStream:
-        return self
-
-    async def __anext__(self) -> str:
-        if asyncio.get_running_loop() is not self._loop:
-            raise EngineError("a text stream is read in the event loop in which it was opened")
-        if self._waiting:
-            raise EngineError("only one task at a time can read a text stream")
-        receiver = self._receiver
-        while True:
-            self._arrived.clear()
-            piece = receiver.take()
-            if piece:
-                return piece
-            if receiver.unanswered is not None:
-                raise receiver.failure()
-            if receiver.over:
-                raise StopAsyncIteration
-            self._waiting = True
-            try:
-                await self._arrived.wait()
-            except asyncio.CancelledError:
-                receiver.drop("cancelled", "the task that read it was cancelled")
-                raise
-            finally:
-                self._waiting = False
-
-    async def aclose(self) -> None:
-        """End the stream. Idempotent. A later read ends at once."""
-        if asyncio.get_running_loop() is not self._loop:
-            raise EngineError("a text stream is closed in the event loop in which it was opened")
-        await self._receiver.aclose()
-
-    async def __aenter__(self) -> TextStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    def __del__(self) -> None:
-        # The garbage collector may run in any thread.
-        receiver: Receiver | None = getattr(self, "_receiver", None)
-        if receiver is not None and not receiver.over:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everything
-                self._loop.call_soon_threadsafe(receiver.drop)
-
-
 class Receiver(FollowedCall):
     """Receives one text from the scheduler. `on_change` is called when a piece or the end has come."""
 
@@ -149,9 +80,9 @@ class Receiver(FollowedCall):
         self._taken += len(piece)
         return piece
 
-    def failure(self) -> TextFailed:
-        """The error of a stream that is `unanswered`."""
-        return text_failed(self.unanswered or Unanswered("closed"), self._text.getvalue())
+    def end(self) -> TextAnswer | TextFailed:
+        """What became of the text, once it is `over`."""
+        return self.answer or text_failed(self.unanswered or Unanswered("closed"), self._text.getvalue())
 
     def _take_answer(self, answer: Answer[Any]) -> None:
         reply: Reply = answer.value
@@ -163,51 +94,6 @@ class Receiver(FollowedCall):
         self._text.seek(0, io.SEEK_END)
         self._text.write(reply.text[len(so_far) :])
         self.answer = TextAnswer.of(answer)
-
-    def drop(self, reason: str = "", detail: str = "") -> None:
-        """End the call, because nobody wants the text any more. With a `reason`, later reads raise it."""
-        if reason and not self.over:
-            job = self._job
-            spent = NOTHING if job is None else job.spent(self._dispatcher.now())
-            self.unanswered = Unanswered(reason, detail, source="" if job is None else job.last_source, spent=spent)
-        super().drop()
-
-    async def aclose(self) -> None:
-        self.take()
-        await super().aclose()
-
-
-class _Asking:
-    """Makes the calls of one batch of texts, over the chat sources that the caller named. `name`: that of the calls in
-    events, where others have the name of their judge.
-
-    Raises `EngineError` for a source that does not exist or gives no text, and `ValueError` for `parameters` that a
-    source sets itself.
-    """
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        upstreams: Mapping[str, Upstream],
-        sources: str | Sequence[str],
-        parameters: Mapping[str, Any] | None,
-        *,
-        priority: int,
-        name: str,
-    ) -> None:
-        able = able_sources(sources, upstreams, TEXT, "gives no text; a text needs a chat source")
-        self.dispatcher = dispatcher
-        self.call = partial(text_call, able, parameters=parameters or {}, name=name)
-        # Never sealed: it is no batch of samples, and has no report.
-        self.batch = dispatcher.batches.new((), priority=priority)
-
-    def received(self, messages: Sequence[Message], due_at: float, on_change: Callable[[], None]) -> Receiver:
-        """Ask for the text that follows `messages`."""
-        call = self.call(messages)
-        receiver = Receiver(self.dispatcher, self.batch, on_change)
-        call.on_text = receiver.add
-        receiver.start(call, due_at)
-        return receiver
 
 
 class TextMethods(CallingMethods):
@@ -252,14 +138,12 @@ class TextMethods(CallingMethods):
         """Ask for the texts of several conversations at once; item i is that of conversation i, or the error that it
         came to, which touches no other. Otherwise as `complete`.
         """
-        check_times(deadline_s, priority)
-        scoring, due_at = await self._ready(deadline_s)
-        asking = _Asking(scoring.dispatcher, self.upstreams, sources, parameters, priority=priority, name="complete")
-        calls = [asking.call(messages) for messages in conversations]
-        results = await answers_of(scoring.dispatcher, asking.batch, calls, due_at)
+        dispatcher, batch, able, due_at = await self._calling(sources, TEXT, _LACK, deadline_s, priority)
+        calls = [text_call(able, messages, parameters, name="complete") for messages in conversations]
+        results = await answers_of(dispatcher, batch, calls, due_at)
         return [TextAnswer.of(each) if isinstance(each, Answer) else text_failed(each) for each in results]
 
-    def stream_text(
+    async def stream_text(
         self,
         sources: str | Sequence[str],
         messages: Sequence[Message],
@@ -267,21 +151,30 @@ class TextMethods(CallingMethods):
         parameters: Mapping[str, Any] | None = None,
         deadline_s: float | None = None,
         priority: int = 0,
-    ) -> TextStream:
-        """Ask a chat source for a text, and return the pieces of the text as they come. No judge reads it.
+    ) -> AsyncGenerator[str, None]:
+        """Ask a chat source for a text, and yield the pieces of the text as they come. No judge reads it.
 
         `sources` are the names of one or several sources that may answer. `parameters` are further keys of the body, as
-        those of a judge (default: `max_tokens` of 1,024). The call begins at once, goes by the limits, priorities and
-        retries of all calls, and ends within `deadline_s` seconds (default: `engine.deadline_s`). See `TextStream` for
-        its end. The journal neither answers nor records it.
+        those of a judge (default: `max_tokens` of 1,024). The call begins with the first read, goes by the limits,
+        priorities and retries of all calls, and ends within `deadline_s` seconds (default: `engine.deadline_s`). The
+        journal neither answers nor records it. Thoughts that the server states apart are left out. Pieces that come
+        while nobody reads are joined. A source that does not stream gives the whole text as one piece.
 
-        Call it from the engine's event loop. Raises `EngineError` if the engine is closed, serves another event loop,
-        or has no such chat source, and `ValueError` for impossible parameters, deadline or priority. Messages that
-        cannot be sent are an error of the stream (`input`).
+        Closing the generator or cancelling its reader ends the call. The connection is closed, and permit and quota are
+        given back; `aclose` waits for that. Reading it raises `TextFailed` if the text does not become whole, after all
+        pieces that came, also for messages that cannot be sent (`input`). Raises `EngineError` if the engine is closed,
+        serves another event loop, or has no such chat source, and `ValueError` for impossible parameters, deadline or
+        priority.
         """
-        asking, due_at = self._streams(sources, parameters, deadline_s, priority)
-        arrived = asyncio.Event()
-        return TextStream(asking.received(messages, due_at, arrived.set), arrived)
+        streams = self.stream_texts(
+            sources, [messages], parameters=parameters, deadline_s=deadline_s, priority=priority
+        )
+        async with aclosing(streams):
+            async for _, item in streams:
+                if isinstance(item, TextFailed):
+                    raise item
+                if isinstance(item, str):
+                    yield item
 
     async def stream_texts(
         self,
@@ -297,7 +190,8 @@ class TextMethods(CallingMethods):
         The last item of each stream is its `TextAnswer`, or the `TextFailed` that ended it; neither touches the
         other streams. Closing the generator ends all streams. Otherwise as `stream_text`.
         """
-        asking, due_at = self._streams(sources, parameters, deadline_s, priority)
+        dispatcher, batch, able, due_at = await self._calling(sources, TEXT, _LACK, deadline_s, priority)
+        calls = [text_call(able, messages, parameters, name="stream_text") for messages in conversations]
         arrived = asyncio.Event()
         changed: dict[int, None] = {}
         receivers: list[Receiver] = []
@@ -307,8 +201,11 @@ class TextMethods(CallingMethods):
             arrived.set()
 
         try:
-            for number, messages in enumerate(list(conversations)):
-                receivers.append(asking.received(messages, due_at, partial(note, number)))
+            for number, call in enumerate(calls):
+                receiver = Receiver(dispatcher, batch, partial(note, number))
+                receivers.append(receiver)
+                call.on_text = receiver.add
+                receiver.start(call, due_at)
             left = len(receivers)
             while left:
                 if not changed:
@@ -323,18 +220,6 @@ class TextMethods(CallingMethods):
                     yield number, piece
                 if over:
                     left -= 1
-                    yield number, receiver.answer or receiver.failure()
+                    yield number, receiver.end()
         finally:
             await asyncio.gather(*(receiver.aclose() for receiver in receivers))
-
-    def _streams(
-        self,
-        sources: str | Sequence[str],
-        parameters: Mapping[str, Any] | None,
-        deadline_s: float | None,
-        priority: int,
-    ) -> tuple[_Asking, float]:
-        check_times(deadline_s, priority)
-        scoring = self._bind()
-        asking = _Asking(scoring.dispatcher, self.upstreams, sources, parameters, priority=priority, name="stream_text")
-        return asking, scoring.now() + self._deadline_s(deadline_s)

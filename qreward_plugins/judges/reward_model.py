@@ -61,10 +61,10 @@ class RewardModelJudge(Leaf):
 
         images: JudgeImages = JudgeImages()
         """Which images of the conversation the reward model sees, and what is sent of them. Only servers that render
-        the conversation take images (`vllm_classify` and `vllm_pooling` without `chat_template`)."""
+        the conversation take images (`vllm_classify` without `chat_template`)."""
 
         reduce: Literal["last", "min", "mean", "prod"] | None = None
-        """How the scores of the steps of a process reward model (`task: token_classify` of the source) become one
+        """How the scores of the steps of a process reward model (`vllm_steps`) become one
         score: the `last` one, the lowest, their mean, or their product, which needs `activation: softmax` or `sigmoid`.
         With `dense`, the score of each step is transformed and gets its part of the whole; `prod` has no parts.
         Default: none; the source scores whole responses."""
@@ -172,8 +172,8 @@ class RewardModelJudge(Leaf):
         if isinstance(value, Mapping):
             if self._config.reduce is not None:
                 raise InvalidReply(
-                    f"the reward model scores whole responses; leave out judges.{self.name}.reduce, or set task: "
-                    "token_classify for its source"
+                    f"the reward model scores whole responses; leave out judges.{self.name}.reduce, or set protocol: "
+                    "vllm_steps for its source"
                 )
             return self._of_response({str(label): float(logit) for label, logit in value.items()}, model=reply.model)
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:

@@ -9,12 +9,10 @@ An observer never changes an outcome. If it raises, it gets no more events, and 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import ConfigurationError, Mistake
@@ -22,73 +20,42 @@ from ..secrets import described_error, one_line
 from ..system.functions import PathLoader, load
 from .events import EngineClosed, Event, SourceStateChanged, capped
 
-GROUP = "qreward_plugins.observers"
-"""The entry points under which packages register factories of observers."""
-
 _FACTORY_CHARS = 300
+_REMEDY = "An observer is a function, or an object with `__call__`, that takes one event."
 
 
 def load_observers(paths: Sequence[str]) -> list[Named]:
     """Import the factories at `paths` and call each without arguments. Return their observers, named by the paths.
 
-    A path is `package.module:factory`, `path/to/file.py:factory`, or a name that a package registers as an entry point
-    of the group `qreward_plugins.observers`. Raises `ConfigurationError` with every path that gives no observer.
+    A path is `package.module:factory` or `path/to/file.py:factory`. Raises `ConfigurationError` with every path that
+    gives no observer.
     """
     found: list[Named] = []
     mistakes: list[Mistake] = []
     for number, path in enumerate(paths):
-        key = f"observers[{number}]"
         try:
-            observer = _made(path, key)
-            check([(key, observer)])
+            found.append((path, _made(path, f"observers[{number}]")))
         except ConfigurationError as error:
             mistakes += error.mistakes
-        else:
-            found.append((path, observer))
     if mistakes:
         raise ConfigurationError(mistakes)
     return found
 
 
 def _made(path: str, key: str) -> Observer:
-    factory = load(PathLoader(path if ":" in path else _registered(path, key)), key=key, excerpt=_excerpt)
+    factory = load(PathLoader(path), key=key, excerpt=lambda text: one_line(text, _FACTORY_CHARS))
     try:
         made: Any = factory()
     except (Exception, SystemExit) as error:
         problem = f"the factory {path} raised {described_error(error, _FACTORY_CHARS)}."
     else:
-        if not inspect.iscoroutine(made):
+        if callable(made):
             return made  # type: ignore[no-any-return]
-        made.close()
-        problem = f"the factory {path} is asynchronous."
+        if inspect.iscoroutine(made):
+            made.close()
+        problem = f"the factory {path} returned an object of type {_name(type(made))}, which cannot be called."
     # Raised outside the `except`, so that its context does not hold the factory's error.
-    raise ConfigurationError(
-        [Mistake(key, problem, "A factory is a function without arguments that returns an observer.")]
-    )
-
-
-def _registered(name: str, key: str) -> str:
-    """The path of the factory that a package registers as `name`."""
-    try:
-        points = list(metadata.entry_points(group=GROUP))
-    except Exception as error:
-        problem = f"the entry points of installed packages cannot be read: {described_error(error, _FACTORY_CHARS)}."
-        raise ConfigurationError([Mistake(key, problem)]) from None
-    paths = sorted({point.value.partition("[")[0].strip() for point in points if point.name == name})
-    if len(paths) == 1:
-        return paths[0]
-    if paths:
-        problem = f"several packages register the observer {name!r}: {' and '.join(paths)}."
-        raise ConfigurationError([Mistake(key, problem, "Name the factory by its path.")])
-    names = sorted({str(point.name) for point in points})
-    known = f"Registered: {', '.join(names)}." if names else "None is registered."
-    near = "".join(f"Did you mean {each!r}? " for each in difflib.get_close_matches(name, names, n=1))
-    remedy = f"{near}{known} Or write the path `package.module:factory`."
-    raise ConfigurationError([Mistake(key, f"no package registers the observer {name!r}.", remedy)])
-
-
-def _excerpt(text: str) -> str:
-    return one_line(text, _FACTORY_CHARS)
+    raise ConfigurationError([Mistake(key, problem, _REMEDY)])
 
 
 _log = logging.getLogger("qreward_plugins.observers")
@@ -194,31 +161,14 @@ def with_names(observers: Iterable[Observer] | Observer) -> list[Named]:
             [Mistake("observers", problem, "Put a single observer into a list.")], origin="observers"
         )
     found = [(_name(observer), observer) for observer in observers]
-    check((f"observers[{number}]", observer) for number, (_, observer) in enumerate(found))
-    return found
-
-
-def check(observers: Iterable[tuple[str, object]]) -> None:
-    """Raise `ConfigurationError` for all of these that are no observers. Each has the key that names it."""
-    mistakes = [Mistake(place, problem, _REMEDY) for place, each in observers if (problem := _problem(each))]
+    mistakes = [
+        Mistake(f"observers[{number}]", f"an object of type {name} cannot be called.", _REMEDY)
+        for number, (name, observer) in enumerate(found)
+        if not callable(observer)
+    ]
     if mistakes:
         raise ConfigurationError(mistakes, origin="observers")
-
-
-_REMEDY = "An observer is a function, or an object with `__call__`, that takes one event."
-
-
-def _problem(observer: object) -> str:
-    if isinstance(observer, type):
-        return f"the class {_name(observer)} is no observer; pass an object of it."
-    if not callable(observer):
-        return f"an object of type {_name(type(observer))} cannot be called."
-    called: Any = observer if inspect.isroutine(observer) else getattr(type(observer), "__call__", observer)  # noqa: B004
-    while hasattr(called, "func"):
-        called = called.func
-    if inspect.iscoroutinefunction(called) or inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        return f"{_name(observer)} is asynchronous or a generator, so calling it does nothing."
-    return ""
+    return found
 
 
 def _name(observer: Any) -> str:

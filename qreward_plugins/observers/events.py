@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..samples import Failed, Outcome, Sample, Scored, Verdict
+from ..samples import Failed, Outcome, Scored, Verdict
 from ..samples.spent import Usage
 from .batch_report import BatchReport
 
@@ -199,26 +199,6 @@ Event: TypeAlias = (
     | BatchEnded
     | EngineClosed
 )
-
-
-def submitted(sample: Sample, at: float) -> SampleSubmitted:
-    """The event of a submitted sample."""
-    return SampleSubmitted(at, short(sample.id), short(sample.data_source))
-
-
-def ended(sample: Sample, outcome: Outcome, at: float) -> SampleEnded:
-    """The event of a sample's outcome."""
-    return SampleEnded(at, short(sample.id), short(sample.data_source), outcome)
-
-
-def dropped(sample: Sample, at: float) -> SampleDropped:
-    """The event of a sample that ends without an outcome."""
-    return SampleDropped(at, short(sample.id), short(sample.data_source))
-
-
-def late(sample: Sample, verdict: Verdict, at: float) -> LateVerdict:
-    """The event of a verdict that came after its sample's outcome."""
-    return LateVerdict(at, short(sample.id), short(sample.data_source), verdict.judge, verdict.source)
 
 
 def short(text: object, chars: int = NAME_CHARS) -> str:

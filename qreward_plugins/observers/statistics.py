@@ -46,10 +46,7 @@ class ReplicaStatistics:
     cached_tokens: int
     """The part of them that it read from its prefix cache, if it says so."""
     prefix_hit_rate: float
-    """Share of the prompt tokens that came from the prefix cache: as the server states it, or estimated from the
-    prompts that were sent to it before. NaN before the first."""
-    prefix_hits_estimated: bool
-    """Whether `prefix_hit_rate` is the estimate."""
+    """Share of the prompt tokens that came from the prefix cache; NaN for a server that does not state it."""
     cache_use: float | None
     """Share of the server's KV cache that is in use, from 0 to 1; None if it is not known (see the strategy
     `kv_cache`)."""

@@ -8,6 +8,7 @@ of rollouts) are assumed, and the plan lists every assumption.
 from __future__ import annotations
 
 from .advice import Advice, Bottleneck, Wait
+from .against import Compared, Step, compare, errors_of, read_steps, recorded_shares
 from .picture import Bar, Timeline, draw_timeline
 from .prediction import Plan, SourceUse, Spread, plan
 from .rollouts import Lengths, parse_lengths
@@ -18,16 +19,22 @@ __all__ = [
     "Assumptions",
     "Bar",
     "Bottleneck",
+    "Compared",
     "Lengths",
     "Plan",
     "RequestTime",
     "SourceUse",
     "Spread",
+    "Step",
     "Timeline",
     "Wait",
+    "compare",
     "draw_timeline",
+    "errors_of",
     "parse_data_source",
     "parse_latency",
     "parse_lengths",
     "plan",
+    "read_steps",
+    "recorded_shares",
 ]

@@ -12,7 +12,8 @@ from ..config import Config, load_config, sources_of
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError
 from ..observers.batch_report import percentile
-from .advice import Advice, Bottleneck, Wait, advice_of, bottleneck_of, variations, waits_of
+from ..sources import kind_of
+from .advice import Advice, Bottleneck, Wait, advice_of, bottleneck_of, listed, variations, waits_of
 from .picture import Timeline
 from .rehearsal import Rehearsal, Run, Runner
 from .rollouts import Lengths
@@ -49,6 +50,8 @@ class SourceUse:
     share: float
     """Its share of all answers."""
     hedges: float
+    tokens: float
+    """Tokens of its answered requests."""
     latency_s: float
     """The latency that the plan assumes, of a request of one call."""
     latency_from: str
@@ -78,6 +81,9 @@ class Plan:
     """Samples by the judge that reads them."""
     seeds: int
     step_s: Spread
+    first_step_s: float | None
+    """The median of a run's first step, which waits until the servers of sources of kind `replicas` have started; None
+    if there are none, or their start is unknown."""
     cost_usd: Spread | None
     """None: no source has a price."""
     attempts: float
@@ -113,6 +119,8 @@ def plan(
     assumptions: Assumptions | None = None,
     data_sources: Sequence[tuple[str, float]] = (),
     seeds: int = 5,
+    workers: int = 1,
+    start_s: float | None = None,
     advise: bool = True,
     processes: int = 1,
     progress: Progress | None = None,
@@ -122,7 +130,9 @@ def plan(
 
     `config` is what `load_config` takes. `lengths` are the lengths of rollouts; default: those in the configuration's
     journal, or else lognormal with a mean of 800 tokens. `data_sources` are names and shares; default: those of the
-    rollouts of a file, or one that the route `"*"` matches. `processes` is the number of processes that rehearse; with
+    rollouts of a file, or one that the route `"*"` matches. `workers` engines divide the samples, and share the limits
+    through one keeper, as those of a job do. `start_s` are the seconds in which servers that the engine starts itself
+    load their models. `processes` is the number of processes that rehearse; with
     more than 1, the caller's main module must be importable (`if __name__ == "__main__"`). `progress` is called after
     every rehearsal in the calling thread; an error of it ends the plan. `origin` is the name of the configuration in
     messages; default: its path.
@@ -132,11 +142,11 @@ def plan(
     The same arguments give the same plan. Raises `ConfigurationError` as the engine does, `InputError` for samples
     that no judge scores, and `JournalError` for a journal that cannot be read.
     """
-    if samples < 1 or seeds < 1:
-        raise InputError(f"a plan needs at least 1 sample and 1 seed, not {samples} and {seeds}")
+    if min(samples, seeds, workers) < 1:
+        raise InputError(f"a plan needs 1 sample, 1 seed and 1 worker or more, not {samples}, {seeds} and {workers}")
     loaded = load_config(config)
     try:
-        setting = set_up(loaded, samples, lengths, assumptions or Assumptions(), data_sources)
+        setting = set_up(loaded, samples, lengths, assumptions or Assumptions(), data_sources, workers)
         _check(setting.rehearsal)
     except ConfigurationError as error:
         path = os.fsdecode(config) if isinstance(config, (str, os.PathLike)) else "configuration"
@@ -156,6 +166,7 @@ def plan(
             grouped = [tried[number : number + len(few)] for number in range(0, len(tried), len(few))]
             cost = cost_usd.p50 if cost_usd is not None else None
             advice = advice_of(list(zip(options, grouped, strict=True)), runs, step_s=step_s.p50, cost_usd=cost)
+    starting = [name for name in _asked(loaded, setting.judged) if kind_of(loaded.sources[name]).has_servers]
     by_time = sorted(runs, key=lambda run: (run.makespan_s, run.seed))
     timeline = by_time[(len(by_time) - 1) // 2].timeline
     assert timeline is not None
@@ -164,6 +175,7 @@ def plan(
         judged=setting.judged,
         seeds=seeds,
         step_s=step_s,
+        first_step_s=None if start_s is None or not starting else start_s + step_s.p50,
         cost_usd=cost_usd,
         attempts=fmean(run.attempts for run in runs) / samples,
         deadline_s=loaded.engine.deadline_s,
@@ -173,7 +185,7 @@ def plan(
         waits=waits,
         sources=tuple(_use(setting, runs, name) for name in loaded.sources),
         advice=advice,
-        notes=(*setting.notes, *_unused(loaded, setting.judged)),
+        notes=(*setting.notes, *_unused(loaded, setting.judged), *_starts(starting, start_s)),
         timeline=timeline,
     )
 
@@ -206,6 +218,7 @@ def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:
         calls_per_request=sum(use.calls for use in uses) / (sum(use.requests for use in uses) or 1) or 1.0,
         share=sum(use.answered for use in uses) / total,
         hedges=fmean(use.hedges for use in uses),
+        tokens=fmean(use.tokens for use in uses),
         latency_s=rehearsal.truths[name].latency_s,
         latency_from=setting.latency_from[name],
         requests_per_minute=limits.requests_per_minute,
@@ -240,8 +253,22 @@ def _failed(runs: Sequence[Run], samples: int) -> dict[str, float]:
     return {name: fmean(run.failed.get(name, 0) for run in runs) / samples for name in names}
 
 
-def _unused(config: Config, judged: Mapping[str, float]) -> list[str]:
+def _asked(config: Config, judged: Mapping[str, float]) -> list[str]:
     asked = {name for judge in judged for name in sources_of(config, judge)}
+    return [name for name in config.sources if name in asked]
+
+
+def _unused(config: Config, judged: Mapping[str, float]) -> list[str]:
+    asked = _asked(config, judged)
     return [
         f"{name}: not asked, because no judge of these samples uses it" for name in config.sources if name not in asked
     ]
+
+
+def _starts(sources: Sequence[str], start_s: float | None) -> list[str]:
+    """Say how long the first step waits for the servers that the engine starts."""
+    if not sources:
+        return []
+    if start_s is None:
+        return [f"the first step waits, in addition, until the servers of {listed(sources)} have started (--start)"]
+    return [f"the servers of {listed(sources)} start in {start_s:g} s, for which the first step waits"]

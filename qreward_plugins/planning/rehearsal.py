@@ -19,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..config import Config
 from ..engine import RewardEngine
@@ -27,8 +27,10 @@ from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import SourceStatistics
 from ..observers.batch_report import BatchReport
 from ..quotas.shares import shares
-from ..samples import Failed, Outcome
+from ..samples import Failed, Outcome, Sample
 from ..scheduling.batches import WaitReason
+from ..sharing.keeper import Keeper, KeeperLoop
+from ..sharing.messages import Answer, Report
 from ..simulation import Luck, Server, SimulatedServer, run
 from ..sources import kind_of
 from ..system.processes import process_pool, terminate
@@ -130,6 +132,8 @@ class Use:
     answered: int
     """Calls that were answered."""
     hedges: int
+    tokens: int
+    """Tokens of the requests that were answered."""
     cost_usd: float
     peak_in_flight: int
     mean_in_flight: float
@@ -172,6 +176,8 @@ class Rehearsal:
     rollouts: Rollouts
     usual_tokens: float
     length_share: float
+    workers: int = 1
+    """Engines that divide the samples, and share the limits through one keeper."""
 
     def servers(self) -> dict[str, Server]:
         """Return the simulated servers by name. They have the declared limits; what is not declared is unlimited.
@@ -208,25 +214,31 @@ class Rehearsal:
         work = {sample.id or "": self._work(tokens_of(sample.response)) for sample in (*first, *samples)}
         luck, kept = Luck(seed), Record()
         played = self._played(self.servers(), luck, work, kept)
-        async with RewardEngine(seeded, sources=played) as engine:
-            await engine.score_all(first)
+        async with contextlib.AsyncExitStack() as opened:
+            engines = [
+                await opened.enter_async_context(RewardEngine(seeded, sources=played, channel=channel))
+                for channel in self._channels()
+            ]
+            await _score(engines, first)
             await asyncio.sleep(2 * max(server.server.server.window_s for server in played.values()) + 1)
-            before = engine.statistics()
+            before = [engine.statistics().sources for engine in engines]
             kept.bars.clear()
             start_s = asyncio.get_running_loop().time()
-            outcomes = await engine.score_all(samples)
-            report, after = engine.last_batch(), engine.statistics()
+            outcomes = await _score(engines, samples)
+            # The engine that ends last says what the step waited for.
+            last = max(engines, key=lambda engine: report.makespan_s if (report := engine.last_batch()) else 0.0)
+            report, after = last.last_batch(), [engine.statistics().sources for engine in engines]
             # Cancelled attempts end, and are recorded, when their tasks next run.
             await asyncio.sleep(1e-3)
             makespan_s = report.makespan_s if report else 0.0
             timeline = self._timeline(kept, start_s, makespan_s, seed, played)
             uses = {
                 name: _use(
-                    before.sources[name],
-                    after.sources[name],
+                    [sources[name] for sources in before],
+                    [sources[name] for sources in after],
                     timeline,
                     window_s=source.server.server.window_s,
-                    waits=engine.upstreams[name].wait_reasons.seconds(start_s, start_s + makespan_s),
+                    waits=last.upstreams[name].wait_reasons.seconds(start_s, start_s + makespan_s),
                 )
                 for name, source in played.items()
             }
@@ -244,6 +256,13 @@ class Rehearsal:
             uses=uses,
             timeline=timeline if record else None,
         )
+
+    def _channels(self) -> Sequence[_Channel | None]:
+        """The connections of the engines to the keeper that they share; None for one engine, which needs no keeper."""
+        if self.workers == 1:
+            return [None]
+        keeper = KeeperLoop(Keeper(asyncio.get_running_loop().time(), boot="", first=True))
+        return [_Channel(keeper, f"worker {number}") for number in range(self.workers)]
 
     def _played(
         self, servers: Mapping[str, Server], luck: Luck, work: Mapping[str, float], record: Record
@@ -319,26 +338,51 @@ class Rehearsal:
         )
 
 
+class _Channel:
+    """The `Channel` of one engine to a keeper in the same event loop."""
+
+    def __init__(self, keeper: KeeperLoop, worker: str) -> None:
+        self._keeper = keeper
+        self._worker = worker
+
+    async def exchange(self, report: Report) -> Answer | None:
+        # A random name would give another schedule in each run.
+        return await self._keeper.exchange(report._replace(worker=self._worker))
+
+    async def end_keeper(self) -> None:
+        return None
+
+
+async def _score(engines: Sequence[RewardEngine], samples: Sequence[Sample]) -> list[Outcome]:
+    """Deal the samples out to the engines, and return all outcomes."""
+    parts = [samples[number :: len(engines)] for number in range(len(engines))]
+    scored = await asyncio.gather(*map(RewardEngine.score_all, engines, parts))
+    return [outcome for outcomes in scored for outcome in outcomes]
+
+
 def _use(
-    before: SourceStatistics,
-    after: SourceStatistics,
+    befores: Sequence[SourceStatistics],
+    afters: Sequence[SourceStatistics],
     timeline: Timeline,
     *,
     window_s: float,
     waits: Mapping[WaitReason, float],
 ) -> Use:
-    bars = timeline.of(after.name)
+    def grown(count: Callable[[SourceStatistics], float]) -> Any:
+        return sum(map(count, afters)) - sum(map(count, befores))
+
+    bars = timeline.of(afters[0].name)
     changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
     starts = [bar.start_s for bar in bars]
-    batched = after.batches > before.batches
-    attempts = after.requests - before.requests
+    attempts = grown(lambda one: one.requests)
     return Use(
         # The engine counts attempts, and one request of this source carries several of them.
-        requests=len(bars) if batched else attempts,
+        requests=len(bars) if grown(lambda one: one.batches) else attempts,
         calls=attempts,
-        answered=after.answered - before.answered,
-        hedges=after.hedges - before.hedges,
-        cost_usd=after.cost_usd - before.cost_usd,
+        answered=grown(lambda one: one.answered),
+        hedges=grown(lambda one: one.hedges),
+        tokens=grown(lambda one: one.prompt_tokens + one.completion_tokens),
+        cost_usd=grown(lambda one: one.cost_usd),
         peak_in_flight=max(itertools.accumulate(change for _, change in changes), default=0),
         mean_in_flight=sum(bar.end_s - bar.start_s for bar in bars) / (timeline.makespan_s or 1.0),
         most_requests=most_in_window(starts, window_s),

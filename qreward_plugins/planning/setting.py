@@ -159,6 +159,7 @@ def set_up(
     lengths: Lengths | None,
     assumptions: Assumptions,
     data_sources: Sequence[tuple[str, float]],
+    workers: int,
 ) -> Setting:
     """Combine configuration, journal and assumptions. Raises as `plan` does."""
     slots = {name: _slots(config, name) for name in config.sources}
@@ -196,7 +197,7 @@ def set_up(
         name: replace(truth, spread=_spread(assumptions, recorded.get(configured_name(name)), by_length))
         for name, truth in truths.items()
     }
-    rehearsal = Rehearsal(config, truths, rollouts, usual, share)
+    rehearsal = Rehearsal(config, truths, rollouts, usual, share, workers)
     judged, unjudged = _judged(config, samples)
     check_data_sources(config, sorted(unjudged)[:1] if not judged else [])
     _check_judges(config, judged, drawn=None if lengths.rollouts else samples[0])

@@ -1,7 +1,7 @@
 """The quota of one source: requests and tokens per window, and concurrency.
 
 The scheduler calls `wait_s` and then `reserve` in one step of the event loop, so that no other call comes in between.
-A declared limit is never raised by what a server announces or does. A limit that is not declared is learned from
+A declared limit is never changed by what a server announces or does. A limit that is not declared is learned from
 announcements and 429s (concurrency.py): here while this process is alone (discovery.py), by the keeper as soon as
 others share the source (learned_limit.py).
 """
@@ -140,13 +140,6 @@ class Quota:
         """Return the tokens of the window that are not spent; those that are held are left."""
         return self.tokens.limit - (self.tokens.spent(now) - self.tokens.held)
 
-    def _keep_to_ceilings(self, now: float) -> None:
-        """Keep to lower limits than the declared ones, where the server announces them."""
-        for window in self._windows:
-            window.keep_to_ceiling()
-        if self._pace is not None and self._shares.pace_per_s > 0:
-            self._pace.change(self._shares.pace_per_s * self._requests.factor, self._shares.burst, now)
-
     def capacity(self, until: float, tokens: float, now: float) -> float:
         """Return how many requests of `tokens` each may be sent in [now, until] by windows and pacing; infinity if
         there is no limit. Ignores concurrency. Takes O(log n).
@@ -211,7 +204,6 @@ class Quota:
             message = self._tokens.ended(now, reservation.sent_at, rejected, reservation.token_probe) or message
         if message is not None:
             self._message = message
-            self._keep_to_ceilings(now)
 
     def answered(self, now: float, *, sent_at: float | None = None) -> None:
         """Record a success. It raises a learned concurrency that is fully used.
@@ -258,8 +250,6 @@ class Quota:
         silent_s = now - since
         pause_s = retry_after_s if retry_after_s is not None else max(_PAUSE_OF_A_WINDOW_S, silent_s)
         for window in self._windows:
-            window.rejected(now)
-        for window in self._windows:
             if window.discovery is not None and window.discovery.probe_rejected:
                 return window.discovery.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since)
         message, self._message = self._message, None
@@ -284,14 +274,11 @@ class Quota:
     def announced(self, announced: Mapping[str, float], now: float) -> str | None:
         """Apply the limits that a reply announced (`Reply.announced`). Return a log message if a limit changed.
 
-        An undeclared limit is learned from them. A declared limit is replaced by a lower announced one. Both need
-        several replies that announce the same.
+        An undeclared limit is learned from them, if several replies announce the same.
         """
         messages, self._message = [self._message], None
         for window, in_flight in zip(self._windows, (float(self.in_flight), self._tokens_in_flight), strict=True):
             messages.append(window.announced(announced, in_flight=in_flight, processes=self._processes, now=now))
-        if any(messages):
-            self._keep_to_ceilings(now)
         return "; ".join(filter(None, messages)) or None
 
     def retune(self, limits: Limits, now: float) -> None:
@@ -310,14 +297,6 @@ class Quota:
             self._pace = None
         if self._pace is not None:
             self._pace.change(new.pace_per_s, new.burst, now)
-        self._keep_to_ceilings(now)
-
-    def learn_up_to(self, most: int) -> None:
-        """Change `most_learned`, of a quota that has it."""
-        self._most_learned = most
-        if self._window is not None:
-            self._window.limit_to(most)
-            self.concurrency = int(self._window.size)
 
     def serve(self, source: str, *, slots: int | None) -> None:
         """Count for the source of this name, which has this many slots, in place of the one so far. `retune` follows,

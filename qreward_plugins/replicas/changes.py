@@ -1,8 +1,8 @@
 """Defines `Changes`: the updates, sleeps and wake-ups of one pool, one at a time.
 
-An update drains a replica, pauses it, loads the weights, resets the prefix cache, checks that the update took, and lets
-the replica take calls again. If a step fails, the replica is started again with the weights of the pool. These are the
-new ones as soon as one replica has them, and the earlier ones before that.
+An update drains a replica, pauses it, loads the weights, resets the prefix cache, and lets the replica take calls
+again. If a step fails, the replica is started again with the weights of the pool. These are the new ones as soon as one
+replica has them, and the earlier ones before that.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ..system.threads import in_thread
 from .control import ServerFailed
 from .pool import ChangeFailed, Pool, change_failure
-from .weights import Drain, Update, Weights, checkpoint_files
+from .weights import Update, Weights, checkpoint_files
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -28,22 +28,17 @@ class Changes:
         self._pool = pool
         self._lock = asyncio.Lock()
         self._asleep = pool.starts_asleep
-        self._discarded: set[int] = set()
-        """Replicas whose sleep has discarded their weights."""
 
     async def update(self, update: Update, on_receiving: Callable[[list[int]], None] = lambda numbers: None) -> Weights:
-        """Update the weights of all replicas, and return the new weights. A pool that sleeps loads a checkpoint when it
-        wakes. `on_receiving` is called with the numbers of the replicas that begin to receive tensors from memory.
+        """Update the weights of all replicas, and return the new weights. `on_receiving` is called with the numbers of
+        the replicas that begin to receive tensors from memory.
 
         If it is cancelled, replicas that were being loaded are started again. Raises `ChangeFailed`.
         """
         async with self._lock:
-            new = await self._checked(update)
             if self._asleep:
-                # Another program uses the devices now. `wake` loads the weights.
-                self._pool.weights = new
-                return new
-            return await _WeightUpdate(self._pool, update, new, on_receiving).run()
+                raise ChangeFailed("servers that sleep get no other weights; wake them first")
+            return await _WeightUpdate(self._pool, update, await self._checked(update), on_receiving).run()
 
     async def _checked(self, update: Update) -> Weights:
         """Return the new weights, after all checks that need no replica to stop."""
@@ -53,8 +48,6 @@ class Changes:
             if not spec.in_place:
                 problem = "weights from memory need servers that load them while they run"
                 raise ChangeFailed(f"{problem}; set `weight_updates: in_place`")
-            if self._asleep:
-                raise ChangeFailed("servers that sleep receive no weights from memory; wake them first")
             if update.begin and len(update.begin) != spec.topology.data_parallel:
                 problem = f"`begin` has {len(update.begin)} bodies for {spec.topology.data_parallel} replicas"
                 raise ChangeFailed(problem)
@@ -72,67 +65,40 @@ class Changes:
             problem = f"replicas {first} and {second} find different files at {update.path}; nothing was changed"
             raise ChangeFailed(problem, replicas=sorted(found.values()))
         (files,) = found
-        return Weights(update.version or files[:12], files, update.path, files, spec.in_place, revision)
+        return Weights(update.version or files[:12], files, update.path, spec.in_place, revision)
 
-    async def sleep(self, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
-        """Free the devices of all replicas, until `wake`. Idempotent. `level` is that of vLLM: 1 keeps the weights in
-        main memory, 2 discards them. A server that fails to sleep is stopped.
-
-        Raises `ChangeFailed` if calls do not end within `within_s` seconds; the replicas take calls again then.
+    async def sleep(self, *, within_s: float = 600.0) -> None:
+        """Free the devices of all replicas, until `wake`. Idempotent. Calls under way have `within_s` seconds to end.
+        A server that fails to sleep is stopped.
         """
         async with self._lock:
             if self._asleep:
                 return
             pool = self._pool
             up = [state.number for state in pool.states if state.state in ("up", "stale")]
-            serving = [number for number in up if pool.states[number].state == "up"]
-            # Those that are starting must not take calls meanwhile.
-            try:
-                await pool.leave_alone(range(len(pool.states)))
-                late = await pool.drain(serving, abort=drain == "abort", within_s=within_s)
-            except BaseException:
-                self._stay_awake(up)
-                raise
-            if late:
-                self._stay_awake(up)
-                problem = f"{_named(late)}: calls did not end within {within_s:g} s; the pool does not sleep"
-                remedy = "Wait longer (`within_s`), or use `drain: abort`"
-                if drain == "abort":
-                    remedy = "These calls were cancelled, so a process that uses the servers hangs; end it"
-                raise ChangeFailed(f"{problem}. {remedy}", replicas=late)
             self._asleep = True
-            self._discarded.clear()
-            await asyncio.gather(*(self._to_sleep(state.number, level, state.number in up) for state in pool.states))
+            # Those that are starting must not take calls meanwhile.
+            await pool.leave_alone(range(len(pool.states)))
+            await pool.drain(up, within_s=within_s)
+            await asyncio.gather(*(self._to_sleep(state.number, state.number in up) for state in pool.states))
 
-    def _stay_awake(self, up: Sequence[int]) -> None:
-        """Let all go on as before. `up`: those that ran when the sleep was to begin."""
-        pool = self._pool
-        for state in pool.states:
-            if state.number not in up and state.state in ("starting", "down"):
-                pool.supervise(state.number, ServerFailed(state.problem or "its start was interrupted"))
-            elif state.state in ("up", "stale"):
-                pool.keep(state.number)
-        pool.resume(up, paused=False)
-
-    async def _to_sleep(self, number: int, level: int, runs: bool) -> None:
+    async def _to_sleep(self, number: int, runs: bool) -> None:
         pool = self._pool
         server = pool.servers[number]
         if runs and pool.spec.sleep_mode:
             try:
-                await server.call("sleep", level=level)
+                await server.call("sleep")
             except ServerFailed as error:
                 _log.warning("replica %d of %s: %s; it is stopped instead", number, pool.spec.name, error.problem)
             else:
-                if level > 1:
-                    self._discarded.add(number)
                 pool.set(number, "asleep", problem="")
                 return
         await server.stop()
         pool.set(number, "asleep", url="", problem="")
 
     async def wake(self) -> None:
-        """Let all replicas take calls again, with the weights of the pool. Idempotent. Replicas that cannot be woken
-        are started again. Raises `ChangeFailed` with those that could not be started either.
+        """Let all replicas take calls again. Idempotent. Replicas that cannot be woken are started again. Raises
+        `ChangeFailed` with those that could not be started either.
         """
         async with self._lock:
             if not self._asleep:
@@ -146,10 +112,13 @@ class Changes:
 
     async def _to_wake(self, number: int) -> ServerFailed | None:
         pool = self._pool
-        failed: ServerFailed | None = None
-        if pool.states[number].url:
+        url, failed = pool.states[number].url, None
+        if url:
             try:
-                await self._wake_server(number)
+                if pool.has.get(number) != pool.weights:
+                    raise ServerFailed("it does not have the weights, which came from memory")
+                await pool.servers[number].call("wake")
+                pool.ready(number, pool.weights, url)
             except ServerFailed as error:
                 _log.warning("replica %d of %s: %s; it is started again", number, pool.spec.name, error.problem)
                 await pool.servers[number].stop()
@@ -161,23 +130,6 @@ class Changes:
         pool.supervise(number, failed)
         return failed
 
-    async def _wake_server(self, number: int) -> None:
-        pool, weights = self._pool, self._pool.weights
-        server = pool.servers[number]
-        current = pool.has.get(number, Weights()).revision == weights.revision
-        if current and number not in self._discarded:
-            await server.call("wake", part="all")
-        elif weights.from_memory:
-            raise ServerFailed("it does not have the weights, which came from memory")
-        elif not (current or weights.in_place):
-            raise ServerFailed("it is to be started with other weights")
-        else:
-            await server.call("wake", part="weights")
-            # Weights in a folder are loaded from there; a name of the hub is known to the server.
-            await server.call("load", path=weights.path or pool.spec.model, version=weights.version)
-            await server.call("wake", part="kv_cache")
-        pool.opened(number, weights, pool.states[number].url)
-
 
 @dataclass
 class _WeightUpdate:
@@ -187,61 +139,47 @@ class _WeightUpdate:
     _update: Update
     _new: Weights
     _on_receiving: Callable[[list[int]], None]
-    _first: int | None = None
-    """The first replica that has the new weights."""
-    _touched: set[int] = field(default_factory=set)
     _failed: dict[int, ServerFailed] = field(default_factory=dict)
 
     async def run(self) -> Weights:
         """Update all replicas, and return the new weights."""
         pool = self._pool
         numbers = [state.number for state in pool.states if state.state in ("up", "stale")]
-        if not numbers and not self._update.path:
-            raise ChangeFailed("no replica is up")
-        if not numbers:
-            pool.weights = self._new
-            self._revive()
-        together = self._update.mode == "together"
-        if together:
-            pool.may_open.clear()
+        # One that is started again takes no calls with the earlier weights until it is known which ones are kept.
+        pool.may_open.clear()
         try:
-            while numbers:
-                for some in [numbers] if together else [[number] for number in numbers]:
-                    await self._renew(some)
-                    if self._first is None:
-                        break  # the next replica would fail, too
-                if self._first is None:
-                    break
-                # Some may have been started again with the earlier weights meanwhile.
-                numbers = [
-                    state.number
-                    for state in pool.states
-                    if state.state == "up"
-                    and pool.has[state.number].revision != self._new.revision
-                    and state.number not in self._failed
-                ]
+            for some in [numbers] if self._update.mode == "together" else [[number] for number in numbers]:
+                await self._renew(some)
+                if self._failed and pool.weights != self._new:
+                    break  # the next replica would fail, too
+            if self._update.path and not self._failed:
+                pool.weights = self._new  # also if no replica is up: they are started with them
         finally:
             self._tidy()
             pool.may_open.set()
-        if not self._failed:
-            return self._new
-        then = f"the others serve version {self._new.version}, and it is started again for it"
-        raise change_failure(self._failed, "the pool goes on with its earlier weights" if self._first is None else then)
+        renewed = pool.weights == self._new
+        if self._failed:
+            then = f"the others serve version {self._new.version}, and it is started again for it"
+            raise change_failure(self._failed, then if renewed else "the pool goes on with its earlier weights")
+        if not renewed:
+            raise ChangeFailed("no replica is up")
+        return self._new
 
     async def _renew(self, numbers: list[int]) -> None:
         """Give these replicas the new weights at the same time."""
         pool, update = self._pool, self._update
-        serving = [number for number in numbers if pool.states[number].state == "up"]
-        numbers = [number for number in numbers if pool.states[number].state in ("up", "stale")]
+        # Meanwhile, one may have been started again with the new weights.
+        numbers = [
+            number
+            for number in numbers
+            if pool.states[number].state in ("up", "stale") and pool.has.get(number) != self._new
+        ]
+        if not numbers:
+            return
         # A replica that dies from now on fails the next operation. Supervision must not start it again meanwhile: no
         # engine would then report that its calls have ended.
         await pool.leave_alone(numbers)
-        late = await pool.drain(serving, abort=update.drain == "abort", within_s=update.within_s)
-        for number in late:
-            self._failed[number] = ServerFailed(f"its calls did not end within {update.within_s:g} s")
-        if late and (update.mode == "together" or not update.path):
-            return
-        numbers = [number for number in numbers if number not in late]
+        await pool.drain(numbers, within_s=update.within_s)
         for number in numbers:
             pool.set(number, "updating")
         if pool.spec.in_place:
@@ -260,67 +198,44 @@ class _WeightUpdate:
             self._failed[number] = error
 
     async def _exchange(self, number: int) -> None:
-        pool = self._pool
+        pool, update = self._pool, self._update
         server = pool.servers[number]
-        self._touched.add(number)
-        if not pool.spec.in_place:
-            await server.stop()
-            pool.set(number, "updating", url="")
-            failed = await pool.try_to_start(number, self._new)
-            if failed is not None:
-                self._failed[number] = failed
-                return
-            if self._first is None:
-                self._first = number
-        else:
-            try:
-                await self._load(number)
+        try:
+            if not pool.spec.in_place:
+                await server.stop()
+                pool.set(number, "updating", url="")
+                if (failed := await pool.try_to_start(number, self._new)) is not None:
+                    raise failed
+            else:
+                if update.path:
+                    await server.call("load", path=update.path)
+                else:
+                    begin = update.begin[number] if update.begin else None
+                    await server.call("receive", begin=begin, bodies=update.receive, version=update.version)
                 await server.call("resume")
-            except ServerFailed as error:
-                self._failed[number] = error
-                return
-            pool.opened(number, self._new, pool.states[number].url)
+                pool.ready(number, self._new, pool.states[number].url)
+        except ServerFailed as error:
+            self._failed[number] = error
+            return
         pool.weights = self._new
-        self._touched.discard(number)
+        if update.mode == "rolling":
+            pool.may_open.set()
         pool.supervise(number)
-
-    async def _load(self, number: int) -> None:
-        update, server = self._update, self._pool.servers[number]
-        if update.path:
-            identity = await server.call("load", path=update.path, version=self._new.version)
-        else:
-            begin = update.begin[number] if update.begin else None
-            identity = await server.call("receive", begin=begin, bodies=update.receive, version=self._new.version)
-        if self._first is None:
-            self._first = number
-            self._new = replace(self._new, identity=identity or self._new.identity)
-        elif identity and identity != self._new.identity:
-            raise ServerFailed(f"its weights are not those of replica {self._first}, by the checksum of the server")
 
     def _tidy(self) -> None:
         """Return the replicas that did not get the new weights to service, also after a cancellation."""
         pool = self._pool
+        renewed = pool.weights == self._new
         for state in pool.states:
             number = state.number
             if state.state in ("up", "stale", "down"):
                 pool.keep(number)
-            if state.state not in ("draining", "updating"):
-                continue
-            failed = self._failed.get(number) or ServerFailed("the update of its weights was cancelled")
-            if number in self._touched or self._first is not None:
+            elif state.state == "draining" and not renewed:
+                pool.ready(number, pool.has[number], state.url)
+                pool.keep(number)
+            elif state.state in ("draining", "updating"):
                 # Its weights are not known, or not those of the others.
-                pool.supervise(number, failed)
-            else:
-                pool.resume([number], paused=state.state == "updating" and pool.spec.in_place)
-        if self._first is not None:
-            self._revive()
-
-    def _revive(self) -> None:
-        """Start again the replicas that ended too often with the earlier weights."""
-        for state in self._pool.states:
-            if state.state == "failed":
-                self._pool.supervise(state.number, ServerFailed("it is started again with other weights"))
-
-
-def _named(numbers: Sequence[int]) -> str:
-    return ("replica " if len(numbers) == 1 else "replicas ") + ", ".join(map(str, sorted(numbers)))
+                pool.supervise(number, self._failed.get(number) or ServerFailed("the update was cancelled"))
+            elif state.state == "failed" and renewed:
+                # It ended too often with the earlier weights.
+                pool.supervise(number, ServerFailed("it is started again with other weights"))

@@ -7,10 +7,8 @@ sleeps by being stopped, which works for every program.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -18,10 +16,8 @@ import orjson
 
 SLEEP_WITHIN_S = 120.0
 """Seconds that a server has to free its devices. It copies the weights to main memory at some gigabytes a second."""
-_UNNAMED = "default"
-"""The version that servers state for the weights that they were started with."""
-_REPLY_BYTES = 64 * 2**20
-"""Most bytes of a reply. The checksums of a large model take a few megabytes."""
+_REPLY_BYTES = 2**20
+"""Most bytes of a reply."""
 _DETAIL_CHARS = 300
 _RESET_TRIES = 20
 _RESET_EVERY_S = 0.25
@@ -35,10 +31,6 @@ class ServerFailed(Exception):
         super().__init__(problem)
         self.problem = problem
         self.log = log
-
-
-class NoRoute(ServerFailed):
-    """A server has no such route: it is of an earlier version."""
 
 
 class Control(ABC):
@@ -63,43 +55,27 @@ class Control(ABC):
         """Start requests again after `pause`. Default: does nothing."""
 
     @abstractmethod
-    async def sleep(self, level: int) -> None:
+    async def sleep(self) -> None:
         """Free the memory of the devices. A trainer waits for it, so it may take `SLEEP_WITHIN_S` only."""
 
     @abstractmethod
-    async def wake(self, part: str) -> None:
-        """Allocate the memory of the devices again. `part` is `weights`, `kv_cache` or `all`."""
+    async def wake(self) -> None:
+        """Allocate the memory of the devices again."""
 
-    async def load(self, path: str, version: str) -> str:
-        """Load the checkpoint `path` in place of the weights, reset the prefix cache, and check the version that the
-        server states. Return the checksum of the weights; "" if the server has none.
-        """
-        await self._load(path, version or _UNNAMED)
-        return await self._loaded(version or _UNNAMED)
+    async def load(self, path: str) -> None:
+        """Load the checkpoint `path` in place of the weights, and reset the prefix cache."""
+        await self._load(path)
+        await self._reset_cache()
 
-    async def receive(self, begin: Mapping[str, Any] | None, bodies: Sequence[Mapping[str, Any]], version: str) -> str:
-        """Receive tensors from the memory of a trainer, then check and return as `load` does. `begin` joins the
-        transfer first.
-
-        A checksum that is the earlier one tells nothing: some servers always state the same, and verdicts of the
-        earlier weights would be used for the new ones.
-        """
-        old = await self._checksum()
+    async def receive(self, begin: Mapping[str, Any] | None, bodies: Sequence[Mapping[str, Any]], version: str) -> None:
+        """Receive tensors from the memory of a trainer, and reset the prefix cache. `begin` joins the transfer."""
         if begin is not None:
             await self._join(begin)
         await self._receive(bodies, version)
-        new = await self._loaded(version)
-        return "" if new == old else new
-
-    async def _loaded(self, version: str) -> str:
         await self._reset_cache()
-        stated = await self._version()
-        if stated is not None and stated != version:
-            raise ServerFailed(f"it states the version {stated!r} after the update, not {version!r}")
-        return await self._checksum()
 
     @abstractmethod
-    async def _load(self, path: str, version: str) -> None: ...
+    async def _load(self, path: str) -> None: ...
 
     @abstractmethod
     async def _join(self, body: Mapping[str, Any]) -> None: ...
@@ -111,14 +87,6 @@ class Control(ABC):
     async def _reset_cache(self) -> None:
         """Empty the prefix cache, which was computed with the earlier weights."""
 
-    @abstractmethod
-    async def _version(self) -> str | None:
-        """The version of the weights that the server states; None if it states none."""
-
-    async def _checksum(self) -> str:
-        """A hash of the weights in the memory of the server; "" if it has no checksum."""
-        return ""
-
     async def _post(
         self,
         path: str,
@@ -129,35 +97,15 @@ class Control(ABC):
         answers_json: bool = True,
     ) -> Any:
         """Post JSON, and return the JSON of the reply; None for an empty reply, and without `answers_json`."""
-        return await self._ask("POST", path, body or {}, within_s or self._within_s, query, answers_json)
-
-    async def _stated(self, path: str, key: str) -> str | None:
-        """Return a text of the JSON at `path`; None if there is none."""
-        try:
-            reply = await self._ask("GET", path, None, _QUICK_S)
-        except ServerFailed:
-            return None
-        value = reply.get(key) if isinstance(reply, Mapping) else None
-        return value if isinstance(value, str) else None
-
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Any,
-        within_s: float,
-        query: Sequence[tuple[str, str]] = (),
-        answers_json: bool = True,
-    ) -> Any:
+        within_s = within_s or self._within_s
         try:
             timeout = aiohttp.ClientTimeout(total=within_s)
             async with (
                 aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
-                session.request(
-                    method,
+                session.post(
                     self._url + path,
                     params=query,
-                    data=None if body is None else orjson.dumps(body),
+                    data=orjson.dumps(body or {}),
                     headers=self._headers,
                     allow_redirects=False,
                 ) as reply,
@@ -170,8 +118,6 @@ class Control(ABC):
                 if reply.status == 200:
                     return orjson.loads(content) if answers_json and content.strip() else None
                 problem = f"it answered {reply.status} ({content[:_DETAIL_CHARS].decode('utf-8', 'replace').strip()})"
-                if reply.status == 404:
-                    raise NoRoute(f"{path}: {problem}")
         except asyncio.TimeoutError:
             problem = f"it gave no answer within {within_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
@@ -190,17 +136,16 @@ class VLLMControl(Control):
     async def resume(self) -> None:
         await self._post("/resume", within_s=_QUICK_S)
 
-    async def sleep(self, level: int) -> None:
-        await self._post("/sleep", query=[("level", str(level)), ("mode", "wait")], within_s=SLEEP_WITHIN_S)
+    async def sleep(self) -> None:
+        # Level 1 keeps the weights in the memory of the machine.
+        await self._post("/sleep", query=[("level", "1"), ("mode", "wait")], within_s=SLEEP_WITHIN_S)
 
-    async def wake(self, part: str) -> None:
-        await self._post("/wake_up", query=[] if part == "all" else [("tags", part)])
+    async def wake(self) -> None:
+        await self._post("/wake_up")
 
-    async def _load(self, path: str, version: str) -> None:
+    async def _load(self, path: str) -> None:
         # The weight transfer of vLLM has no backend for files. This call needs none, and loads on the devices.
         await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
-        with suppress(NoRoute):  # before vLLM 0.27, servers state no version (`_version`)
-            await self._post("/update_weight_version", {"new_version": version}, within_s=_QUICK_S)
 
     async def _join(self, body: Mapping[str, Any]) -> None:
         await self._post("/init_weight_transfer_engine", {"init_info": body})
@@ -220,33 +165,18 @@ class VLLMControl(Control):
             await asyncio.sleep(_RESET_EVERY_S)
         raise ServerFailed("/reset_prefix_cache: requests hold blocks of the cache")
 
-    async def _version(self) -> str | None:
-        return await self._stated("/weight_info", "weight_version")
-
-    async def _checksum(self) -> str:
-        try:
-            reply = await self._post("/weight_checker", {"action": "checksum"}, within_s=10 * _QUICK_S)
-        except ServerFailed:  # earlier versions have no such route
-            return ""
-        checksums = reply.get("checksums") if isinstance(reply, Mapping) else None
-        if not isinstance(checksums, Mapping) or not checksums:
-            return ""
-        text = orjson.dumps(dict(checksums), option=orjson.OPT_SORT_KEYS)
-        return hashlib.blake2b(text, digest_size=16).hexdigest()
-
 
 class SGLangControl(Control):
     """SGLang, which updates its weights between two steps; for `sleep` it is started with `--enable-memory-saver`."""
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self) -> None:
         await self._post("/release_memory_occupation", within_s=SLEEP_WITHIN_S)
 
-    async def wake(self, part: str) -> None:
-        await self._post("/resume_memory_occupation", {} if part == "all" else {"tags": [part]})
+    async def wake(self) -> None:
+        await self._post("/resume_memory_occupation")
 
-    async def _load(self, path: str, version: str) -> None:
-        body = {"model_path": path, "flush_cache": True, "weight_version": version}
-        await self._done("/update_weights_from_disk", body)
+    async def _load(self, path: str) -> None:
+        await self._done("/update_weights_from_disk", {"model_path": path, "flush_cache": True})
 
     async def _join(self, body: Mapping[str, Any]) -> None:
         await self._done("/init_weights_update_group", body)
@@ -263,10 +193,6 @@ class SGLangControl(Control):
         # SGLang answers with a text; with 400 if requests hold the cache for longer. Older versions ignore `timeout`.
         patience = [("timeout", f"{_RESET_TRIES * _RESET_EVERY_S:g}")]
         await self._post("/flush_cache", query=patience, within_s=_QUICK_S, answers_json=False)
-
-    async def _version(self) -> str | None:
-        stated = await self._stated("/model_info", "weight_version")
-        return stated if stated is not None else await self._stated("/get_weight_version", "weight_version")  # removed
 
     async def _done(self, path: str, body: Mapping[str, Any]) -> None:
         reply = await self._post(path, body)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import anyio
 
+from ..system.threads import cancel_futures
 from .control import ServerFailed
 from .server_kinds import PoolSpec
 from .weights import Weights
@@ -38,7 +38,7 @@ class ReplicaState:
     all restarts so far.
 
     `version` and `identity` are those of its weights (`Weights`). `ticket` numbers the times that it was drained;
-    `abort`: its calls are to be asked again elsewhere, not to be awaited.
+    `abort`: its calls have had their time to end, and are to be sent again elsewhere.
     """
 
     number: int
@@ -86,6 +86,10 @@ def change_failure(failed: Mapping[int, ServerFailed], then: str) -> ChangeFaile
     problems = "; ".join(f"replica {number}: {error.problem}" for number, error in sorted(failed.items()))
     log = next((error.log for _, error in sorted(failed.items()) if error.log), "")
     return ChangeFailed(f"{problems}; {then}", replicas=sorted(failed), log=log)
+
+
+_ABORTED_S = 30.0
+"""Seconds that the users of a replica have to cancel their calls. One that hangs is not waited for."""
 
 
 async def _at_once(state: ReplicaState) -> None:
@@ -163,11 +167,11 @@ class Pool:
             await asyncio.wait(starts, timeout=self.spec.start_within_s, return_when=asyncio.FIRST_EXCEPTION)
             failure = self._failure(starts)
         except BaseException:
-            await _cancel(starts)
+            await cancel_futures(list(starts))
             await self.stop()
             raise
         if failure is not None:
-            await _cancel(starts)
+            await cancel_futures(list(starts))
             await self.stop()
             raise failure
         for number in starts.values():
@@ -201,7 +205,7 @@ class Pool:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
-        await _cancel(self._tasks.values())
+        await cancel_futures(list(self._tasks.values()))
         results = await asyncio.gather(*(server.stop() for server in self.servers.values()), return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
@@ -218,7 +222,7 @@ class Pool:
             server = self.servers[number] = self._server(number)
             url = await server.start(wanted)
             if wanted.in_place and wanted.path:
-                await server.call("load", path=wanted.path, version=wanted.version)
+                await server.call("load", path=wanted.path)
             if weights is not None:
                 break
             await self.may_open.wait()
@@ -226,11 +230,12 @@ class Pool:
                 break
             await server.stop()
         if wanted.from_memory:
+            self.has.pop(number, None)
             self.set(number, "stale", url=url, problem=f"the weights {wanted.version} came from memory; update again")
         else:
-            self.opened(number, wanted, url)
+            self.ready(number, wanted, url)
 
-    def opened(self, number: int, weights: Weights, url: str) -> None:
+    def ready(self, number: int, weights: Weights, url: str) -> None:
         """Record that a replica serves `weights` and takes calls."""
         self.has[number] = weights
         self.set(number, "up", url=url, problem="", version=weights.version, identity=weights.identity)
@@ -247,47 +252,27 @@ class Pool:
         if number not in self._tasks:
             self.supervise(number)
 
-    def resume(self, numbers: Iterable[int], *, paused: bool) -> None:
-        """Let replicas with unchanged weights take calls again. `paused`: resume their servers first."""
-        for number in numbers:
-            if paused:
-                self._tasks[number] = asyncio.ensure_future(self._resumed(number))
-            elif self._states[number].state in ("draining", "updating"):
-                self.opened(number, self.has[number], self._states[number].url)
-                self.keep(number)
-
-    async def _resumed(self, number: int) -> None:
-        failed: ServerFailed | None = None
-        try:
-            await self.servers[number].call("resume")
-        except ServerFailed as error:
-            failed = error
-        else:
-            if self.has[number].revision == self.weights.revision:
-                self.opened(number, self.has[number], self._states[number].url)
-            else:
-                failed = ServerFailed("the others got other weights meanwhile")
-        await self._supervise(number, failed)
-
     async def leave_alone(self, numbers: Iterable[int]) -> None:
         """Stop supervising these replicas, until `supervise`."""
-        await _cancel([self._tasks.pop(number) for number in numbers if number in self._tasks])
+        await cancel_futures([self._tasks.pop(number) for number in numbers if number in self._tasks])
 
-    async def drain(self, numbers: Sequence[int], *, abort: bool, within_s: float) -> list[int]:
-        """Let replicas get no more calls, and wait until their calls have ended. Return those whose calls have not
-        ended within `within_s` seconds.
+    async def drain(self, numbers: Sequence[int], *, within_s: float) -> None:
+        """Let replicas get no more calls, and wait until their calls have ended. After `within_s` seconds, users are
+        told to cancel them and to send them again.
         """
+        numbers = [number for number in numbers if self._states[number].state == "up"]
         for number in numbers:
-            state = self._states[number]
-            self.set(number, "draining", ticket=state.ticket + 1, abort=abort)
-        if not numbers:
-            return []
+            self.set(number, "draining", ticket=self._states[number].ticket + 1, abort=False)
         waits = {asyncio.ensure_future(self._idle(self._states[number])): number for number in numbers}
         try:
-            await asyncio.wait(waits, timeout=within_s)
-            return [number for wait, number in waits.items() if not wait.done()]
+            for limit_s in (within_s, _ABORTED_S):
+                late = [number for wait, number in waits.items() if not wait.done()]
+                for number in late if limit_s is _ABORTED_S else ():
+                    self.set(number, "draining", abort=True)
+                if late:
+                    await asyncio.wait(waits, timeout=limit_s)
         finally:
-            await _cancel(waits)
+            await cancel_futures(list(waits))
 
     async def _supervise(self, number: int, failed: ServerFailed | None) -> None:
         """Start a replica again whenever it ends, until it has ended too often in a row."""
@@ -336,12 +321,3 @@ class Pool:
         if self._states[state.number] != state:
             self._states[state.number] = state
             self._on_change()
-
-
-async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with suppress(asyncio.CancelledError, Exception):
-            await task

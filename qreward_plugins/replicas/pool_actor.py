@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
@@ -23,7 +20,7 @@ from .changes import Changes
 from .pool import ChangeFailed, Pool, PoolFailed, ReplicaState, Server
 from .server import LocalServer
 from .server_kinds import PoolSpec
-from .weights import Drain, Update, Weights
+from .weights import Update, Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -64,7 +61,6 @@ class PoolActor:
         self._users: dict[str, _User] = {}
         self._pool: Pool | None = None
         self._changes: Changes | None = None
-        self._logs: str | None = None
         self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._failed: PoolFailed | None = None
@@ -124,9 +120,9 @@ class PoolActor:
         if token in self._commands:
             self._commands[token].cancel()
 
-    async def sleep(self, level: int, drain: Drain, within_s: float) -> None:
+    async def sleep(self, within_s: float) -> None:
         """See `Changes.sleep`."""
-        await self._command("", lambda changes: changes.sleep(level=level, drain=drain, within_s=within_s))
+        await self._command("", lambda changes: changes.sleep(within_s=within_s))
 
     async def wake(self) -> None:
         """See `Changes.wake`."""
@@ -176,10 +172,7 @@ class PoolActor:
             from .ray_server import RayServer
 
             return lambda number: RayServer(spec, number)
-        if spec.log_folder is None:
-            self._logs = tempfile.mkdtemp(prefix="qreward-logs-")
-        folder = Path(spec.log_folder or self._logs or "")
-        return lambda number: LocalServer(spec, number, folder=folder)
+        return lambda number: LocalServer(spec, number)
 
     async def _start(self, pool: Pool) -> None:
         try:
@@ -197,9 +190,7 @@ class PoolActor:
                 task.cancel()
                 await asyncio.wait([task])
         await pool.stop()
-        if self._logs is not None:
-            shutil.rmtree(self._logs, ignore_errors=True)
-        self._pool = self._stopping = self._logs = None
+        self._pool = self._stopping = None
 
     def _change(self) -> None:
         self._version += 1

@@ -25,7 +25,7 @@ from .pool import ChangeFailed, PoolFailed, ReplicaState
 from .pool_actor import Report
 from .pool_owner import PoolOwner, owner_of
 from .server_kinds import PoolSpec
-from .weights import Drain, Update, Weights
+from .weights import Update, Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -148,9 +148,9 @@ class PoolUse:
         finally:
             self._receiving.pop(token, None)
 
-    async def sleep(self, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
+    async def sleep(self, *, within_s: float = 600.0) -> None:
         """Free the devices of the pool; see `Changes.sleep`. Cancelling ends only the wait."""
-        await self._command("sleep", level, drain, within_s)
+        await self._command("sleep", within_s)
 
     async def wake_up(self) -> None:
         """End the sleep of the pool; see `Changes.wake`. Cancelling ends only the wait."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import shutil
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -77,17 +74,10 @@ class ReplicaActor(LocalServer):
     def __init__(self, spec: PoolSpec, number: int) -> None:
         import ray
 
-        self._own_logs = tempfile.mkdtemp(prefix="qreward-logs-") if spec.log_folder is None else None
-        folder = Path(spec.log_folder or self._own_logs or "")
         # Ray may not have set the variables of the devices in this process (RAY_EXPERIMENTAL_NOSET_...).
         devices = replace(spec.topology, data_parallel=1, devices=tuple(ray.get_gpu_ids()), assigned=False)
         host = ray.util.get_node_ip_address()
-        super().__init__(spec, number, folder=folder, environment=devices.environment(0), host=host)
-
-    async def stop(self) -> None:
-        await super().stop()
-        if self._own_logs is not None:
-            shutil.rmtree(self._own_logs, ignore_errors=True)
+        super().__init__(spec, number, environment=devices.environment(0), host=host)
 
 
 class RayServer:
@@ -147,9 +137,11 @@ class RayServer:
         while not await in_thread(lambda: group.wait(_LOOK_EVERY_S)):
             # The pool's own limit ends the start without a reason, so this one comes before it.
             if loop.time() + _LOOK_EVERY_S >= until:
-                asked = _shown(bundle_of(self._spec))
-                free = await in_thread(_free_resources)
-                raise ServerFailed(f"the cluster cannot place it: it asks for {asked} on one node; free: {free}")
+                import ray
+
+                asked, free = _shown(bundle_of(self._spec)), _shown(await in_thread(ray.available_resources))
+                problem = f"it asks for {asked} on one node; free on all nodes together: {free}"
+                raise ServerFailed(f"the cluster cannot place it: {problem}")
 
     def _start_actor(self) -> Any:
         import ray
@@ -190,19 +182,6 @@ def _free(actor: Any, group: Any) -> None:
     with suppress(Exception):
         if group is not None:
             remove_placement_group(group)
-
-
-def _free_resources() -> str:
-    """The resources that are free on each node, for people."""
-    import ray
-    from ray._private.state import available_resources_per_node
-
-    try:
-        free = available_resources_per_node()
-    except Exception:  # a function of Ray that is not public
-        return _shown(ray.available_resources())
-    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    return "; ".join(f"{name}: {_shown(free.get(node, {}))}" for node, name in names.items()) or "no node"
 
 
 def _shown(resources: Mapping[str, float]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from .server_kinds import Launch, PoolSpec
 from .weights import Weights, checkpoint_files
 
 _TAIL_BYTES = 32768
-_TAIL_LINES = 30
+_TAIL_LINES = 80
+"""Lines that are quoted. vLLM writes about 60 after the one with the cause."""
 _ASK_EVERY_S = (0.05, 0.5)
 _REPLY_S = 5.0
 _END_NOTICED_S = 0.1
@@ -39,20 +41,15 @@ _CAUSES = {
     signal.SIGKILL: "perhaps memory ran out",
 }
 """What signals that a server did not raise itself may mean."""
-_PORT_TRIES = 3
-_PORT_TAKEN = re.compile(r"address already in use|address in use|errno 98\b", re.IGNORECASE)
 _GUARD_KILLED = 128 + signal.SIGKILL
-_CAUSE_ABOVE = "See root cause above"
-"""What vLLM writes at the end if its engine has not started. The cause is in the lines of the engine before."""
-_CAUSE = re.compile(r"\b[A-Za-z.]*(?:Error|Exception): \S")
 
 
 class LocalServer:
     """One server process under its guard (`guard.py`). It is started once, and serves until it ends or is stopped. It
     belongs to the event loop in which it was started.
 
-    `number` is that of the replica. `folder` is that of the log files. `environment` gives the server its devices;
-    default: those of the topology. `host` is the address to listen on.
+    `number` is that of the replica. `environment` gives the server its devices; default: those of the topology. `host`
+    is the address to listen on. Without `log_folder`, its log is in a folder of its own, which `stop` removes.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class LocalServer:
         spec: PoolSpec,
         number: int,
         *,
-        folder: Path,
         environment: Mapping[str, str] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
@@ -68,6 +64,8 @@ class LocalServer:
         self._number = number
         self._host = host
         self._devices = spec.topology.environment(number) if environment is None else environment
+        self._own_folder = None if spec.log_folder else tempfile.mkdtemp(prefix="qreward-logs-")
+        folder = Path(spec.log_folder or self._own_folder or "")
         self._log_path = folder / f"{spec.file_name}-{number}.log"
         self._log_from = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,22 +90,17 @@ class LocalServer:
         """
         weights = weights or Weights()
         # A trainer may have written another checkpoint there; then it is not the one that the others have.
-        if weights.path and await self.call("check", path=weights.path) != weights.files:
+        if weights.path and await self.call("check", path=weights.path) != weights.identity:
             problem = f"the checkpoint {weights.path} is not that of the version {weights.version} any more"
             raise ServerFailed(f"{problem}; update the weights again")
-        for attempt in range(_PORT_TRIES):
-            port, self._mark = free_port(self._host), secrets.token_hex(6)
-            name = f"{self._spec.file_name}-{self._number}-{self._mark}"
-            loads = "" if weights.in_place else weights.path
-            exited = self._spawn(Launch(self._spec, name, self._host, port, loads))
-            url = f"http://{self._host}:{port}"
-            if await self._ready(url, name, exited):
-                self.url = url
-                return url
-            log = self.log_tail()
-            if not (_PORT_TAKEN.search(log) and attempt + 1 < _PORT_TRIES):
-                raise ServerFailed(f"it ended before it was ready ({_code(exited.result())})", log)
-        raise AssertionError("unreachable")
+        port, self._mark = free_port(self._host), secrets.token_hex(6)
+        name = f"{self._spec.file_name}-{self._number}-{self._mark}"
+        exited = self._spawn(Launch(self._spec, name, self._host, port, "" if weights.in_place else weights.path))
+        url = f"http://{self._host}:{port}"
+        if not await self._ready(url, name, exited):
+            raise ServerFailed(f"it ended before it was ready ({_code(exited.result())})", self.log_tail())
+        self.url = url
+        return url
 
     async def ended(self) -> ServerFailed:
         """Wait until the server ends, and return why, as far as that can be told."""
@@ -147,8 +140,12 @@ class LocalServer:
         Idempotent.
         """
         process, exited = self._process, self._exited
-        if process is None or exited is None:
-            return
+        if process is not None and exited is not None:
+            await self._end(process, exited)
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    async def _end(self, process: subprocess.Popen[bytes], exited: asyncio.Future[int]) -> None:
         assert process.stdin is not None
         process.stdin.close()
         await asyncio.wait([exited], timeout=self._spec.stop_within_s + _GUARD_S)
@@ -167,7 +164,7 @@ class LocalServer:
                 text = file.read(_TAIL_BYTES).decode("utf-8", "replace")
         except OSError:
             return ""
-        return "\n".join(_with_cause(text.splitlines()))
+        return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     def _spawn(self, launch: Launch) -> asyncio.Future[int]:
         """Start the server under a guard. Return the future with its exit code."""
@@ -235,16 +232,6 @@ class LocalServer:
                 await asyncio.wait([exited], timeout=pause_s)
                 pause_s = min(most_s, 1.5 * pause_s)
         return False
-
-
-def _with_cause(lines: Sequence[str]) -> list[str]:
-    """Return the last lines of a log. If they refer to a cause above, its line comes last."""
-    kept, earlier = list(lines[-_TAIL_LINES:]), lines[:-_TAIL_LINES]
-    if any(_CAUSE_ABOVE in line for line in kept):
-        causes = [line for line in earlier if _CAUSE.search(line)]
-        if causes:
-            kept = [*kept[1:], causes[-1]]
-    return kept
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -14,8 +14,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
-from shutil import which
 from typing import Any, ClassVar
 
 from .control import Control, SGLangControl, VLLMControl
@@ -26,17 +24,6 @@ STOP_WITHIN_S = 5.0
 CHAT = "chat"
 """The task of a language model. Every other task is a protocol of reward models."""
 
-_SET_BY_US: Mapping[str, str] = {
-    "model": "model",
-    "host": "placement",
-    "port": "",
-    "served_model_name": "model",
-    "tensor_parallel_size": "tensor_parallel",
-    "tp": "tensor_parallel",
-}
-"""The part of `ServerKind.SET_BY_US` that vLLM and SGLang share."""
-_ALONE = ("data_parallel_size", "dp", "pipeline_parallel_size", "pp", "nnodes")
-"""The part of `ServerKind.ALONE` that they share."""
 _PLACES = ("{host}", "{port}", "{model}", "{name}", "{tensor_parallel}")
 
 
@@ -113,46 +100,24 @@ class Launch:
         return self.spec.topology.platform == "cpu"
 
 
-@dataclass(frozen=True)
-class Refused:
-    """An argument that a pool sets itself, or that it cannot serve."""
-
-    argument: str
-    problem: str
-    remedy: str
-
-
 class ServerKind(ABC):
     """A program that serves a model with an API like OpenAI's."""
 
     name: ClassVar[str]
     PROGRAM: ClassVar[tuple[str, ...]] = ()
     """The beginning of its command line. The setting `program` replaces it."""
-    MODULE: ClassVar[str] = ""
-    """The module of Python that `PROGRAM` runs."""
-    SET_BY_US: ClassVar[Mapping[str, str]] = {}
-    """Arguments that are set here: the argument, and the key of the configuration that it follows from, or ""."""
-    ALONE: ClassVar[tuple[str, ...]] = ()
-    """Arguments that spread a replica over several engines."""
     TASKS: ClassVar[tuple[str, ...]] = ()
     """How the protocols of reward models that it speaks begin."""
     control: ClassVar[type[Control] | None] = None
     """The routes by which it is controlled; None if it has none."""
-    divides_heads: ClassVar[bool] = False
-    """Whether it divides the attention heads among the devices of a replica."""
 
-    def absent(self) -> str:
-        """Say what is missing here to run `PROGRAM`, and what helps; "" if nothing is missing."""
-        what = ""
-        if self.MODULE and find_spec(self.MODULE) is None:
-            what = f"{self.MODULE} is not installed for {sys.executable}"
-        elif self.PROGRAM and which(self.PROGRAM[0]) is None:
-            what = f"there is no program {self.PROGRAM[0]} on the PATH"
-        return f"{what}. Install it, or name the program of another environment in `program`" if what else ""
-
-    @abstractmethod
     def command(self, launch: Launch) -> list[str]:
         """Return the command line of a replica."""
+        return [*self.words(launch), *self._flags(launch.spec.arguments)]
+
+    @abstractmethod
+    def words(self, launch: Launch) -> list[str]:
+        """Return the command line without the arguments of the configuration."""
 
     def environment(self, launch: Launch) -> Mapping[str, str]:
         """Return the variables that a replica needs beside its devices. Default: none."""
@@ -162,30 +127,25 @@ class ServerKind(ABC):
         """Whether it can serve a task."""
         return task == CHAT or task.startswith(self.TASKS)
 
-    def refused(self, arguments: Mapping[str, Any]) -> Iterator[Refused]:
-        """Find the arguments that must not be given."""
-        for key, value in arguments.items():
-            plain = key.lstrip("-").replace("-", "_")
-            if plain in self.SET_BY_US:
-                setting = self.SET_BY_US[plain]
-                why = "it is set by a key of this source." if setting else "each replica gets a free one."
-                yield Refused(key, why, f"Set {setting}." if setting else "Leave it out.")
-            elif plain in self.ALONE and value not in (False, None) and (value is True or str(value) != "1"):
-                why = "each replica is an independent server on its devices."
-                yield Refused(key, why, "Use data_parallel and tensor_parallel of this source.")
-            elif plain in ("api_key", "hf_token"):
-                why = "every user of the machine can see the arguments of a process."
-                yield Refused(key, why, "Set the variable of the server in `environment`.")
+    def refused(self, spec: PoolSpec) -> Iterator[tuple[str, str]]:
+        """Find the arguments that must not be given, and say why."""
+        ours = set(self.words(Launch(spec, "", "", 0)))
+        for key in spec.arguments:
+            flag = _flag(key)
+            if flag in ("--api-key", "--hf-token"):
+                yield key, "every user of the machine can see the arguments of a process; use `environment`."
+            elif flag in ours:
+                yield key, "it follows from the keys of this source, or differs between its replicas."
 
-    def flags(self, arguments: Mapping[str, Any]) -> list[str]:
+    def _flags(self, arguments: Mapping[str, Any]) -> list[str]:
         """Write arguments as flags: `max_model_len: 16384` becomes `--max-model-len 16384`."""
         words: list[str] = []
         for key, value in arguments.items():
-            flag = "--" + key.lstrip("-").replace("_", "-")
+            flag = _flag(key)
             if value is True:
                 words.append(flag)
             elif value is False:
-                words += self.off(flag)
+                words += self._off(flag)
             elif isinstance(value, Mapping):
                 words += (flag, json.dumps(value))
             elif isinstance(value, (list, tuple)):
@@ -194,7 +154,7 @@ class ServerKind(ABC):
                 words += (flag, str(value))
         return words
 
-    def off(self, flag: str) -> list[str]:
+    def _off(self, flag: str) -> list[str]:
         """Write a flag that is false. Default: it is left out."""
         return []
 
@@ -205,22 +165,10 @@ class VLLM(ServerKind):
     name = "vllm"
     # The command `vllm` looks for a package of this name, which builds for the CPU do not install.
     PROGRAM = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-    MODULE = "vllm"
-    SET_BY_US: ClassVar[Mapping[str, str]] = {
-        **_SET_BY_US,
-        "runner": "task",
-        "task": "task",
-    }
-    ALONE = (
-        *_ALONE,
-        *("data_parallel_size_local", "dpl", "data_parallel_rank", "data_parallel_address"),
-        *("enable_expert_parallel", "api_server_count"),
-    )
     TASKS = ("vllm_",)
     control = VLLMControl
-    divides_heads = True
 
-    def command(self, launch: Launch) -> list[str]:
+    def words(self, launch: Launch) -> list[str]:
         words = [*(launch.spec.program or self.PROGRAM), "--model", launch.loaded]
         words += ["--host", launch.host, "--port", str(launch.port)]
         # Requests carry the first name, which is the same at all replicas. The second tells whose process this is.
@@ -230,7 +178,7 @@ class VLLM(ServerKind):
             words += ["--runner", "pooling"]
         if launch.spec.sleep_mode and not launch.on_cpu:  # on a CPU it refuses the flag, and sleeps without it
             words.append("--enable-sleep-mode")
-        return words + self.flags(launch.spec.arguments)
+        return words
 
     def environment(self, launch: Launch) -> Mapping[str, str]:
         common = {"VLLM_NO_USAGE_STATS": "1"}
@@ -241,7 +189,7 @@ class VLLM(ServerKind):
         # Without the last two, every replica would bind its threads to the same cores.
         return {**common, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
-    def off(self, flag: str) -> list[str]:
+    def _off(self, flag: str) -> list[str]:
         return ["--no-" + flag.removeprefix("--")]
 
 
@@ -250,22 +198,10 @@ class SGLang(ServerKind):
 
     name = "sglang"
     PROGRAM = (sys.executable, "-m", "sglang.launch_server")
-    MODULE = "sglang"
-    SET_BY_US: ClassVar[Mapping[str, str]] = {
-        **_SET_BY_US,
-        "model_path": "model",
-        "tp_size": "tensor_parallel",
-        "is_embedding": "task",
-    }
-    ALONE = (
-        *_ALONE,
-        *("dp_size", "pp_size", "expert_parallel_size", "ep_size", "ep", "enable_dp_attention"),
-    )
     TASKS = ("sglang_",)
     control = SGLangControl
-    divides_heads = True
 
-    def command(self, launch: Launch) -> list[str]:
+    def words(self, launch: Launch) -> list[str]:
         words = [*(launch.spec.program or self.PROGRAM), "--model-path", launch.loaded]
         words += ["--host", launch.host, "--port", str(launch.port), "--served-model-name", launch.name]
         words += ["--tp-size", str(launch.spec.topology.tensor_parallel)]
@@ -273,7 +209,7 @@ class SGLang(ServerKind):
             words.append("--is-embedding")
         if launch.spec.sleep_mode:
             words.append("--enable-memory-saver")
-        return words + self.flags(launch.spec.arguments)
+        return words
 
 
 class LlamaCpp(ServerKind):
@@ -281,19 +217,10 @@ class LlamaCpp(ServerKind):
 
     name = "llama_cpp"
     PROGRAM = ("llama-server",)
-    SET_BY_US: ClassVar[Mapping[str, str]] = {
-        "model": "model",
-        "m": "model",
-        "host": "placement",
-        "port": "",
-        "alias": "model",
-        "a": "model",
-    }
 
-    def command(self, launch: Launch) -> list[str]:
+    def words(self, launch: Launch) -> list[str]:
         words = [*(launch.spec.program or self.PROGRAM), "--model", launch.loaded]
-        words += ["--host", launch.host, "--port", str(launch.port), "--alias", launch.name]
-        return words + self.flags(launch.spec.arguments)
+        return [*words, "--host", launch.host, "--port", str(launch.port), "--alias", launch.name]
 
 
 class Command(ServerKind):
@@ -304,7 +231,7 @@ class Command(ServerKind):
     name = "command"
     TASKS = ("",)
 
-    def command(self, launch: Launch) -> list[str]:
+    def words(self, launch: Launch) -> list[str]:
         values = {
             "{host}": launch.host,
             "{port}": str(launch.port),
@@ -318,7 +245,11 @@ class Command(ServerKind):
             for place in _PLACES:
                 word = word.replace(place, values[place])
             words.append(word)
-        return words + self.flags(launch.spec.arguments)
+        return words
+
+
+def _flag(key: str) -> str:
+    return "--" + key.lstrip("-").replace("_", "-")
 
 
 def missing_places(command: Sequence[str]) -> list[str]:

@@ -5,14 +5,12 @@ The values are checked when a topology is made, so that mistakes are found befor
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 Platform = Literal["cuda", "rocm", "xpu", "cpu"]
 Device = int | str
@@ -109,7 +107,7 @@ def found_platform(environment: Mapping[str, str] = os.environ, root: Path = Pat
     """
     if _nvidia(root):
         return "cuda"
-    if _amd(root):
+    if (root / "dev/kfd").exists():
         return "rocm"
     return "xpu" if environment.get("ZE_AFFINITY_MASK", "").strip() else "cpu"
 
@@ -126,80 +124,24 @@ def variables_of_each(devices: tuple[Device, ...]) -> list[dict[str, str]]:
 def found_devices(
     platform: Platform, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> tuple[Device, ...]:
-    """Return the devices that this process may use: those of the platform's variable, or all of the machine."""
+    """Return the devices that this process may use: those of its variable, or all NVIDIA GPUs. Those of other
+    platforms must be named.
+    """
     for variable in VARIABLES[platform]:
         if variable in environment:
             parts = [part.strip() for part in environment[variable].split(",")]
             # CUDA reads the list up to the first index that is not a device; -1 is the usual way to write "none".
             kept = parts[: parts.index("-1")] if "-1" in parts else parts
             return tuple(int(part) if part.isdigit() else part for part in kept if part)
-    found = {"cuda": _nvidia, "rocm": _amd}.get(platform)
-    return tuple(range(len(found(root)))) if found is not None else ()
+    return tuple(range(_nvidia(root))) if platform == "cuda" else ()
 
 
-def _nvidia(root: Path) -> list[str]:
-    return _entries(root / "dev", r"nvidia\d+")
-
-
-def _amd(root: Path) -> list[str]:
-    nodes = root / "sys/class/kfd/kfd/topology/nodes"
-    found = []
-    for node in _entries(nodes, r"\d+"):
-        with suppress(OSError):
-            # The processor is a node, too, without SIMD units.
-            if re.search(r"^simd_count [1-9]", (nodes / node / "properties").read_text(), re.MULTILINE):
-                found.append(node)
-    return found
-
-
-def _entries(folder: Path, pattern: str) -> list[str]:
+def _nvidia(root: Path) -> int:
+    """The number of NVIDIA GPUs of this machine."""
     try:
-        return sorted(name for name in os.listdir(folder) if re.fullmatch(pattern, name))
+        return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir(root / "dev"))
     except OSError:
-        return []
-
-
-def check_heads(model: str, tensor_parallel: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `TopologyError` if the attention heads of `model` cannot be divided among the devices of a replica. A
-    server would say so only after it has started. `model` is a folder, or a name whose files are in the local cache of
-    the Hugging Face hub. Without a `config.json` nothing is checked.
-    """
-    if tensor_parallel == 1:
-        return
-    for heads, noun in _heads(_config_of(model, environment)):
-        fits = heads % tensor_parallel == 0 or (noun == "key-value heads" and tensor_parallel % heads == 0)
-        if not fits:
-            possible = [size for size in range(1, heads + 1) if heads % size == 0]
-            problem = f"the {heads} {noun} of {model} cannot be divided among {tensor_parallel} devices."
-            raise TopologyError("tensor_parallel", problem, f"Possible: {_listed(possible)}.")
-
-
-def _heads(config: Any) -> Iterator[tuple[int, str]]:
-    if not isinstance(config, Mapping):
-        return
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
-        for key, noun in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
-            heads = part.get(key)
-            if isinstance(heads, int) and heads > 0:
-                yield heads, noun
-
-
-def _config_of(model: str, environment: Mapping[str, str]) -> Any:
-    for folder in _folders(model, environment):
-        with suppress(OSError, ValueError):
-            return json.loads((folder / "config.json").read_text())
-    return None
-
-
-def _folders(model: str, environment: Mapping[str, str]) -> Iterator[Path]:
-    yield Path(model)
-    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    # Unlike Path.expanduser, this raises nothing for a user without a home, as in many containers.
-    hub = Path(os.path.expanduser(environment.get("HF_HUB_CACHE") or Path(home) / "hub"))
-    cached = hub / f"models--{model.replace('/', '--')}"
-    with suppress(OSError):
-        yield cached / "snapshots" / (cached / "refs/main").read_text().strip()
+        return 0
 
 
 def _listed(items: Iterable[object]) -> str:

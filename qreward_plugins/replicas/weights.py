@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +13,6 @@ from .control import ServerFailed
 
 Mode = Literal["rolling", "together"]
 """`rolling`: one replica after the other. `together`: all at once, so that there is one version at a time."""
-Drain = Literal["wait", "abort"]
-"""What happens to the calls under way at a replica that is drained. `wait`: they end first. `abort`: they are cancelled
-and sent again to another replica."""
 _LONGEST_VERSION_CHARS = 200
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BESIDE = ("config.json", "generation_config.json", "tokenizer", "vocab", "merges", "special_tokens", "chat_template")
@@ -29,17 +26,15 @@ _SHOWN = 3
 class Weights:
     """The weights that a pool serves: those of the configured model (`revision` 0), or of the last update.
 
-    `version` is the name that the caller of the update gave. `identity` is equal for equal weights: a checksum that the
-    server states, a hash of the files, or a random token for weights from memory without a checksum; it is "" for the
-    configured model. `path` is the checkpoint, `files` the hash of its files; both are "" for weights that came from
-    the memory of a trainer. `in_place`: servers load them while they run; otherwise they are started with them.
-    `revision` counts the updates of the pool.
+    `version` is the name that the caller of the update gave. `identity` is equal for equal weights: a hash of the
+    files, or a random token for weights from memory; it is "" for the configured model. `path` is the checkpoint, or ""
+    for weights from the memory of a trainer. `in_place`: servers load them while they run; otherwise they are started
+    with them. `revision` counts the updates of the pool.
     """
 
     version: str = ""
     identity: str = ""
     path: str = ""
-    files: str = ""
     in_place: bool = False
     revision: int = 0
 
@@ -55,7 +50,7 @@ class Update:
 
     From memory, `begin` has the body that joins each replica to the transfer (none: nothing is to be joined), and
     `receive` the bodies of the calls by which a replica receives tensors, in order. `within_s` is the time in seconds
-    that calls under way have to end.
+    that calls under way have to end, before they are cancelled and sent again.
     """
 
     version: str
@@ -63,13 +58,13 @@ class Update:
     begin: tuple[Mapping[str, Any], ...] = ()
     receive: tuple[Mapping[str, Any], ...] = ()
     mode: Mode = "rolling"
-    drain: Drain = "wait"
     within_s: float = 600.0
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for values that no pool can carry out."""
-        _check_choice("mode", self.mode, ("rolling", "together"))
-        check_drain(self.drain, self.within_s)
+        if self.mode not in ("rolling", "together"):
+            raise ValueError(f"mode is rolling or together, not {self.mode!r}")
+        check_within(self.within_s)
         # Verdicts, logs and metrics carry it.
         version: object = self.version
         if not isinstance(version, str) or not version.isprintable() or len(version) > _LONGEST_VERSION_CHARS:
@@ -79,16 +74,10 @@ class Update:
             raise ValueError("weights from memory need a `version`")
 
 
-def check_drain(drain: object, within_s: object) -> None:
-    """Raise `ValueError` for a way to drain that there is not, or a time that no drain can take."""
-    _check_choice("drain", drain, ("wait", "abort"))
-    if isinstance(within_s, bool) or not isinstance(within_s, (int, float)) or not 0 < within_s < float("inf"):
-        raise ValueError(f"within_s is a number of seconds above 0, not {within_s!r}")
-
-
-def _check_choice(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {' or '.join(known)}, not {value!r}")
+def check_within(within_s: object) -> None:
+    """Raise `ValueError` for what is no time that calls may have to end."""
+    if isinstance(within_s, bool) or not isinstance(within_s, (int, float)) or not 0 <= within_s < float("inf"):
+        raise ValueError(f"within_s is a number of seconds from 0 on, not {within_s!r}")
 
 
 def checkpoint_files(path: str, *, folder: bool) -> str:

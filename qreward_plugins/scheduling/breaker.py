@@ -89,11 +89,6 @@ class Breaker:
         self._overdue_probes = 0
         self._probing = False
 
-    def retune(self, failures_to_open: float, recovery_s: float | None) -> None:
-        """Change threshold and recovery time. An open circuit stays open as long as it was to."""
-        self._failures_to_open, self._recovery_s = failures_to_open, recovery_s
-        self._cooldown_s = self._first_s
-
     def wait_s(self, now: float) -> float:
         """Seconds until an attempt may pass; infinity while a probe is under way."""
         if self.closed:

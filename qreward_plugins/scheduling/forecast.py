@@ -61,9 +61,9 @@ class Forecast:
         self._queue = queue
         self._prefer_cost = prefer_cost
         self._unneeded: set[str] = set()
-        self.tail = next((upstream.silence.tail for upstream in upstreams.values()), None) or Tail()
+        self.tail = next((upstream.health.tail for upstream in upstreams.values()), None) or Tail()
         for upstream in upstreams.values():
-            upstream.silence.tail = self.tail
+            upstream.health.tail = self.tail
         self._ends: dict[str, float] = {}
         self._made_at = -math.inf
         self._made_for = -1
@@ -78,7 +78,7 @@ class Forecast:
         self._ends.clear()
         self._made_at = self._pressure_at = -math.inf
         for upstream in self._upstreams.values():
-            upstream.silence.tail = self.tail
+            upstream.health.tail = self.tail
 
     def expected_s(self, upstream: Upstream, size: float) -> float:
         """Latency to expect of a request of `size` bytes; for a source that has not answered yet, the mean of the

@@ -17,15 +17,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from ..quotas.quota import Quota
-from .breaker import SAMPLES_TO_OPEN, Breaker, Culprits
-from .latency import Speed, Tail
+from .breaker import SAMPLES_TO_OPEN, Culprits
+from .latency import Tail
 
 if TYPE_CHECKING:
     from .attempts import Attempt
+    from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -59,55 +59,20 @@ _MEMORY = 500
 """Approximate number of replies behind the share of valid ones; older ones fade exponentially."""
 
 
-class Silence:
-    """Counts the overdue answers of one source. Times are seconds of the event loop's clock."""
-
-    def __init__(self, live: Mapping[Attempt, None], speed: Speed, tail: Tail) -> None:
-        self._live, self._speed = live, speed
-        self.tail = tail
-        """Shared by the sources of an event loop, so that they learn together."""
-        self._heard_at = -math.inf
-        self._missing = 0.0
-        self._counted_at = -math.inf
-
-    def heard(self, now: float) -> None:
-        """Note that the source ended an attempt: an answer, an error or a refusal."""
-        self._heard_at = now
-        self._counted_at = -math.inf
-
-    def excuse(self, *, since: float, now: float) -> None:
-        """Leave out the time from `since` to `now`, in which this process could not read answers."""
-        self._counted_at = -math.inf
-        if self._heard_at > -math.inf:
-            self._heard_at = min(now, self._heard_at + now - since)
-
-    def missing(self, now: float) -> float:
-        """The expected number of answers since the last sign of life."""
-        if not self._live or not self._speed.known:
-            return 0.0
-        # Time without any request under way is no silence.
-        if now - max(self._heard_at, next(iter(self._live)).started_at) < SHORTEST_SILENCE_S:
-            return 0.0
-        if now - self._counted_at >= _FRESH_S:
-            self._counted_at = now
-            # Calls that share a request are answered together.
-            self._missing = sum(self._missing_of(attempt, now) / attempt.together for attempt in self._live)
-        return self._missing
-
-    def _missing_of(self, attempt: Attempt, now: float) -> float:
-        longest_s = SLOWED * attempt.longest_s
-        age_s, when_heard_s = now - attempt.started_at, self._heard_at - attempt.started_at
-        return self.tail.hazard(age_s / longest_s) - self.tail.hazard(when_heard_s / longest_s)
-
-
 class Health:
     """The health of one source. Times are seconds of the event loop's clock.
 
-    `local`: a function on this machine, which is never silent: if it hangs, the sample is to blame.
+    A function on this machine is never silent: if it hangs, the sample is to blame.
     """
 
-    def __init__(self, name: str, quota: Quota, breaker: Breaker, silence: Silence, *, local: bool) -> None:
-        self._name, self._quota, self._breaker, self._silence, self._local = name, quota, breaker, silence, local
+    def __init__(self, upstream: Upstream, tail: Tail) -> None:
+        self._upstream, self._name = upstream, upstream.name
+        self.tail = tail
+        """Shared by the sources of an event loop, so that they learn together."""
+        self._heard_at = -math.inf
+        self._overdue = 0.0
+        """Overdue answers at `_counted_at`."""
+        self._counted_at = -math.inf
         self._last: deque[bool] = deque(maxlen=_WINDOW)
         """Whether each of its last replies was valid."""
         self._valid_at = -math.inf
@@ -146,7 +111,7 @@ class Health:
 
     def looks_dead(self, now: float) -> bool:
         """Whether answers are overdue, or the last attempts failed."""
-        return self._breaker.failures_in_row >= FAILURES_TO_AVOID or self._missing(now) >= DOUBTED_AT
+        return self._upstream.breaker.failures_in_row >= FAILURES_TO_AVOID or self._missing(now) >= DOUBTED_AT
 
     @property
     def refusing(self) -> bool:
@@ -156,15 +121,21 @@ class Health:
     @property
     def open_for_silence(self) -> bool:
         """Whether the circuit is open because of silence, and nothing has come from the source since."""
-        return self._open_for_silence and not self._breaker.closed
+        return self._open_for_silence and not self._upstream.breaker.closed
 
     # Ends of attempts
 
     def heard(self, now: float) -> None:
         """Note that the source ended an attempt: an answer, an error or a refusal."""
-        if not self._local:
-            self._silence.heard(now)
-            self._open_for_silence = False
+        self._heard_at = now
+        self._counted_at = -math.inf
+        self._open_for_silence = False
+
+    def excuse(self, *, since: float, now: float) -> None:
+        """Leave the time from `since` to `now`, in which this process could not read answers, out of its silence."""
+        self._counted_at = -math.inf
+        if self._heard_at > -math.inf:
+            self._heard_at = min(now, self._heard_at + now - since)
 
     def answered(self, now: float, *, said_sent: bool) -> None:
         """Note a reply. `said_sent`: the source reported before that the request was sent."""
@@ -189,32 +160,32 @@ class Health:
         if valid:
             self._valid_at = now
         if valid or not (alternative and self.degraded):
-            self._breaker.succeeded()
+            self._upstream.breaker.succeeded()
         elif probe:
-            self._breaker.failed(now, probe=True, in_flight=self._quota.in_flight)
-        elif self._breaker.trip(now):
+            self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
+        elif self._upstream.breaker.trip(now):
             _log.warning(
                 "source %s gives mostly invalid replies: circuit open for %.0f s, then one request probes it",
                 self._name,
-                self._breaker.wait_s(now),
+                self._upstream.breaker.wait_s(now),
             )
 
     def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> bool:
         """Note a transient failure of a request of these samples; return whether the circuit opens because of it."""
         self._last_error = error
         return self._log_outage(
-            self._breaker.failed(now, probe=probe, in_flight=self._quota.in_flight, samples=samples)
+            self._upstream.breaker.failed(now, probe=probe, in_flight=self._upstream.quota.in_flight, samples=samples)
         )
 
     def excuses(self, attempt: Attempt) -> bool:
         """Whether its sample cannot be to blame for the failure of `attempt`: the request was not sent, or several
         samples fail and none was answered since this one was submitted.
         """
-        if self._local:
+        if self._upstream.local:
             return False
         # A source that has answered without reporting that it sent never reports that.
         unsent = not attempt.sent and not self._silent_senders
-        several = len(self._breaker.failing) >= SAMPLES_TO_OPEN and self.answered_at < attempt.job.submitted_at
+        several = len(self._upstream.breaker.failing) >= SAMPLES_TO_OPEN and self.answered_at < attempt.job.submitted_at
         self.down_for_all = unsent or several
         return self.down_for_all
 
@@ -228,11 +199,11 @@ class Health:
         self._refused.add(attempt.samples)
         if attempt.decides:
             self._refused_probes += 1
-            self._breaker.failed(now, probe=True, in_flight=self._quota.in_flight)
-        elif len(self._refused) >= REFUSED_TO_OPEN and self._breaker.trip(now):
+            self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
+        elif len(self._refused) >= REFUSED_TO_OPEN and self._upstream.breaker.trip(now):
             _log.error("source %s refuses its requests, circuit open until it answers a probe: %s", self._name, reason)
         elif attempt.probe:
-            self._breaker.abandoned(probe=attempt.decides)
+            self._upstream.breaker.abandoned(probe=attempt.decides)
         if certain or self._refused_probes >= (PROBES_WHILE_UNUSABLE if self.unusable else PROBES_TO_UNUSABLE):
             self._refused_probes = 0
             self.mark_unusable(reason, now)
@@ -243,13 +214,13 @@ class Health:
         """Check for silence when `attempt` has grown older. Return whether the circuit opens, or stays open because
         this attempt is an overdue probe.
         """
-        if attempt.probe and not self._breaker.closed:
+        if attempt.probe and not self._upstream.breaker.closed:
             overdue = attempt.overdue and not attempt.superseded
             if overdue:
                 attempt.superseded = True
-                self._breaker.overdue(now)
+                self._upstream.breaker.overdue(now)
             return overdue
-        opened = self._missing(now) >= SILENT_AT and self._breaker.trip(now)
+        opened = self._missing(now) >= SILENT_AT and self._upstream.breaker.trip(now)
         if opened:
             self._open_for_silence = True
             self._last_error = "it stopped answering"
@@ -257,7 +228,7 @@ class Health:
 
     def mark_unusable(self, reason: str, now: float) -> None:
         """Note that the source is unusable, and log an error."""
-        self._breaker.trip(now)
+        self._upstream.breaker.trip(now)
         if not self.unusable:
             _log.error("source %s is unusable, samples without another source fail at once: %s", self._name, reason)
         self.unusable = reason
@@ -266,11 +237,11 @@ class Health:
 
     def state(self, *, paused: bool) -> str:
         """The state in one or two words."""
-        if self.unusable or (self.refusing and not self._breaker.closed):
+        if self.unusable or (self.refusing and not self._upstream.breaker.closed):
             return "unusable"
         if paused:
             return "paused"
-        if not self._breaker.closed:
+        if not self._upstream.breaker.closed:
             return "down"
         return "degraded" if self.degraded else "up"
 
@@ -278,21 +249,39 @@ class Health:
         """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
         if self.unusable:
             return f"{self._name} is unusable ({self.unusable})"
-        if not self._breaker.closed:
+        if not self._upstream.breaker.closed:
             problem = f"is down ({self._last_error})" if self._last_error else "has an open circuit"
             return f"{self._name} {problem}"
         return f"{self._name} throttles" if paused else ""
 
     def _missing(self, now: float) -> float:
-        return 0.0 if self._local else self._silence.missing(now)
+        """The expected number of answers since the last sign of life."""
+        upstream = self._upstream
+        if upstream.local or not upstream.live or not upstream.speed.known:
+            return 0.0
+        # Time without any request under way is no silence.
+        if now - max(self._heard_at, next(iter(upstream.live)).started_at) < SHORTEST_SILENCE_S:
+            return 0.0
+        if now - self._counted_at >= _FRESH_S:
+            self._counted_at = now
+            # Calls that share a request are answered together.
+            self._overdue = sum(self._missing_of(attempt, now) / attempt.together for attempt in upstream.live)
+        return self._overdue
+
+    def _missing_of(self, attempt: Attempt, now: float) -> float:
+        longest_s = SLOWED * attempt.longest_s
+        age_s, when_heard_s = now - attempt.started_at, self._heard_at - attempt.started_at
+        return self.tail.hazard(age_s / longest_s) - self.tail.hazard(when_heard_s / longest_s)
 
     def _log_outage(self, opened: bool) -> bool:
         # One line for a cause. A text that differs each time (a request's number in it) gets one for the 1st, 2nd, 4th,
         # 8th ... probe that failed: a source that is down may be probed every second.
-        probes = self._breaker.probes
+        probes = self._upstream.breaker.probes
         if opened and self._last_error != self._logged_error and not probes & (probes - 1):
             self._logged_error = self._last_error
             _log.warning(
-                "source %s is down (%s); one request at a time probes it until it answers", self._name, self._last_error
+                "source %s is down (%s); one request at a time probes it until it answers",
+                self._name,
+                self._last_error,
             )
         return opened

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SampleFault, TransientError
 from .attempts import Attempt
-from .jobs import MAX_FORGIVEN, MAX_RESTARTS, Job
+from .jobs import MAX_FORGIVEN, MAX_RESTARTS
 from .queue import ReadyQueue
 from .upstream import Upstream
 
@@ -42,14 +42,12 @@ FIRST_ROOM_S = 5.0
 each time, so that a source that has become slow can answer."""
 USUAL_TIMES = 8.0
 """Multiple of the expected latency that a call may take while others wait: its slice."""
+MOST_DOUBLINGS = 10
+"""How often the slice doubles at most while no call ends: every new worker has to import its modules first."""
 SHORTEST_SLICE_S = 5.0
 """Shortest slice: a worker that has just started may still be importing modules."""
 FIRST_SLICE_S = 15.0
 """Slice while no call has ended yet, so that the usual latency is unknown."""
-MOST_DOUBLINGS = 10
-"""How often the slice doubles at most while no call ends: every new worker has to import its modules first."""
-LAST_TRY_KEEPS_WAITING = 0.1
-"""Patience of a waiting sample before another's last try is ended, as a share of its whole time to the deadline."""
 
 
 class Preemption:
@@ -119,7 +117,7 @@ class Preemption:
             if waiting is None or waiting.last:
                 continue
             for attempt in list(upstream.live):
-                due_at = _slice_end(attempt, waiting)
+                due_at = _slice_end(attempt)
                 if due_at <= now:
                     self._end_slice(attempt, now)
                 else:
@@ -173,16 +171,12 @@ class Preemption:
         self._retry_policy.transient(attempt, TransientError(why), now, excused=excused)
 
 
-def _slice_end(attempt: Attempt, waiting: Job) -> float:
-    """When `attempt` has to make room for `waiting`; infinity if it has not been sent yet, or is being ended."""
+def _slice_end(attempt: Attempt) -> float:
+    """When `attempt` has to make room for others; infinity if it has not been sent yet, or is being ended."""
     if attempt.result or attempt.given_up:
         return math.inf
     upstream, slice_s = attempt.upstream, FIRST_SLICE_S
     if upstream.speed.known:
         slice_s = max(SHORTEST_SLICE_S, USUAL_TIMES * upstream.speed.expected_s(attempt.size))
     rounds = upstream.preempted // max(1, upstream.quota.concurrency)
-    due_at = attempt.sent_at + slice_s * 2.0 ** min(rounds, MOST_DOUBLINGS)
-    if attempt.job.last:
-        patience_s = LAST_TRY_KEEPS_WAITING * (waiting.deadline_at - waiting.submitted_at)
-        due_at = max(due_at, waiting.submitted_at + patience_s)
-    return due_at
+    return attempt.sent_at + slice_s * 2.0 ** min(rounds, MOST_DOUBLINGS)

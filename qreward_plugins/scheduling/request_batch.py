@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceError, Throttled, TransientError
 from ..quotas.reservation import Reservation
 from ..sources.base import Reply
-from .jobs import Job
-from .latency import SAFETY
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -53,8 +51,6 @@ class RequestBatch:
         """Bytes of the calls that it carries, as in `Request.size`."""
         self.tokens = 0
         """Estimate of their tokens."""
-        self.deadline_at = math.inf
-        """Earliest deadline of the calls that can meet theirs; infinity if there is none."""
         self.carried: tuple[Attempt, ...] = ()
         """The attempts of the request that is under way. Empty once all have left it, because a job that goes again
         would keep all these samples in memory."""
@@ -97,14 +93,6 @@ class RequestBatch:
         self._answers[attempt] = asyncio.get_running_loop().create_future()
         self.size += attempt.request.size
         self.tokens += tokens
-        if self._answers_by(attempt.job.deadline_at, self.size):
-            self.deadline_at = min(self.deadline_at, attempt.job.deadline_at)
-
-    def too_slow_with(self, job: Job) -> bool:
-        """Whether a call that can meet its deadline now, `job` or one that joined, would miss it if `job` joined."""
-        in_time = self._answers_by(job.deadline_at, job.size)
-        earliest_at = min(self.deadline_at, job.deadline_at) if in_time else self.deadline_at
-        return not self._answers_by(earliest_at, self.size + job.size)
 
     def has_answered(self, attempt: Attempt) -> bool:
         """Whether the answer to `attempt` is here, which `answer` will return in the next steps of the event loop."""
@@ -153,10 +141,6 @@ class RequestBatch:
             # Error, traceback and frame would keep each other in memory.
             del result
 
-    def _answers_by(self, deadline_at: float, size: int) -> bool:
-        # From when it was opened, because the planner and `RequestBatches.place` ask at different times and must agree.
-        return self.opened_at + SAFETY * self._upstream.speed.expected_s(size) <= deadline_at
-
     def _send(self) -> None:
         self._outdated = False
         self.carried = tuple(self._answers)
@@ -191,9 +175,7 @@ class RequestBatch:
                     self.task.cancel()
                 raise asyncio.CancelledError
         self._reservation.sent(now)
-        requests = tuple([attempt.request for attempt in self.carried])
         for attempt in self._answers:
-            attempt.together_with = requests
             attempt.note_sent(now)
 
     def _settle(self, task: asyncio.Task[Sequence[Result]]) -> None:

@@ -5,8 +5,8 @@ own: one request and one unit of concurrency, whatever it carries. Its attempts 
 
 Attempts join the open batch of their source as long as the planner places calls there. It is sent
 
-- at once when it is full: it has `max_size` calls, or the next one would exceed `max_tokens` or make the request so
-  slow that a deadline is missed, or it has its part of the calls that wait. That part is equal for all free places of a
+- at once when it is full: it has `max_size` calls, or the next one would exceed `max_tokens`, or it has its part of
+  the calls that wait. That part is equal for all free places of a
   source that declares its concurrency; otherwise all calls would go to one place while the others idle. At a source
   that does not, it is everything that waits;
 - at the end of the pump, because nothing else can join it now;
@@ -72,8 +72,6 @@ class RequestBatches:
         """The open batch that `job` may join; None if there is none."""
         batch = self._open.get(job.most_together)
         if batch is None or self._alone(job) or self._exceeds(batch, self._upstream.tokens(job.request)):
-            return None
-        if batch.too_slow_with(job):
             return None
         # A hedge must not stand in the same request as the attempt that it is for.
         return None if any(attempt.request_batch is batch for attempt in job.live) else batch

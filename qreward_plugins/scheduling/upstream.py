@@ -24,7 +24,7 @@ from ..sources.base import Reply, Request
 from .batches import WaitReason, WaitReasons
 from .breaker import Breaker
 from .budgets import DollarBudget
-from .health import Health, Silence
+from .health import Health
 from .latency import Speed, Tail
 from .pauses import Pauses, ThrottledSamples
 
@@ -69,8 +69,7 @@ class Upstream:
         """Replies that it gave, valid or not."""
         self.live: dict[Attempt, None] = {}
         """Attempts under way here."""
-        self.silence = Silence(self.live, self.speed, Tail())
-        self.health = Health(self.name, quota, self.breaker, self.silence, local=self.local)
+        self.health = Health(self, Tail())
         self._logged_limit = ""
         """The last logged message about a limit learned from 429s, which is not logged again."""
         self.pauses = Pauses()
@@ -104,8 +103,7 @@ class Upstream:
             self.speed = other.speed
         if same_account:
             self.breaker, self.pauses = other.breaker, other.pauses
-        self.silence = Silence(self.live, self.speed, other.silence.tail)
-        self.health = Health(self.name, self.quota, self.breaker, self.silence, local=self.local)
+        self.health = Health(self, other.health.tail)
 
     def hold(self, why: str) -> bool:
         """Take no further calls, because `why`, until this is called with "". Those under way go on. Returns whether
@@ -287,7 +285,7 @@ class Upstream:
         """Leave the time from `since` to `now`, in which this process could not read answers, out of ages and
         silence.
         """
-        self.silence.excuse(since=since, now=now)
+        self.health.excuse(since=since, now=now)
         for attempt in self.live:
             if attempt.started_at <= since:
                 attempt.started_at += now - since

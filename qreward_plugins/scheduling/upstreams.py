@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from ..config import Budget, Config, Limits, configured_name
 from ..errors import ConfigurationError, Mistake
-from ..observers import Observers, ReplicaChanged
+from ..observers import Observers
 from ..quotas.ledger import FOR_GOOD_S
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
@@ -90,8 +90,8 @@ def listen(
     """
 
     def handle(source: Any) -> None:
-        for change in source.look():
-            observers.emit(ReplicaChanged(loop.time(), *change))
+        for change in source.changes():
+            observers.emit(change)
         on_change()
 
     def changed(source: Any) -> None:  # any thread may call this

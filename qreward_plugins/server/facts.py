@@ -19,7 +19,7 @@ from ..sources.kind import own_settings
 _ASKING = {"priority"}
 """Keys of a judge that say when it is asked, not what it says."""
 _CANNOT_MATTER = frozenset(
-    {"url", "base_url", "api_key", "api_keys", "api_key_env", "verify_tls", "client", "httpx", "routing", "workers"}
+    {"url", "base_url", "api_key", "api_key_env", "verify_tls", "client", "httpx", "routing", "workers"}
     | {"max_reply_bytes", "data_parallel", "devices", "placement", "start_within_s", "stop_within_s", "restarts"}
     | {"log_folder"}
 )

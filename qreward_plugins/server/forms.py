@@ -19,11 +19,11 @@ import orjson
 from aiohttp import web
 
 from ..client.rows import FRAMEWORK_PROMPT
+from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..errors import InputError
 from ..files import message_list, sample_of, to_result
 from ..samples import Failed, Outcome, Sample, Scored
 from ..samples.check import Unreadable
-from .model_calls.formats import read_priority
 from .proxy import PREFIXES, in_form
 
 _MISSING_STATUS = {"verdict": 502, "policy": 422}
@@ -122,7 +122,9 @@ def read_score(body: Mapping[str, Any]) -> ScoreRequest:
     ):
         raise InputError("deadline_s must be a number of seconds above 0")
     if priority is not None:
-        priority = read_priority(priority, "priority")
+        priority = PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
+            raise InputError("priority must be a whole number, or high, normal or low")
     if "samples" not in rest:
         return ScoreRequest([_sample_of_row(rest, _BODY)], True, deadline_s, priority, together)
     rows = rest.pop("samples")

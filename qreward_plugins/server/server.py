@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,6 @@ from ..system.threads import cancel_futures
 from .access import OPEN_PATHS, Access
 from .facts import facts_of
 from .forms import FORMS, Form, Refused, ScoreRequest, json_reply, read_score, result_of
-from .model_calls.formats import read_terms
 from .proxy import ProxyPaths, written
 
 _log = logging.getLogger("qreward_plugins.server")
@@ -351,10 +349,7 @@ async def _arrived(request: web.Request) -> None:
 
 
 async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreRequest]) -> ScoreRequest:
-    """Return what a body asks for; deadline and priority of the headers come first.
-
-    A large body is read in a thread, so that other callers do not wait.
-    """
+    """Return what a body asks for. A large one is read in a thread, so that other callers do not wait."""
 
     def parse() -> ScoreRequest:
         try:
@@ -366,13 +361,7 @@ async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreR
         return read(parsed)
 
     body = await request.read()
-    asked = parse() if len(body) < _LARGE_BODY_BYTES else await to_thread.run_sync(parse)
-    deadline_s, priority = read_terms(request.headers)
-    return replace(
-        asked,
-        deadline_s=asked.deadline_s if deadline_s is None else deadline_s,
-        priority=asked.priority if priority is None else priority,
-    )
+    return parse() if len(body) < _LARGE_BODY_BYTES else await to_thread.run_sync(parse)
 
 
 def _failed_row(sample: Sample, error: BaseException) -> Mapping[str, Any]:

@@ -41,8 +41,7 @@ def channel_of(config: Config, *, processes: int = 1) -> OpenedChannel | None:
     With `auto`, a machine's keeper is for declared rates, and not for `processes` above 1: whoever counts the processes
     that share the limits may have them on several machines, and each keeps to an equal part.
     """
-    engine, rates = config.engine, has_rates(config) and processes == 1
-    return open_channel(engine.shared, directory=engine.shared_directory, has_rates=rates)
+    return open_channel(config.engine.shared, has_rates=has_rates(config) and processes == 1)
 
 
 def has_rates(config: Config) -> bool:
@@ -53,7 +52,7 @@ def has_rates(config: Config) -> bool:
 
 
 def open_channel(
-    shared: Literal["auto", "ray", "machine", "local", "off"], *, directory: str | None = None, has_rates: bool = True
+    shared: Literal["auto", "ray", "machine", "local", "off"], *, has_rates: bool = True
 ) -> OpenedChannel | None:
     """Open the channel to a keeper; None if limits are not shared: for `local` and `off`. `auto` is the keeper of the
     Ray job where Ray is initialised, otherwise that of this machine if there are rates to keep, outside of simulated
@@ -75,7 +74,7 @@ def open_channel(
     if shared == "machine" or (shared == "auto" and has_rates and has_sockets and not _in_simulated_time()):
         from .machine_channel import MachineChannel
 
-        return MachineChannel(directory)
+        return MachineChannel()
     return None
 
 

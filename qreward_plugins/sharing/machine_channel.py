@@ -92,14 +92,14 @@ class _Connection:
 
 
 class MachineChannel:
-    """The `Channel` to the keeper of this user on this machine. `directory`: `engine.shared_directory`.
+    """The `Channel` to the keeper of this user on this machine.
 
-    Raises `ConfigurationError` if the directory cannot be used.
+    Raises `ConfigurationError` if the private directory cannot be used.
     """
 
-    def __init__(self, directory: str | None = None) -> None:
+    def __init__(self) -> None:
         self.kept_by = ""
-        self._directory = os.fspath(private_directory(directory))
+        self._directory = os.fspath(private_directory())
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[_Connection] | None = None
 
@@ -162,7 +162,7 @@ class MachineChannel:
                     self.kept_by = f"process {connection.pid} of this machine"
                     return connection
                 if now >= start_at:
-                    private_directory(self._directory)  # it may have been removed
+                    private_directory()  # it may have been removed
                     await in_thread(functools.partial(_start, self._directory))
                     start_at = loop.time() + START_AGAIN_S
             except OSError as error:

@@ -22,21 +22,16 @@ LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 USUAL = "/tmp/qreward-{uid}"
 """The default."""
 VARIABLE = "QREWARD_SHARED_DIRECTORY"
-"""The environment variable with another default."""
-_KEY = "engine.shared_directory"
+"""The environment variable with another directory."""
 
 
-def private_directory(configured: str | None = None) -> Path:
-    """Return the directory, made if it does not exist. `configured`: `engine.shared_directory`.
+def private_directory() -> Path:
+    """Return the directory, made if it does not exist.
 
     Raises `ConfigurationError` if sockets in it would have too long a path, or if it cannot be made, is no directory,
-    belongs to another user, is open to others, or is read-only. What another user has put in its place is refused, and
-    left alone.
+    belongs to another user, or is open to others. What another user has put in its place is refused, and left alone.
     """
-    usual = os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())
-    path = Path(usual if configured is None else configured).expanduser()
-    if not path.is_absolute():
-        path = Path.cwd() / path
+    path = Path(os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())).expanduser().absolute()
     length = len(os.fsencode(path)) + 1 + len(SOCKET)
     if length > LONGEST_SOCKET_PATH:
         problem = f"{path} is too long: a socket in it would have a path of {length} bytes, and a system takes "
@@ -55,15 +50,12 @@ def private_directory(configured: str | None = None) -> Path:
         problem = f"{path} belongs to another user (uid {found.st_uid}; this process has uid {os.getuid()})."
         raise _refused(problem, "Processes of one user share nothing with others. Name a directory of this user.")
     if not stat.S_ISDIR(found.st_mode):
-        what = "a symbolic link, which is not followed" if stat.S_ISLNK(found.st_mode) else "no directory"
-        raise _refused(f"{path} is {what}.", "Name another one, or remove it.")
+        raise _refused(f"{path} is no directory (a link is not followed).", "Name another one, or remove it.")
     if found.st_mode & 0o077:
         problem = f"{path} is not private: other users may enter it (mode {stat.S_IMODE(found.st_mode):o})."
         raise _refused(problem, f"Run: chmod 700 {path}")
-    if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        raise _refused(f"{path} cannot be written to.", "Name a directory that this user may write to.")
     return path
 
 
 def _refused(problem: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError([Mistake(_KEY, problem, remedy)])
+    return ConfigurationError([Mistake(VARIABLE, problem, remedy)])

@@ -8,12 +8,13 @@ from .bound import Job, makespan_bound_s
 from .clock import Deadlock, VirtualTimeLoop, run
 from .draws import Draw, Luck, Trace, score_of
 from .request_server import Served
-from .scenarios import SCENARIOS, Scenario, scenario
+from .scenarios import FAULTS, SCENARIOS, Scenario, scenario
 from .servers import Fault, Server, random_faults, random_servers
 from .simulated_server import SimulatedServer
 from .sources import Behaviour, SimulatedSource
 
 __all__ = [
+    "FAULTS",
     "SCENARIOS",
     "Behaviour",
     "Deadlock",

@@ -46,6 +46,8 @@ ABSURD_LIMITS: Mapping[str, float] = {
 DEADLINE_S = 7200.0
 """More than all samples of a trial need."""
 _KEY = "poison"
+ALWAYS_THROTTLED: Mapping[str, Any] = {_KEY: "throttled"}
+"""The extras of a sample that every server throttles on every try."""
 _SHARE_OF_TRIALS = 0.2
 
 

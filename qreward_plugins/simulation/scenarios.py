@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from ..judges import LLMJudge
 from ..samples import Sample
 from .bound import Job, makespan_bound_s
 from .draws import Luck, Trace, completion_tokens, normal, prompt_tokens
+from .poison import ALWAYS_THROTTLED
 from .servers import Fault, Server
 from .simulated_server import SimulatedServer
 
@@ -44,7 +45,10 @@ request."""
 
 @dataclass(frozen=True)
 class Scenario:
-    """Servers and samples. `count` samples arrive at once, or over the first `spread_s` seconds."""
+    """Servers and samples. `count` samples arrive at once, or over the first `spread_s` seconds.
+
+    The first `poisoned` samples are throttled on every try. `engine` are keys of the `engine:` of our configuration.
+    """
 
     name: str
     title: str
@@ -52,6 +56,8 @@ class Scenario:
     count: int = 512
     spread_s: float = 0.0
     seed: int = 0
+    poisoned: int = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
     def samples(self) -> list[Sample]:
         """The samples. Their hidden work is `extras["work"]`; their id contains the seed."""
@@ -65,7 +71,7 @@ class Scenario:
                     messages=[{"role": "user", "content": "?"}],
                     response=f"{name} ".ljust(length, "x"),
                     group_id=f"{self.seed}-{number // GROUP_SIZE}",
-                    extras={"work": work},
+                    extras={"work": work, **(ALWAYS_THROTTLED if number < self.poisoned else {})},
                     id=name,
                 )
             )
@@ -83,7 +89,7 @@ class Scenario:
         return {
             "sources": {server.name: server.source() for server in self.servers},
             "judges": {"quality": dict(JUDGE)},
-            "engine": {"seed": self.seed, "deadline_s": 36_000.0, "max_attempts": 30, **engine},
+            "engine": {"seed": self.seed, "deadline_s": 36_000.0, "max_attempts": 30, **engine, **self.engine},
         }
 
     def sources(self, trace: Trace | None = None) -> dict[str, SimulatedServer]:
@@ -133,12 +139,16 @@ class Scenario:
 
 
 def scenario(name: str, samples: int = 512, seed: int = 0) -> Scenario:
-    """The scenario `name` (one of `SCENARIOS`) with this many samples.
+    """The scenario `name` (one of `SCENARIOS` or `FAULTS`) with this many samples.
 
     Raises `ValueError` for an unknown name.
     """
+    if name in _FAULTS:
+        title, servers, further = _FAULTS[name]
+        made = Scenario(name, title, servers, samples, seed=seed, **further)
+        return replace(made, engine={**_DEFAULTS, **made.engine})
     if name not in _SCENARIOS:
-        raise ValueError(f"unknown scenario {name!r}; known: {', '.join(SCENARIOS)}")
+        raise ValueError(f"unknown scenario {name!r}; known: {', '.join((*SCENARIOS, *FAULTS))}")
     title, servers, faults = _SCENARIOS[name]
     made = Scenario(name, title, servers, samples, spread_s=60.0 if name == "streamed" else 0.0, seed=seed)
     if faults is None:
@@ -240,8 +250,68 @@ _SCENARIOS: dict[str, tuple[str, tuple[Server, ...], tuple[Fault, ...] | None]] 
     ),
 }
 
+_DEFAULTS: dict[str, Any] = {"max_attempts": 6, "deadline_s": 600.0}
+"""Those of the engine, unlike in the other scenarios: what a fault costs is also who gets no score."""
+_HANGS: dict[str, Any] = {"straggler_share": 0.02, "straggler_factor": 1e6}
+"""2 % of the requests are not answered before any time limit."""
+
+_FAULTS: dict[str, tuple[str, tuple[Server, ...], dict[str, Any]]] = {
+    "hangs": (
+        "2 % of the requests are never answered, and hedging is off",
+        _four(**_HANGS),
+        {"engine": {"scheduling": {"hedge": False}}},
+    ),
+    "hangs-at-once": (
+        "the only server never answers what it gets in the first 60 s",
+        (_server("a", 900, 64, faults=(Fault(0.0, 60.0, "hang"),)),),
+        {},
+    ),
+    "hangs-for-a-while": (
+        "one server of two never answers what it gets from 5 to 85 s",
+        (_server("a", 300, 32, faults=(Fault(5.0, 85.0, "hang"),)), _server("b", 60, 8)),
+        {},
+    ),
+    "hangs-later": (
+        "the only server never answers what it gets from 5 to 85 s",
+        (_server("a", 300, 32, faults=(Fault(5.0, 85.0, "hang"),)),),
+        {},
+    ),
+    "nonsense": (
+        "four of five replies of one server of two have no verdict",
+        (_server("a", 600, 64, invalid_share=0.8), _server("b", 300, 16)),
+        {},
+    ),
+    "always-throttled": (
+        "the only server answers 3 samples with 429 whatever comes, and nobody declares a limit",
+        (_server("a", 600, 64, declared=False),),
+        {"poisoned": 3},
+    ),
+    "small-fallback": (
+        "the large server of two refuses connections for 80 s",
+        (_server("a", 900, 64, faults=(Fault(0.0, 80.0, "refuse"),)), _server("b", 60, 8)),
+        {},
+    ),
+    "undeclared-window": (
+        "the only server admits 120 requests a minute, which nobody declares",
+        (_server("a", 120, 64, declared=False),),
+        {},
+    ),
+    "storm": (
+        "the only server throttles everything for 2 s",
+        (_server("a", 300, 64, faults=(Fault(8.0, 10.0, "throttle", 0.5),)),),
+        {},
+    ),
+    "all-errors": (
+        "four of five requests fail in the first 60 s at the only server",
+        (_server("a", 900, 64, faults=(Fault(0.0, 60.0, "errors", 0.8),)),),
+        {"engine": {"deadline_s": 300.0}},
+    ),
+}
+
 SCENARIOS = tuple(_SCENARIOS)
 """The names of the scenarios."""
+FAULTS = tuple(_FAULTS)
+"""The names of further scenarios, each for what a scheduler does about one fault."""
 
 
 def _normal(rng: random.Random) -> float:

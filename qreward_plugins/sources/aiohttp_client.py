@@ -25,7 +25,7 @@ from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
 from .http import KEEP_ALIVE_S, Connecting, HTTPClient, os_reason
-from .http_reading import ACCEPTED, Decoder, HTTPReply, Incoming, Reading, Timer, Undecodable, decoder_of
+from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading, Timer
 
 if TYPE_CHECKING:
     from multidict import CIMultiDictProxy
@@ -43,19 +43,11 @@ class AiohttpReply(Incoming):
         self.headers = headers
         self._content = content
         self._close = close
-        self._decoded: _Decoded | None = None
 
     def chunks(self) -> AsyncIterator[bytes]:
-        if self._decoded is None and self.headers.get("Content-Encoding"):
-            # A header that comes twice is a list (RFC 9110, section 5.3).
-            decoder = decoder_of(", ".join(self.headers.getall("Content-Encoding")))
-            # One for all readers, so that the next one goes on where the last one stopped.
-            self._decoded = None if decoder is None else _Decoded(self._content, decoder)
-        return self._decoded or self._content.iter_any()
+        return self._content.iter_any()
 
     async def body(self, limit: int) -> bytes | None:
-        if self.headers.get("Content-Encoding"):
-            return await super().body(limit)
         content = self._content
         first = await content.readany()
         if content.at_eof():  # mostly the whole body has come with the headers
@@ -70,25 +62,6 @@ class AiohttpReply(Incoming):
 
     def abort(self) -> None:
         self._close()
-
-
-class _Decoded(AsyncIterator[bytes]):
-    """A compressed body, decompressed piece by piece."""
-
-    def __init__(self, content: aiohttp.StreamReader, decoder: Decoder) -> None:
-        self._content = content
-        self._decoder = decoder
-        self._pieces: Iterator[bytes] = iter(())
-
-    async def __anext__(self) -> bytes:
-        while True:
-            for piece in self._pieces:
-                return piece
-            chunk = await self._content.readany()
-            if not chunk:
-                self._decoder.end()
-                raise StopAsyncIteration
-            self._pieces = self._decoder.feed(chunk)
 
 
 @contextmanager
@@ -235,7 +208,6 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
                 ssl=self._connecting.verify_tls,
             ),
             headers={"Accept-Encoding": ACCEPTED, **self._headers},
-            # See `http_reading`.
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, connect=self._connecting.connect_s),
@@ -315,8 +287,8 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             return TransientError(f"{where}: could not connect{_reason(error)}")
         if isinstance(error, aiohttp.ServerDisconnectedError):
             return TransientError(f"{where}: the server closed the connection without an answer")
-        if isinstance(error, (aiohttp.ClientPayloadError, Undecodable)):
-            return TransientError(f"{where}: the body of the reply broke off or could not be decoded")
+        if isinstance(error, aiohttp.ClientPayloadError):
+            return TransientError(f"{where}: the body of the reply broke off")
         if isinstance(error, (aiohttp.ClientResponseError, HttpProcessingError)):
             return TransientError(f"{where}: the reply is not valid HTTP ({self.redactor.of(error.message)})")
         if isinstance(error, OSError):

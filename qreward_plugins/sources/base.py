@@ -205,13 +205,14 @@ class Source(Protocol):
     - `question(request) -> object | None`: the identity of the source and all that `send` would send, without the nonce
       (`apart`), for the journal's key. If it is None, or the journal cannot encode it, the answer is never used again.
       Without this method, the journal assumes that everything in the request is sent.
-    - `written(requests) -> str`: the body in which these requests were sent, as a text without secrets, for the journal
-      and `qreward check --prompt`. Without it, the journal keeps the messages and the judge's parameters.
+    - `written(request) -> str`: the body in which a request was sent, as a text without secrets, for the journal and
+      `qreward check --prompt`. Without it, the journal keeps the messages and the judge's parameters.
     - `passes: tuple[str, ...]`: the dialects of `Request.passed` that it sends on; default: none.
     - `demand(request) -> Demand | None`: the most tokens that the body of the request may take.
     - `held() -> str`: why it takes no calls for a while, although it has not failed; "" if it takes them. Calls wait
       meanwhile. With it, the source has `listen(notify)`: it calls `notify`, from any thread, whenever that may have
-      changed, and the scheduler then calls `look()` in the event loop, which returns what changed (`ReplicaChange`).
+      changed, and the scheduler then calls `changes()` in the event loop, which returns the events since the last call
+      (`ReplicaChanged`).
     - `question_of(request, weights) -> object | None`: `question`, for the `Reply.weights` that answered it.
     - `started: bool` and `async start()`: an engine calls it before its first samples, if `started` is False. It raises
       `ConfigurationError` or `ReplicasNotStarted`, and may be called again.

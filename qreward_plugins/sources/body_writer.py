@@ -14,14 +14,13 @@ from ..errors import InputError, SampleRefused
 from ..quotas.demand import Texture
 from ..samples.images import EncodedImage
 from ..samples.json_values import encoded, images_written, with_parameters
-from .base import Request, identity_of
+from .base import Request
 from .image_parts import request_has_images
 from .lists import Lists
 from .threads import ThreadSlots
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64
-_IMMUTABLE = (str, int, float, bool, type(None))
 
 
 class ParameterDemands:
@@ -32,13 +31,9 @@ class ParameterDemands:
     def __init__(self, completion_bound: Callable[[Mapping[str, Any]], int | None]) -> None:
         self._completion_bound = completion_bound
         self._kept: dict[bytes, tuple[Texture, int | None]] = {}
-        self._last: Mapping[str, Any] = {}
-        self._of_last: tuple[Texture, int | None] | None = None
 
     def of(self, body: Mapping[str, Any]) -> tuple[Texture, int | None]:
         """Return the texture of a body without its prompt, and its bound on a completion."""
-        if self._of_last is not None and _same(body, self._last):
-            return self._of_last
         sent = encoded(body, image=lambda image: str(image.tokens))
         found = self._kept.get(sent)
         if found is None:
@@ -57,16 +52,7 @@ class ParameterDemands:
                 if len(self._kept) >= _MOST_KEPT:
                     self._kept.clear()
                 self._kept[sent] = found
-        if len(sent) <= _LONGEST_KEPT_BYTES:
-            self._last, self._of_last = dict(body), found
         return found
-
-
-def _same(body: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two bodies have the very same values, which cannot change. Equality would take True for 1."""
-    return len(body) == len(other) and all(
-        type(value) in _IMMUTABLE and other.get(key, body) is value for key, value in body.items()
-    )
 
 
 _THREADS = 2
@@ -152,17 +138,10 @@ class BodyWriter:
                 found[number] = await self._threads.run(partial(self._images_written, body), on_start=_nothing)
         return found
 
-    def encode_joined(self, requests: Sequence[Request], lists: Lists) -> bytes:
-        """Return what `join` makes of these requests, with identities in place of images. Raises `SampleRefused`."""
-        bodies = [body for body in map(self._body_or_error, requests) if isinstance(body, dict)]
-        return self.join(bodies, lists, image=identity_of)
-
-    def join(
-        self, bodies: Sequence[Mapping[str, Any]], lists: Lists, *, image: Callable[[EncodedImage], str] = str
-    ) -> bytes:
+    def join(self, bodies: Sequence[Mapping[str, Any]], lists: Lists) -> bytes:
         """Return one body of several calls as bytes, from what `each` returned."""
         try:
-            return encoded(lists.join(bodies), image=image)
+            return encoded(lists.join(bodies))
         except Exception as error:
             reason = self._reason(error)
         raise SampleRefused(reason)

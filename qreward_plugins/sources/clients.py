@@ -18,6 +18,8 @@ from ..system.functions import PathLoader, load
 from .aiohttp_client import AiohttpClient
 from .http import Connecting, HTTPClient, proxy_for
 
+_MOST_CONNECTIONS = 100
+"""Most requests of httpx in flight at once in a process: the scheduler keeps to it, so that none waits in the pool."""
 _EXTRA = "Install it: pip install 'qreward-plugins[httpx]'."
 
 
@@ -35,10 +37,9 @@ def open_client(
     Raises ConfigurationError for a package that is not installed, a certificate that cannot be read, options that the
     URLs do not allow, and an `auth` that cannot be made.
     """
-    targets = tuple(urls)
     options = config.httpx or HttpxOptions()
     proxies: dict[URL, URL] = {}
-    for url in targets:
+    for url in urls:
         proxy = proxy_for(url) if options.proxy is None else URL(options.proxy.get_secret_value())
         if proxy is not None:
             proxies[url] = proxy
@@ -47,32 +48,22 @@ def open_client(
     )
     if config.client == "aiohttp":
         return AiohttpClient(connecting)
-    return _open_httpx(f"sources.{name}", connecting, options, targets)
+    return _open_httpx(f"sources.{name}", connecting, options)
 
 
 def slots_of(config: EndpointConfig) -> int | None:
     """Return how many requests the client handles at once in this process; None: any number."""
-    return (config.httpx or HttpxOptions()).max_connections if config.client == "httpx" else None
+    return _MOST_CONNECTIONS if config.client == "httpx" else None
 
 
-def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions, urls: tuple[URL, ...]) -> HTTPClient[Any]:
-    mistakes = []
+def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions) -> HTTPClient[Any]:
     proxy = "" if options.proxy is None else options.proxy.get_secret_value()
     needed = {"httpx": "client", **({"h2": "httpx.http2"} if options.http2 else {})}
     if proxy.startswith("socks5"):
         needed["socksio"] = "httpx.proxy"
     for package, key in needed.items():
         if importlib.util.find_spec(package) is None:
-            mistakes.append(Mistake(f"{path}.{key}", f"the package {package} is not installed.", _EXTRA))
-            break
-    plain = [url for url in urls if url.scheme != "https"]
-    for key, given in (("http2", options.http2), ("cert", options.cert is not None)):
-        if given and len(plain) == len(urls):
-            mistakes.append(
-                Mistake(f"{path}.httpx.{key}", "no URL of this source is https, so it has no effect.", "Leave it out.")
-            )
-    if mistakes:
-        raise ConfigurationError(mistakes)
+            raise ConfigurationError([Mistake(f"{path}.{key}", f"the package {package} is not installed.", _EXTRA)])
     import httpx
 
     from .httpx_client import HttpxClient
@@ -105,13 +96,12 @@ def _context(path: str, connecting: Connecting, options: HttpxOptions) -> ssl.SS
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     if options.cert is not None:
-        password = "" if options.cert_password is None else options.cert_password.get_secret_value()
         problem = ""
         try:
-            # A text, because OpenSSL would ask for a missing password at the terminal.
-            context.load_cert_chain(options.cert[0], options.cert[-1], password)
+            # With a password, because OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(options.cert[0], options.cert[-1], "")
         except ssl.SSLError:
-            problem = "the certificate or its key is not valid, or cert_password is wrong."
+            problem = "the certificate or its key is not valid, or the key has a password."
         except (OSError, ValueError) as error:
             problem = f"the certificate cannot be read ({getattr(error, 'strerror', None) or type(error).__name__})."
         if problem:

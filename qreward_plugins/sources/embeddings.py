@@ -14,11 +14,8 @@ from ..config.source_models import BaseURLs, EndpointConfig, ModelName
 from ..errors import InvalidReply, QRewardError
 from .base import Reply, Request
 from .dialects.base import Dialect, text_of
-from .dialects.chat import CompletionProgress
 from .kind import VECTORS
 from .openai import OpenAISource
-from .rate_limit_headers import announced_limits
-from .replies import name_of
 from .values import StrictAnswer, is_number
 
 _MARKS = 4
@@ -44,13 +41,11 @@ class EmbeddingsAnswer(StrictAnswer):
         if len({len(vector) for vector in vectors if vector}) > 1:
             return InvalidReply(f"source {self.name!r} gave embeddings of different lengths")
         count, length = len(vectors), len(vectors[0] or ())
-        return Reply(
+        return self.replied(
+            body,
             # For the journal: the numbers say nothing to people, and are as long as many responses.
             text=f"{count} embedding{'s' if count > 1 else ''} of {length:,} numbers",
             value=[[float(number) for number in vector] for vector in vectors if vector],
-            usage=self.usage_in(body),
-            model=name_of(body.get("model")),
-            announced=announced_limits(self.http.headers),
         )
 
 
@@ -61,7 +56,6 @@ class Embeddings(Dialect):
     title = "embeddings"
     path = "/embeddings"
     answer = EmbeddingsAnswer
-    progress = CompletionProgress
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     """Nothing is generated, so the key is never sent."""
     prompt_keys: ClassVar[tuple[str, ...]] = ("input", "stream")
@@ -99,7 +93,7 @@ class EmbeddingsSource(OpenAISource):
         """Name of the model on the server."""
 
         max_reply_bytes: PositiveInt = 33_554_432
-        """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. 32 embeddings of 4,096
+        """Largest body of a reply in bytes; a larger one fails the attempt. 32 embeddings of 4,096
         numbers take 3 MB. Default: 32 MiB."""
 
     answers = (VECTORS,)

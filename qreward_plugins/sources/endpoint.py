@@ -32,7 +32,6 @@ from .replies import Answer
 from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix
 from .streams import EventSink, Streaming
 
-_SHUTS_DOWN = b"cannot schedule new futures after shutdown"
 """How vLLM answers new requests while it finishes the others; its `/health` still says 200."""
 
 
@@ -152,7 +151,7 @@ class Endpoint(SourceKind):
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(config.urls, config.routing, name=name)
-        self._cache_use = CacheUse(verify_tls=config.verify_tls) if "kv_cache" in config.routing.strategies else None
+        self._cache_use = CacheUse(verify_tls=config.verify_tls) if "kv_cache" in config.routing else None
         self._parameter_demands = ParameterDemands(self.completion_bound)
         plain = {key: value for key, value in self.plain_headers(config).items() if not has_header(headers, key)}
         self._identity = (
@@ -269,7 +268,7 @@ class Endpoint(SourceKind):
                 lease.cancelled(loop.time())
                 raise
             if http.status >= 500:
-                lease.failed(loop.time(), draining=_SHUTS_DOWN in http.body)
+                lease.failed(loop.time())
         if lease.mixed:
             # Its server got other weights while it answered.
             raise SourceHeld(f"source {self._name!r}: the weights were changed during the call")
@@ -283,14 +282,12 @@ class Endpoint(SourceKind):
             self._cache_use.refresh(self._replicas.all, asyncio.get_running_loop().time())
         demands = [request.demand(self) for request in requests]
         # The requests of a batch go to one replica; the first of them decides.
-        routing = self._replicas.routing
-        by_prefix = "prefix_aware" in routing.strategies
         # A call that was tried in vain goes alone.
         tried = requests[0].refusal
         return RoutingHints(
             sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
             sum(demand.completion for demand in demands),
-            shared_prefix(requests[0], routing.prefix_tokens) if by_prefix else None,
+            shared_prefix(requests[0]) if "prefix_aware" in self._replicas.routing else None,
             tried if isinstance(tried, TriedReplicas) else None,
         )
 
@@ -334,17 +331,15 @@ class Endpoint(SourceKind):
         """
         return (class_path(self), self.reads, self._bodies.encode(request, image=identity_of).decode())
 
-    def written(self, requests: Sequence[Request], *, in_lists: bool = False) -> str:
-        """Write the body again in which these requests were sent, for readers. `in_lists`: one was sent as several are.
+    def written(self, request: Request) -> str:
+        """Write the body again in which a request was sent, for readers. Of a request that carried several calls, it is
+        the body of this one.
 
         Images are replaced by their identities, and secrets are redacted. Raises `SampleRefused`.
         """
-        if self.lists is not None and (in_lists or len(requests) > 1):
-            body = self._bodies.encode_joined(requests, self.lists).decode()
-        else:
-            streaming = self.streaming(requests[0])
-            asks = None if streaming is None else streaming.reader.ASKS
-            body = self._bodies.encode(requests[0], image=identity_of, asks=asks).decode()
+        streaming = self.streaming(request)
+        asks = None if streaming is None else streaming.reader.ASKS
+        body = self._bodies.encode(request, image=identity_of, asks=asks).decode()
         if self._marked:
             # Also the short ones, which are no words of a text.
             body = json.dumps(masked(json.loads(body), self._marked), ensure_ascii=False, separators=(",", ":"))

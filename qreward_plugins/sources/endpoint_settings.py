@@ -92,13 +92,12 @@ def read_parameters(path: str, config: EndpointConfig, mistakes: list[Mistake]) 
 
 
 def _key(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> tuple[str, str]:
-    if config.api_keys is not None or isinstance(config.api_key_env, tuple):
-        where = f"{path}.{'api_key_env' if config.api_keys is None else 'api_keys'}"
-        mistakes.append(Mistake(where, "a source that is opened alone has one key.", "Use load_config, or one key."))
-        return "", where
     if config.api_key is not None:
         return config.api_key.get_secret_value().strip(), f"{path}.api_key"
     where = f"{path}.api_key_env"
+    if isinstance(config.api_key_env, tuple):
+        mistakes.append(Mistake(where, "a source that is opened alone has one key.", "Use load_config, or one key."))
+        return "", where
     if config.api_key_env is None:
         return "", where
     key = os.environ.get(config.api_key_env, "").strip()

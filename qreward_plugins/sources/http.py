@@ -89,7 +89,7 @@ class HTTPClient(ABC, Generic[S]):
         streaming: EventSink | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HTTPReply:
-        """Post `body` and read the reply, at most `max_reply_bytes` of it after decompression.
+        """Post `body` and read the reply, at most `max_reply_bytes` of it.
 
         Calls `on_sent` once, when the request is written. Cancelling closes the connection. With `streaming`, a reply
         of server-sent events is read as they come; `max_reply_bytes` then bounds each event and the text. `headers` are

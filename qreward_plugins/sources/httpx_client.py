@@ -4,7 +4,7 @@ It behaves as the client over aiohttp. Two things need care:
 
 - httpx reports that a request is sent through the extension `trace` of httpcore.
 - If requests wait in httpx's pool and are cancelled, their slots stay taken for ever (httpx 0.28, httpcore 1.0.9). So
-  the pool has no limit, and `slots` of the source keeps the scheduler below `max_connections`.
+  the pool has no limit, and `slots` of the source keeps the scheduler below 100 requests at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from yarl import URL
 from ..errors import SourceError, SourceUnusable, TransientError
 from ..secrets import Redactor
 from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, os_reason
-from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading, Timer, Undecodable, decoder_of
+from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading, Timer
 
 _MOST_WRAPPERS = 8
 """Streams around that of httpcore: those of httpx and of its authentication."""
@@ -39,7 +39,7 @@ class HttpxIncoming(Incoming):
         self.headers = response.headers
         self._response = response
         # One for all readers, so that the next one goes on where the last one stopped, and that it can be closed.
-        self._chunks = self._decoded()
+        self._chunks = self._pieces()
 
     def chunks(self) -> AsyncIterator[bytes]:
         return self._chunks
@@ -48,24 +48,17 @@ class HttpxIncoming(Incoming):
         await self._chunks.aclose()
         await self._response.aclose()
 
-    async def _decoded(self) -> AsyncGenerator[bytes, None]:
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
         if self._response.is_closed:
             # Its `httpx.Auth` has read it.
             yield self._response.content
             return
-        decoder = decoder_of(self.headers.get("Content-Encoding"))
         # `aiter_raw` would give the connection back to the pool before it is checked.
         assert isinstance(self._response.stream, httpx.AsyncByteStream)
         async for chunk in self._response.stream:
-            if decoder is None:
-                yield chunk
-                continue
-            for piece in decoder.feed(chunk):
-                yield piece
+            yield chunk
         if _has_more(self._response.stream):
             await self._response.extensions["network_stream"].aclose()
-        if decoder is not None:
-            decoder.end()
 
     @contextmanager
     def _within(self, seconds: float | None) -> Iterator[_Timer]:
@@ -173,7 +166,7 @@ class HttpxClient(HTTPClient[_Clients]):
             if self._auth is not None:
                 transport = _Capped(transport)
             client = clients[proxy] = httpx.AsyncClient(
-                headers={"Accept-Encoding": ACCEPTED if self._auth is None else "identity", **self._headers},
+                headers={"Accept-Encoding": ACCEPTED, **self._headers},
                 transport=transport,
                 auth=self._auth,
                 # Keeps no cookies.
@@ -234,8 +227,8 @@ class HttpxClient(HTTPClient[_Clients]):
             if handshake is not None:
                 return self._no_handshake(where, handshake)
             return TransientError(f"{where}: could not connect{' to the proxy' if proxy else ''}{os_reason(failed)}")
-        if isinstance(error, Undecodable) or (answered and isinstance(error, httpx.RemoteProtocolError)):
-            return TransientError(f"{where}: the body of the reply broke off or could not be decoded")
+        if answered and isinstance(error, httpx.RemoteProtocolError):
+            return TransientError(f"{where}: the body of the reply broke off")
         if isinstance(error, httpx.RemoteProtocolError):
             if "disconnected without" in str(error):
                 return TransientError(f"{where}: the server closed the connection without an answer")
@@ -299,9 +292,8 @@ class _Capped(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         response = await self._transport.handle_async_request(request)
-        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            await response.aclose()
-            raise Undecodable
+        # httpx would decompress what an `httpx.Auth` reads.
+        response.headers.pop("Content-Encoding", None)
         assert isinstance(response.stream, httpx.AsyncByteStream)
         response.stream = _CappedStream(response.stream, request.extensions.get(_LIMIT, _TOKEN_REPLY_BYTES))
         return response

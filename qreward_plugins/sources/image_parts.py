@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,29 +48,12 @@ def folder_mistakes(path: str, limits: ImageLimits) -> list[Mistake]:
 def with_images(messages: Sequence[Any], images: Sequence[ShownImage]) -> list[Any]:
     """Return messages with `images`, those of the prompt, in the places where they stand."""
     left = iter([image for image in images if image.name.endswith("prompt")])
-    turns: list[Any] = []
-    for message in messages:
-        content: Any = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, (list, tuple)):
-            message = {
-                **message,
-                "content": [dict(next(left).part) if is_image_part(part) else part for part in content],
-            }
-        turns.append(message)
-    return turns
+    return _with_parts(messages, lambda part: dict(next(left).part))
 
 
 def has_images(sample: Sample) -> bool:
     """Whether a sample has an image, in its prompt or its response."""
-    if sample.response_images:
-        return True
-    for message in sample.messages:
-        # `type` first: this runs for every sample, and a protocol takes ten times as long.
-        is_mapping = type(message) is dict or isinstance(message, Mapping)
-        content: Any = message.get("content") if is_mapping else None
-        if isinstance(content, (list, tuple)) and any(map(is_image_part, content)):
-            return True
-    return False
+    return bool(sample.response_images) or any(True for _ in _images_in(sample.messages))
 
 
 def request_has_images(request: Request) -> bool:
@@ -82,13 +65,7 @@ def request_has_images(request: Request) -> bool:
 
 def has_urls(sample: Sample) -> bool:
     """Whether an image of the prompt is the URL of one."""
-    contents: list[Any] = [message.get("content") for message in sample.messages if isinstance(message, Mapping)]
-    return any(
-        is_image_part(part) and remote_url(part) is not None
-        for content in contents
-        if isinstance(content, (list, tuple))
-        for part in content
-    )
+    return any(remote_url(part) is not None for part in _images_in(sample.messages))
 
 
 def shown_images(sample: Sample, limits: ImageLimits, where: str) -> ShownImages:
@@ -96,33 +73,42 @@ def shown_images(sample: Sample, limits: ImageLimits, where: str) -> ShownImages
 
     Raises `InputError` for too many images, and for an image that is broken, animated, too large, or not given itself.
     """
-    count = sum(map(_count, sample.messages)) + len(sample.response_images)
+    count = sum(1 for _ in _images_in(sample.messages)) + len(sample.response_images)
     if count > limits.max_count:
         raise InputError(f"the sample has {count:,} images, but {where}.max_count is {limits.max_count:,}")
     images: list[ShownImage] = []
-    messages: list[Any] = []
-    for message in sample.messages:
-        content: Any = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, (list, tuple)) or not any(map(is_image_part, content)):
-            messages.append(message)
-            continue
-        parts: list[Any] = []
-        for part in content:
-            if is_image_part(part):
-                name = f"image {len(images) + 1} of the prompt"
-                images.append(ShownImage(name, image_part(part, name, limits, where)))
-                part = {"type": "text", "text": f"[{name}]"}
-            parts.append(part)
-        messages.append({**message, "content": parts})
+
+    def shown(part: Any) -> dict[str, Any]:
+        name = f"image {len(images) + 1} of the prompt"
+        images.append(ShownImage(name, image_part(part, name, limits, where)))
+        return {"type": "text", "text": f"[{name}]"}
+
+    messages = _with_parts(sample.messages, shown)
     for number, image in enumerate(sample.response_images, start=1):
         name = f"image {number} of the response"
         images.append(ShownImage(name, image_part(image, name, limits, where)))
     return ShownImages(messages, images)
 
 
-def _count(message: object) -> int:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    return sum(map(is_image_part, content)) if isinstance(content, (list, tuple)) else 0
+def _images_in(messages: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parts of messages that are images."""
+    for message in messages:
+        # `type` first: this runs for every sample, and a protocol takes ten times as long.
+        is_mapping = type(message) is dict or isinstance(message, Mapping)
+        content: Any = message.get("content") if is_mapping else None
+        if isinstance(content, (list, tuple)):
+            yield from filter(is_image_part, content)
+
+
+def _with_parts(messages: Iterable[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """Return messages, with what `change` makes of each part that is an image."""
+    turns: list[Any] = []
+    for message in messages:
+        if any(True for _ in _images_in([message])):
+            parts = [change(part) if is_image_part(part) else part for part in message["content"]]
+            message = {**message, "content": parts}
+        turns.append(message)
+    return turns
 
 
 def image_part(value: Any, name: str, limits: ImageLimits, where: str) -> dict[str, Any]:

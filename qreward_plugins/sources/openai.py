@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
-from pydantic import SecretStr
 from yarl import URL
 
 from ..config.nodes import Flag
@@ -112,22 +111,10 @@ class OpenAISource(Endpoint):
         """Send a client's own request with the model of this source, and return the reply as it comes (`RawReply`). Of
         a stream, the pieces go to `on_text`.
         """
-        clean = self._http.redactor.clean
         body = passed.written(self._model if "{model}" not in self._dialect.path else None)
         streaming: StreamPassing | None = None
         if passed.stream and request.on_text is not None:
-            streaming = StreamPassing(
-                self._dialect.progress(),
-                on_begin=lambda status, headers: passed.on_head(
-                    RawReply(status, returned_headers(headers, clean), source=self._name)
-                ),
-                on_piece=request.on_text,
-                clean=clean,
-                shown=self._http.redactor.of,
-                idle_s=self._idle_s,
-                has_room=passed.has_room,
-                wait_for_room=passed.wait_for_room,
-            )
+            streaming = StreamPassing(self._name, passed.receiver, request.on_text, self._http.redactor, self._idle_s)
         headers = {name: value for name, value in passed.headers.items() if name not in self._own_headers}
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
         now = asyncio.get_running_loop().time()
@@ -144,7 +131,7 @@ class OpenAISource(Endpoint):
             error = answer.of_status(http.status, Problem.of(json_of(http.body)))
             unknown = passed.refers and http.status in (403, 404)
             if isinstance(error, InvalidReply) or type(error) is PermanentError or unknown:
-                passed.on_refusal(raw)
+                passed.receiver.refused(raw)
                 error = PermanentError(str(error), status=http.status)
             raise error
         content = json_of(http.body) if http.stream is not None else answer.parsed()
@@ -239,10 +226,6 @@ class OpenAISource(Endpoint):
         return found
 
 
-def _revealed(secret: SecretStr) -> str:
-    return secret.get_secret_value().strip()
-
-
 def _path(config: OpenAISource.Config, path: str) -> str:
     model = config.model if "/" in config.model else f"models/{config.model}"
     return path.replace("{model}", quote(model, safe="/"))
@@ -250,8 +233,12 @@ def _path(config: OpenAISource.Config, path: str) -> str:
 
 def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[Mistake]:
     mistakes: list[Mistake] = []
-    if "stream" in type(config).model_fields:
-        mistakes += _stream_mistakes(path, config, dialect)
+    if "stream" in config.parameters and "stream" not in dialect.prompt_keys:
+        problem, remedy = "it has a key of its own.", f"Set {path}.stream."
+        mistakes.append(Mistake(f"{path}.parameters.stream", problem, remedy))
+    if getattr(config.timeouts, "idle_s", None) is not None and not config.stream:
+        problem = "replies are not streamed, so there are no events to wait for."
+        mistakes.append(Mistake(f"{path}.timeouts.idle_s", problem, f"Set {path}.stream, or leave it out."))
     for url in config.urls:
         end = next((other.path for other in DIALECTS.values() if url.rstrip("/").endswith(other.path)), "")
         end = end or (url[url.rfind("/models/") :] if url.endswith(_GENERATES) else "")
@@ -259,33 +246,6 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
             problem = f"it must end before {end}, which is added."
             mistakes.append(Mistake(f"{path}.base_url", problem, f"Leave out {end}."))
             break
-    headers = {name.lower(): _revealed(value) for name, value in config.headers.items()}
-    for refusal in dialect.refusals(without_secrets(config.parameters), headers):
+    for refusal in dialect.refusals(without_secrets(config.parameters)):
         mistakes.append(Mistake(f"{path}.parameters.{refusal.key}", refusal.problem, refusal.remedy))
-    return mistakes
-
-
-def _stream_mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[Mistake]:
-    mistakes: list[Mistake] = []
-    parameters = config.parameters
-    if parameters.get("stream") or (config.stream and "stream" in parameters):
-        mistakes.append(Mistake(f"{path}.parameters.stream", "it has a key of its own.", f"Set {path}.stream."))
-    if not config.stream:
-        if config.timeouts.idle_s is not None:
-            problem = "replies are not streamed, so there are no events to wait for."
-            mistakes.append(Mistake(f"{path}.timeouts.idle_s", problem, f"Set {path}.stream, or leave it out."))
-        if parameters.get("stream_options") is not None:
-            mistakes.append(Mistake(f"{path}.parameters.stream_options", "replies are not streamed.", "Leave it out."))
-        return mistakes
-    idle_s, total_s = config.timeouts.idle_s, config.timeouts.total_s
-    if idle_s is not None and idle_s >= total_s:
-        problem = f"{idle_s:g} s of silence cannot pass within the {total_s:g} s of timeouts.total_s."
-        mistakes.append(Mistake(f"{path}.timeouts.idle_s", problem, "Set a smaller number."))
-    settings = parameters.get("generationConfig")
-    counts = {"n": parameters.get("n")}
-    if isinstance(settings, Mapping):
-        counts["generationConfig.candidateCount"] = settings.get("candidateCount")
-    for key, count in counts.items():
-        if count is not None and count != 1:
-            mistakes.append(Mistake(f"{path}.parameters.{key}", "a stream carries one completion.", "Leave it out."))
     return mistakes

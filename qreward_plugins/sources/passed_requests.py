@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,13 +49,28 @@ class RawReply:
     source: str = ""
 
 
+class Receiver:
+    """Who gets the reply to a client's own request, beside the pieces of a stream. By default nobody does."""
+
+    def begin(self, head: RawReply) -> None:
+        """Take in the head of a stream, before its first piece."""
+
+    def refused(self, reply: RawReply) -> None:
+        """Take in the reply of a source that refuses the request."""
+
+    def has_room(self) -> bool:
+        """Whether more may come. False: the client reads slowly, and the source goes on after `wait_for_room`."""
+        return True
+
+    async def wait_for_room(self) -> None:
+        """Wait until the client has read enough."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassedRequest:
     """A client's own request.
 
     `body` is JSON, and `headers` are those of `FORWARDED_HEADERS`. `stream`: the client asked for server-sent events.
-    `on_head` is called with the head of a stream before its first piece, `on_refusal` with the reply of a source that
-    refuses this one request. A source waits with `wait_for_room` while not `has_room`, because the client reads slowly.
     """
 
     body: Mapping[str, Any] = field(repr=False)
@@ -64,10 +79,7 @@ class PassedRequest:
     refers: bool = False
     """Whether it refers to what a provider keeps. If the provider does not know that, it is the client's mistake, and
     not an unknown URL."""
-    on_head: Callable[[RawReply], None] = field(default=lambda head: None, repr=False)
-    on_refusal: Callable[[RawReply], None] = field(default=lambda reply: None, repr=False)
-    has_room: Callable[[], bool] = field(default=lambda: True, repr=False)
-    wait_for_room: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
+    receiver: Receiver = field(default_factory=Receiver, repr=False)
 
     texture: Texture = field(init=False, repr=False, compare=False)
     """What its texts consist of. All texts count, because tools, calls and documents get into the prompt, too."""

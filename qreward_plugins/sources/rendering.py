@@ -31,7 +31,6 @@ from .values import is_number
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _REMEDY = f"Name the folder of the model, its {CONFIG_FILE}, or a Jinja file."
-_TEXTS = ("what is 17 plus 25?", "it is 42.")
 _MESSAGE_CHARS = 200
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -59,16 +58,6 @@ class ChatTemplate:
             problem = f"line {getattr(error, 'lineno', 1)} of the chat template: {_said(error)}"
         if problem:
             raise ConfigurationError([Mistake(where, f"{problem}.")])
-        if self._drops_texts():
-            problem = f"{path!r} is no chat template: what it writes does not hold the texts of the conversation."
-            raise ConfigurationError([Mistake(where, problem, _REMEDY)])
-
-    def _drops_texts(self) -> bool:
-        try:
-            text = self.render([Message(role="user", content=_TEXTS[0]), Message(role="assistant", content=_TEXTS[1])])
-        except InputError:
-            return False
-        return not all(part in text for part in _TEXTS)
 
     def render(self, messages: Sequence[Message], *, keep_bos: bool = False) -> str:
         """Return the conversation as the text that the model was trained on, without a prompt for another turn.
@@ -116,9 +105,7 @@ def _read(path: Path, where: str) -> tuple[str, Mapping[str, Any]]:
             config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         if not path.is_dir() and path.suffix != ".json":
             return path.read_text(encoding="utf-8"), config
-        if not path.is_dir() and path.name != CONFIG_FILE:
-            config = {**config, **json.loads(path.read_text(encoding="utf-8"))}
-        elif (folder / TEMPLATE_FILE).is_file():
+        if (folder / TEMPLATE_FILE).is_file():
             return (folder / TEMPLATE_FILE).read_text(encoding="utf-8"), config
         found = _default(config.get("chat_template"))
         if found:
@@ -298,7 +285,7 @@ def _open(path: Path, where: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        problem = "task: token_classify needs the package tokenizers, which is not installed."
+        problem = "vllm_steps needs the package tokenizers, which is not installed."
         raise ConfigurationError([Mistake(where, problem, "Install it: pip install tokenizers")]) from None
     problem = ""
     try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..observers.statistics import Health, ReplicaStatistics
 from ..samples.spent import Usage
@@ -15,8 +14,6 @@ from .base import ServedWeights
 FIRST_BACKOFF_S = 1.0
 """Seconds for which a replica is avoided after its first failure in a row. Each further one doubles the time."""
 LONGEST_BACKOFF_S = 60.0
-DRAINING_BACKOFF_S = 15.0
-"""Seconds for which a replica is avoided after it said that it shuts down."""
 
 INVALID_IN_A_ROW = 3
 """Invalid replies in a row that count as a failure: they hardly come from the calls."""
@@ -26,25 +23,6 @@ PREFIXES_KEPT = 1024
 
 Mark = Literal["up", "down", "draining"]
 """The state of a replica as its pool reports it. Only one that is up gets calls."""
-
-
-class ReplicaChange(NamedTuple):
-    """A change of the state or the weights of a replica; see `observers.ReplicaChanged`."""
-
-    source: str
-    replica: int
-    state: str
-    before: str
-    version: str
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The shared part of a prompt: a hash of it, and its size in tokens (estimated)."""
-
-    key: int
-    tokens: int
 
 
 class Replica:
@@ -66,17 +44,13 @@ class Replica:
         self._failures_in_a_row = 0
         self._failed_at = 0.0
         self._backoff_s = 0.0
-        self._draining = False
         self._trial: object | None = None
         self._prefixes: OrderedDict[int, None] = OrderedDict()
-        self._prefix_hits = self._prefix_tokens = 0
         self._prompt = self._cached = 0
         self._cache_use: float | None = None
         self.waiting = 0.0
         """Requests of all clients that wait at its server, as far as `cache_use` is known."""
         self._read_at = 0.0
-        self.refuses_alone = False
-        """Whether a warning has said that it refuses what another one answers."""
 
     def health(self, now: float) -> Health:
         if self.mark != "up":
@@ -85,7 +59,7 @@ class Replica:
             return "up"
         # The difference is negative if the failure comes from an event loop whose clock is ahead.
         if 0 <= now - self._failed_at < self._backoff_s:
-            return "draining" if self._draining else "backing_off"
+            return "backing_off"
         return "half_open"
 
     @property
@@ -103,7 +77,7 @@ class Replica:
 
     # What happens to its calls
 
-    def began(self, call: object, tokens: int, prefix: Prefix | None, prompt_tokens: int, now: float) -> None:
+    def began(self, call: object, tokens: int, prefix: int | None, now: float) -> None:
         """Count a call that is sent to it, until `ended`."""
         if self._trial is None and self.health(now) == "half_open":
             self._trial = call
@@ -111,14 +85,10 @@ class Replica:
         self.pending_tokens += tokens
         self.requests += 1
         if prefix is not None:
-            self._prefix_tokens += prompt_tokens
-            if prefix.key in self._prefixes:
-                self._prefixes.move_to_end(prefix.key)
-                self._prefix_hits += min(prefix.tokens, prompt_tokens)
-            else:
-                self._prefixes[prefix.key] = None
-                if len(self._prefixes) > PREFIXES_KEPT:
-                    self._prefixes.popitem(last=False)
+            self._prefixes[prefix] = None
+            self._prefixes.move_to_end(prefix)
+            if len(self._prefixes) > PREFIXES_KEPT:
+                self._prefixes.popitem(last=False)
 
     def ended(self, call: object, tokens: int) -> None:
         """Give back what `began` has counted for a call."""
@@ -143,23 +113,20 @@ class Replica:
             self._invalid_in_a_row = 0
             self.forgiven()
 
-    def failed(self, now: float, *, began_at: float, draining: bool = False) -> None:
+    def failed(self, now: float, *, began_at: float) -> None:
         """Record that a call which began at `began_at` was not answered, or not with what is an answer."""
         self._failures += 1
-        self._avoid(now, began_at=began_at, draining=draining)
+        self._avoid(now, began_at=began_at)
 
-    def _avoid(self, now: float, *, began_at: float, draining: bool = False) -> None:
+    def _avoid(self, now: float, *, began_at: float) -> None:
         waits = 0 <= now - self._failed_at < self._backoff_s
-        if self._failures_in_a_row and began_at <= self._failed_at and waits and not (draining and not self._draining):
+        if self._failures_in_a_row and began_at <= self._failed_at and waits:
             # Of the calls that were under way together, the first failure tells all. Otherwise a crash under load would
             # keep the replica out for the longest time at once.
             return
         self._failures_in_a_row += 1
         self._failed_at = now
-        self._draining = draining
         self._backoff_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self._failures_in_a_row - 1, 16))
-        if draining:
-            self._backoff_s = max(self._backoff_s, DRAINING_BACKOFF_S)
 
     def refused(self, now: float, *, began_at: float) -> None:
         """Record that it refused a request, sent at `began_at`, which another replica is asked now. Unless it has
@@ -175,7 +142,7 @@ class Replica:
 
     def forgiven(self) -> None:
         """Record that nothing speaks against it: it answered, or a request that it refused is at fault."""
-        self._failures_in_a_row, self._draining = 0, False
+        self._failures_in_a_row = 0
 
     def used(self, usage: Usage) -> None:
         """Count the usage that a reply states."""
@@ -186,7 +153,6 @@ class Replica:
         """Forget its failures and its prefixes: another server may have taken its place."""
         self.forgiven()
         self._invalid_in_a_row, self.answered_at = 0, -math.inf
-        self.refuses_alone = False
         self._prefixes.clear()
 
     # Its KV cache
@@ -201,13 +167,7 @@ class Replica:
         """Return the share of its KV cache that is in use; None if it was not read within `most_s` seconds."""
         return self._cache_use if 0 <= now - self._read_at <= most_s else None
 
-    @property
-    def prefix_counts(self) -> tuple[int, int]:
-        """Prompt tokens that came from the prefix cache, and of how many: as the server states it, or estimated."""
-        return (self._cached, self._prompt) if self._cached else (self._prefix_hits, self._prefix_tokens)
-
     def statistics(self, now: float, stale_s: float) -> ReplicaStatistics:
-        hits, of = self.prefix_counts
         return ReplicaStatistics(
             base_url=self.base_url,
             health=self.health(now),
@@ -217,8 +177,7 @@ class Replica:
             failures=self._failures,
             prompt_tokens=self._prompt,
             cached_tokens=self._cached,
-            prefix_hit_rate=hits / of if of else math.nan,
-            prefix_hits_estimated=not self._cached,
+            prefix_hit_rate=self._cached / self._prompt if self._cached else math.nan,
             cache_use=self.cache_use(now, stale_s),
             version="" if self.weights is None else self.weights.version,
         )

@@ -7,97 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from os.path import exists
-from shutil import which
 from typing import Any
 
 from ..config.registry import sources
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake
-from ..replicas import ReplicaState
 from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT, SERVER_KINDS, PoolSpec
-from ..replicas.topology import VARIABLES, Platform, Topology, TopologyError, check_heads, found_devices, found_platform
-from ..secrets import Redactor, without_secrets
+from ..replicas.topology import VARIABLES, Platform, Topology, TopologyError, found_devices, found_platform
+from ..secrets import without_secrets
 from ..system.ray_actors import missing_ray, ray_is_up
-from .base import ServedWeights
 from .endpoint import Endpoint
-from .replica import Mark, ReplicaChange
 from .replica_set_config import ReplicaSetConfig
 
-PROBLEM_CHARS = 300
-"""Most characters of a problem that a server or its log states."""
-_MOST_CHANGES = 1000
-_MARKS: Mapping[str, Mark] = {"up": "up", "draining": "draining"}
-_GONE = ("failed", "stopped")
-"""The states of replicas that do not come back."""
-
-
-class PoolView:
-    """The pool `use` of the source `name`, whose requests `inner` sends to URLs that end with `path`.
-
-    It is the `CallGate` of `inner`.
-    """
-
-    def __init__(self, name: str, use: PoolUse, inner: Endpoint, redactor: Redactor, path: str) -> None:
-        self._name = name
-        self._use = use
-        self._inner = inner
-        self._redactor = redactor
-        self._path = path
-        self._seen = -1
-        self._changes: list[ReplicaChange] = []
-        self.states: tuple[ReplicaState, ...] = ()
-        """The states of the replicas at the last look."""
-        inner.replicas_asked.gate = self
-
-    def look(self) -> None:
-        """Update the inner source from the states of the pool."""
-        if self._seen == self._use.version:
-            return
-        self._seen = self._use.version
-        before, self.states = self.states, self._use.states
-        asked = self._inner.replicas_asked
-        running = {state.url + self._path: state for state in self.states if state.url}
-        asked.absent = sum(not state.url and state.state not in _GONE for state in self.states)
-        self._inner.move(list(running))
-        for url, state in running.items():
-            asked.mark(url, _MARKS.get(state.state, "down"))
-            if state.state == "up":
-                asked.serves(url, ServedWeights(state.version, state.identity))
-            elif state.abort:
-                asked.abort(url)
-        were = {state.number: state for state in before}
-        for state in self.states:
-            was = were.get(state.number)
-            if was is None or (was.state, was.version) != (state.state, state.version):
-                earlier = "" if was is None else was.state
-                problem = self._redactor.of(state.problem, PROBLEM_CHARS)
-                self._changes.append(
-                    ReplicaChange(self._name, state.number, state.state, earlier, state.version, problem)
-                )
-        del self._changes[:-_MOST_CHANGES]
-
-    def take_changes(self) -> Sequence[ReplicaChange]:
-        """Return the changes since the last call."""
-        changes, self._changes = self._changes, []
-        return changes
-
-    # The `CallGate` of the inner source
-
-    def enter(self, base_url: str) -> bool:
-        return self._use.enter(base_url.removesuffix(self._path))
-
-    def leave(self, base_url: str) -> None:
-        self._use.leave(base_url.removesuffix(self._path))
-
-    def held(self) -> str:
-        return self._use.held
-
-
 _COMMAND = "command"
-_REPLACED = frozenset({"kind", "version", "api_keys", "api_key_env", "timeouts"})
+_REPLACED = frozenset({"kind", "version", "api_key_env", "timeouts"})
 
 
 def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
@@ -108,12 +32,10 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
     mistakes: list[Mistake] = []
     server = config.server or _COMMAND
     kind = SERVER_KINDS[server]
-    if config.weight_updates == "in_place" and kind.control is None:
-        problem = f"{server} cannot load other weights while it runs."
-        mistakes.append(Mistake(f"{where}.weight_updates", problem, "Set restart, or leave it out."))
-    if config.sleep_mode and kind.control is None:
-        problem = f"{server} has no sleep of its own; `sleep` stops its servers, and `wake_up` starts them."
-        mistakes.append(Mistake(f"{where}.sleep_mode", problem, "Leave it out."))
+    for key, wanted in (("weight_updates", config.weight_updates == "in_place"), ("sleep_mode", config.sleep_mode)):
+        if wanted and kind.control is None:
+            problem = f"{server} has no routes for it; its servers are stopped and started again instead."
+            mistakes.append(Mistake(f"{where}.{key}", problem, "Leave it out."))
     if config.colocated and config.placement == "ray":
         problem = "Ray gives the trainer's GPUs to nobody else, so it cannot place servers there."
         mistakes.append(Mistake(f"{where}.colocated", problem, "Use `placement: local`, and name the `devices`."))
@@ -129,15 +51,9 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
     if not kind.serves(config.task):
         problem = f"{server} does not speak {config.task}."
         mistakes.append(Mistake(f"{where}.task", problem, "Use another server or another protocol."))
-    mistakes += [
-        Mistake(f"{where}.arguments.{one.argument}", one.problem, one.remedy) for one in kind.refused(config.arguments)
-    ]
-    mistakes += _of_environment(f"{where}.environment", config)
-    topology = None
+    topology = Topology()
     try:
         topology = _topology(config)
-        if kind.divides_heads:
-            check_heads(config.model, config.tensor_parallel)
         for variable in VARIABLES[topology.platform]:
             if variable in config.environment:
                 problem = "each replica sees its own devices by this variable."
@@ -145,9 +61,7 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
                 mistakes.append(Mistake(f"{where}.environment.{variable}", problem, remedy))
     except TopologyError as error:
         mistakes.append(Mistake(f"{where}.{error.key}", error.problem, error.remedy))
-    if mistakes or topology is None:
-        raise ConfigurationError(mistakes)
-    return PoolSpec(
+    spec = PoolSpec(
         name=name,
         server=server,
         model=config.model,
@@ -165,30 +79,10 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
         api_key=_key(config),
         log_folder=None if config.log_folder is None else os.path.abspath(config.log_folder),
     )
-
-
-def absences(config: ReplicaSetConfig) -> list[str]:
-    """Say what this machine lacks to run the servers: their program, or a model that is named by a path."""
-    if config.placement != "local":
-        return []
-    words = config.command or config.program
-    if words is None:
-        program = SERVER_KINDS[config.server or _COMMAND].absent()
-    else:
-        word = without_secrets(words[0])
-        key = "program" if config.command is None else "command"
-        program = "" if which(word) else f"there is no program {word} that can be run. See `{key}`"
-    is_path = config.model.startswith(("/", "./", "../", "~"))
-    model = f"there is no {config.model} on this machine. See `model`" if is_path and not exists(config.model) else ""
-    return [what for what in (program, model) if what]
-
-
-def _of_environment(where: str, config: ReplicaSetConfig) -> Iterator[Mistake]:
-    for name, value in config.environment.items():
-        if not name or "=" in name or "\0" in name:
-            yield Mistake(f"{where}.{name}", "it is no name of a variable.", "Write it as NAME: value.")
-        elif "\0" in value.get_secret_value():
-            yield Mistake(f"{where}.{name}", "no variable can hold a null character.")
+    mistakes += [Mistake(f"{where}.arguments.{key}", why, "Leave it out.") for key, why in kind.refused(spec)]
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    return spec
 
 
 def _key(config: ReplicaSetConfig) -> str:

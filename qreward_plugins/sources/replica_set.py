@@ -17,16 +17,17 @@ import orjson
 
 from ..config.source_models import Batch, SourceConfig
 from ..errors import QRewardError, ReplicasNotChanged, ReplicasNotStarted, SourceHeld, SourceUnusable, TransientError
+from ..observers.events import ReplicaChanged
 from ..replicas import PoolSpec, ReplicaState
 from ..replicas.pool import ChangeFailed, PoolFailed
 from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT
-from ..replicas.weights import Drain, Mode, Update, Weights, check_drain
+from ..replicas.weights import Mode, Update, Weights, check_within
 from ..secrets import environment_secrets, secrets_in
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, Provider, SourceKind
-from .replica import ReplicaChange
-from .replica_pools import PROBLEM_CHARS, PoolView, absences, inner_source, pool_spec, pool_use
+from .replica import Mark
+from .replica_pools import inner_source, pool_spec, pool_use
 from .replica_set_config import ReplicaSetConfig
 
 
@@ -52,15 +53,12 @@ class WeightTransfer:
         """Raise `ValueError` for bodies that no server can be sent."""
         given: dict[str, Any] = {"receive": self.receive, "begin": self.begin}
         for name, bodies in given.items():
-            if isinstance(bodies, str) or not isinstance(bodies, Sequence):
-                raise ValueError(f"{name} of a WeightTransfer is a list of mappings, not a {type(bodies).__name__}")
-            for number, body in enumerate(bodies):
-                if not isinstance(body, Mapping):
-                    raise ValueError(f"{name}[{number}] of the WeightTransfer is a mapping, not {body!r:.80}")
-                try:
-                    orjson.dumps(dict(body))
-                except TypeError as error:
-                    raise ValueError(f"{name}[{number}] of the WeightTransfer is not JSON ({error})") from None
+            if not isinstance(bodies, (list, tuple)) or not all(isinstance(body, Mapping) for body in bodies):
+                raise ValueError(f"{name} of a WeightTransfer is a list of mappings, not {bodies!r:.80}")
+            try:
+                orjson.dumps([dict(body) for body in bodies])
+            except TypeError as error:
+                raise ValueError(f"{name} of the WeightTransfer is not JSON ({error})") from None
         if not self.receive:
             raise ValueError("receive of the WeightTransfer is empty, so the replicas would receive nothing")
 
@@ -97,11 +95,17 @@ async def _sent(send: Callable[[list[int]], Awaitable[None]], numbers: list[int]
 
 
 _T = TypeVar("_T")
-_LOG_LINES = 20
+_PROBLEM_CHARS = 300
+"""Most characters of a problem that a server or its log states."""
+_MOST_CHANGES = 1000
+_MARKS: Mapping[str, Mark] = {"up": "up", "draining": "draining"}
+_GONE = ("failed", "stopped")
+"""The states of replicas that do not come back."""
 
 
 class ReplicaSet(SourceKind):
-    """Equal servers of one model, started and supervised here: vLLM, SGLang, llama.cpp or a command.
+    """Equal servers of one model, started and supervised here: vLLM, SGLang, llama.cpp or a command. It is the
+    `CallGate` of its inner source, which sends the requests.
 
     Raises ConfigurationError for a topology that the devices or the model do not allow, for arguments that the servers
     get from here, and for what its inner source refuses.
@@ -123,7 +127,12 @@ class ReplicaSet(SourceKind):
         self._redactor = self._inner.redactor.beside(
             [*environment_secrets(), *spec.environment.values(), *secrets_in(given)]
         )
-        self._view = PoolView(name, self._use, self._inner, self._redactor, "/v1" if config.task == CHAT else "")
+        self._path = "/v1" if config.task == CHAT else ""
+        self._inner.replicas_asked.gate = self
+        self._states: tuple[ReplicaState, ...] = ()
+        """The states of the replicas at the last look."""
+        self._seen = -1
+        self._changes: list[ReplicaChanged] = []
 
     @classmethod
     def answered(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -186,11 +195,10 @@ class ReplicaSet(SourceKind):
         try:
             await self._use.start()
         except PoolFailed as error:
-            problem, log = self._redactor.of(error.problem, PROBLEM_CHARS), error.log
-            problem += "".join(f"; {self._redactor.of(what, PROBLEM_CHARS)}" for what in absences(self._config))
+            problem, log = self._redactor.of(error.problem, _PROBLEM_CHARS), error.log
         if problem:
             raise ReplicasNotStarted(f"source {self._name!r} cannot start its servers: {problem}{self._shown(log)}")
-        self._view.look()
+        self.look()
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """See `Source.send`. The first request starts the servers, if `start` has not."""
@@ -227,9 +235,9 @@ class ReplicaSet(SourceKind):
         sent, weights = self._inner.sent(request), self.weights
         return sent if not weights.identity else (sent, weights.identity)
 
-    def written(self, requests: Sequence[Request]) -> str:
+    def written(self, request: Request) -> str:
         """See `Endpoint.written`."""
-        return self._inner.written(requests)
+        return self._inner.written(request)
 
     @property
     def weights(self) -> ServedWeights:
@@ -246,13 +254,12 @@ class ReplicaSet(SourceKind):
         transfer: WeightTransfer | None = None,
         version: str = "",
         mode: Mode = "rolling",
-        drain: Drain = "wait",
         within_s: float = 600.0,
     ) -> Weights:
         """See `RewardEngine.update_weights`."""
         if (path is None) == (transfer is None):
             raise ValueError("update_weights takes either `path` or `transfer`")
-        how: dict[str, Any] = {"mode": mode, "drain": drain, "within_s": within_s}
+        how: dict[str, Any] = {"mode": mode, "within_s": within_s}
         if transfer is None:
             return await self._changed(self._use.update_weights(Update(version, _absolute(path), **how)))
         if not isinstance(transfer, WeightTransfer):
@@ -261,12 +268,10 @@ class ReplicaSet(SourceKind):
         update = Update(version, begin=tuple(transfer.begin), receive=tuple(transfer.receive), **how)
         return await self._changed(transfer.run(self._use, update))
 
-    async def sleep(self, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
+    async def sleep(self, *, within_s: float = 600.0) -> None:
         """See `RewardEngine.sleep`."""
-        if isinstance(level, bool) or level not in (1, 2):
-            raise ValueError(f"level is 1 or 2, not {level!r}")
-        check_drain(drain, within_s)
-        await self._changed(self._use.sleep(level=level, drain=drain, within_s=within_s))
+        check_within(within_s)
+        await self._changed(self._use.sleep(within_s=within_s))
 
     async def wake_up(self) -> None:
         """See `RewardEngine.wake_up`."""
@@ -278,7 +283,7 @@ class ReplicaSet(SourceKind):
         try:
             await self.start()
             result = await change
-            self._view.look()  # not `self.look`: the listener takes the changes
+            self.look()
             return result
         except ChangeFailed as error:
             problem, log, replicas = error.problem, error.log, error.replicas
@@ -286,7 +291,7 @@ class ReplicaSet(SourceKind):
             problem, log = error.problem, error.log
         finally:
             change.close()
-        shown = self._redactor.of(problem, 4 * PROBLEM_CHARS)
+        shown = self._redactor.of(problem, 4 * _PROBLEM_CHARS)
         raise ReplicasNotChanged(f"source {self._name!r}: {shown}{self._shown(log)}", replicas=replicas)
 
     def held(self) -> str:
@@ -297,12 +302,49 @@ class ReplicaSet(SourceKind):
         """Call `notify` after every change of a replica, in another thread."""
         self._use.on_change = notify
 
-    def look(self) -> Sequence[ReplicaChange]:
+    def changes(self) -> Sequence[ReplicaChanged]:
         """Update the states of the replicas from the pool, and return the changes since the last call. Call it in the
         event loop.
         """
-        self._view.look()
-        return self._view.take_changes()
+        self.look()
+        changes, self._changes = self._changes, []
+        return changes
+
+    # The `CallGate` of the inner source
+
+    def look(self) -> None:
+        """Update the inner source from the states of the pool."""
+        if self._seen == self._use.version:
+            return
+        self._seen = self._use.version
+        were = {state.number: state for state in self._states}
+        self._states = self._use.states
+        asked = self._inner.replicas_asked
+        running = {state.url + self._path: state for state in self._states if state.url}
+        asked.absent = sum(not state.url and state.state not in _GONE for state in self._states)
+        self._inner.move(list(running))
+        for url, state in running.items():
+            asked.mark(url, _MARKS.get(state.state, "down"))
+            if state.state == "up":
+                asked.serves(url, ServedWeights(state.version, state.identity))
+            elif state.abort:
+                asked.abort(url)
+        now = asyncio.get_running_loop().time()
+        for state in self._states:
+            was = were.get(state.number)
+            if was is None or (was.state, was.version) != (state.state, state.version):
+                before = "" if was is None else was.state
+                problem = self._redactor.of(state.problem, _PROBLEM_CHARS)
+                self._changes.append(
+                    ReplicaChanged(now, self._name, state.number, state.state, before, state.version, problem)
+                )
+        del self._changes[:-_MOST_CHANGES]
+
+    def enter(self, base_url: str) -> bool:
+        return self._use.enter(base_url.removesuffix(self._path))
+
+    def leave(self, base_url: str) -> None:
+        self._use.leave(base_url.removesuffix(self._path))
 
     async def aclose(self) -> None:
         """Close the connections, and stop the servers if no other engine uses them. Idempotent."""
@@ -327,8 +369,8 @@ class ReplicaSet(SourceKind):
                 problem = str(error)
         if problem:
             raise SourceUnusable(problem, certain=True)
-        self._view.look()
-        states = self._view.states
+        self.look()
+        states = self._states
         if any(state.state == "up" for state in states):
             return
         if self._use.held:
@@ -339,7 +381,7 @@ class ReplicaSet(SourceKind):
         raise TransientError(f"source {self._name!r}: no replica is up ({shown})")
 
     def _shown(self, log: str) -> str:
-        lines = [self._redactor.of(line, PROBLEM_CHARS) for line in log.splitlines()[-_LOG_LINES:]]
+        lines = [self._redactor.of(line, _PROBLEM_CHARS) for line in log.splitlines()]
         return "".join(["\nthe last lines of its log:", *(f"\n  {line}" for line in lines if line)]) if lines else ""
 
 

@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, WrapValidator, field_validator
 
 from ..config.nodes import Flag, PositiveFloat, PositiveInt, no_bool, takes
-from ..config.source_models import Batch, EndpointConfig, FreeMapping, ModelName, Routing, RoutingChoice, StreamTimeouts
+from ..config.source_models import (
+    PREFIX_AWARE,
+    Batch,
+    EndpointConfig,
+    FreeMapping,
+    ModelName,
+    Routing,
+    StreamTimeouts,
+    VariableName,
+)
 from ..replicas.server_kinds import CHAT, STOP_WITHIN_S, missing_places
 from ..replicas.topology import Device
 from ..secrets import Secret
@@ -65,7 +74,7 @@ class ReplicaSetConfig(EndpointConfig):
     )
     """The devices, by index or name; `data_parallel` x `tensor_parallel` of them. The first `tensor_parallel` are
     those of the first replica, and so on. Not with `placement: ray`, where Ray chooses them. Default: those that
-    this process may use (`CUDA_VISIBLE_DEVICES` ...), or all of the machine; there must be as many as needed."""
+    this process may use (`CUDA_VISIBLE_DEVICES` ...), or all NVIDIA GPUs; there must be as many as needed."""
 
     placement: Literal["local", "ray"] = "local"
     """Where the servers run. `local` (default): on this machine. `ray`: on the Ray cluster of this process, each on
@@ -75,7 +84,7 @@ class ReplicaSetConfig(EndpointConfig):
     """Further arguments of the server: `max_model_len: 16384` becomes `--max-model-len 16384`, `true` a flag
     without a value, a mapping JSON. `false` becomes `--no-...` for vLLM; for the others it is left out."""
 
-    environment: dict[str, SecretStr] = Field(default_factory=dict)
+    environment: dict[VariableName, SecretStr] = Field(default_factory=dict)
     """Further variables of the environment of the servers (`HF_TOKEN`, `PYTHONPATH` ...); their values are treated
     as secrets. Default: none; they have the environment of the process that starts them."""
 
@@ -121,7 +130,7 @@ class ReplicaSetConfig(EndpointConfig):
     batch: Batch | None = None
     """Send several responses in one request, for reward models; as in the kind `reward_model`. Default: one."""
 
-    routing: RoutingChoice = Routing()
+    routing: Routing = PREFIX_AWARE
     """Which replica a request goes to, as in the kind `openai`. Default: `[prefix_aware, least_pending_tokens]`."""
 
     timeouts: StreamTimeouts = StreamTimeouts()
@@ -142,7 +151,7 @@ class ReplicaSetConfig(EndpointConfig):
                 raise ValueError(f"no word holds {' or '.join(missing)}; the server gets its port and its name there")
         return value
 
-    @field_validator("api_keys", "api_key_env")
+    @field_validator("api_key_env")
     @classmethod
     def _one_key(cls, value: Any) -> Any:
         if isinstance(value, tuple):

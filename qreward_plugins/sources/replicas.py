@@ -7,22 +7,19 @@ replica has a health of its own. `routing.py` has the strategies. A `Lease` is a
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from ..config.source_models import Routing
+from ..config.source_models import PREFIX_AWARE, RoutingStrategy
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceHeld, SourceUnusable, TransientError
 from ..observers.statistics import ReplicaStatistics
 from ..samples.spent import Usage
 from .base import ServedWeights
-from .replica import Mark, Prefix, Replica
+from .replica import Mark, Replica
 from .routing import STALE_S, chosen
-
-_log = logging.getLogger("qreward_plugins.sources")
 
 T = TypeVar("T")
 
@@ -34,12 +31,11 @@ replica: it may have been hedged.
 
 @dataclass(frozen=True, slots=True)
 class TriedReplicas:
-    """The replicas that one call was sent to in vain: those that refused it (400, 413, 422), with the last error, and
-    those whose reply was invalid. The next request of the call carries it (`Request.refusal`), and goes to another one.
+    """The replicas that one call was sent to in vain: those that refused it (400, 413, 422), and those whose reply was
+    invalid. The next request of the call carries it (`Request.refusal`), and goes to another one.
     """
 
     refused: tuple[Replica, ...] = ()
-    error: str = ""
     invalid: tuple[Replica, ...] = ()
 
     def others(self, replicas: Sequence[Replica]) -> Sequence[Replica]:
@@ -53,12 +49,12 @@ class TriedReplicas:
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
     """What is known of a request before a replica is chosen: its prompt tokens (estimated), the most completion tokens
-    (0: no bound), the part that its siblings share, and the replicas that the same call was sent to in vain.
+    (0: no bound), a hash of the part that its siblings share, and the replicas that the same call was sent to in vain.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prefix: Prefix | None = None
+    prefix: int | None = None
     tried: TriedReplicas | None = None
 
 
@@ -92,10 +88,10 @@ class Lease:
             if self._task is not None and hasattr(self._task, "cancelling"):  # Python 3.11
                 self._cancelling = self._task.cancelling()
             of.leases[self] = None
-        self._key = None if hints.prefix is None else hints.prefix.key
-        if self._key is not None:
-            of.same_prefix[self._key] += 1
-        replica.began(self, tokens, hints.prefix, hints.prompt_tokens, now)
+        self._prefix = hints.prefix
+        if self._prefix is not None:
+            of.same_prefix[self._prefix] += 1
+        replica.began(self, tokens, hints.prefix, now)
 
     @property
     def base_url(self) -> str:
@@ -133,11 +129,11 @@ class Lease:
                 self._task = None
                 self._of.leases.pop(self, None)
                 self._of.gate.leave(self.replica.base_url)
-            if self._key is not None:
+            if self._prefix is not None:
                 same_prefix = self._of.same_prefix
-                same_prefix[self._key] -= 1
-                if not same_prefix[self._key]:
-                    del same_prefix[self._key]
+                same_prefix[self._prefix] -= 1
+                if not same_prefix[self._prefix]:
+                    del same_prefix[self._prefix]
 
     def read(self, now: float, read: Callable[[], T]) -> T:
         """Return what `read` reads of the reply, and record whether the replica answered.
@@ -158,7 +154,7 @@ class Lease:
             self.failed(now, error)
             raise
         except PermanentError as error:
-            error.refusal = self._refused(now, str(error))
+            error.refusal = self._refused(now)
             raise
         except InvalidReply as error:
             self.answered(now)
@@ -184,20 +180,11 @@ class Lease:
         if not valid:
             return replace(tried, invalid=(*tried.invalid, self.replica))
         for replica in tried.refused:
-            if replica is self.replica:
-                continue
-            replica.refused_alone()
-            if not replica.refuses_alone:
-                replica.refuses_alone = True
-                _log.warning(
-                    "%s, and the replica %s answers the same request; give all replicas the same model, chat template "
-                    "and longest context",
-                    tried.error,
-                    self.replica.base_url,
-                )
+            if replica is not self.replica:
+                replica.refused_alone()
         return None
 
-    def _refused(self, now: float, error: str) -> TriedReplicas | None:
+    def _refused(self, now: float) -> TriedReplicas | None:
         """Record that the replica refused the request. Return what its next request carries, to another replica; None
         if the request is at fault: a second one refused it, or there is no other.
         """
@@ -209,7 +196,7 @@ class Lease:
             return None
         if self._of.others_answer(self.replica):
             self.replica.refused(now, began_at=self._began_at)
-        return replace(tried, refused=(self.replica,), error=error)
+        return replace(tried, refused=(self.replica,))
 
     def answered(self, now: float) -> None:
         """Record that the replica answered."""
@@ -218,16 +205,15 @@ class Lease:
             self.replica.answered(now)
             self._of.answered(now - self._began_at)
 
-    def failed(self, now: float, error: QRewardError | None = None, *, draining: bool = False) -> None:
+    def failed(self, now: float, error: QRewardError | None = None) -> None:
         """Record that the replica was unreachable, answered with a status from 500 on or with what cannot be read, or
-        refused a request as it may refuse all. `error` is told whether other replicas answer. `draining`: it said that
-        it shuts down.
+        refused a request as it may refuse all. `error` is told whether other replicas answer.
         """
         if isinstance(error, TransientError):
             error.of_one_replica = self._of.others_answer(self.replica)
         if not self._recorded:
             self._recorded = True
-            self.replica.failed(now, began_at=self._began_at, draining=draining)
+            self.replica.failed(now, began_at=self._began_at)
 
     def cancelled(self, now: float) -> None:
         """Record that the wait for the reply was given up. If it was a long wait, and the replica has answered nothing
@@ -272,9 +258,11 @@ class Replicas:
     whose replica was removed is counted down as any other.
     """
 
-    def __init__(self, base_urls: Iterable[str], routing: Routing | None = None, *, name: str = "") -> None:
+    def __init__(
+        self, base_urls: Iterable[str], routing: Sequence[RoutingStrategy] = PREFIX_AWARE, *, name: str = ""
+    ) -> None:
         self._name = name
-        self._routing = Routing() if routing is None else routing
+        self.routing = routing
         self._replicas = [Replica(url) for url in dict.fromkeys(base_urls)]
         self.were_several = len(self._replicas) > 1
         """Whether there ever was a choice: then statistics are shown, also while one replica is left."""
@@ -304,10 +292,6 @@ class Replicas:
     def up(self) -> list[Replica]:
         """The replicas that take calls."""
         return [replica for replica in self._replicas if replica.mark == "up"]
-
-    @property
-    def routing(self) -> Routing:
-        return self._routing
 
     @property
     def all(self) -> Sequence[Replica]:
@@ -373,8 +357,8 @@ class Replicas:
         if hints.tried is not None:
             up = hints.tried.others(up)
         candidates = [replica for replica in up if replica.takes_calls(now)] or up
-        same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
-        return chosen(candidates, self._routing, hints.prefix, same_prefix=same_prefix, now=now)
+        same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix] + 1
+        return chosen(candidates, self.routing, hints.prefix, same_prefix=same_prefix, now=now)
 
     def used(self, replica: Replica, usage: Usage | None) -> None:
         """Count the usage that a reply of `replica` states."""

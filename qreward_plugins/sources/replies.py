@@ -21,7 +21,7 @@ from ..secrets import Redactor
 from .base import Logprobs, Reply, Request, Source
 from .http_reading import HTTPReply
 from .lists import Lists, divided
-from .rate_limit_headers import pause_of, retry_after_s
+from .rate_limit_headers import announced_limits, pause_of, retry_after_s
 
 _UNUSABLE = {
     401: "the key is missing or was refused; check api_key or api_key_env",
@@ -129,6 +129,16 @@ class Answer:
         """Return the usage of all requests together; None if it is not stated, or stated for each of them."""
         return usage_of(content.get("usage")) if isinstance(content, dict) else None
 
+    def replied(self, content: Any, **fields: Any) -> Reply:
+        """Return a `Reply` with these fields, and with what a content states in any format: usage, model and limits."""
+        stated = content if isinstance(content, Mapping) else {}
+        model = name_of(stated.get("model") or stated.get("modelVersion"))
+        return Reply(usage=self.usage_in(content), model=model, announced=announced_limits(self.http.headers), **fields)
+
+    def refused(self, why: str) -> InvalidReply:
+        """Return the error for an answer that is a refusal. `why` is what the model says."""
+        return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(why)}")
+
     def read(self) -> Reply | QRewardError:
         """Read the non-empty body of a reply with a 2xx status. Return errors instead of raising them, so that no
         traceback holds a part of the reply. Default: `parsed`, then `read_content`.
@@ -219,7 +229,9 @@ class Answer:
     def content_type(self) -> str:
         kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
         page = f" (a web page; check {self.url_key})" if kind.lower() == "text/html" else ""
-        return self.redactor.of(kind, 80) + page
+        coding = self.redactor.of(self.http.headers.get("Content-Encoding", ""), 40)
+        packed = f" (compressed as {coding}, which no request asks for)" if coding else ""
+        return self.redactor.of(kind, 80) + page + packed
 
     def unreadable(self, what: str, body: bytes = b"") -> TransientError:
         """Return the error for a reply that cannot be read. `what` describes it, `body` is quoted briefly."""

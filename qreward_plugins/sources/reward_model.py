@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from yarl import URL
@@ -23,7 +23,7 @@ from .http_reading import HTTPReply
 from .kind import LOGITS
 from .lists import Lists
 from .rendering import ChatTemplate, StepTokenizer, Tokens, step_logits
-from .reward_protocols import PROTOCOLS, TOKEN_CLASSIFY, LogitsAnswer, Protocol, ProtocolName
+from .reward_protocols import PROTOCOLS, LogitsAnswer, Protocol, ProtocolName
 
 _TOKENIZED_KEPT = 64
 
@@ -49,33 +49,28 @@ class RewardModelSource(Endpoint):
         """Name of the model on the server (for vLLM its `--served-model-name`)."""
 
         protocol: ProtocolName = "vllm_classify"
-        """How the server is asked. `vllm_classify` (default) and `vllm_pooling`: a sequence classifier behind vLLM.
-        `vllm_score`, `vllm_rerank`: a model with one label behind vLLM, which reads prompt and response as two texts.
-        `sglang_classify`, `sglang_embeddings`: SGLang with `--is-embedding`. `tei_predict`, `tei_rerank`: a classifier,
-        or one that reads two texts, behind text-embeddings-inference. `openrlhf`: OpenRLHF's `serve_rm`. For any other
-        service use the kind `http`."""
+        """How the server is asked. `vllm_classify` (default): a sequence classifier behind vLLM. `vllm_score`: a model
+        with one label behind vLLM, which reads prompt and response as two texts. `vllm_steps`: a process reward model
+        behind vLLM, which scores every step of the response; it needs `chat_template` and the package `tokenizers`,
+        because the conversation is tokenized here. `sglang_classify`, `sglang_embeddings`: SGLang with
+        `--is-embedding`. `tei_predict`, `tei_rerank`: a classifier, or one that reads two texts, behind
+        text-embeddings-inference. `openrlhf`: OpenRLHF's `serve_rm`. For any other service use the kind `http`."""
 
         chat_template: Annotated[str, Field(min_length=1)] | None = None
         """Path to the reward model's folder, its `tokenizer_config.json`, or a Jinja file; the conversation is then
-        rendered here. Default: the server renders it, which only `vllm_classify` and `vllm_pooling` can do. Protocols
-        that read two texts use none."""
-
-        task: Literal["classify", "token_classify"] = "classify"
-        """What a model behind `vllm_pooling` does. `classify` (default): it scores the whole response.
-        `token_classify`: it is a process reward model, which scores every step of the response; it needs
-        `chat_template` and the package `tokenizers`, because the conversation is tokenized here."""
+        rendered here. Default: the server renders it, which only `vllm_classify` can do. Protocols that read two texts
+        use none."""
 
         vision: Flag = False
         """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
-        says otherwise. Only `vllm_classify` and `vllm_pooling` without `chat_template` take images. Default: false."""
+        says otherwise. Only `vllm_classify` without `chat_template` takes images. Default: false."""
 
         step_separator: Annotated[str, Field(min_length=1, max_length=100)] = "\n\n"
-        """Text that ends a step of the response, for `task: token_classify`. Default: an empty line."""
+        """Text that ends a step of the response, for `vllm_steps`. Default: an empty line."""
 
         batch: Batch | None = None
-        """Send several responses in one request, for `vllm_classify`, `vllm_pooling` and `sglang_classify` (each with
-        `chat_template`), `vllm_score`, `sglang_embeddings`, `tei_predict` and `openrlhf`. See docs/reward_models.md.
-        Default: one response a request."""
+        """Send several responses in one request, with any protocol but `tei_rerank`; `vllm_classify` then needs
+        `chat_template`. See docs/reward_models.md. Default: one response a request."""
 
         step_token: Annotated[str, Field(min_length=1, max_length=100)] | None = None
         """Text that takes the place of every separator, and follows the last step, too: the token at which the model
@@ -88,8 +83,8 @@ class RewardModelSource(Endpoint):
 
     def __init__(self, name: str, config: Config) -> None:
         self._protocol_name = config.protocol
-        tokens = config.task == "token_classify"
-        self._protocol = protocol = TOKEN_CLASSIFY if tokens else PROTOCOLS[config.protocol]
+        self._protocol = protocol = PROTOCOLS[config.protocol]
+        tokens = protocol.form == "tokens"
         self._model = config.model
         self._template: ChatTemplate | None = None
         self._tokens: Callable[[tuple[tuple[str, str], ...]], Tokens] | None = None
@@ -99,18 +94,18 @@ class RewardModelSource(Endpoint):
         if protocol.form == "pair" and config.chat_template:
             problem = f"{config.protocol} sends prompt and response as two texts and renders no conversation."
             mistakes.append(Mistake(where, problem, "Leave it out, or use another protocol."))
-        elif protocol.form == "text" and not config.chat_template:
+        elif protocol.form in ("text", "tokens") and not config.chat_template:
             problem = f"{config.protocol} takes a finished text, so the conversation is rendered here."
-            mistakes.append(Mistake(where, problem, "Set it to the folder of the reward model."))
-        elif tokens and not config.chat_template:
-            problem = "the conversation is tokenized here for task: token_classify."
             mistakes.append(Mistake(where, problem, "Set it to the folder of the reward model."))
         self._takes_images = protocol.form == "messages" and not config.chat_template
         if config.vision and not self._takes_images:
             problem = "images are sent only if the server renders the conversation."
-            remedy = "Use vllm_classify or vllm_pooling without chat_template, or leave it out."
+            remedy = "Use vllm_classify without chat_template, or leave it out."
             mistakes.append(Mistake(f"sources.{name}.vision", problem, remedy))
-        mistakes += _misplaced(f"sources.{name}", config)
+        if not tokens:
+            for key in sorted({"step_separator", "step_token"} & config.model_fields_set):
+                problem = "only a process reward model scores steps."
+                mistakes.append(Mistake(f"sources.{name}.{key}", problem, "Use vllm_steps, or leave it out."))
         mistakes += _overridden(f"sources.{name}.parameters", config, protocol)
         end = next((url for url in config.urls if _ends_with_start(url, protocol.path)), None)
         if end is not None:
@@ -194,17 +189,6 @@ class RewardModelSource(Endpoint):
 
 def _turns(request: Request) -> tuple[tuple[str, str], ...]:
     return tuple((message["role"], message["content"]) for message in request.messages)
-
-
-def _misplaced(path: str, config: RewardModelSource.Config) -> list[Mistake]:
-    """Find settings of process reward models that have no effect."""
-    if config.task == "token_classify":
-        if config.protocol == "vllm_pooling":
-            return []
-        return [Mistake(f"{path}.task", f"{config.protocol} scores whole responses.", "Use protocol: vllm_pooling.")]
-    problem = "only a process reward model scores steps."
-    keys = [key for key in ("step_separator", "step_token") if key in config.model_fields_set]
-    return [Mistake(f"{path}.{key}", problem, "Set task: token_classify, or leave it out.") for key in keys]
 
 
 def _overridden(path: str, config: RewardModelSource.Config, protocol: Protocol) -> list[Mistake]:

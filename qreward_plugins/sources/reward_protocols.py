@@ -18,15 +18,12 @@ from typing import Any, Literal
 from ..errors import InvalidReply, QRewardError
 from .base import Reply
 from .lists import Lists, in_order, numbered, one, several
-from .rate_limit_headers import announced_limits
-from .replies import name_of
 from .values import StrictAnswer, is_number
 
 ProtocolName = Literal[
     "vllm_classify",
-    "vllm_pooling",
+    "vllm_steps",
     "vllm_score",
-    "vllm_rerank",
     "sglang_classify",
     "sglang_embeddings",
     "tei_predict",
@@ -75,7 +72,7 @@ class LogitsAnswer(StrictAnswer):
             )
         if self.protocol.form == "tokens":
             # Checked with the request, which says which tokens count.
-            return self._reply(content, numbers)
+            return self.replied(content, value=numbers)
         if not 0 < len(logits) <= MOST_LOGITS:
             return InvalidReply(
                 f"source {self.name!r} gave {len(logits):,} numbers for one response: it is not served as a "
@@ -84,15 +81,7 @@ class LogitsAnswer(StrictAnswer):
         wrong = [label for label, logit in logits.items() if not is_number(logit)]
         if wrong:
             return InvalidReply(f"source {self.name!r} gave a logit that is no finite number (label {wrong[0]!r})")
-        return self._reply(content, {label: float(logit) for label, logit in logits.items()})
-
-    def _reply(self, content: Any, value: Any) -> Reply:
-        return Reply(
-            value=value,
-            usage=self.usage_in(content),
-            model=name_of(content.get("model")) if isinstance(content, Mapping) else "",
-            announced=announced_limits(self.http.headers),
-        )
+        return self.replied(content, value={label: float(logit) for label, logit in logits.items()})
 
     def _hint(self, status: int) -> str:
         return f"; check `protocol`, and that {self.url_key} has no path" if status in (404, 405) else ""
@@ -143,58 +132,49 @@ def _data(content: Any) -> list[tuple[Any, Any]]:
     return numbered(content["data"], lambda item: {"data": [item], "model": content.get("model")})
 
 
+def _each(content: Any) -> list[tuple[Any, Any]]:
+    return in_order(content, lambda item: item)
+
+
+_RAW = {"use_activation": False}
+_ONE_INPUT = Lists({"input": one}, _data)
+
 PROTOCOLS: Mapping[ProtocolName, Protocol] = {
     "vllm_classify": Protocol(
         "/classify",
         "messages",
-        lambda model, read: {"model": model, **_input(read), "use_activation": False},
+        lambda model, read: {"model": model, **_input(read), **_RAW},
         lambda content: _numbered(_only(content["data"])["probs"]),
-        Lists({"input": one}, _data),
+        _ONE_INPUT,
     ),
-    "vllm_pooling": Protocol(
+    "vllm_steps": Protocol(
         "/pooling",
-        "messages",
-        lambda model, read: {"model": model, **_input(read), "task": "classify", "use_activation": False},
-        lambda content: _numbered(_only(content["data"])["data"]),
-        Lists({"input": one}, _data),
+        "tokens",
+        lambda model, read: {"model": model, "input": list(read["tokens"]), "task": "token_classify", **_RAW},
+        lambda content: _list(_only(content["data"])["data"]),
+        _ONE_INPUT,
     ),
     "vllm_score": Protocol(
         "/score",
         "pair",
-        lambda model, read: {
-            "model": model,
-            "queries": read["prompt"],
-            "documents": read["response"],
-            "use_activation": False,
-        },
+        lambda model, read: {"model": model, "queries": read["prompt"], "documents": read["response"], **_RAW},
         lambda content: [("0", _only(content["data"])["score"])],
         # The server pairs two lists of the same length.
         Lists({"queries": one, "documents": one}, _data),
-    ),
-    "vllm_rerank": Protocol(
-        "/rerank",
-        "pair",
-        lambda model, read: {
-            "model": model,
-            "query": read["prompt"],
-            "documents": [read["response"]],
-            "use_activation": False,
-        },
-        lambda content: [("0", _only(content["results"])["relevance_score"])],
     ),
     "sglang_classify": Protocol(
         "/classify",
         "text",
         lambda model, read: {"text": read["text"]},
         lambda content: _numbered((_only(content) if isinstance(content, list) else content)["embedding"]),
-        Lists({"text": one}, lambda content: in_order(content, lambda item: item)),
+        Lists({"text": one}, _each),
     ),
     "sglang_embeddings": Protocol(
         "/v1/embeddings",
         "text",
         lambda model, read: {"model": model, "input": read["text"]},
         lambda content: _numbered(_only(content["data"])["embedding"]),
-        Lists({"input": one}, _data),
+        _ONE_INPUT,
     ),
     "tei_predict": Protocol(
         "/predict",
@@ -224,17 +204,3 @@ PROTOCOLS: Mapping[ProtocolName, Protocol] = {
     ),
 }
 """`POST /v1/classify` of SGLang is not among them: it always applies a softmax."""
-
-TOKEN_CLASSIFY = Protocol(
-    "/pooling",
-    "tokens",
-    lambda model, read: {
-        "model": model,
-        "input": list(read["tokens"]),
-        "task": "token_classify",
-        "use_activation": False,
-    },
-    lambda content: _list(_only(content["data"])["data"]),
-    Lists({"input": one}, _data),
-)
-"""Takes the place of `vllm_pooling` for a process reward model."""

@@ -19,43 +19,41 @@ from typing import Any, TypeAlias
 import aiohttp
 from yarl import URL
 
-from ..config.source_models import Routing, RoutingStrategy
+from ..config.source_models import RoutingStrategy
 from .base import Request
-from .replica import Prefix, Replica
+from .replica import Replica
 
 BYTES_PER_TOKEN = 4
 """Bytes of English text for each token."""
 _UNKNOWN_TOKENS = 1024
-"""Tokens of a prompt without a response in it that count as shared, unless `prefix_tokens` says otherwise."""
+"""Tokens of a prompt without a response in it that count as shared."""
 _SHORTEST_RESPONSE = 16
 """A shorter response may occur in the question, too, so its place in a prompt is not looked for."""
 
 
-def shared_prefix(request: Request, most_tokens: int | None = None) -> Prefix | None:
-    """Return the shared part of a request, of which the first `most_tokens` count; None if there is no text in it.
+def shared_prefix(request: Request) -> int | None:
+    """Return a hash of the shared part of a request; None if there is no text in it.
 
     The hash (BLAKE2b, RFC 7693) is the same in every process, so that the siblings of a group that are scored in
     different processes go to the same replica.
     """
-    limit: int | None
+    ends = True
     if request.passed is not None:
-        pieces, limit = list(_texts_of(request.passed.body)), most_tokens or _UNKNOWN_TOKENS
+        pieces, ends = list(_texts_of(request.passed.body)), False
     elif request.messages:
         pieces, ends = _before_the_response(request)
-        limit = most_tokens if ends or most_tokens is not None else _UNKNOWN_TOKENS
     else:
         # Scoring services get the sample; the question is what its siblings share.
-        pieces, limit = list(_texts(request.sample.messages)), most_tokens
-    room = None if limit is None else limit * BYTES_PER_TOKEN
+        pieces = list(_texts(request.sample.messages))
     hashed, size = hashlib.blake2b(digest_size=8), 0
     for piece in pieces:
         data = piece.encode("utf-8", "surrogatepass")
-        if room is not None:
-            data = data[: room - size]
+        if not ends:
+            data = data[: _UNKNOWN_TOKENS * BYTES_PER_TOKEN - size]
         hashed.update(len(data).to_bytes(8, "big"))
         hashed.update(data)
         size += len(data)
-    return Prefix(int.from_bytes(hashed.digest(), "big"), -(-size // BYTES_PER_TOKEN)) if size else None
+    return int.from_bytes(hashed.digest(), "big") if size else None
 
 
 def _before_the_response(request: Request) -> tuple[list[str], bool]:
@@ -205,6 +203,8 @@ STALE_S = 5.0
 """Seconds after which a reading of a KV cache does not count any more."""
 CHOICES = 2
 """The replicas among which a new prefix chooses before others. They are the same in all processes."""
+OVERLOAD = 6
+"""How many requests more than the mean of all replicas one may have under way, before others get its prefixes."""
 SLACK = 3
 """How many requests more than the least loaded of all replicas one of these may have. A process sees only its own."""
 UNSPREAD = 8
@@ -214,7 +214,12 @@ _64 = (1 << 64) - 1
 
 
 def chosen(
-    replicas: Sequence[Replica], routing: Routing, prefix: Prefix | None, *, same_prefix: int, now: float
+    replicas: Sequence[Replica],
+    strategies: Sequence[RoutingStrategy],
+    prefix: int | None,
+    *,
+    same_prefix: int,
+    now: float,
 ) -> Replica:
     """Return one of `replicas`, of which there is at least one.
 
@@ -222,22 +227,22 @@ def chosen(
     loop's time in seconds.
     """
     left = replicas
-    for name in routing.strategies:
+    for name in strategies:
         if len(left) == 1:
             break
         if name == "prefix_aware":
             if prefix is not None:
-                left = [_by_prefix(left, prefix.key, same_prefix, routing.overload_requests)]
+                left = [_by_prefix(left, prefix, same_prefix)]
         else:
             left = _STRATEGIES[name](left, now)
     return min(left, key=lambda replica: replica.last_used) if len(left) > 1 else left[0]
 
 
-def _by_prefix(replicas: Sequence[Replica], key: int, same_prefix: int, most_above: int) -> Replica:
+def _by_prefix(replicas: Sequence[Replica], key: int, same_prefix: int) -> Replica:
     """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018, arXiv:1608.01350).
 
     Every prefix has its own order of the replicas, by rendezvous hashing (Thaler, Ravishankar, 1998), so a replica that
-    comes or goes moves only its own share of the prefixes. A replica is overloaded if it has `most_above` requests
+    comes or goes moves only its own share of the prefixes. A replica is overloaded if it has `OVERLOAD` requests
     under way more than the mean; then the next one in this order is chosen. The paper multiplies the mean by a factor.
     A factor splits the first groups of a batch, when the mean is small, and leaves some replicas with much longer
     queues at its end. Requests are counted, not their tokens: most prompt tokens come from the cache, and decoding
@@ -251,7 +256,7 @@ def _by_prefix(replicas: Sequence[Replica], key: int, same_prefix: int, most_abo
       over as many replicas as it fills.
     """
     mean = (1 + sum(replica.in_flight for replica in replicas)) / len(replicas)
-    bound = mean + most_above
+    bound = mean + OVERLOAD
 
     def rank(replica: Replica) -> int:
         return _mixed(key, replica.seed)

@@ -70,7 +70,7 @@ class SandboxSource(Endpoint):
         share the limits of this source."""
 
         max_reply_bytes: PositiveInt = 16_777_216
-        """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. SandboxFusion keeps 1
+        """Largest body of a reply in bytes; a larger one fails the attempt. SandboxFusion keeps 1
         MiB of each output, and a character may take six bytes of JSON. Default: 16 MiB."""
 
     answers = (RUN,)

@@ -7,7 +7,7 @@ number or an object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -15,12 +15,10 @@ from pydantic import Field, ValidationInfo, field_validator
 from yarl import URL
 
 from ..config.judge_models import ImageLimits
-from ..config.nodes import Flag, takes
+from ..config.nodes import takes
 from ..config.source_models import Batch, EndpointConfig, ModelName, URLs
 from ..errors import Mistake
 from ..samples import Sample
-from ..samples.images import EncodedImage
-from ..samples.images.encoded import Form
 from ..samples.json_values import as_json
 from .base import Reply, Request
 from .endpoint import Endpoint
@@ -43,17 +41,6 @@ SamplePart = Literal[
     "images",
     "response_images",
 ]
-
-
-class ServiceImages(ImageLimits):
-    """What is sent of the images of a sample."""
-
-    send: Flag = True
-    """Whether images in `prompt`, `messages` and `conversation` are sent as parts in the form of chat completions, with
-    data URLs. `false`: these parts are sent as they are, if JSON can hold them. Default: true."""
-
-    form: Form = "data_url"
-    """How `images` and `response_images` are sent: as `data_url` (default), or as `base64` alone."""
 
 
 _Path = Annotated[
@@ -93,13 +80,14 @@ class HTTPSource(Endpoint):
         """The keys of the body, each with the part of the sample that it holds. `prompt`: the text if the prompt is one
         user message, else its messages; `messages`: the prompt as a list of messages; `conversation`: that list plus
         the response as the assistant's turn; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id`;
-        `images` and `response_images`: lists of the images of the prompt and of the response, as data URLs or base64.
+        `images` and `response_images`: lists of the images of the prompt and of the response, as data URLs.
         Samples that differ in a part that is sent never share an answer of the journal. Keys with a constant value go
         into `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, the body that slime
         posts to its `--rm-url`."""
 
-        images: ServiceImages = ServiceImages()
-        """What is sent of the images of a sample."""
+        images: ImageLimits = ImageLimits()
+        """What is sent of the images of a sample: as parts in the form of chat completions in `prompt`, `messages` and
+        `conversation`, and as data URLs in `images` and `response_images`."""
 
         score_key: _Path | None = None
         """The path to the value in the reply: keys joined by dots, and a number for an item of a list (`data.score`,
@@ -112,13 +100,10 @@ class HTTPSource(Endpoint):
         `parameters` stay as they are. Default: one sample a request."""
 
         results_key: _Path | None = None
-        """The path to the list of results in a reply, for `batch`. Default: the whole reply is the list."""
+        """The path to the list of results in a reply, for `batch`; they have the order of the samples. Default: the
+        whole reply is the list."""
 
-        index_key: _Path | None = None
-        """The path, in a result, to the position of its sample in the request, from 0, for `batch`. Set it if the
-        service does not keep the order. Default: results have the order of the samples."""
-
-        @field_validator("results_key", "index_key")
+        @field_validator("results_key")
         @classmethod
         def _for_batches(cls, value: str | None, info: ValidationInfo) -> str | None:
             if value is not None and info.data.get("batch") is None:
@@ -140,17 +125,14 @@ class HTTPSource(Endpoint):
     def __init__(self, name: str, config: Config) -> None:
         # In the journal's key, a named model replaces the URLs, because these may change from run to run.
         known = config if config.version or not config.model else config.model_copy(update={"version": config.model})
-        replaced = [key for key, part in config.body.items() if part in _RESPONSE and key in config.parameters]
-        if any(part in _RESPONSE for key, part in config.body.items() if key not in config.parameters):
-            replaced = []
-        problem = "only this key of `body` holds the response, and then every response would get the same score."
-        where = f"sources.{name}.parameters"
-        mistakes = [Mistake(f"{where}.{key}", problem, "Leave it out.") for key in replaced]
+        where, problem = f"sources.{name}.parameters", "`body` has this key, too."
+        both = [key for key in config.body if key in config.parameters]
+        mistakes = [Mistake(f"{where}.{key}", problem, "Keep one of the two.") for key in both]
         super().__init__(name, known, mistakes=[*mistakes, *folder_mistakes(f"sources.{name}.images", config.images)])
         self._parts = dict(config.body)
         self._images = config.images
         self._score_key = config.score_key
-        self._results_key, self._index_key = config.results_key, config.index_key
+        self._results_key = config.results_key
         self._model = config.model or config.url[0].partition("://")[2]
 
     @property
@@ -167,10 +149,7 @@ class HTTPSource(Endpoint):
 
     def _results(self, content: Any) -> list[tuple[Any, Any]]:
         results = content if self._results_key is None else at_path(content, self._results_key)
-        key = self._index_key
-        if key is None:
-            return in_order(results, lambda result: result)
-        return [(at_path(result, key), result) for _, result in in_order(results, lambda result: result)]
+        return in_order(results, lambda result: result)
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         if self.batch is None:
@@ -184,13 +163,10 @@ class HTTPSource(Endpoint):
             # Breaks the reference cycle of error, traceback and frame.
             del result
 
-    def written(self, requests: Sequence[Request], *, in_lists: bool = False) -> str:
-        return super().written(requests, in_lists=self.batch is not None)
-
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body. Raises `InputError` for a value that JSON cannot hold."""
         sample = request.sample
-        images: dict[str, Any] = {"images": [], "response_images": []}
+        images: Mapping[str, Any] = {}
         if has_images(sample):
             sample, images = self._with_images(sample)
         return {
@@ -204,24 +180,17 @@ class HTTPSource(Endpoint):
 
     def _with_images(self, sample: Sample) -> tuple[Sample, dict[str, Any]]:
         """Return the sample with its images as they are sent, and the images of the prompt and of the response."""
-        listed = {part for part in self._parts.values() if part in ("images", "response_images")}
-        if not (self._images.send or listed):
-            return sample, {}
         where = f"sources.{self._name}.images"
         shown = shown_images(sample, self._images, where).images
         lists: dict[str, Any] = {"images": [], "response_images": []}
         for image in shown:
-            url = image.part["image_url"]["url"]
-            if self._images.form == "base64" and isinstance(url, EncodedImage):
-                url = url.as_base64()
-            lists["images" if image.name.endswith("prompt") else "response_images"].append(url)
-        if self._images.send:
-            prompt = sample.prompt
-            if isinstance(prompt, (list, tuple)) and prompt:
-                own = shown_images(replace(sample, messages=prompt, response_images=()), self._images, where).images
-                prompt = with_images(prompt, own)
-            sample = replace(sample, messages=with_images(sample.messages, shown), prompt=prompt)
-        return sample, lists
+            of = "images" if image.name.endswith("prompt") else "response_images"
+            lists[of].append(image.part["image_url"]["url"])
+        prompt = sample.prompt
+        if isinstance(prompt, (list, tuple)) and prompt:
+            own = shown_images(replace(sample, messages=prompt, response_images=()), self._images, where).images
+            prompt = with_images(prompt, own)
+        return replace(sample, messages=with_images(sample.messages, shown), prompt=prompt), lists
 
     def answer(self, url: URL, http: HTTPReply) -> ValueAnswer:
         return ValueAnswer(

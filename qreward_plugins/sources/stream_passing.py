@@ -1,30 +1,31 @@
 """Hands on a stream of server-sent events to a client, event by event, without reading its answer.
 
 A stream is held back until its first event with a part of the answer, because until then another source can still be
-asked. It is whole only if the server said so. What the events tell about usage, errors and the end depends on the
-dialect (`Progress`).
+asked. It is whole only if the server said so. `Progress` reads what the events tell about usage, errors and the end.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .passed_requests import loads_leniently
+from ..secrets import Redactor
+from .passed_requests import RawReply, Receiver, loads_leniently, returned_headers
 from .streams import Event, EventParser, EventSink, StreamBroken
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
 _LONGEST_BLANK_LINE = 4
 _DONE = b"[DONE]"
+_BEFORE_THE_ANSWER = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
+"""Types of events after which another source can still be asked."""
+_ENDS = ("message_stop", "response.completed", "response.incomplete")
 
 
-class Progress(ABC):
-    """What the events of one stream of a dialect tell. A dialect defines `take`."""
-
-    USAGE = "usage"
-    """The key of the usage in a reply."""
+class Progress:
+    """What the events of one stream tell. The types of events and the keys of all formats are apart, so one class reads
+    them all.
+    """
 
     def __init__(self) -> None:
         self.begun = False
@@ -35,7 +36,8 @@ class Progress(ABC):
         """Whether nothing can follow."""
         self.error = ""
         """What the server said instead of an answer; "" if it did not."""
-        self.usage: dict[str, Any] = {}
+        self.usage: dict[str, dict[str, Any]] = {}
+        """What was stated under each key of a usage."""
         self.model: Any = None
         self._unfinished: dict[int, bool] = {}
 
@@ -47,53 +49,61 @@ class Progress(ABC):
         content = loads_leniently(event.data)
         if content is None:
             raise StreamBroken("an event that is not a JSON object")
-        if content.get("error") or event.name == "error" or content.get("type") == "error":
-            self.error = words_of(content.get("error") or content)
+        kind = content.get("type") or event.name
+        within = _object_in(content, "response") or _object_in(content, "message") or content
+        if content.get("error") or "error" in (kind, event.name) or kind == "response.failed":
+            self.error = words_of(content.get("error") or within.get("error") or content)
             return
-        self.take(content, event.name)
+        self.model = within.get("model") or within.get("modelVersion") or self.model
+        for key in ("usage", "usageMetadata"):
+            stated = _object_in(within, key).items()
+            self.usage.setdefault(key, {}).update((name, value) for name, value in stated if value is not None)
+        choices = content.get("choices") or content.get("candidates")
+        if isinstance(choices, list):
+            for choice in choices:
+                self._take_choice(choice)
+        elif _object_in(content, "promptFeedback").get("blockReason"):
+            self.begun = self.whole = True
+        elif kind in _ENDS:
+            self.begun = self.whole = self.ended = True
+        elif kind and kind not in _BEFORE_THE_ANSWER:
+            self.begun = True
 
-    @abstractmethod
-    def take(self, event: dict[str, Any], name: str) -> None:
-        """Take in the data of an event of this name."""
-
-    def note_choice(self, index: Any, finished: bool) -> None:
-        """Note a part of one of several answers. All of them have to be whole."""
+    def _take_choice(self, choice: Any) -> None:
+        """Take in a part of one of several answers. All of them have to be whole."""
+        if not isinstance(choice, Mapping):
+            return
+        finished = bool(choice.get("finish_reason") or choice.get("finishReason"))
+        said = any(value for key, value in _object_in(choice, "delta").items() if key != "role")
+        self.begun |= finished or said or "content" in choice
+        index = choice.get("index")
         number = index if isinstance(index, int) else 0
         self._unfinished[number] = self._unfinished.get(number, True) and not finished
         self.whole = not any(self._unfinished.values())
 
-    def add_usage(self, stated: Any) -> None:
-        if isinstance(stated, Mapping):
-            self.usage.update((key, value) for key, value in stated.items() if value is not None)
-
 
 class StreamPassing(EventSink):
-    """Hands on one stream. `on_begin` is called with status and headers before the first `on_piece`, which is called
-    with one or several whole events. `clean` redacts the source's long secrets in each event. A secret that a server
-    spreads over several events reaches the client, but no message: those have what a server says instead of an answer,
-    after `shown`, which redacts all secrets and leaves one line. `idle_s`: most seconds between two events; None: any
-    number.
+    """Hands on one stream of the source `name`. `receiver` gets its head before the first `on_piece`, which is called
+    with one or several whole events. The source's long secrets are redacted in each event. A secret that a server
+    spreads over several events reaches the client, but no message: those have what a server says instead of an answer
+    on one line, with all secrets redacted. `idle_s`: most seconds between two events; None: any number.
 
     Pieces are text as UTF-8 with surrogate escapes, so that encoding them gives the bytes that came.
     """
 
     def __init__(
         self,
-        progress: Progress,
-        *,
-        on_begin: Callable[[int, Mapping[str, str]], None],
+        name: str,
+        receiver: Receiver,
         on_piece: Callable[[str], None],
-        clean: Callable[[str], str] | None = None,
-        shown: Callable[[str], str] = str,
+        redactor: Redactor,
         idle_s: float | None = None,
-        has_room: Callable[[], bool] = lambda: True,
-        wait_for_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.idle_s = idle_s
-        self._progress = progress
-        self._on_begin, self._on_piece, self._clean, self._shown = on_begin, on_piece, clean, shown
-        self._room, self._wait = has_room, wait_for_room
-        self._head: tuple[int, Mapping[str, str]] = (200, {})
+        self._name = name
+        self._receiver, self._on_piece, self._redactor = receiver, on_piece, redactor
+        self._progress = Progress()
+        self._head = RawReply(200, {})
         self._most = 0
         self._parser = EventParser(0)
         self._rest = bytearray()
@@ -114,15 +124,15 @@ class StreamPassing(EventSink):
     @property
     def has_room(self) -> bool:
         """Whether its client has read enough for more to come."""
-        return self._room()
+        return self._receiver.has_room()
 
     async def wait_for_room(self) -> None:
         """Wait until its client has read enough for more to come."""
-        if self._wait is not None:
-            await self._wait()
+        await self._receiver.wait_for_room()
 
     def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
-        self._head, self._most = (status, headers), most_bytes
+        self._head = RawReply(status, returned_headers(headers, self._redactor.clean), source=self._name)
+        self._most = most_bytes
         self._parser = EventParser(most_bytes)
 
     def take(self, chunk: bytes) -> bool:
@@ -155,20 +165,21 @@ class StreamPassing(EventSink):
             self._progress.read(event)
             self.events += self._progress.begun
             if self._progress.error and not begun_before:
-                raise StreamBroken(f"an error instead of an answer ({self._shown(self._progress.error)})")
+                raise StreamBroken(f"an error instead of an answer ({self._redactor.of(self._progress.error)})")
         text = block.decode("utf-8", "surrogateescape")
-        self._held.append(text if self._clean is None else self._clean(text))
+        clean = self._redactor.clean
+        self._held.append(text if clean is None else clean(text))
         self._held_bytes += len(block)
         if self._progress.begun or self._progress.whole:
             self._pass_on()
         if self._progress.error:
-            raise StreamBroken(f"an error in the middle of the answer ({self._shown(self._progress.error)})")
+            raise StreamBroken(f"an error in the middle of the answer ({self._redactor.of(self._progress.error)})")
         return has_event
 
     def _pass_on(self) -> None:
         if not self._passed:
             self._passed = True
-            self._on_begin(*self._head)
+            self._receiver.begin(self._head)
         piece = "".join(self._held)
         self._held.clear()
         self._held_bytes = 0
@@ -184,7 +195,12 @@ class StreamPassing(EventSink):
 
     def body(self) -> dict[str, Any]:
         """Return model and usage, as a reply that is not streamed states them."""
-        return {"model": self._progress.model, self._progress.USAGE: self._progress.usage or None}
+        return {"model": self._progress.model, **self._progress.usage}
+
+
+def _object_in(part: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = part.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def words_of(error: Any) -> str:

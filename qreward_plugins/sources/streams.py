@@ -248,6 +248,23 @@ class Streaming(EventSink):
         return self.reader.body()
 
 
+def only_in(event: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    """Return the part of the answer in an event; None if it has none. Raises StreamBroken for parts of several answers,
+    and for a value of another type.
+    """
+    # Some servers write null instead of [] beside the usage.
+    found = event.get(key) or []
+    if not isinstance(found, list) or len(found) > 1:
+        raise StreamBroken(f"an event with more than one of the {key}")
+    if not found:
+        return None
+    if not isinstance(found[0], dict):
+        raise StreamBroken(f"an event with {key} of the wrong type")
+    if found[0].get("index") not in (0, None):
+        raise StreamBroken("a second answer")
+    return found[0]
+
+
 def text_in(part: Mapping[str, Any], key: str) -> str:
     """Return a text in an event; "" if it has none. Raises StreamBroken for a value of another type."""
     value = part.get(key)

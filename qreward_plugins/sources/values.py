@@ -18,8 +18,7 @@ from ..errors import InvalidReply, QRewardError
 from ..samples import fits_float32
 from ..samples.spent import Usage
 from .base import Reply
-from .rate_limit_headers import announced_limits
-from .replies import Answer, Problem, name_of, usage_of
+from .replies import Answer, Problem, usage_of
 
 MAX_NESTING = 100
 """Deepest nesting of lists and objects that is accepted."""
@@ -143,12 +142,7 @@ class ValueAnswer(Answer):
                 return self.error_of(problem)
         if value is NOTHING:
             return InvalidReply(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
-        return Reply(
-            value=value,
-            usage=usage_of(content.get("usage")) if isinstance(content, Mapping) else None,
-            model=name_of(content.get("model")) if isinstance(content, Mapping) else "",
-            announced=announced_limits(self.http.headers),
-        )
+        return self.replied(content, value=value)
 
 
 def read_json(answer: Answer) -> Any:

@@ -363,18 +363,10 @@ def _here(chosen: Mapping[str, str], query: Mapping[str, str]) -> dict[str, str]
 def _list(step: int | None, chosen: Mapping[str, str], query: Mapping[str, str]) -> tuple[SampleFilter, int]:
     """The samples that a query asks for, and the page of them."""
     wanted = SampleFilter(
-        chosen["run"],
-        step,
-        chosen["split"],
-        chosen["judge"],
-        chosen["data"],
-        query.get("source", ""),
-        query.get("cause", ""),
-        query.get("text", ""),
-        _number(query.get("low"), float),
-        _number(query.get("high"), float),
-        query.get("sort", "reward") if query.get("sort", "reward") in SORTS else "reward",
-        query.get("down") == "1",
+        *(chosen["run"], step, chosen["split"], chosen["judge"], chosen["data"]),
+        *(query.get("source", ""), query.get("cause", ""), query.get("text", "")),
+        *(_number(query.get("low"), float), _number(query.get("high"), float)),
+        *(_one_of(query.get("sort"), list(SORTS)), query.get("down") == "1"),
     )
     return wanted, _number(query.get("page"), int) or 0
 

@@ -137,23 +137,8 @@ class Totals:
         return self._known[key]
 
     def _add(self, row: tuple[Any, ...]) -> None:
-        (
-            run,
-            at,
-            step,
-            split,
-            judge,
-            data_source,
-            source,
-            outcome,
-            reward,
-            cause,
-            floor,
-            group,
-            took_s,
-            cost,
-            weights,
-        ) = row
+        run, at, step, split, judge, data_source, source, outcome = row[:8]
+        reward, cause, floor, group, took_s, cost, weights = row[8:]
         self._runs[run] = max(at, self._runs.get(run, at))
         if outcome == "scored" and not source:
             self._wholes.add((run, judge))

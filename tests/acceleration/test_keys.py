@@ -8,6 +8,7 @@ import contextvars
 import pytest
 
 from qreward_plugins import CircuitOpen, Throttled, accelerate
+from qreward_plugins.acceleration import calls
 from qreward_plugins.simulation import run
 
 
@@ -15,10 +16,11 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_a_key_is_not_forgotten_while_it_is_paused_or_its_circuit_is_open():
+def test_a_key_is_not_forgotten_while_it_is_paused_or_its_circuit_is_open(monkeypatch):
+    monkeypatch.setattr(calls, "IDLE_S", 1.0)
     starts = []
 
-    @accelerate(key=lambda key: key, idle_s=1, breaker=1, recovery_s=30)
+    @accelerate(key=lambda key: key, breaker=1, recovery_s=30)
     async def grade(key):
         starts.append((key, now()))
         if key == "throttled" and len(starts) == 1:

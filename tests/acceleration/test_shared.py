@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
-from dataclasses import dataclass
 
 import pytest
 
@@ -52,15 +50,16 @@ def most_within(starts, seconds):
     return max(sum(first <= at < first + seconds for at in starts) for first in starts)
 
 
-@pytest.mark.parametrize("key", [None, lambda name: frozenset({name, "x"})])
-def test_processes_keep_to_one_rate_for_each_key_also_when_they_forget_it(process, key):
+@pytest.mark.parametrize("key", [None, lambda name: (name, 1)])
+def test_processes_keep_to_one_rate_for_each_key_also_when_they_forget_it(process, monkeypatch, key):
+    monkeypatch.setattr(calls, "IDLE_S", 1.0)
     starts = {}
 
     async def body(name):
         starts.setdefault(name, []).append(asyncio.get_running_loop().time())
 
     async def main():
-        options = {"rate": "12/s", "window": "sliding", "idle_s": 1, "key": key}
+        options = {"rate": "12/s", "window": "sliding", "key": key}
         functions = [process(body, **options) for _ in range(2)]
         for _ in range(3):
             await asyncio.gather(*(function.map(9 * ["a"]) for function in functions))
@@ -88,16 +87,6 @@ def test_a_key_that_other_processes_cannot_recognise_fails_its_calls(process):
     assert (zero, two) == (0, 2)
     assert isinstance(error, TypeError)
     assert "with `shared`, return a text, a number, or a tuple of them" in str(error)
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-@dataclass(frozen=True)
-class Account:
-    name: str
-    models: frozenset[str]
 
 
 def test_a_function_is_one_worker_in_all_its_event_loops(process):

@@ -51,7 +51,6 @@ def test_a_sync_function_blocks_and_keeps_its_context():
     assert asyncio.run(add.acall(5)) == 15
     assert asyncio.run(add.amap([5])) == [15]
     assert threading.current_thread() not in threads
-    add.retune(concurrency=2)
     add.close()
     with pytest.raises(EngineError, match="closed"):
         add(1)

@@ -25,12 +25,10 @@ def drawn(rng):
         "timeout_s": rng.choice([None, 2, 5]),
         "deadline_s": rng.choice([None, 10, 60]),
         "hedge": rng.choice([False, True, 0.5]),
-        "max_hedges": rng.choice([1, 2]),
         "breaker": rng.choice([False, 3]),
         "recovery_s": rng.choice([1, 5]),
         "adaptive": rng.choice([False, 0.3]),
         "key": rng.choice([None, lambda x: x % 3]),
-        "idle_s": 2,
         "seed": 1,
     }
 

@@ -10,8 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
-from ..kit import each_of, wait_until
+from qreward_plugins import Scored, Verdict
+from qreward_plugins.journal import Journal
+from qreward_plugins.samples.spent import Spent, Usage
+from qreward_plugins.scheduling.history import PastAttempt
+from qreward_plugins.sources.base import Request
+
+from ..kit import each_of, make_sample, wait_until
 
 LIMITS = {"requests_per_minute": 30, "concurrency": 16}
 
@@ -123,3 +130,83 @@ def test_ctrl_c_ends_it(start_cli, config, tmp_path):
     assert (code, out) == (130, "")
     assert "Traceback" not in errors
     assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A journal of three training steps and a validation, each of 40 samples in 5 s: 8 at a time, for a second each."""
+
+    def outcome(sample, latency_s):
+        spent = Spent(latency_s=latency_s, attempts=1, usage=Usage(300, 100), cost_usd=0.01)
+        verdict = Verdict(0.5, judge="quality", source="a", service_s=1.0, spent=spent)
+        past = PastAttempt(
+            "a", latency_s - 1, None, latency_s, "valid", False, "", spent.usage, 0.01, Request(sample), None
+        )
+        return Scored(verdict), [past]
+
+    path, now = tmp_path / "verdicts.sqlite", [0.0]
+    journal = Journal(path, clock=lambda: now[0])
+    for step, split in ((1, "train"), (2, "train"), (3, "train"), (3, "val")):
+        for number in range(40):
+            latency_s = 1.0 + number // 8
+            now[0] = 1e9 + 1000 * step + latency_s
+            sample = make_sample(id=f"{step} {number}", response="x" * 800, step=step, split=split, data_source="math")
+            journal.note(None, sample, *outcome(sample, latency_s))
+    journal.close()
+    return path
+
+
+def test_the_steps_of_a_journal_stand_beside_their_plans(run_cli, config, recorded, tmp_path):
+    tree = config.read_text().replace("requests_per_minute: 30", "requests_per_minute: 3000")
+    config.write_text(tree.replace("concurrency: 16", "concurrency: 8"))
+    as_json = tmp_path / "plan.json"
+    exact = ["--spread", "0", "--errors", "0", "--stragglers", "0", "--seeds", "1"]
+    result = run_cli("plan", config, "--against", recorded, "--last", 2, "--json", as_json, *exact)
+    assert (result.exit_code, result.stderr) == (0, f"the plan is in {as_json}\n")
+    text = " ".join(result.stdout.split())
+    assert f"{recorded}: the latest 2 steps, each beside its plan by {config}" in text
+    assert "2 40 5.00s" in text
+    assert "40 40 16.0k 17.0k 0.4000 0.4000 waiting for a places of a" in text
+    found = json.loads(as_json.read_text())
+    assert [step["measured"]["number"] for step in found["steps"]] == [2, 3]
+    assert found["errors"]["seconds"] == pytest.approx(0.0, abs=0.1)
+    assert found["errors"]["tokens"] == pytest.approx(0.0, abs=0.1)
+    assert text.rpartition("the plan is off by (median): ")[2].startswith("time ")
+
+
+@each_of(
+    ("options", "message"),
+    [
+        ([], "write either --samples N, or --against JOURNAL"),
+        (["-n", 4, "--against", "verdicts.sqlite"], "write either --samples N, or --against JOURNAL"),
+        (["--against", "missing.sqlite"], "missing.sqlite: there is no such journal"),
+        (["--against", "empty.sqlite"], "empty.sqlite has no training steps"),
+        (["--against", "empty.sqlite", "--plot", "plan.png"], "--plot draws the plan of one step"),
+    ],
+)
+def test_what_stands_beside_no_plan_is_said(run_cli, config, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    Journal("empty.sqlite").close()
+    result = run_cli("plan", config, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_workers_share_the_limits_of_a_plan(run_cli, config):
+    exact = ["--latency", "1", "--tokens", "100", "--spread", "0", "--errors", "0", "--stragglers", "0", "--seeds", "1"]
+    result = run_cli("plan", config, "--samples", 45, "--workers", 3, *exact)
+    text = " ".join(result.stdout.split())
+    assert "takes 61." in text or "takes 62." in text
+    assert "a 1.00s 45 100%" in text
+
+
+def test_the_first_step_waits_for_servers(run_cli, config):
+    tree = yaml.safe_load(config.read_text())
+    tree["sources"] = {"own": {"kind": "replicas", "command": ["serve", "{port}", "{name}"], "model": "m"}}
+    config.write_text(yaml.safe_dump(tree))
+    result = run_cli("plan", config, "-n", 8, "--seeds", 1, "--start", 90)
+    text = " ".join(result.stdout.split())
+    assert "(until the servers have started)" in text
+    assert "the servers of own start in 90 s, for which the first step waits" in text
+    result = run_cli("plan", config, "-n", 8, "--seeds", 1)
+    assert "until the servers of own have started (--start)" in " ".join(result.stdout.split())

@@ -61,7 +61,7 @@ def test_a_function_that_workers_cannot_load_is_one_error(run_cli, tmp_path, wri
     result = run_cli("score", tmp_path / "config.yaml", rows, "--out", tmp_path / "out.jsonl")
     assert result.exit_code == 2
     (error,) = (line for line in result.stderr.splitlines() if "functions.py" in line)
-    assert error.startswith(f"error: {tmp_path / 'config.yaml'}: sources.f.function (line ")
+    assert error.startswith(f"error: {tmp_path / 'config.yaml'}: sources.f.function: ")
 
 
 def test_what_several_judges_said_is_one_line(server, run_cli, write_rows, row, tmp_path):

@@ -268,7 +268,7 @@ def test_all_mistakes_of_a_file_come_at_once_each_with_its_line(below: str, tmp_
     assert f"sources.s0.modle (line {wanted[2][0]}): unknown key. Did you mean `model`?" in str(error)
 
 
-def test_what_an_engine_finds_when_it_opens_has_its_line_too(tmp_path: Path) -> None:
+def test_what_an_engine_finds_when_it_opens_has_its_place_and_its_file(tmp_path: Path) -> None:
     path = tmp_path / "judges.yaml"
     path.write_text(
         "sources:\n  a:\n    kind: openai\n    base_url: http://a/v1\n    model: m\n    api_key_env: QREWARD_NO_SUCH_KEY\n"
@@ -277,7 +277,7 @@ def test_what_an_engine_finds_when_it_opens_has_its_line_too(tmp_path: Path) -> 
     for config in (path, load_config(path)):
         with pytest.raises(ConfigurationError) as raised:
             RewardEngine(config)
-        assert [(mistake.path, mistake.line) for mistake in raised.value.mistakes] == [("sources.a.api_key_env", 6)]
+        assert [mistake.path for mistake in raised.value.mistakes] == ["sources.a.api_key_env"]
         assert str(path) in str(raised.value)
 
 

@@ -172,82 +172,46 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("judge", JUDGES)
-@pytest.mark.parametrize(
-    ("field", "number"), [(name, number) for name, values in BROKEN.items() for number in range(len(values))]
-)
-def test_a_field_that_holds_something_else_is_that_samples_failure(field, number, judge):
-    value = BROKEN[field][number]
-    samples = [good(judge), good(**{"data_source": judge, field: value}), good(judge)]
-    outcomes, _ = scored_all(samples, cutoff=Cutoff(50, quorum=0.9))
-    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False, True]
-    assert (outcomes[1].cause, outcomes[1].reason) == (Cause.INFRA, "input")
-    assert field in outcomes[1].detail
-    assert "never shown" not in outcomes[1].detail
+@pytest.mark.parametrize("judge", ["words", "all"])
+@pytest.mark.parametrize("field", BROKEN)
+def test_a_field_that_holds_something_else_is_that_samples_failure(field, judge):
+    broken = [good(**{"data_source": judge, field: value}) for value in BROKEN[field]]
+    first, *failed, last = scored_all([good(judge), *broken, good(judge)], cutoff=Cutoff(50, quorum=0.9))[0]
+    assert isinstance(first, Scored)
+    assert isinstance(last, Scored)
+    for outcome in failed:
+        assert (outcome.cause, outcome.reason) == (Cause.INFRA, "input")
+        assert field in outcome.detail
+        assert "never shown" not in outcome.detail
 
 
-NO_SAMPLES = [None, 7, "text", {"response": "4"}, [], object(), Raises(), object.__new__(Raising)]
-
-
-@pytest.mark.parametrize("number", range(len(NO_SAMPLES)))
-def test_what_is_no_sample_is_a_failure_of_its_own(number):
-    value = NO_SAMPLES[number]
-    outcomes, _ = scored_all([good(), value, good()])
-    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False, True]
-    assert (outcomes[1].cause, outcomes[1].reason) == (Cause.INFRA, "input")
-    assert "sample" in outcomes[1].detail or "messages" in outcomes[1].detail
+def test_what_is_no_sample_is_a_failure_of_its_own():
+    values = [None, 7, "text", {"response": "4"}, [], object(), Raises(), object.__new__(Raising)]
+    first, *failed, last = scored_all([good(), *values, good()])[0]
+    assert isinstance(first, Scored)
+    assert isinstance(last, Scored)
+    for outcome in failed:
+        assert (outcome.cause, outcome.reason) == (Cause.INFRA, "input")
+        assert "sample" in outcome.detail or "messages" in outcome.detail
 
 
 UNWRITABLE = [
-    *(float("nan"), [float("inf")], 10**5000, [2**64], b"bytes"),
+    *(float("nan"), [float("inf")], 10**5000, [2**64], b"bytes", memoryview(b"4")),
     *(object(), Raises(), cyclic(), bomb(), {"a": Raises()}),
+    *(np.datetime64("NaT"), np.timedelta64(3, "ns"), np.datetime64("2026-01-01T00:00:00.000000001")),
+    np.array(["2026-01-01", "NaT"], dtype="datetime64[D]"),
 ]
 
 
-@pytest.mark.parametrize("judge", ["words", "posted", "all"])
-@pytest.mark.parametrize("number", range(len(UNWRITABLE)))
-def test_a_ground_truth_that_cannot_be_written_is_named(number, judge, monkeypatch):
-    monkeypatch.setattr(bodies, "MOST_VALUES", 10_000)  # a million take a second each time
-    value = UNWRITABLE[number]
-    outcomes, posted = scored_all([good(judge), good(judge, ground_truth=value)])
-    assert isinstance(outcomes[0], Scored)
-    assert (outcomes[1].cause, outcomes[1].reason) == (Cause.INFRA, "input")
-    assert "ground_truth" in outcomes[1].detail
-    assert len(posted) == (judge != "words")
-
-
-@pytest.mark.parametrize("judge", JUDGES)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"ground_truth": OddText("4")},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": OddText("2 + 2?")}]}]},
-    ],
-    ids=["ground_truth", "part"],
-)
-def test_a_text_that_raises_stops_nobody_s_scheduling(judge, fields):
-    outcomes, _ = scored_all([good(judge, **fields), *(good(judge) for _ in range(5))], deadline_s=20)
-    assert [isinstance(outcome, Scored) for outcome in outcomes[1:]] == [True] * 5
-    assert getattr(outcomes[0], "reason", "input") == "input"
-
-
 @pytest.mark.parametrize("judge", ["words", "posted"])
-@pytest.mark.parametrize(
-    "value",
-    [
-        memoryview(b"4"),
-        np.datetime64("NaT"),
-        np.array(["2026-01-01", "NaT"], dtype="datetime64[D]"),
-        np.datetime64("2026-01-01T00:00:00.000000001"),
-        np.timedelta64(3, "ns"),
-    ],
-    ids=["bytes", "no time", "times", "a time to the nanosecond", "a span"],
-)
-def test_bytes_and_times_become_neither_numbers_nor_null(value, judge):
-    outcomes, bodies = scored_all([good(judge, ground_truth=value)])
-    assert (outcomes[0].cause, outcomes[0].reason) == (Cause.INFRA, "input")
-    assert "ground_truth" in outcomes[0].detail
-    assert not bodies
+def test_a_ground_truth_that_cannot_be_written_is_named(judge, monkeypatch):
+    monkeypatch.setattr(bodies, "MOST_VALUES", 10_000)  # a million take a second each time
+    (first, *failed), posted = scored_all([good(judge), *(good(judge, ground_truth=value) for value in UNWRITABLE)])
+    assert isinstance(first, Scored)
+    for outcome in failed:
+        assert (outcome.cause, outcome.reason) == (Cause.INFRA, "input")
+        assert "ground_truth" in outcome.detail
+    assert len(posted) == (judge != "words")
 
 
 def test_dates_of_numpy_are_written():
@@ -290,14 +254,9 @@ def test_unusual_samples_that_can_be_read_are_scored(judge):
 
 
 PLAIN = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
     st.sampled_from([64, 200, 20_000]).map(lambda bits: 2**bits),
-    st.floats(),
-    st.text(max_size=5),
     st.characters(categories=["Cs"]),
-    st.binary(max_size=5),
     st.lists(st.none() | st.text(max_size=3) | st.floats(), max_size=3),
     st.dictionaries(st.text(max_size=3) | st.integers(), st.none() | st.floats(), max_size=2),
     st.dictionaries(st.sampled_from(["role", "content", "text", "type"]), st.text(max_size=3) | st.none(), max_size=3),
@@ -358,23 +317,6 @@ def test_every_sample_of_any_batch_has_its_outcome_and_good_ones_are_scored(draw
                 assert math.isfinite(outcome.reward)
             if isinstance(one, tuple) and not one[1]:
                 assert isinstance(outcome, Scored), outcome
-
-
-class OddKey:
-    """A key of a message whose comparison with "role" raises."""
-
-    def __hash__(self) -> int:
-        return hash("role")
-
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("never shown")
-
-
-def test_a_sample_that_was_never_filled_and_a_key_that_cannot_be_compared_are_rejected_by_field():
-    for sample in (Sample.__new__(Sample), Sample([{OddKey(): 1}], "r")):
-        rejected = read_sample(sample)
-        assert isinstance(rejected, Rejected)
-        assert rejected.problem.startswith("messages cannot be read")
 
 
 def test_the_check_of_plain_samples_agrees_with_that_of_the_single_fields(monkeypatch):

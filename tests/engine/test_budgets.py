@@ -81,9 +81,11 @@ def test_the_budget_of_the_run_is_that_of_all_sources_together():
     assert "the budget of the run is spent" in str([outcome.failure for outcome in played.outcomes])
 
 
-def test_all_keys_of_a_source_have_one_budget():
+def test_all_keys_of_a_source_have_one_budget(monkeypatch):
     tree = budgeted({"usd": 0.1})
-    tree["sources"]["a"]["api_keys"] = ["one", "two"]
+    monkeypatch.setenv("ONE", "one")
+    monkeypatch.setenv("TWO", "two")
+    tree["sources"]["a"]["api_key_env"] = ["ONE", "TWO"]
 
     async def main():
         async with RewardEngine(tree) as engine:

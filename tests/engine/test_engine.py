@@ -8,7 +8,7 @@ import json
 import pytest
 
 from qreward_plugins import Cause, ConfigurationError, EngineError, RewardEngine, Scored
-from qreward_plugins.cli.journal_reports import read_rows, steps_of
+from qreward_plugins.journal.database import rows_of
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import by_word, make_config, make_sample, make_samples, wired
@@ -106,9 +106,9 @@ async def test_the_journal_answers_what_was_scored_before(server, tmp_path):
         assert server.report().requests == expected_requests
     assert all(outcome.verdict.cached for outcome in outcomes)
     # Outside of a trainer each engine is a run.
-    steps = steps_of(rows := read_rows(str(tmp_path / "journal.sqlite")))
-    assert [(step.rows, step.score) for step in steps] == [(3, 1.0)] * 2
-    assert [row.cached for row in rows] == [0, 0, 0, 1, 1, 1]
+    rows = list(rows_of([str(tmp_path / "journal.sqlite")], "SELECT run_id, score, cached FROM outcomes"))
+    assert [row[2:] for row in rows] == [(1.0, 0)] * 3 + [(1.0, 1)] * 3
+    assert len({run_id for _, run_id, _, _ in rows}) == 2
     tree["judges"]["quality"]["instructions"] = "Judge something else."
     async with RewardEngine(tree) as engine:
         await engine.score(make_sample(0))

@@ -87,17 +87,6 @@ def test_a_cascade_asks_one_after_the_other_and_everything_spent_is_added_up():
     assert verdict.usage == Usage(200, 40)
 
 
-def test_a_batch_of_cascades_counts_samples_and_not_calls():
-    async def main(engine, sources):
-        outcomes = await engine.score_all([make_sample(response="x" * number) for number in range(1, 21)])
-        return outcomes, engine.last_batch()
-
-    outcomes, report = played(Cascade, main)
-    assert {outcome.reward for outcome in outcomes} == {0.25}
-    assert (report.samples, report.scored, report.failed, report.attempts) == (20, 20, 0, 40)
-    assert report.makespan_s == pytest.approx(sum(part.seconds for part in report.parts))
-
-
 def test_the_deadline_holds_for_all_calls_together_and_says_which_was_waited_for():
     async def main(engine, sources):
         outcome = await engine.score(make_sample(), deadline_s=2.5)
@@ -118,14 +107,6 @@ async def deaf(leaves, sample, ask):
             await asyncio.sleep(0)
 
 
-async def sleeps(leaves, sample, ask):
-    await asyncio.sleep(1e6)
-
-
-async def waits_for_nobody(leaves, sample, ask):
-    await asyncio.get_running_loop().create_future()
-
-
 async def shields(leaves, sample, ask):
     try:
         await leaves["small"].judge(sample, ask)
@@ -134,7 +115,7 @@ async def shields(leaves, sample, ask):
         return await leaves["small"].judge(sample, ask)
 
 
-@pytest.mark.parametrize("judge", [deaf, sleeps, waits_for_nobody, shields])
+@pytest.mark.parametrize("judge", [deaf, shields])
 @pytest.mark.parametrize("ending", ["deadline", "cutoff", "closed"])
 def test_a_judge_that_does_not_end_is_ended_and_nothing_is_sent_after_its_outcome(judge, ending):
     async def main(engine, sources):
@@ -154,10 +135,6 @@ def test_a_judge_that_does_not_end_is_ended_and_nothing_is_sent_after_its_outcom
     assert isinstance(outcome, Failed)
     assert (outcome.label, at, after) == (f"infra/{ending}", 5.0, 0)
     assert report is None or report.failed == 1
-
-
-async def raises(leaves, sample, ask):
-    raise ZeroDivisionError("my own business")
 
 
 def test_a_caller_who_cancels_ends_the_judge_and_its_calls():
@@ -254,15 +231,6 @@ def test_a_task_that_a_judge_leaves_behind_ends_with_its_sample():
     assert (outcome.reward, in_flight) == (0.5, 0)
 
 
-class Stop(BaseException):
-    """As a framework's own, or a group of several."""
-
-
-class NoFailure(JudgeFailed):
-    def __init__(self):
-        Exception.__init__(self)
-
-
 def with_failed(value):
     error = JudgeFailed(Failed(Cause.INFRA, "x"))
     error.failed = value
@@ -278,17 +246,9 @@ def with_why(value):
 @pytest.mark.parametrize(
     "make",
     [
-        GeneratorExit,
-        SystemExit,
-        Stop,
-        RecursionError,
-        StopIteration,
-        asyncio.CancelledError,
-        NoFailure,
+        *(GeneratorExit, SystemExit, StopIteration, asyncio.CancelledError),
         lambda: with_failed(None),
-        lambda: with_failed(Scored(Verdict(1.0))),
         lambda: with_failed(Failed("infra", "x")),
-        lambda: with_failed(Failed(Cause.INFRA, None)),
         lambda: with_why(None),
     ],
 )
@@ -312,12 +272,10 @@ FAILED = Failed(Cause.VERDICT, "invalid", "twice")
     [
         {"failure": FAILED},
         {"basis": "floor"},
-        {"basis": "floor", "failure": "twice"},
         {"basis": "floor", "failure": replace(FAILED, cause="verdict")},
         {"components": {1: 0.5}},
         {"correct": "yes"},
         {"rationale": None},
-        {"judge": None},
         {"source": 5},
     ],
 )
@@ -355,18 +313,6 @@ def test_later_stages_of_a_batch_do_not_wait_until_nobody_looks_anything_up():
     steady = {"small": lambda number, *_: 1.0 + 0.008 * number}
     first = played(Cascade, main, journal=MemoryJournal(), **steady)
     assert first < 1.1
-
-
-@pytest.mark.parametrize("journal", [None, MemoryJournal()])
-def test_a_leaf_asks_nothing_once_the_deadline_has_come(journal):
-    async def main(engine, sources):
-        engine._lifetime.router.judges["large"] = engine.judges["small"]
-        outcome = await engine.score(make_sample(), deadline_s=0.0)
-        await asyncio.sleep(10)
-        return outcome, sources["small"].arrivals
-
-    outcome, arrivals = played(Cascade, main, journal=journal)
-    assert (outcome.label, outcome.attempts, arrivals) == ("infra/deadline", 0, [])
 
 
 # In real time
@@ -417,9 +363,7 @@ def test_a_run_that_is_interrupted_blames_no_judge(caplog):
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(
-    "raw", [RawScore("abc"), RawScore(None), RawScore([1]), RawScore(5.0), RawScore(-0.1), RawScore(0.5, {"a": 7.0})]
-)
+@pytest.mark.parametrize("raw", [RawScore("abc"), RawScore(5.0), RawScore(0.5, {"a": 7.0})])
 def test_a_record_that_no_judge_can_have_made_is_asked_for_anew(raw):
     async def main(engine, sources):
         await engine.score(make_sample())

@@ -349,7 +349,6 @@ def test_a_judge_that_cannot_compare_is_refused(quality: Any, path: str) -> None
         "kind": "reward_model",
         "base_url": "http://r.invalid/v1",
         "model": "m",
-        "protocol": "vllm_pooling",
     }
     with pytest.raises(ConfigurationError) as refused:
         RewardEngine({**tree, "routes": {"*": "reward"}})

@@ -176,11 +176,16 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
         assert secret[-8:] not in shown
 
 
-WORDS = ("components", "rationale", "correctness", "helpful", '"score":', "12345678", "correctness of answers")
-
-
-@pytest.mark.parametrize("place", ["api_key", "header", "parameter", "environment"])
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [
+        ("components", "api_key"),
+        ("correctness", "header"),
+        ('"score":', "parameter"),
+        ("12345678", "environment"),
+        ("correctness of answers", "api_key"),
+    ],
+)
 def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word, place):
     source = {"kind": "openai", "model": "judge"}
     source |= {
@@ -253,9 +258,9 @@ SETTING_NAMES = (
 )
 
 
-@pytest.mark.parametrize("name", SECRET_NAMES.split())
-def test_names_of_secrets(name):
-    assert names_secret(name)
+def test_names_of_secrets():
+    assert [name for name in SECRET_NAMES.split() if not names_secret(name)] == []
+    assert [name for name in SETTING_NAMES.split() if names_secret(name)] == []
 
 
 def test_the_folders_of_a_shell_are_no_secrets(monkeypatch):
@@ -264,11 +269,6 @@ def test_the_folders_of_a_shell_are_no_secrets(monkeypatch):
     found = environment_secrets()
     assert "hunter2!" in found
     assert not {"/data/run", "/data", ""} & set(found)
-
-
-@pytest.mark.parametrize("name", SETTING_NAMES.split())
-def test_names_of_settings(name):
-    assert not names_secret(name)
 
 
 def test_settings_are_shown_and_values_stay_what_they_are():

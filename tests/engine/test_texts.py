@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import weakref
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from qreward_plugins.sources import TEXT as A_TEXT
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import Faults, JudgeServer
 
-from ..kit import Stage, make_config
+from ..kit import Stage, make_config, now
 
 ASKED = [{"role": "user", "content": "Why?"}]
 WORDS = ["one ", "two ", "three ", "four ", "five"]
@@ -61,13 +60,17 @@ class StreamingSource(SimulatedSource):
             self.in_flight -= 1
 
 
+def quiet(name, **settings):
+    """A source that does not stream."""
+    return StreamingSource(name, streams=False, **settings)
+
+
 def in_engine(main, *sources, judge=None, total_s=60, **limits):
     """Run `main(engine)` in virtual time, and check that it leaves nothing."""
 
     async def whole(engine):
         result = await main(engine)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await steps()
         assert engine.statistics().waiting == 0
         assert all(upstream.quota.in_flight == 0 for upstream in engine.upstreams.values())
         assert all(source.in_flight == 0 for source in sources)
@@ -83,13 +86,7 @@ def in_engine(main, *sources, judge=None, total_s=60, **limits):
 
 
 async def read(stream):
-    pieces = []
-    async for piece in stream:
-        pieces.append(piece)
-    return pieces
-
-
-async def read_until_failed(stream):
+    """The pieces, and the error that ended them."""
     pieces = []
     try:
         async for piece in stream:
@@ -99,22 +96,18 @@ async def read_until_failed(stream):
     return pieces, None
 
 
+async def steps():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 def test_pieces_come_when_the_source_sends_them():
     async def main(engine):
-        began_at, came = asyncio.get_running_loop().time(), []
-        stream = engine.stream_text("a", ASKED)
-        async for piece in stream:
-            assert stream.answer is None or piece == WORDS[-1]
-            came.append((piece, asyncio.get_running_loop().time() - began_at))
+        began_at, came = now(), []
+        async for piece in engine.stream_text("a", ASKED):
+            came.append((piece, now() - began_at))
         assert [piece for piece, _ in came] == WORDS
         assert [at for _, at in came] == pytest.approx([1, 2, 3, 4, 5], abs=0.1)
-        answer = stream.answer
-        assert (answer.text, answer.source, answer.finish_reason) == (TEXT, "a", "stop")
-        assert (answer.spent.attempts, answer.spent.usage) == (1, Usage(7, 5))
-        assert TEXT not in repr(answer)
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-        return stream
 
     source = StreamingSource("a")
     in_engine(main, source)
@@ -129,9 +122,9 @@ def test_before_the_first_piece_another_source_is_asked(error):
     a, b = StreamingSource("a", fails={0: (0, error), 1: (0, error)}), StreamingSource("b")
 
     async def main(engine):
-        stream = engine.stream_text(["a", "b"], ASKED)
-        assert await read(stream) == WORDS
-        return stream.answer
+        *pieces, (_, answer) = [item async for item in engine.stream_texts(["a", "b"], [ASKED])]
+        assert [piece for _, piece in pieces] == WORDS
+        return answer
 
     answer = in_engine(main, a, b)
     assert answer.source == "b" if a.requests else answer.spent.attempts == 1
@@ -139,43 +132,33 @@ def test_before_the_first_piece_another_source_is_asked(error):
 
 
 @pytest.mark.parametrize("error", [TransientError("reset"), ZeroDivisionError("a bug")], ids=str)
-@pytest.mark.parametrize("clean", [True, False])
-def test_after_the_first_piece_an_error_ends_the_stream_and_nothing_is_sent_again(error, clean):
+def test_after_the_first_piece_an_error_ends_the_stream_and_nothing_is_sent_again(error):
     a, b = StreamingSource("a", fails={0: (2, error)}), StreamingSource("b")
-    sources = ["a"] if clean else ["a", "b"]
 
     async def main(engine):
-        if not clean:
-            # The first attempt goes to a.
-            engine.upstreams["b"].health.failed(0.0, probe=False, samples={1}, error="")
-        stream = engine.stream_text(sources, ASKED)
-        pieces, failed = await read_until_failed(stream)
-        assert stream.answer is None
-        with pytest.raises(TextFailed):
-            await anext(stream)
+        # The first attempt goes to a.
+        engine.upstreams["b"].health.failed(0.0, probe=False, samples={1}, error="")
+        found = await read(engine.stream_text(["a", "b"], ASKED))
         await asyncio.sleep(600)
-        return pieces, failed
+        return found
 
     pieces, failed = in_engine(main, a, b)
-    if a.requests:
-        assert pieces == WORDS[:2]
-        assert (failed.reason, failed.text, failed.source, failed.spent.attempts) == ("broken", "one two ", "a", 1)
-        assert failed.text not in str(failed) + repr(failed)
-        assert (len(a.requests), len(b.requests)) == (1, 0)
-        copy = pickle.loads(pickle.dumps(failed))
-        assert (str(copy), copy.text, copy.spent) == (str(failed), failed.text, failed.spent)
+    assert pieces == WORDS[:2]
+    assert (failed.reason, failed.text, failed.source, failed.spent.attempts) == ("broken", "one two ", "a", 1)
+    assert failed.text not in str(failed) + repr(failed)
+    assert (len(a.requests), len(b.requests)) == (1, 0)
+    copy = pickle.loads(pickle.dumps(failed))
+    assert (str(copy), copy.text, copy.spent) == (str(failed), failed.text, failed.spent)
 
 
 @pytest.mark.parametrize("fails", [{}, {0: (2, "hang")}])
 def test_the_deadline_ends_the_stream_with_the_text_so_far(fails):
-    source = StreamingSource("a", fails=fails)
-
     async def main(engine):
-        pieces, failed = await read_until_failed(engine.stream_text("a", ASKED, deadline_s=2.5))
-        assert asyncio.get_running_loop().time() == pytest.approx(2.5, abs=0.1)
+        pieces, failed = await read(engine.stream_text("a", ASKED, deadline_s=2.5))
+        assert now() == pytest.approx(2.5, abs=0.1)
         return pieces, failed
 
-    pieces, failed = in_engine(main, source)
+    pieces, failed = in_engine(main, StreamingSource("a", fails=fails))
     assert (pieces, failed.reason, failed.text) == (WORDS[:2], "deadline", "one two ")
 
 
@@ -185,107 +168,74 @@ def test_a_journal_keeps_no_stream_alive_after_its_deadline(tmp_path):
     async def main():
         tree = make_config("a", engine={"journal": {"path": str(tmp_path / "j.sqlite")}})
         async with RewardEngine(tree, sources={"a": source}) as engine:
-            pieces, failed = await read_until_failed(engine.stream_text("a", ASKED, deadline_s=0.5))
+            pieces, failed = await read(engine.stream_text("a", ASKED, deadline_s=0.5))
             assert ("".join(pieces), failed.reason) == ("one two ", "deadline")
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await steps()
             assert source.in_flight == 0
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("way", ["aclose", "with", "break", "cancel", "wait_for"])
+@pytest.mark.parametrize("way", ["aclose", "break", "cancel"])
 @pytest.mark.parametrize("after", [0, 2])
 def test_leaving_early_frees_everything_at_once(way, after):
     source = StreamingSource("a")
 
-    async def some(stream):
+    async def main(engine):
+        stream = engine.stream_text("a", ASKED)
         for _ in range(after):
             await anext(stream)
-
-    async def main(engine):
-        loop = asyncio.get_running_loop()
-        if way == "break":
-            async for piece in engine.stream_text("a", ASKED):
-                if not after or piece == WORDS[after - 1]:
-                    break
-        elif way == "with":
-            async with engine.stream_text("a", ASKED) as stream:
-                await some(stream)
+        if way == "aclose":
+            await stream.aclose()
+            await stream.aclose()
+            assert await read(stream) == ([], None)
+        elif way == "break":
+            async for _ in stream:
+                break
+            del stream  # nobody holds it any more
         else:
-            stream = engine.stream_text("a", ASKED)
-            await some(stream)
-            if way == "aclose":
-                await stream.aclose()
-                await stream.aclose()
-                assert await read(stream) == []
-            else:
-                task = loop.create_task(read(stream))
-                if way == "wait_for":
-                    with pytest.raises(TimeoutError):
-                        await asyncio.wait_for(task, 0.5)
-                else:
-                    await asyncio.sleep(0.5)
-                    task.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
-                # Not a whole text, and it does not look like one.
-                with pytest.raises(TextFailed, match="cancelled"):
-                    await anext(stream)
-        left_at = loop.time()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert loop.time() == left_at
+            task = asyncio.ensure_future(read(stream))
+            await asyncio.sleep(0.5)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        left_at = now()
+        await steps()
+        assert now() == left_at
         assert source.in_flight == engine.upstreams["a"].quota.in_flight == 0
 
     in_engine(main, source)
 
 
-def test_a_stream_that_nobody_holds_ends():
-    source = StreamingSource("a")
-
-    async def main(engine):
-        stream = engine.stream_text("a", ASKED)
-        gone = weakref.ref(stream)
-        await anext(stream)
-        del stream
-        assert gone() is None
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert source.in_flight == 0
-
-    in_engine(main, source)
-
-
 def test_closing_the_engine_ends_streams():
-    source = StreamingSource("a")
-
     async def main(engine):
-        asyncio.get_running_loop().call_later(2.5, lambda: asyncio.ensure_future(engine.aclose()))
-        return await read_until_failed(engine.stream_text("a", ASKED))
+        reading = asyncio.ensure_future(read(engine.stream_text("a", ASKED)))
+        await asyncio.sleep(2.5)
+        await engine.aclose()
+        return await reading
 
-    pieces, failed = in_engine(main, source)
+    pieces, failed = in_engine(main, StreamingSource("a"))
     assert (pieces, failed.reason) == (WORDS[:2], "closed")
 
 
 def test_a_stream_waits_for_its_permit_and_goes_by_priority():
-    source = StreamingSource("a", concurrency=1)
-
     async def main(engine):
-        first, low = engine.stream_text("a", ASKED), engine.stream_text("a", ASKED)
-        await anext(first)
-        high = engine.stream_text("a", ASKED, priority=1)
         order = []
 
-        async def note(name, stream):
+        async def note(name, **how):
+            stream = engine.stream_text("a", ASKED, **how)
             await anext(stream)
             order.append(name)
-            assert len(await read(stream)) == 4
+            assert len((await read(stream))[0]) == 4
 
-        await asyncio.gather(read(first), note("low", low), note("high", high))
-        assert order == ["high", "low"]
+        asked = [asyncio.ensure_future(note("first"))]
+        await asyncio.sleep(0.5)
+        asked.append(asyncio.ensure_future(note("low")))
+        await asyncio.sleep(0.5)
+        await asyncio.gather(*asked, note("high", priority=1))
+        assert order == ["first", "high", "low"]
 
-    in_engine(main, source, concurrency=1)
+    in_engine(main, StreamingSource("a", concurrency=1), concurrency=1)
 
 
 def test_long_streams_are_neither_hedged_nor_given_up_nor_silence():
@@ -297,12 +247,23 @@ def test_long_streams_are_neither_hedged_nor_given_up_nor_silence():
             await read(engine.stream_text(["a", "b"], ASKED))
         sent = len(a.requests) + len(b.requests)
         a.gap_s = b.gap_s = 8.0
-        streams = [engine.stream_text(["a", "b"], ASKED, deadline_s=1000) for _ in range(30)]
-        assert [await read(stream) for stream in streams] == [WORDS, *[[TEXT]] * 29]
+        found = await asyncio.gather(*(read(engine.stream_text(["a", "b"], ASKED, deadline_s=1000)) for _ in range(30)))
+        assert found == [(WORDS, None)] * 30
         assert len(a.requests) + len(b.requests) == sent + 30
         assert all(upstream.breaker.closed for upstream in engine.upstreams.values())
 
     in_engine(main, a, b)
+
+
+def test_a_source_that_does_not_stream_gives_its_text_as_one_piece_and_what_is_not_read_is_joined():
+    async def main(engine):
+        assert await read(engine.stream_text("a", ASKED)) == ([TEXT], None)
+        stream = engine.stream_text("b", ASKED)
+        assert await anext(stream) == "one "
+        await asyncio.sleep(60)
+        assert await read(stream) == (["two three four five"], None)
+
+    in_engine(main, quiet("a"), StreamingSource("b"))
 
 
 # Several streams at once
@@ -312,8 +273,7 @@ def test_several_streams_come_interleaved_and_an_error_touches_only_its_own():
     source = StreamingSource("a", fails={1: (2, TransientError("reset"))})
 
     async def main(engine):
-        items = {0: [], 1: [], 2: [], 3: []}
-        order = []
+        items, order = {0: [], 1: [], 2: [], 3: []}, []
         conversations = [ASKED, ASKED, ASKED, [{"role": "user"}]]
         async for number, item in engine.stream_texts("a", conversations):
             items[number].append(item)
@@ -347,11 +307,6 @@ def test_leaving_several_streams_frees_all(after):
 
 
 # Whole texts
-
-
-def quiet(name, **settings):
-    """A source that does not stream."""
-    return StreamingSource(name, streams=False, **settings)
 
 
 def test_a_whole_text_is_asked_for_again_whenever_it_breaks_off():
@@ -425,20 +380,17 @@ def test_a_judge_of_ones_own_asks_for_texts():
         ({"sources": "b"}, EngineError, "unknown source 'b'; sources: a"),
         ({"sources": []}, ValueError, "at least one source"),
         ({"parameters": {"stream": True}}, ValueError, "parameters.stream"),
-        ({"parameters": {"n": 2}}, ValueError, "parameters.n"),
         ({"parameters": {"max_tokens": 0}}, ValueError, "max_tokens"),
-        ({"parameters": {"max_tokens": None}}, ValueError, "max_tokens"),
         ({"parameters": {"temperature": float("nan")}}, ValueError, "parameters.temperature: it is NaN"),
         ({"parameters": {"stop": [object()]}}, ValueError, r"parameters.stop\[0\]: it is of type object"),
         ({"deadline_s": -1}, ValueError, "deadline_s"),
-        ({"deadline_s": float("nan")}, ValueError, "deadline_s"),
         ({"priority": 0.5}, ValueError, "priority"),
     ],
 )
 def test_wrong_arguments_are_refused(given, error, says):
     async def main(engine):
         with pytest.raises(error, match=says):
-            engine.stream_text(**{"sources": "a", "messages": ASKED, **given})
+            await anext(engine.stream_text(**{"sources": "a", "messages": ASKED, **given}))
 
     in_engine(main, StreamingSource("a"))
 
@@ -451,105 +403,70 @@ def test_a_closed_engine_and_a_function_are_refused():
         }
         async with RewardEngine(tree) as engine:
             with pytest.raises(EngineError, match="'f' gives no text"):
-                engine.stream_text("f", ASKED)
+                await anext(engine.stream_text("f", ASKED))
         with pytest.raises(EngineError, match="closed"):
-            engine.stream_text("f", ASKED)
+            await anext(engine.stream_text("f", ASKED))
 
     asyncio.run(main())
-
-
-def test_a_second_reader_is_refused():
-    async def main(engine):
-        stream = engine.stream_text("a", ASKED)
-        task = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="only one task"):
-            await anext(stream)
-        assert await task == "one "
-        await stream.aclose()
-
-    in_engine(main, StreamingSource("a"))
 
 
 # Over real connections
 
-DIALECTS = ("openai", "anthropic", "gemini", "responses")
 
-
-def over_http(server, client, dialect, *, stream=True, **settings):
-    node = {
-        "client": client,
-        "dialect": dialect,
-        "stream": stream,
-        "api_key": "sk-test-0123456789abcdefghij",
-        **settings,
-    }
+def over_http(server, dialect, client="aiohttp", **settings):
+    node = {"client": client, "dialect": dialect, "stream": True, "api_key": "sk-test-0123456789abcdefghij", **settings}
     return RewardEngine(make_config({"a": server}, source=node, engine={"max_attempts": 2}))
 
 
-@pytest.fixture(params=["aiohttp", "httpx"])
-def client(request):
-    return request.param
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("stream", [True, False])
-def test_over_http_the_pieces_are_the_text(client, dialect, stream):
+@pytest.mark.parametrize(
+    ("dialect", "client"),
+    [("openai", "aiohttp"), ("openai", "httpx"), ("anthropic", "httpx"), ("gemini", "aiohttp"), ("responses", "httpx")],
+)
+def test_over_http_the_pieces_are_the_text(client, dialect):
     text = '{"rationale": "fine", "score": 5}' + " and on" * 20
 
     async def main():
         with JudgeServer(lambda call: text, stream_interval_s=0.005) as server:
-            async with over_http(server, client, dialect, stream=stream) as engine:
-                several = [engine.stream_text("a", ASKED, parameters={"max_tokens": 900})]
-                pieces = [await read(several[0])]
-                several += [engine.stream_text("a", ASKED, parameters={"max_tokens": 900}) for _ in range(3)]
-                pieces += await asyncio.gather(*map(read, several[1:]))
-                assert ["".join(each) for each in pieces] == [text] * 4
-                assert all((len(each) > 5) is stream for each in pieces)
-                for each in several:
-                    assert each.answer.text == text
-                    assert each.answer.spent.usage.completion_tokens > 5
-                    assert (each.answer.first_token_s is not None) is stream
+            async with over_http(server, dialect, client) as engine:
+                pieces, answers = [], []
+                async for _, item in engine.stream_texts("a", [ASKED] * 3, parameters={"max_tokens": 900}):
+                    (answers if isinstance(item, TextAnswer) else pieces).append(item)
+        assert len(pieces) > 15
+        assert [answer.text for answer in answers] == [text] * 3
+        assert all(answer.spent.usage.completion_tokens > 5 for answer in answers)
+        assert all(answer.first_token_s is not None for answer in answers)
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("dialect", DIALECTS[:2])
-@pytest.mark.parametrize("kind", ["stream_cut", "stream_reset", "stream_silent", "stream_error", "stream_bad_json"])
-def test_over_http_a_fault_after_the_first_piece_ends_the_stream(client, dialect, kind):
-    text = "word " * 40
+def test_over_http_a_fault_after_the_first_piece_ends_the_stream():
+    text, kinds = "word " * 40, ["stream_cut", "stream_silent", "stream_error"]
 
     async def main():
-        faults = Faults(script=[kind])
-        with JudgeServer(lambda call: text, faults=faults, stream_interval_s=0.005) as server:
-            settings = {"timeouts": {"idle_s": 0.3, "total_s": 20}}
-            async with over_http(server, client, dialect, **settings) as engine:
-                pieces, failed = await read_until_failed(engine.stream_text("a", ASKED))
-                if failed is None:
-                    # The fault came with the first piece, so another try was made.
-                    assert (server.report().requests, "".join(pieces)) == (2, text)
-                else:
-                    assert (server.report().requests, failed.reason) == (1, "broken")
+        with JudgeServer(lambda call: text, faults=Faults(script=kinds), stream_interval_s=0.005) as server:
+            async with over_http(server, "openai", timeouts={"idle_s": 0.3, "total_s": 20}) as engine:
+                for _ in kinds:
+                    pieces, failed = await read(engine.stream_text("a", ASKED))
+                    assert failed.reason == "broken"
                     assert failed.text == "".join(pieces) != ""
                     assert text.startswith(failed.text)
-                assert "".join(await read(engine.stream_text("a", ASKED))) == text
 
     asyncio.run(main())
 
 
-def test_over_http_a_slow_reader_is_no_silence_and_an_endless_text_is_bounded(client):
+def test_over_http_a_slow_reader_is_no_silence_and_an_endless_text_is_bounded():
     async def main():
         faults = Faults(script=[None, "stream_endless", "stream_endless"])
         with JudgeServer(lambda call: "word " * 40, faults=faults) as server:
             settings = {"timeouts": {"idle_s": 0.2, "total_s": 20}, "max_reply_bytes": 20_000}
-            async with over_http(server, client, "openai", **settings) as engine:
+            async with over_http(server, "openai", **settings) as engine:
                 stream = engine.stream_text("a", ASKED)
                 first = await anext(stream)
                 await asyncio.sleep(0.5)
-                assert first + "".join(await read(stream)) == "word " * 40
-                endless = engine.stream_text("a", ASKED)
-                with pytest.raises(TextFailed, match="text larger than") as caught:
-                    await read(endless)
-                assert len(caught.value.text) <= 20_000
+                assert first + "".join((await read(stream))[0]) == "word " * 40
+                pieces, failed = await read(engine.stream_text("a", ASKED))
+                assert "text larger than" in str(failed)
+                assert "".join(pieces) == failed.text
+                assert len(failed.text) <= 20_000
 
     asyncio.run(main())

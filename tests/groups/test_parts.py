@@ -48,8 +48,8 @@ def openenv(tree: Any) -> None:
 def test_parts_and_turns_are_refused_with_the_reason(start: Any, why: str, turns: str) -> None:
     with pytest.raises(Exception, match=f"the turns of a response are not known: {turns}"):
         start({**TREE, "dense": False})
-    prm = {"kind": "reward_model", "base_url": "http://127.0.0.1:1/v1", "model": "m", "protocol": "vllm_pooling"}
-    prm |= {"task": "token_classify", "chat_template": "/nowhere", "step_separator": "."}
+    prm = {"kind": "reward_model", "base_url": "http://127.0.0.1:1/v1", "model": "m", "protocol": "vllm_steps"}
+    prm |= {"chat_template": "/nowhere", "step_separator": "."}
     tree = {"sources": {"m": prm}, "judges": {"steps": {"kind": "reward_model", "reduce": "min"}}, "dense": True}
     with pytest.raises(Exception, match=f"dense: rewards cannot come in parts: {why}") as caught:
         start(tree)

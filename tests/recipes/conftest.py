@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from .launching import Launch
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CPU = RECIPES / "verl" / "cpu"
@@ -54,3 +57,52 @@ def recipe_tools():
 def journal_of_its_own(monkeypatch, tmp_path):
     """The recipes record verdicts; without this variable, in the current folder."""
     monkeypatch.setenv("QREWARD_JOURNAL", str(tmp_path / "qreward.sqlite"))
+
+
+@pytest.fixture
+def slime(tmp_path):
+    """The script of slime's recipes, in a folder that looks like slime's image to it."""
+    models = tmp_path / "slime" / "scripts" / "models"
+    for folder in (models, *(tmp_path / name for name in ("megatron", "model", "model_torch_dist"))):
+        folder.mkdir(parents=True)
+    (models / "qwen3-4B.sh").write_text('MODEL_ARGS=(--normalization "RMSNorm")\n')
+    paths = {"SLIME_DIR": "slime", "MEGATRON_DIR": "megatron", "HF_CHECKPOINT": "model"}
+    data = {"PROMPT_DATA": "train.jsonl", "EVAL_DATA": "eval.jsonl"}
+    for file in ("slime/train.py", *data.values()):
+        (tmp_path / file).touch()
+    given = {name: str(tmp_path / path) for name, path in {**paths, **data}.items()}
+    return Launch(tmp_path, RECIPES / "slime" / "run.sh", **given)
+
+
+ROLL_DATA = ("llm_judge_Multi-subject-RLVR_deal_new", "math_deepmath_deal", "gpqa_diamond_boxed")
+ROLL_START = """
+import argparse, json, os, sys
+from hydra import compose, initialize
+from omegaconf import OmegaConf
+parser = argparse.ArgumentParser()
+parser.add_argument("--config_path")
+parser.add_argument("--config_name")
+asked = parser.parse_args()
+initialize(config_path=asked.config_path, version_base="1.1")
+print(OmegaConf.to_yaml(compose(asked.config_name), resolve=True))
+with open({log!r}, "a") as log:
+    log.write(json.dumps(["start", [os.getcwd(), asked.config_name], os.environ.get("HOSTED_API_KEY")]) + "\\n")
+"""
+
+
+@pytest.fixture
+def roll(tmp_path):
+    """The script of ROLL's recipes, beside a checkout whose start script composes the configuration as ROLL's does,
+    and prints it.
+    """
+    checkout, recipes = tmp_path / "roll", tmp_path / "recipes" / "roll"
+    (checkout / "examples").mkdir(parents=True)
+    (checkout / "data").mkdir()
+    for name in ROLL_DATA:
+        (checkout / "data" / f"{name}.jsonl").touch()
+    # A copy, so that a test can put a recipe of its own beside the others.
+    shutil.copytree(RECIPES / "roll", recipes, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(RECIPES / "common.sh", recipes.parent)
+    launch = Launch(tmp_path, recipes / "run.sh", ROLL_DIR=str(checkout))
+    (checkout / "examples" / "start_rlvr_pipeline.py").write_text(ROLL_START.format(log=str(launch.log)))
+    return launch

@@ -99,10 +99,7 @@ def test_repeated_prompts_and_long_ones_are_noted(recipe_tools, questions):
 @pytest.mark.parametrize(
     ("framework", "row", "problem"),
     [
-        ("slime", {"prompt": [], "label": "5"}, "the prompt is no list of messages"),
         ("slime", {"prompt": [{"role": "user", "content": None}], "label": "5"}, "the content of a message is no text"),
-        ("slime", {"prompt": "2+3?"}, "there is no label"),
-        ("slime", {"prompt": "2+3?", "label": " "}, "no text, or empty"),
         ("slime", {"prompt": "2+3?", "label": True}, "no text, or empty"),
         ("slime", {"prompt": "2+3?", "label": "5", "metadata": ["x"]}, "metadata is no object"),
         ("roll", {"id": "1", "messages": "not JSON", "ground_truth": "5", "tag": "t"}, "Expecting value"),
@@ -128,15 +125,12 @@ def test_a_tag_that_no_domain_includes_is_a_problem(recipe_tools, questions):
     ("text", "said"),
     [
         ("", "has no rows"),
-        ("[1]\n", "line 1: every line must be one JSON object, and this is a list"),
         ('{"question": "q", "answer": "5"}\n{\n', "line 2: every line must be one JSON object, and this is none"),
-        ("question,answer\nq,5\n", "line 1: every line must be one JSON object, and this is none"),
         ("[" * 100_000, "nested too deeply"),
         (b'{"question": "caf\xe9", "answer": "5"}', "line 1: is not UTF-8 text"),
         ('{"question": "\\ud800", "answer": "5"}\n', "question has a broken character"),
         ('{"question": [{"role": "user", "content": "q"}], "answer": "5"}\n', "question must be a text or a number"),
         ('{"question": "q", "answer": NaN}\n', "answer must be a text or a number"),
-        ('{"question": "q", "answer": true}\n', "answer must be a text or a number"),
         ('{"text": "q", "answer": "5"}\n', "no column 'question', only text, answer"),
         ('{"question": " ", "answer": "5"}\n', "question is empty"),
         ('{"question": "q", "answer": "work ####"}\n', "nothing comes after ####"),

@@ -7,9 +7,6 @@ import importlib.util
 import json
 import os
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -220,72 +217,3 @@ def test_a_judge_on_the_trainer_s_gpus_is_verls_own(compose, monkeypatch):
     refuse_failures(settings, config, Trainer("legacy"))
     assert not config.trainer.use_v1, "V1 passes this judge no reference answer"
     assert not config.reward.reward_model.enable_resource_pool
-
-
-@pytest.fixture
-def programs(tmp_path):
-    """`run(*arguments, **variables)` runs the script with stand-ins for its programs; returns what they were given."""
-    log, folder = tmp_path / "log", tmp_path / "bin"
-    folder.mkdir()
-    for name in ("python3", "ray", "qreward"):
-        stand_in = folder / name
-        # The script's own lines of Python run; the trainer and the dry run do not.
-        real = f'case "$1" in -c) exec {shlex.quote(sys.executable)} "$@";; esac\n' if name == "python3" else ""
-        told = f'{{ printf "%s " {name} "$@"; [ "$1" != job ] || cat; echo; }} >> {shlex.quote(str(log))}\n'
-        stand_in.write_text(f"#!/bin/sh\n{real}{told}")
-        stand_in.chmod(0o755)
-
-    def run(*arguments, **variables):
-        log.unlink(missing_ok=True)
-        environment = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(tmp_path), **variables}
-        command = ["bash", str(RECIPES / "run.sh"), *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        return done, [line for line in (log.read_text() if log.exists() else "").splitlines() if line]
-
-    return run
-
-
-def test_the_launch_script_checks_and_starts_verl(programs, tmp_path):
-    done, said = programs("grpo", "trainer.nnodes=2")
-    assert done.returncode == 0, done.stderr
-    assert said == [
-        f"qreward check {RECIPES / 'judges.yaml'} ",
-        f"python3 -m verl.trainer.main_ppo --config-dir {RECIPES} --config-name grpo trainer.nnodes=2 ",
-    ]
-    _, said = programs("grpo_sleeping")
-    assert said[0] == f"qreward check {JUDGES / 'sleeping.yaml'} "
-    # Its judge runs in the training only.
-    _, said = programs("grpo_colocated")
-    assert [line.split()[0] for line in said] == ["python3"]
-
-
-def test_a_dry_run_starts_nothing_but_itself(programs):
-    dry = RECIPES.parent / "dry_run.py"
-    _, said = programs("ppo", "--dry-run", "--offline", "trainer.nnodes=2")
-    assert said == [f"python3 {dry} --offline verl {RECIPES} ppo -- trainer.nnodes=2 "]
-    _, late = programs("ppo", "trainer.nnodes=2", "--offline", "--dry-run")
-    assert late == said
-    _, said = programs("grpo", "--dry-run")
-    assert said == [f"python3 {dry} verl {RECIPES} grpo -- "]
-
-
-def test_a_ray_that_runs_gets_the_keys_by_its_job(programs, tmp_path):
-    key = 'sk-never-shown-"4711'
-    keys = {"HOSTED_API_KEY": key, "QREWARD_ENV": "MORE", "MORE": "m"}
-    _, said = programs("grpo", RAY_API_SERVER_ADDRESS="http://head:8265", **keys)
-    words, brace, given = said[-1].partition("{")
-    arguments = words.split()
-    assert arguments[:6] == ["ray", "job", "submit", "--address", "http://head:8265", "--runtime-env"]
-    variables = json.loads(brace + given)["env_vars"]
-    assert (variables["HOSTED_API_KEY"], variables["MORE"]) == (key, "m")
-    assert variables["QREWARD_CONFIG"] == str(RECIPES / "judges.yaml")
-    assert variables["QREWARD_JOURNAL"] == str(tmp_path / "qreward-grpo.sqlite")
-    assert key not in words
-
-
-def test_the_launch_script_is_sound_shell():
-    script = RECIPES / "run.sh"
-    subprocess.run([shutil.which("bash") or "bash", "-n", str(script)], check=True)
-    usage = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
-    assert usage.returncode == 2
-    assert usage.stderr.startswith("usage: recipes/verl/run.sh"), "without the shell's own line"

@@ -27,7 +27,13 @@ class StandIns:
         return (*started, f"pids={self.pids_file}", "host={host}", *options)
 
     def spec(self, *options: str, replicas: int = 1, **changes: object) -> PoolSpec:
-        settings = {"start_within_s": 30.0, "stop_within_s": 5.0, "command": self.command(*options), **changes}
+        settings = {
+            "start_within_s": 30.0,
+            "stop_within_s": 5.0,
+            "command": self.command(*options),
+            "log_folder": str(self.folder),
+            **changes,
+        }
         return PoolSpec("own", "command", "judge", Topology(replicas), **settings)  # type: ignore[arg-type]
 
     def program(self, *options: str) -> list[str]:

@@ -8,10 +8,11 @@ development mode, and takes the text of `weights.bin` in the folder of the model
 weights at its begin, at its end, and those of the cached prefix; more than one means a mixed reply.
 
 delay=S         seconds that a reply takes
+hold=FILE       replies wait while there is this file
 slow=S/REGEX    seconds that a reply takes to a question with this text
 fault=FILE      a word in this file is done at the next load, and the file is removed: `fail`, `die`, `hang`,
-                `unsaid` (it does not take the version), `stuck` (the cache is not reset); or at the next pause:
-                `no-pause`; or at the next sleep: `no-sleep` (it hangs)
+                `stuck` (the cache is not reset); or at the next pause: `no-pause`; or at the next sleep: `no-sleep`
+                (it hangs)
 notes=FILE      what it was told, one line each
 questions       notes also its start and each question
 
@@ -55,7 +56,7 @@ def main() -> None:
     if "only" in options and f"-{options['only']}-" not in name:
         options = {
             key: options[key]
-            for key in ("pids", "host", "pieces", "weights", "delay", "notes", "questions")
+            for key in ("pids", "host", "pieces", "weights", "delay", "hold", "notes", "questions")
             if key in options
         }
     print(f"stand-in {name} on {port}", flush=True)
@@ -72,11 +73,6 @@ def main() -> None:
                 os._exit(0)  # the grandchild is an orphan in a session of its own
             time.sleep(600)
         os.waitpid(child, 0)
-    if "cause" in options:
-        print("(EngineCore) ValueError: Free memory on device is less than desired")
-        print("\n".join(f"(APIServer)   frame {number}" for number in range(60)))
-        print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
-        sys.exit(1)
     if "exit" in options:
         print(f"RuntimeError: no memory for the weights, token {os.environ.get('HF_TOKEN', 'none')}", flush=True)
         sys.exit(int(options["exit"]))
@@ -97,7 +93,7 @@ class Weights:
     """The weights of a stand-in for vLLM, which are loaded, cached and put to sleep as vLLM does it."""
 
     ORDERS = (
-        *("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/weight_checker"),
+        *("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/weight_checker"),
         *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
         *("/sleep", "/wake_up"),
     )
@@ -105,11 +101,9 @@ class Weights:
     def __init__(self, options: dict[str, str], name: str) -> None:
         self.options, self.name = options, name
         self.has = self.of(options["weights"]) if "weights" in options else ""
-        self.version = "default"
         self.cached: dict[str, str] = {}
         self.free = threading.Event()
         self.free.set()
-        self.asleep: set[str] = set()
 
     @staticmethod
     def of(path: str) -> str:
@@ -123,6 +117,8 @@ class Weights:
         self.free.wait()
         begun = self.has
         cached = self.cached.setdefault(prompt[:200], begun)
+        while os.path.exists(self.options.get("hold", "")):
+            time.sleep(0.01)
         slow_s, _, text = self.options.get("slow", "").partition("/")
         time.sleep(float(slow_s if slow_s and re.search(text, prompt) else self.options.get("delay", 0)))
         self.free.wait()
@@ -141,7 +137,7 @@ class Weights:
         return ""
 
     def load(self, new: str) -> tuple[int, object]:
-        fault = self.fault("fail", "die", "hang", "unsaid")
+        fault = self.fault("fail", "die", "hang")
         if fault == "die":
             os._exit(0)
         if fault == "hang":
@@ -150,7 +146,6 @@ class Weights:
             self.has = "half"
             return 500, {"error": "cannot load"}
         self.has = new
-        self.unsaid = fault == "unsaid"
         return 200, {"results": [None]}
 
     def note(self, what: str) -> None:
@@ -171,9 +166,6 @@ class Weights:
             return self.load(self.of(body["kwargs"]["weights_path"]))
         elif order == "/update_weights":
             return self.load(body["update_info"]["weights"])
-        elif order in ("/update_weight_version", "/finish_weight_update"):
-            if not self.unsaid:
-                self.version = body.get("new_version") or body["weight_version"]
         elif order == "/reset_prefix_cache":
             if self.fault("stuck"):
                 return 500, {"error": "stuck"}
@@ -185,13 +177,8 @@ class Weights:
             if self.fault("no-sleep"):
                 time.sleep(600)
             self.free.clear()
-            self.asleep = {"weights", "kv_cache"}
-            if "level=2" in query:
-                self.has = "none"
         elif order == "/wake_up":
-            self.asleep -= {"weights", "kv_cache"} if not query else {query.removeprefix("tags=")}
-            if not self.asleep:
-                self.free.set()
+            self.free.set()
         return 200, {}
 
 
@@ -205,9 +192,6 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if self.path == "/weight_info" and "old" not in options:
-                self._say({"weight_version": server.version})
-                return
             if self._knows_key():
                 self._say({"data": [{"id": model} for model in models]})
 
@@ -221,9 +205,6 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
             order, _, query = self.path.partition("?")
-            if order in ("/update_weight_version", "/weight_checker") and "old" in options:
-                self._say({"detail": "Not Found"}, 404)
-                return
             if order in Weights.ORDERS:
                 status, told = server.told(order, query, body)
                 self._say(told, status)

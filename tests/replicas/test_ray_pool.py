@@ -146,6 +146,8 @@ async def test_a_shell_joins_the_cluster_and_starts_servers_there(cluster, stand
 async def test_a_pool_that_the_cluster_cannot_place(cluster, stand_ins):
     own = tree({"command": stand_ins.command()}, platform="cpu", tensor_parallel=4, start_within_s=4.0)
     async with RewardEngine(own) as engine:
-        with pytest.raises(ReplicasNotStarted, match=r"it asks for 4 CPU on one node; free: .*: 3 CPU"):
+        with pytest.raises(
+            ReplicasNotStarted, match=r"it asks for 4 CPU on one node; free on all nodes together: 3 CPU"
+        ):
             await engine.score_all(samples(1))
     await comes(lambda: not groups())

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import re
 import sys
 
 import pytest
 
 from qreward_plugins.replicas import SERVER_KINDS, PoolSpec, Topology
-from qreward_plugins.replicas.server_kinds import VLLM, Command, Launch, LlamaCpp, missing_places
+from qreward_plugins.replicas.server_kinds import Launch, missing_places
 
 ON_GPUS = Topology(1, 4, (0, 1, 2, 3), "cuda")
 
@@ -53,30 +52,17 @@ def test_the_command_lines_of_the_others():
     ("server", "arguments", "refused"),
     [
         ("vllm", {"max_model_len": 1, "pipeline_parallel_size": 1}, []),
-        ("vllm", {"tensor-parallel-size": 2}, ["tensor-parallel-size"]),
-        ("vllm", {"--port": 80, "served_model_name": "x"}, ["--port", "served_model_name"]),
         (
             "vllm",
-            {"pipeline_parallel_size": 2, "data_parallel_size": 2},
-            ["pipeline_parallel_size", "data_parallel_size"],
+            {"tensor-parallel-size": 2, "--port": 80, "api_key": "x"},
+            ["tensor-parallel-size", "--port", "api_key"],
         ),
-        ("vllm", {"enable_expert_parallel": True}, ["enable_expert_parallel"]),
-        ("sglang", {"ep_size": 2, "dp": 2}, ["ep_size", "dp"]),
-        ("sglang", {"api_key": "x"}, ["api_key"]),
+        ("sglang", {"model_path": "x"}, ["model_path"]),
         ("llama_cpp", {"alias": "x", "api-key": "x"}, ["alias", "api-key"]),
     ],
 )
 def test_arguments_that_the_pool_sets_are_refused(server, arguments, refused):
-    assert [one.argument for one in SERVER_KINDS[server].refused(arguments)] == refused
-
-
-def test_a_program_that_is_missing_is_named_with_what_helps(monkeypatch):
-    monkeypatch.setattr(VLLM, "MODULE", "no_such_module")
-    monkeypatch.setattr(LlamaCpp, "PROGRAM", ("no-such-program",))
-    assert re.match(r"no_such_module is not installed for .* in `program`$", VLLM().absent())
-    assert re.match(r"there is no program no-such-program on the PATH. .* in `program`$", LlamaCpp().absent())
-    monkeypatch.setattr(VLLM, "MODULE", "json")
-    assert [kind.absent() for kind in (VLLM(), Command())] == ["", ""]
+    assert [key for key, _ in SERVER_KINDS[server].refused(launch(arguments=arguments).spec)] == refused
 
 
 def test_which_server_speaks_which_protocol():

@@ -132,6 +132,14 @@ def test_a_manager_that_shows_the_whole_conversation_in_each_step_shows_it_once(
     assert [turn["content"] for turn in sample.turns] == ["3", "And 8?", "8"]
 
 
+def test_a_step_that_repeats_the_one_before_is_a_step_of_its_own(manager_of) -> None:
+    """A policy that makes the same call again gets the same observation again."""
+    said = [{"role": "user", "content": "Move."}, {"role": "assistant", "content": "left"}]
+    history = [{"llm_response": "left", "messages": list(said)} for _ in range(3)]
+    sample = manager_of().trajectory_sample(SimpleNamespace(history=history, tag="t", group_id=1, env_id=1))
+    assert [turn["content"] for turn in sample.turns] == ["left", "Move.", "left", "Move.", "left"]
+
+
 def test_what_later_turns_showed_is_of_the_response(manager_of) -> None:
     pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     red, blue = (np.full((6, 8, 3), colour, dtype=np.uint8) for colour in ((255, 0, 0), (0, 0, 255)))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
 
 import PIL.Image
 import pytest
 from aiohttp import web
 
 from qreward_plugins import InputError, RewardServerError, Sample, Scored, Verdict
-from qreward_plugins.client import BlockingRewardClient, RewardClient
+from qreward_plugins.client import RewardClient
 from qreward_plugins.client.rows import ServerFacts, outcome_of_row
 from qreward_plugins.samples.images import Image
 from qreward_plugins.server.forms import result_of
@@ -54,16 +53,11 @@ async def test_every_field_of_a_sample_arrives(serve, sample):
         ({"deep": [{"nan": math.nan}], 7: b"x"}, {"deep": [{"nan": None}], "7": "b'x'"}),
     ],
 )
-def test_what_a_reward_function_returned_comes_along(returned, arrives):
-    row = json.loads(json.dumps(result_of(Sample((), ""), Scored(Verdict(0.5, returned=returned)))))
-    outcome = outcome_of_row(row, latency_s=2.0)
-    assert (outcome.verdict.returned, outcome.verdict.latency_s) == (arrives, 2.0)
-
-
-def test_what_steps_add_comes_along():
-    verdict = Verdict(0.5, steps=((2, 0.25), (5, 0.75)), dense=((2, 0.125), (5, 0.375)))
+def test_what_a_reward_function_returned_and_steps_come_along(returned, arrives):
+    verdict = Verdict(0.5, returned=returned, steps=((2, 0.25), (5, 0.75)), dense=((2, 0.125), (5, 0.375)))
     row = json.loads(json.dumps(result_of(Sample((), ""), Scored(verdict))))
-    arrived = outcome_of_row(row, latency_s=0.0).verdict
+    arrived = outcome_of_row(row, latency_s=2.0).verdict
+    assert (arrived.returned, arrived.latency_s) == (arrives, 2.0)
     assert (arrived.steps, arrived.dense) == (verdict.steps, verdict.dense)
 
 
@@ -128,20 +122,6 @@ async def test_cancelling_ends_the_attempts_at_the_server(serve, sample):
         held.cancel()
         assert (await other).reward == 1.0
         await served.source.cancelled.wait()
-
-
-async def test_a_refusal_is_an_error_that_says_why(serve, sample):
-    async with serve(token="right") as served:
-        async with RewardClient(served.url, token="wrong") as client:
-            with pytest.raises(RewardServerError, match="answered 401: send the server's token") as error:
-                await client.score(sample(1))
-            assert (error.value.status, error.value.reason, "wrong" in str(error.value)) == (
-                401,
-                "server_refused",
-                False,
-            )
-        async with RewardClient(served.url, token="right") as client:
-            assert (await client.score(sample(1))).reward == 1.0
 
 
 async def test_a_sample_that_cannot_be_sent(serve, sample):
@@ -233,10 +213,8 @@ async def test_a_server_that_vanishes_is_left_without_a_deadline_too(sample, mon
 
 NONSENSE = [
     lines(b"no JSON"),
-    lines(b"[]"),
     lines(b"null"),
     lines({"number": 0}),
-    lines({"number": [0]}),
     lines(line(7)),
     replying(ROW),
     replying(b"<html>", kind="text/html"),
@@ -244,21 +222,13 @@ NONSENSE = [
         lines(line(**changed))
         for changed in (
             {"reward": True},
-            {"reward": "1"},
             {"reward": 1e39},
             {"reward": None},
             {"components": {"a": None}},
-            {"components": [1]},
             {"prompt_tokens": "many"},
-            {"attempts": None},
-            {"steps": [1]},
             {"steps": [{"offset": "x", "score": None}]},
-            {"rationale": ["x"]},
-            {"correct": "yes"},
             {"returned": [1]},
-            {"judge": {}},
             {"outcome": "failed", "cause": "infra", "reason": [1], "detail": 3},
-            {"outcome": "failed"},
         )
     ),
 ]
@@ -335,29 +305,7 @@ async def test_facts(serve):
 # The blocking client
 
 
-async def test_the_blocking_client_in_threads(serve, sample):
-    rewards = {}
-
-    def ask(url: str, number: int) -> None:
-        with BlockingRewardClient(url) as client:
-            rewards[number] = [outcome.reward for outcome in client.score_all([sample(number), sample(1)])]
-
-    async with serve() as served:
-        threads = [threading.Thread(target=ask, args=(served.url, number)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            await asyncio.to_thread(thread.join)
-    assert rewards == {number: [float(number), 1.0] for number in range(4)}
-
-
 @each_of("url", ["127.0.0.1:8080", "htp://h", "", "http://u:p@h", "http://h?k=1", 3, None])
 def test_a_wrong_url_is_an_error_at_once(url):
-    for client in (RewardClient, BlockingRewardClient):
-        with pytest.raises(InputError, match="the URL of the reward server: "):
-            client(url)
-
-
-def test_the_blocking_client_must_be_opened(sample):
-    with pytest.raises(RewardServerError, match="open the client first"):
-        BlockingRewardClient("http://127.0.0.1:9").score(sample(1))
+    with pytest.raises(InputError, match="the URL of the reward server: "):
+        RewardClient(url)

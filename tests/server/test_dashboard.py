@@ -24,9 +24,7 @@ def text():
         ("in_flight", "pending_tokens", "requests", "failures", "prompt_tokens", "cached_tokens"), 1
     )
     replicas = tuple(
-        ReplicaStatistics(
-            base_url=url, health="up", prefix_hit_rate=0.5, prefix_hits_estimated=False, cache_use=None, **replica
-        )
+        ReplicaStatistics(base_url=url, health="up", prefix_hit_rate=0.5, cache_use=None, **replica)
         for url in ("http://a", "http://b")
     )
     gauges = SourceGauges(

@@ -10,10 +10,10 @@ import pytest
 
 from qreward_plugins.config import load_config
 from qreward_plugins.judges import LLMJudge
-from qreward_plugins.simulation import SCENARIOS, Trace, run, scenario, score_of
+from qreward_plugins.simulation import FAULTS, SCENARIOS, Trace, run, scenario, score_of
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [*SCENARIOS, *FAULTS])
 def test_every_scenario_is_whole(name):
     made = scenario(name, 40, seed=3)
     samples = made.samples()
@@ -106,6 +106,29 @@ def test_faults_come_at_parts_of_the_bound_without_them():
     assert dies.servers[0].faults[0].start_s == pytest.approx(0.4 * healthy)
     assert dies.servers[0].faults[0].end_s == math.inf
     assert dies.bound_s() > healthy
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "most_s"),
+    [
+        ("hangs", 5000, 70.0),  # 128 if no attempt is given up for its age
+        ("hangs-later", 5001, 120.0),  # 130 if overdue probes are waited for after a recovery
+        ("nonsense", 5000, 60.0),  # 12 failed if samples go back to where most replies are invalid
+    ],
+)
+def test_a_fault_costs_no_sample_and_little_time(name, seed, most_s):
+    from qreward_plugins import RewardEngine, Scored
+
+    made = scenario(name, 256, seed=seed)
+
+    async def main():
+        async with RewardEngine(made.config(), sources=made.sources()) as engine:
+            outcomes = await engine.score_all(made.samples())
+            return sum(not isinstance(outcome, Scored) for outcome in outcomes), asyncio.get_running_loop().time()
+
+    failed, makespan_s = run(main())
+    assert failed == 0
+    assert makespan_s < most_s
 
 
 def test_the_engine_scores_a_scenario_and_repeats_itself():

@@ -41,7 +41,7 @@ def open_service(client: str) -> Callable[..., HTTPSource]:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with self-signed certificates of a server and of two clients; the key of `locked` has a password."""
+    """A folder with self-signed certificates of a server and of a client; the key of `locked` has a password."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("there is no openssl to make certificates with")

@@ -71,7 +71,7 @@ def test_the_reservation_is_made_from_the_parameters_that_are_sent(parameters, c
     request = ask()
     assert upstream(source).tokens(request) == pytest.approx(completion + len("Grade it.") + 40, abs=130)
     # The very same parameters are in the body; None removes one.
-    body = json.loads(source.written([request]))
+    body = json.loads(source.written(request))
     assert {key: body.get(key) for key in parameters} == parameters
 
 
@@ -83,7 +83,7 @@ def test_the_reservation_is_made_from_the_parameters_that_are_sent(parameters, c
 )
 def test_what_a_server_may_generate_is_never_more_than_what_is_reserved(source, judge):
     asked = openai(source)
-    body = json.loads(asked.written([ask(max_tokens=judge)]))
+    body = json.loads(asked.written(ask(max_tokens=judge)))
     most = body.get("max_completion_tokens", body["max_tokens"]) * max(body.get("n", 1), body.get("best_of", 1))
     assert upstream(asked).tokens(ask(max_tokens=judge)) >= most
 

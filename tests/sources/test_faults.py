@@ -10,7 +10,6 @@ import pytest
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.errors import (
-    ConfigurationError,
     InvalidReply,
     PermanentError,
     SourceUnusable,
@@ -19,10 +18,9 @@ from qreward_plugins.errors import (
 )
 from qreward_plugins.judges import FunctionJudge
 from qreward_plugins.samples import Failed, Sample, Scored, Verdict
-from qreward_plugins.sources import OpenAISource, Reply, Request, RewardModelSource
+from qreward_plugins.sources import Reply, Request, RewardModelSource
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, PlayFault, ScoreCall
 
-from ..kit import each_of
 from .wire import KEY, NextFault, asked, completion, nothing, outcome_of, request_of, serving
 
 pytestmark = pytest.mark.anyio
@@ -115,7 +113,7 @@ async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any
 # Reward models, with one text and with several in a request
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-PROTOCOLS = ("vllm_classify", "vllm_pooling", "vllm_score", "sglang_classify", "tei_predict", "openrlhf")
+PROTOCOLS = ("vllm_classify", "sglang_classify", "tei_predict", "openrlhf")
 OF_ONE_RESULT = stage("verdict") - {"two_verdicts", "forged_verdict", "wrong_nonce", "duplicate_keys"}
 """Faults of one result, which cost no other."""
 
@@ -292,35 +290,3 @@ async def test_cancelling_a_stream_closes_its_connection(open_source: Any) -> No
             await task
         await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 0)
         await source.aclose()
-
-
-TWO = {"generationConfig": {"candidateCount": 2}}
-
-
-@each_of(
-    ("settings", "path", "said"),
-    [
-        ({"timeouts": {"idle_s": 5}}, "timeouts.idle_s", "replies are not streamed"),
-        ({"stream": True, "timeouts": {"idle_s": 120}}, "timeouts.idle_s", "cannot pass within the 120 s"),
-        (
-            {"stream": True, "dialect": "gemini", "parameters": TWO},
-            "parameters.generationConfig.candidateCount",
-            "one completion",
-        ),
-        (
-            {"stream": True, "dialect": "anthropic", "parameters": {"stream_options": {}}},
-            "parameters.stream_options",
-            "",
-        ),
-        ({"stream": True, "parameters": {"n": 2}}, "parameters.n", "one completion"),
-        ({"stream": True, "parameters": {"stream": False}}, "parameters.stream", "a key of its own"),
-        ({"parameters": {"stream": True}}, "parameters.stream", "a key of its own"),
-        ({"parameters": {"stream_options": {"include_usage": True}}}, "parameters.stream_options", "not streamed"),
-    ],
-)
-def test_what_cannot_be_streamed_is_refused(settings: Any, path: str, said: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        OpenAISource("a", OpenAISource.Config(kind="openai", base_url=["http://a/v1"], model="m", **settings))
-    [mistake] = caught.value.mistakes
-    assert mistake.path == f"sources.a.{path}"
-    assert said in mistake.problem

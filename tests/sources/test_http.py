@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import gzip
 import json
 import random
 import socket
 import ssl
 import traceback
-import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +23,7 @@ from qreward_plugins.errors import ConfigurationError, SourceUnusable, Throttled
 from qreward_plugins.sources import OpenAISource, aiohttp_client, http, http_reading
 from qreward_plugins.sources.aiohttp_client import AiohttpClient, PreparedPost
 from qreward_plugins.sources.http import Connecting
-from qreward_plugins.sources.http_reading import ACCEPTED, Undecodable, decoder_of
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.sources.http_reading import ACCEPTED
 
 from ..kit import connections_left, each_of
 from .wire import HEAD, KEY, PATIENCE_S, asked, completion, nothing, outcome_of, request_of, serving, text_of
@@ -91,8 +88,6 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "a bad length": lambda e: e.write(HEAD + b"Content-Length: -5\r\n\r\n{}"),
     "two lengths": lambda e: e.write(HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}"),
     "chunks cut short": lambda e: (e.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"), e.writer.close()),
-    "truncated gzip": lambda e: e.reply(gzip.compress(b"{" * 5000)[:-20], headers={"Content-Encoding": "gzip"}),
-    "an unknown encoding": lambda e: e.reply(b"\x00\x01", headers={"Content-Encoding": "zstd"}),
 }
 """Replies that a judge server does not play (`test_faults`)."""
 
@@ -108,7 +103,7 @@ async def test_every_broken_reply_is_a_transient_error_and_the_next_request_work
     assert after.text == "fine"
 
 
-async def test_a_bomb_and_an_endless_body_are_cut_off(open_source: Any) -> None:
+async def test_an_endless_body_is_cut_off(open_source: Any) -> None:
     closed = asyncio.Event()
 
     async def endless(exchange: Any) -> None:
@@ -120,14 +115,11 @@ async def test_a_bomb_and_an_endless_body_are_cut_off(open_source: Any) -> None:
         finally:
             closed.set()
 
-    bomb = gzip.compress(b" " * 100_000_000)
-    for script in (lambda exchange: exchange.reply(bomb, headers={"Content-Encoding": "gzip"}), endless):
-        async with serving(script) as server:
-            [error] = await asked(open_source(server.base_url, max_reply_bytes=50_000))
-            assert type(error) is TransientError
-            assert "larger than 50,000 bytes" in str(error)
-            if script is endless:
-                await asyncio.wait_for(closed.wait(), PATIENCE_S)
+    async with serving(endless) as server:
+        [error] = await asked(open_source(server.base_url, max_reply_bytes=50_000))
+        assert type(error) is TransientError
+        assert "larger than 50,000 bytes" in str(error)
+        await asyncio.wait_for(closed.wait(), PATIENCE_S)
 
 
 @pytest.mark.parametrize("body", ["endless", "reset", "silent"])
@@ -378,35 +370,6 @@ def test_a_loop_that_was_closed_and_never_shut_down_is_let_go(open_source: Any) 
         loop.close()
 
 
-def test_after_a_loop_that_was_closed_hard_first_requests_at_once_share_one_session() -> None:
-    client, opened = client_with(), []
-    open_session = client._open_session
-    client._open_session = lambda: opened.append(open_session()) or opened[-1]  # type: ignore[func-returns-value,method-assign]
-
-    with JudgeServer(lambda call: 0.5) as server:
-
-        async def ask() -> Any:
-            body = b'{"model": "m", "messages": [{"role": "user", "content": "?"}]}'
-            url = Url(server.base_url + "/chat/completions")
-            return await client.post(url, body, on_sent=nothing, max_reply_bytes=10_000)
-
-        async def main() -> list[Any]:
-            replies = await asyncio.gather(*[ask() for _ in range(8)])
-            await client.aclose()
-            await asyncio.sleep(0.05)
-            return replies
-
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(ask())
-        loop.close()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # the hard end of the first loop
-            assert len(asyncio.run(main())) == 8
-            gc.collect()
-    assert len(opened) == 2
-    assert all(session.closed for session in opened[1:])
-
-
 @each_of(
     ("settings", "path"),
     [
@@ -487,101 +450,13 @@ async def test_a_second_reply_to_one_request_is_not_the_reply_to_the_next(open_s
         await source.aclose()
 
 
-# Compressed replies: read whole, or not at all
-
-
-def members(data: bytes) -> bytes:
-    return b"".join(gzip.compress(data[place : place + 1]) for place in range(len(data)))
-
-
-def raw_deflated(data: bytes) -> bytes:
-    compressor = zlib.compressobj(wbits=-15)
-    return compressor.compress(data) + compressor.flush()
-
-
-def decoded(coding: str, body: bytes) -> bytes | None:
-    """The text of a body that comes byte by byte; None if it cannot be read."""
-    try:
-        decoder = decoder_of(coding)
-        assert decoder is not None
-        pieces = [piece for place in range(len(body)) for piece in decoder.feed(body[place : place + 1])]
-        decoder.end()
-    except Undecodable:
-        return None
-    return b"".join(pieces)
-
-
-@each_of(
-    ("coding", "compress"),
-    [
-        ("gzip", gzip.compress),
-        ("X-Gzip", gzip.compress),
-        ("gzip", members),
-        ("identity, gzip", gzip.compress),
-        ("deflate", zlib.compress),
-        ("deflate", raw_deflated),
-    ],
-)
-def test_a_bare_number_is_never_read_short(coding: str, compress: Callable[[bytes], bytes]) -> None:
-    whole = compress(b"0.9")
-    assert decoded(coding, whole) == b"0.9"
-    # Between two members nobody can tell, except that "0." is no JSON.
-    ends = {len(members(b"0.9"[:count])): b"0.9"[:count] for count in (1, 2)} if compress is members else {}
-    for length in range(1, len(whole)):
-        assert decoded(coding, whole[:length]) == ends.get(length), length
-    if coding == "gzip" or compress is zlib.compress:
-        assert decoded(coding, whole + b"9") is None
-
-
-def test_compressions_that_nobody_asked_for_and_words_that_are_none() -> None:
-    for coding in ("br", "zstd", "gzip, gzip", "gzip, br"):
-        with pytest.raises(Undecodable):
-            decoder_of(coding)
-    assert [decoder_of(coding) for coding in ("", "identity", "utf-8", "none", None)] == [None] * 5
-
-
-def test_pieces_are_of_bounded_size_and_an_empty_body_is_whole() -> None:
-    decoder = decoder_of("gzip")
-    assert decoder is not None
-    decoder.end()
-    sizes = [len(piece) for piece in decoder.feed(gzip.compress(b" " * 10_000_000))]
-    decoder.end()
-    assert (max(sizes), sum(sizes)) == (65_536, 10_000_000)
-
-
-async def test_a_compression_in_a_second_header_is_read(open_source: Any) -> None:
+async def test_a_body_that_comes_compressed_all_the_same_is_named(open_source: Any) -> None:
     body = gzip.compress(json.dumps(completion()).encode())
-
-    def script(exchange: Any) -> None:
-        exchange.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: identity\r\nContent-Encoding: gzip\r\n")
-        exchange.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-
-    async with serving(script) as server:
-        [reply] = await asked(open_source(server.base_url))
-    assert reply.text == "fine"
-
-
-async def test_a_stream_of_events_that_is_compressed_is_read_as_it_comes(open_source: Any) -> None:
-    choices = [{"delta": {"content": "fi"}}, {"delta": {"content": "ne"}}, {"delta": {}, "finish_reason": "stop"}]
-    pieces = [f"data: {json.dumps({'choices': [{'index': 0, **choice}]})}" for choice in choices] + ["data: [DONE]"]
-
-    async def script(exchange: Any) -> None:
-        assert exchange.headers["accept-encoding"] == "gzip, deflate"
-        exchange.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: gzip\r\n")
-        exchange.write(b"Transfer-Encoding: chunked\r\n\r\n")
-        compressor = zlib.compressobj(wbits=31)
-        for piece in pieces:
-            data = compressor.compress(f"{piece}\n\n".encode()) + compressor.flush(zlib.Z_SYNC_FLUSH)
-            exchange.write(b"%x\r\n%s\r\n" % (len(data), data))
-            await exchange.writer.drain()
-        rest = compressor.flush()
-        exchange.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(rest), rest))
-
-    async with serving(script) as server:
-        replies = await asked(open_source(server.base_url, stream=True), request_of(), request_of())
-    assert [reply.text for reply in replies] == ["fine", "fine"]
-    # Its end was read, too, so the connection was used again.
-    assert server.connections == 1
+    async with serving(lambda exchange: exchange.reply(body, headers={"Content-Encoding": "gzip"})) as server:
+        [error] = await asked(open_source(server.base_url))
+    assert server.exchanges[0].headers["accept-encoding"] == "identity"
+    assert type(error) is TransientError
+    assert "compressed as gzip, which no request asks for" in str(error)
 
 
 # Posts of aiohttp that are prepared: they send what aiohttp sends, and no connection stays behind
@@ -630,29 +505,11 @@ async def test_another_version_of_aiohttp_sends_by_its_session(monkeypatch: pyte
         await client.aclose()
 
 
-@each_of(
-    ("reply", "status"),
-    [
-        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + OK, 200),
-        (b"HTTP/1.1 000 Odd\r\nContent-Length: 2\r\n\r\n{}", 0),
-        (b"HTTP/1.1 099 Odd\r\nContent-Length: 2\r\n\r\n{}", 99),
-        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n", 101),
-    ],
-)
-async def test_interim_and_odd_statuses(reply: bytes, status: int) -> None:
-    gone = asyncio.Event()
-
-    async def script(exchange: Any) -> None:
-        exchange.write(reply)
-        if status == 101:
-            await exchange.hung_up()
-            gone.set()
-
-    async with serving(script) as server:
+async def test_interim_statuses_are_skipped() -> None:
+    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+    async with serving(lambda exchange: exchange.write(interim + OK)) as server:
         client = client_with()
-        assert (await post(client, Url(server.base_url))).status == status
-        if status == 101:
-            await asyncio.wait_for(gone.wait(), PATIENCE_S)
+        assert (await post(client, Url(server.base_url))).status == 200
         assert acquired(client) == 0
         await client.aclose()
 
@@ -729,23 +586,3 @@ async def test_the_connection_of_a_request_that_was_answered_before_it_was_writt
         await client.aclose()
         over.set()
     assert connections == 2
-
-
-async def test_headers_that_change_how_a_body_is_sent_or_end_a_line() -> None:
-    for name, value in (("Transfer-Encoding", "chunked"), ("Content-Encoding", "gzip"), ("Expect", "100-continue")):
-        async with aiohttp.ClientSession(headers={name: value}) as session:
-            assert not PreparedPost(session, Url(URL)).can_send
-    for value in ("a\r\nX-Other: b", "a\nX-Other: b", "a\rb", "a\0b", "a\x7fb"):
-        async with aiohttp.ClientSession(headers={"X-Name": value}) as session:
-            with pytest.raises(ValueError, match="line break"):
-                PreparedPost(session, Url(URL))
-
-
-async def test_requests_to_many_replicas_are_not_kept_for_ever() -> None:
-    client = client_with()
-    async with serving(lambda exchange: exchange.write(OK)) as server:
-        for number in range(200):
-            await post(client, Url(f"{server.url}/{number}"))
-        assert 0 < sum(map(len, client._prepared.values())) <= 64
-        await client.aclose()
-    assert not client._prepared

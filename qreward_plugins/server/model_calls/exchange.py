@@ -15,13 +15,13 @@ import anyio
 from ...engine.followed_calls import FollowedCall
 from ...errors import EngineError, ReplyBroken
 from ...scheduling import Answer, Batch, Dispatcher, Unanswered
-from ...sources.passed_requests import RawReply
+from ...sources.passed_requests import RawReply, Receiver
 
 UNREAD_BYTES = 262_144
 """Bytes of a stream that are kept for a client that reads slowly. Beyond them, the source is not read."""
 
 
-class Exchange(FollowedCall):
+class Exchange(FollowedCall, Receiver):
     """One call, which the `Pieces` of its client read."""
 
     def __init__(self, dispatcher: Dispatcher, batch: Batch) -> None:
@@ -39,12 +39,10 @@ class Exchange(FollowedCall):
     # Called by the source
 
     def begin(self, head: RawReply) -> None:
-        """Take in the head of a stream."""
         if not self.over:
             self.head = head
 
     def refused(self, reply: RawReply) -> None:
-        """Take in the reply of a source that refuses the request."""
         self.refusal = reply
 
     def add(self, piece: str) -> None:
@@ -56,11 +54,9 @@ class Exchange(FollowedCall):
         self._arrived.set()
 
     def has_room(self) -> bool:
-        """Whether more may come before the client reads."""
         return self._room.is_set()
 
     async def wait_for_room(self) -> None:
-        """Wait until the client has read enough."""
         await self._room.wait()
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:

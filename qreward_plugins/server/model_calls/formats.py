@@ -1,5 +1,4 @@
-"""The formats of clients' requests: their paths, where the model is, how errors and lists of models are written; and
-the headers with which every caller sets a deadline and a priority.
+"""The formats of clients' requests: their paths, where the model is, and how errors are written.
 
 A request with a path of none of these is refused: files, batches, fine-tuning and stored responses belong to one
 provider, and cannot be moved to another one.
@@ -7,22 +6,14 @@ provider, and cannot be moved to another one.
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
-from ...config.nodes import MOST_PRIORITY, PRIORITIES
 from ...errors import InputError
 
-DEADLINE_HEADER = "X-QReward-Deadline-S"
-"""Seconds that a request may take, waiting included. Default: `engine.deadline_s`."""
-PRIORITY_HEADER = "X-QReward-Priority"
-"""Priority of a request: `high`, `normal`, `low`, or a whole number; higher goes first. Default: that of the
-configuration for samples, `normal` for calls of clients."""
-_WHOLE = re.compile(r"[+-]?[0-9]{1,12}")
 _GENERATE = re.compile(r".*/models/(?P<model>[^:]+):(?P<verb>generateContent|streamGenerateContent)")
 _ACTING_TOOL = re.compile("mcp|code|shell|computer")
 """What is in the type of a tool that the provider runs itself and that may change something."""
@@ -62,10 +53,6 @@ class Format(ABC):
     def state(self, body: Mapping[str, Any]) -> str:
         """Return the key of a body that goes on with something that one provider keeps; "" if there is none."""
         return ""
-
-    def reference(self, body: Mapping[str, Any]) -> str:
-        """Return the key of a body that refers to something that one provider keeps, files included; "" if none."""
-        return self.state(body) or _kept_by_provider(body)
 
     def refusal(self, body: Mapping[str, Any]) -> str:
         """Return why a request cannot be sent on; "" if it can."""
@@ -152,47 +139,6 @@ class GeminiFormat(Format):
         return "cachedContent" if body.get("cachedContent") else ""
 
 
-_USERS_OWN = ("metadata", "functionCall", "function_call", "functionResponse", "function_response")
-"""Keys whose values have the words of a client or of its tools, where `file_id` is any word."""
-_GEMINI_FILE = re.compile(r"/v\d\w*/files/")
-
-
-def _kept_by_provider(body: Mapping[str, Any]) -> str:
-    """Return the first key with the id of an uploaded file, a vector store or a stored item; "" if there is none."""
-    waiting: list[Any] = [value for key, value in body.items() if key not in _USERS_OWN]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting.extend(each for each in value if isinstance(each, dict | list))
-        elif isinstance(value, dict):
-            key = _reference_key(value)
-            if key:
-                return key
-            called = value.get("type") in {"tool_use", "server_tool_use", "mcp_tool_use"}
-            waiting.extend(
-                each
-                for key, each in value.items()
-                if isinstance(each, dict | list) and key not in _USERS_OWN and not (called and key == "input")
-            )
-    return ""
-
-
-def _reference_key(value: Mapping[str, Any]) -> str:
-    if value.get("type") == "item_reference":
-        return "item_reference"
-    if isinstance(value.get("file_id"), str):
-        return "file_id"
-    for key in ("file_ids", "vector_store_ids"):
-        ids = value.get(key)
-        if isinstance(ids, list) and ids and all(isinstance(each, str) for each in ids):
-            return key
-    for key in ("fileUri", "file_uri"):
-        uri = value.get(key)
-        if isinstance(uri, str) and _GEMINI_FILE.search(uri):
-            return key
-    return ""
-
-
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -223,7 +169,7 @@ def format_of(path: str) -> Format | None:
 
 
 def client_format(path: str, headers: Mapping[str, str]) -> Format:
-    """Return the format in which a client reads errors and lists, by its path and its headers."""
+    """Return the format in which a client reads errors, by its path and its headers."""
     found = format_of(path)
     if found is not None:
         return found
@@ -231,55 +177,3 @@ def client_format(path: str, headers: Mapping[str, str]) -> Format:
     if "anthropic-version" in names:
         return MESSAGES
     return GEMINI if "x-goog-api-key" in names or "x-goog-api-client" in names else CHAT
-
-
-def model_list(form: Format, models: Sequence[str]) -> dict[str, Any]:
-    """Return the list of models in the form of a client."""
-    if form is GEMINI:
-        return {"models": [model_entry(form, model) for model in models]}
-    entries = [model_entry(form, model) for model in models]
-    if form is MESSAGES:
-        ends = {"first_id": models[0] if models else None, "last_id": models[-1] if models else None}
-        return {"data": entries, "has_more": False, **ends}
-    return {"object": "list", "data": entries}
-
-
-def model_entry(form: Format, model: str) -> dict[str, Any]:
-    """Return what a list of models says of one, in the form of a client."""
-    if form is GEMINI:
-        methods = ["generateContent", "streamGenerateContent"]
-        return {"name": f"models/{model}", "displayName": model, "supportedGenerationMethods": methods}
-    if form is MESSAGES:
-        return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
-    return {"id": model, "object": "model", "created": 0, "owned_by": "qreward"}
-
-
-def read_terms(headers: Mapping[str, str]) -> tuple[float | None, int | None]:
-    """Return the deadline in seconds and the priority; None for a header that is not there. Names of `headers` are in
-    any case. Raises `InputError`.
-    """
-    values = {name.lower(): value for name, value in headers.items()}
-    deadline, priority = values.get(DEADLINE_HEADER.lower()), values.get(PRIORITY_HEADER.lower())
-    return (
-        None if deadline is None else _seconds(deadline),
-        None if priority is None else read_priority(priority.strip().lower(), PRIORITY_HEADER),
-    )
-
-
-def read_priority(value: Any, what: str) -> int:
-    """Return a priority: a name, a whole number, or its text. Raises `InputError`."""
-    if isinstance(value, str):
-        value = PRIORITIES.get(value) if value in PRIORITIES else int(value) if _WHOLE.fullmatch(value) else None
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MOST_PRIORITY:
-        raise InputError(f"{what} must be a whole number, or high, normal or low")
-    return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise InputError(f"{DEADLINE_HEADER} must be a number of seconds above 0")
-    return seconds

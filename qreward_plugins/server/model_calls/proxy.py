@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from ...secrets import one_line
 from ...sources import Reply, Request
 from ...sources.passed_requests import PassedRequest, RawReply, forwarded_headers, parsed_body
 from .exchange import Exchange, Pieces
-from .formats import FORMATS, Format, client_format, format_of, model_entry, model_list, read_terms
+from .formats import FORMATS, Format, client_format, format_of
 
 DEFAULT_COMPLETION_TOKENS = 4096
 """Completion tokens that are reserved for a request that does not bound its completion."""
@@ -37,6 +38,11 @@ NO_RETRY = {"x-should-retry": "false"}
 """Tells the SDKs of OpenAI and Anthropic not to ask again: the scheduler has done that."""
 CALLS_A_BATCH = 64
 """Calls that share a budget of hedges. Each on its own would have one of at least 4."""
+_KEPT_BY_PROVIDER = re.compile(
+    rb'"(previous_response_id|conversation|container|cachedContent|file_ids?|vector_store_ids|file_?[uU]ri)"\s*:'
+    rb'|"item_reference"'
+)
+"""Keys of a body, and a type of its items, that refer to what a provider keeps."""
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _SHOWN_CHARS = 200
 """Most characters of a model or a path in a message."""
@@ -134,8 +140,8 @@ class Proxy:
         self._engine = engine
         self._of = engine.config
         self._known_groups = ModelGroups(engine.config, engine.upstreams)
-        self._batches: dict[int, Batch] = {}
-        self._batches_of: Dispatcher | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._batch: Batch | None = None
 
     @property
     def _groups(self) -> ModelGroups:
@@ -163,9 +169,9 @@ class Proxy:
         _, slash, rest = path.partition("/models")
         model, models = unquote(rest[1:]), self._groups.models()
         if slash and not model:
-            return _json(200, model_list(form, models))
+            return _json(200, {"object": "list", "data": [*map(_model, models)], "has_more": False})
         if slash and model in models:
-            return _json(200, model_entry(form, model))
+            return _json(200, _model(model))
         return self._no_model(form, model) if slash else None
 
     async def _forward(self, incoming: ClientRequest, form: Format) -> ClientReply:
@@ -178,7 +184,6 @@ class Proxy:
         if incoming.method != "POST":
             return refusal(form, 405, f"{incoming.path} takes POST", reason="path")
         body = parsed_body(incoming.body)
-        deadline_s, priority = read_terms(incoming.headers)
         model = form.model_of(incoming.path, body)
         group, known_model = self._groups.find(model, form.dialects)
         if group is None:
@@ -186,12 +191,10 @@ class Proxy:
         problem = form.refusal(body) or self._state_problem(form, body, group)
         if problem:
             return refusal(form, 400, problem, reason="state")
-        if deadline_s is None:
-            deadline_s = self._engine.config.engine.deadline_s
-        return await self._call(incoming, form, body, group, deadline_s, priority or 0)
+        return await self._call(incoming, form, body, group)
 
     def _state_problem(self, form: Format, body: Mapping[str, Any], group: Group) -> str:
-        key = form.reference(body)
+        key = form.state(body)
         # A source with several keys stands here once for each: they may be those of several accounts.
         if not key or len(group.sources) == 1:
             return ""
@@ -206,29 +209,14 @@ class Proxy:
         what = f"no source of the model {named} speaks this format ({form.path})" if speaks else f"no model {named}"
         return refusal(form, 404, f"{what}; models: {models}", reason="model_not_found")
 
-    async def _call(
-        self,
-        incoming: ClientRequest,
-        form: Format,
-        body: dict[str, Any],
-        group: Group,
-        deadline_s: float,
-        priority: int,
-    ) -> ClientReply:
+    async def _call(self, incoming: ClientRequest, form: Format, body: dict[str, Any], group: Group) -> ClientReply:
+        deadline_s = self._engine.config.engine.deadline_s
         streams = form.streams(incoming.path, body)
         headers = forwarded_headers(incoming.headers)
         dispatcher = self._engine.dispatcher()
-        exchange = Exchange(dispatcher, self._batch(dispatcher, priority))
-        passed = PassedRequest(
-            body,
-            headers,
-            streams,
-            refers=form.reference(body) != "",
-            on_head=exchange.begin,
-            on_refusal=exchange.refused,
-            has_room=exchange.has_room,
-            wait_for_room=exchange.wait_for_room,
-        )
+        exchange = Exchange(dispatcher, self._next_batch(dispatcher))
+        refers = _KEPT_BY_PROVIDER.search(incoming.body) is not None
+        passed = PassedRequest(body, headers, streams, refers, exchange)
         request = Request(Sample([], ""), max_completion_tokens=DEFAULT_COMPLETION_TOKENS, judge=NAME, passed=passed)
         call: Call[Any] = Call(
             group.sources,
@@ -262,14 +250,11 @@ class Proxy:
         raw: RawReply = answer.value
         return ClientReply(raw.status, {**_headers(raw), ATTEMPTS_HEADER: str(answer.spent.attempts)}, raw.body)
 
-    def _batch(self, dispatcher: Dispatcher, priority: int) -> Batch:
+    def _next_batch(self, dispatcher: Dispatcher) -> Batch:
         """Return the batch of the next call. It is never sealed: it is no batch of samples, and has no report."""
-        if dispatcher is not self._batches_of or len(self._batches) > CALLS_A_BATCH:
-            self._batches, self._batches_of = {}, dispatcher
-        batch = self._batches.get(priority)
-        if batch is None or batch.jobs >= CALLS_A_BATCH:
-            batch = self._batches[priority] = dispatcher.batches.new((), priority=priority)
-        return batch
+        if dispatcher is not self._dispatcher or self._batch is None or self._batch.jobs >= CALLS_A_BATCH:
+            self._dispatcher, self._batch = dispatcher, dispatcher.batches.new(())
+        return self._batch
 
 
 def refusal(
@@ -309,6 +294,11 @@ def _name_of(source: str) -> str:
 
 def _json(status: int, value: Any, headers: Mapping[str, str] = {}) -> ClientReply:
     return ClientReply(status, {"content-type": "application/json", **headers}, json.dumps(value).encode())
+
+
+def _model(name: str) -> dict[str, Any]:
+    """Return what a list of models says of one, in the form that the clients of OpenAI and Anthropic read."""
+    return {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "owned_by": "qreward"}
 
 
 def _raw(request: Request, reply: Reply) -> Any:

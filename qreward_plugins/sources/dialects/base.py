@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,6 @@ from ...quotas.demand import of_messages
 from ...samples.images import EncodedImage
 from ..base import Request
 from ..replies import Answer
-from ..stream_passing import Progress
 from ..streams import StreamReader
 
 NO_EFFORT = "none"
@@ -48,8 +47,6 @@ class Dialect(ABC):
     """The class that reads a reply."""
     stream: ClassVar[type[StreamReader]]
     """The class that reads a streamed reply."""
-    progress: ClassVar[type[Progress]]
-    """The class that follows a streamed reply to a client's own request."""
     stream_path: ClassVar[str | None] = None
     """What is appended to the URL for a streamed reply, if that is another path."""
     bound: ClassVar[tuple[str, ...]]
@@ -62,8 +59,6 @@ class Dialect(ABC):
     """The keys of the body that hold several settings: `parameters` change single settings in them."""
     answers_in: ClassVar[str]
     """The key of a reply that holds the list of answers, or of their parts."""
-    foreign: ClassVar[Mapping[str, str]] = {}
-    """Keys of other dialects, and what to write instead."""
     sends_temperature: ClassVar[bool] = True
     """Whether a judge's temperature is sent. False: current models of this dialect refuse it."""
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -84,12 +79,11 @@ class Dialect(ABC):
         """Whether the model thinks before it answers, as far as the configured parameters tell."""
         return True
 
-    def refusals(self, parameters: Mapping[str, Any], headers: Mapping[str, str]) -> list[Refusal]:
-        """Return the configured parameters that cannot be sent. `headers` have names in lower case."""
+    def refusals(self, parameters: Mapping[str, Any]) -> list[Refusal]:
+        """Return the configured parameters that would replace the prompt, or the settings of a judge. What else a
+        server does not take, it says itself.
+        """
         found = [Refusal(key, "the judge writes it.", "Leave it out.") for key in self.prompt_keys if key in parameters]
-        for key, remedy in self.foreign.items():
-            if key in parameters:
-                found.append(Refusal(key, f"the dialect {self.name} has no such key.", remedy))
         for key in self.containers:
             if parameters.get(key) is not None and not isinstance(parameters[key], Mapping):
                 found.append(Refusal(key, "it is a mapping of settings."))
@@ -98,10 +92,6 @@ class Dialect(ABC):
     def holds_answer(self, content: Mapping[str, Any]) -> bool:
         """Whether a body is a reply of this format, whatever it says."""
         return isinstance(content.get(self.answers_in), list)
-
-    def longest_thoughts(self, parameters: Mapping[str, Any]) -> int:
-        """Return the thinking budget that must be less than the bound of a completion; 0 if there is none."""
-        return 0
 
     def unmet(self, asked: Mapping[str, Any], parameters: Mapping[str, Any]) -> list[Refusal]:
         """Return the parameters of a judge that would not be sent. Configured parameters replace those of the judge, so
@@ -122,25 +112,7 @@ class Dialect(ABC):
                     "Leave it out, or name it in the source's parameters: a number sends it, null removes it.",
                 )
             )
-        bound, budget = asked.get("max_tokens"), self.longest_thoughts(parameters)
-        if isinstance(bound, int) and budget >= bound and not self._bounds(parameters):
-            found.append(
-                Refusal(
-                    "max_tokens",
-                    f"{bound:,} leaves nothing for the answer: thinking may take {budget:,} tokens of them.",
-                    "Raise it, or lower the thinking budget.",
-                )
-            )
         return found
-
-    def _bounds(self, parameters: Mapping[str, Any]) -> bool:
-        """Whether configured parameters bound a completion."""
-        below: Any = parameters
-        for key in self.bound:
-            if not isinstance(below, Mapping) or key not in below:
-                return False
-            below = below[key]
-        return True
 
     def identity(self, model: str) -> object:
         """What the body does not hold and changes the answer, for the journal's key."""
@@ -161,6 +133,14 @@ def parts_of(content: Any) -> list[tuple[str, Any]]:
     if isinstance(content, str):
         return [("text", content)]
     return [_part(part) for part in content or ()]
+
+
+def written_parts(
+    content: Any, text: Callable[[str], dict[str, Any]], image: Callable[[str | EncodedImage], dict[str, Any]]
+) -> list[Any]:
+    """Return the parts of a message's content as a dialect writes them: by `text` and `image`, others as they are."""
+    write: Mapping[str, Callable[[Any], Any]] = {"text": text, "image": image}
+    return [write[kind](value) if kind in write else value for kind, value in parts_of(content)]
 
 
 def text_of(content: Any) -> str:

@@ -6,14 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ...errors import InvalidReply, QRewardError
+from ...errors import QRewardError
 from ...quotas.demand import of_messages
 from ..base import Logprobs, Reply, Request
-from ..rate_limit_headers import announced_limits
-from ..replies import Answer, Problem, logprobs_of, name_of, usage_of
-from ..stream_passing import Progress
-from ..streams import StreamBroken, StreamReader, text_in
-from .base import NO_EFFORT, Dialect, Refusal, is_on
+from ..replies import Answer, Problem, logprobs_of, name_of
+from ..streams import StreamBroken, StreamReader, object_in, only_in, text_in
+from .base import NO_EFFORT, Dialect, is_on
 
 _BROKEN_OFF = ("error", "abort", "aborted", "cancelled")
 """Values of `finish_reason` for a fault of the provider, which does not depend on the question."""
@@ -39,29 +37,22 @@ class CompletionAnswer(Answer):
         ended = name_of(choice.get("finish_reason"))
         if ended.lower() in _BROKEN_OFF:
             return self.unreadable(f"a reply that the provider broke off (finish_reason {ended!r})")
-        usage = usage_of(body.get("usage"))
         text, refusal = _text(message.get("content"))
         if text is None:
             return self.unreadable("a message content of the wrong type", self.http.body)
         refusal = refusal or name_of(message.get("refusal"))
         if refusal and not text:
-            return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(refusal)}")
+            return self.refused(refusal)
         thinking = _thinking(message)
         unanswered = not text.strip() and (message.get("content") is None or thinking)
         # A reply that ended in its thoughts is no fault of the source: the judge says which number to raise.
+        usage = self.usage_in(body)
         ended_in_thoughts = ended == "length" and (thinking or (usage and usage.thinking_tokens))
         if unanswered and not ended_in_thoughts and ended.lower() not in _FILTERED:
             what = "reasoning and no answer" if thinking else "a content of null"
             return self.unreadable(f"{what} (finish_reason {ended or 'null'!r})")
-        return Reply(
-            text=text,
-            thinking=thinking,
-            usage=usage,
-            model=name_of(body.get("model")),
-            finish_reason=ended,
-            announced=announced_limits(self.http.headers),
-            logprobs=_logprobs(choice.get("logprobs")),
-        )
+        logprobs = _logprobs(choice.get("logprobs"))
+        return self.replied(body, text=text, thinking=thinking, finish_reason=ended, logprobs=logprobs)
 
 
 def _logprobs(stated: Any) -> Logprobs:
@@ -134,26 +125,15 @@ class CompletionStream(StreamReader):
             return
         self._model = event.get("model") or self._model
         self._usage = event.get("usage") or self._usage
-        # Some servers write null instead of [] beside the usage.
-        choices = event.get("choices")
-        if choices is None:
-            choices = []
-        if not isinstance(choices, list) or len(choices) > 1:
-            raise StreamBroken("an event with more than one choice")
-        for choice in choices:
-            if not isinstance(choice, dict):
-                raise StreamBroken("an event with a choice of the wrong type")
-            if choice.get("index") not in (0, None):
-                raise StreamBroken("a second choice")
+        choice = only_in(event, "choices")
+        if choice is not None:
             self._take_choice(choice)
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         if choice.get("error"):
             self.fail(choice["error"])
             return
-        delta = choice.get("delta") or {}
-        if not isinstance(delta, dict):
-            raise StreamBroken("an event with a delta of the wrong type")
+        delta = object_in(choice, "delta")
         text, refusal = _text_of(delta, "content"), _text_of(delta, "refusal")
         thoughts = "".join(_text_of(delta, key) for key in _THOUGHTS)
         content = delta.get("content")
@@ -189,24 +169,6 @@ def _text_of(delta: dict[str, Any], key: str) -> str:
     return text_in(delta, key)
 
 
-class CompletionProgress(Progress):
-    """What the chunks of one chat completion tell."""
-
-    def take(self, event: dict[str, Any], name: str) -> None:
-        self.model = event.get("model") or self.model
-        self.add_usage(event.get("usage"))
-        choices = event.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            if not isinstance(choice, dict):
-                continue
-            delta = choice.get("delta")
-            delta = delta if isinstance(delta, dict) else {}
-            self.begun |= any(value for key, value in delta.items() if key != "role")
-            finished = bool(choice.get("finish_reason"))
-            self.begun |= finished
-            self.note_choice(choice.get("index"), finished)
-
-
 _REASONING_BOUND = "max_completion_tokens"
 
 
@@ -218,7 +180,6 @@ class Completions(Dialect):
     path = "/chat/completions"
     answer = CompletionAnswer
     stream = CompletionStream
-    progress = CompletionProgress
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     bound_holds_budget = False
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages",)
@@ -265,9 +226,3 @@ class ReasoningCompletions(Completions):
 
     def thinks(self, parameters: Mapping[str, Any]) -> bool:
         return parameters.get("reasoning_effort") != NO_EFFORT
-
-    def refusals(self, parameters: Mapping[str, Any], headers: Mapping[str, str]) -> list[Refusal]:
-        found = super().refusals(parameters, headers)
-        if parameters.get("max_tokens") is not None:
-            found.append(Refusal("max_tokens", "reasoning models of OpenAI refuse it.", f"Write {_REASONING_BOUND}."))
-        return found

@@ -5,18 +5,16 @@ Requests and replies: `google.genai.types` of Google's package for Python, in th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...errors import InvalidReply, QRewardError
+from ...samples.images import EncodedImage
 from ...samples.spent import Usage
 from ..base import Logprobs, Reply, Request
-from ..rate_limit_headers import announced_limits
 from ..replies import Answer, counted, json_of, logprobs_of, name_of
-from ..stream_passing import Progress
-from ..streams import StreamBroken, StreamReader, object_in, text_in
-from .base import Dialect, Refusal, image_data, parts_of, prompt_in, schema_in, system_and_turns
+from ..streams import StreamBroken, StreamReader, object_in, only_in, text_in
+from .base import Dialect, image_data, prompt_in, schema_in, system_and_turns, written_parts
 
 
 class GeminiStream(StreamReader):
@@ -46,14 +44,8 @@ class GeminiStream(StreamReader):
         self._usage = object_in(event, "usageMetadata") or self._usage
         self._feedback = object_in(event, "promptFeedback") or self._feedback
         self.whole |= bool(self._feedback.get("blockReason"))
-        candidates = event.get("candidates") or []
-        if not isinstance(candidates, list) or len(candidates) > 1:
-            raise StreamBroken("an event with more than one candidate")
-        for candidate in candidates:
-            if not isinstance(candidate, dict):
-                raise StreamBroken("an event with a candidate of the wrong type")
-            if candidate.get("index") not in (0, None):
-                raise StreamBroken("a second candidate")
+        candidate = only_in(event, "candidates")
+        if candidate is not None:
             self._take_candidate(candidate)
 
     def _take_candidate(self, candidate: dict[str, Any]) -> None:
@@ -74,42 +66,16 @@ class GeminiStream(StreamReader):
     def body(self) -> dict[str, Any]:
         if self.error is not None:
             return {"error": self.error}
-        body: dict[str, Any] = {"modelVersion": self._model}
-        if self._feedback:
-            body["promptFeedback"] = self._feedback
-        body["usageMetadata"] = self._known_usage()
-        if self._has_candidate:
-            body["candidates"] = [self._candidate(self.text if self._has_text else None)]
-        return body
-
-    def _known_usage(self) -> dict[str, Any] | None:
-        is_known = self._usage and (self.whole or self._usage.get("candidatesTokenCount"))
-        return self._usage if is_known else None
-
-    def _candidate(self, text: str | None) -> dict[str, Any]:
-        parts: list[dict[str, Any]] = []
-        if self.thoughts:
-            parts.append({"text": self.thoughts, "thought": True})
-        if text is not None:
-            parts.append({"text": text})
-        return {"index": 0, "content": {"role": "model", "parts": parts}, "finishReason": self._finish}
-
-
-class GeminiProgress(Progress):
-    """What the objects of one reply tell."""
-
-    USAGE = "usageMetadata"
-
-    def take(self, event: dict[str, Any], name: str) -> None:
-        self.begun = True
-        self.model = event.get("modelVersion") or self.model
-        self.add_usage(event.get("usageMetadata"))
-        candidates = event.get("candidates")
-        for candidate in candidates if isinstance(candidates, list) else ():
-            if isinstance(candidate, dict):
-                self.note_choice(candidate.get("index"), bool(candidate.get("finishReason")))
-        feedback = event.get("promptFeedback")
-        self.whole |= isinstance(feedback, dict) and bool(feedback.get("blockReason"))
+        parts: list[dict[str, Any]] = [{"text": self.thoughts, "thought": True}] if self.thoughts else []
+        if self._has_text:
+            parts.append({"text": self.text})
+        candidate = {"content": {"role": "model", "parts": parts}, "finishReason": self._finish}
+        return {
+            "modelVersion": self._model,
+            "promptFeedback": self._feedback,
+            "usageMetadata": self._usage or None,
+            "candidates": [candidate] if self._has_candidate else [],
+        }
 
 
 _CONFIG = "generationConfig"
@@ -161,7 +127,18 @@ class GeminiAnswer(Answer):
         return content[0] if isinstance(content, list) and len(content) == 1 else content
 
     def usage_in(self, content: Any) -> Usage | None:
-        return _usage(content.get("usageMetadata")) if isinstance(content, dict) else None
+        stated = content.get("usageMetadata") if isinstance(content, Mapping) else None
+        if not isinstance(stated, Mapping):
+            return None
+        # Counts that are 0 are left out.
+        return counted(
+            stated.get("promptTokenCount"),
+            stated.get("candidatesTokenCount", 0),
+            further_prompt=(stated.get("toolUsePromptTokenCount"),),
+            further_completion=(stated.get("thoughtsTokenCount"),),
+            cached=stated.get("cachedContentTokenCount"),
+            thinking=stated.get("thoughtsTokenCount"),
+        )
 
     def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         feedback = body.get("promptFeedback")
@@ -184,15 +161,9 @@ class GeminiAnswer(Answer):
         texts = [part["text"] for part in written if not part.get("thought")]
         if not texts and ended in ("stop", ""):
             return self.unreadable(f"no text (finishReason {stated or 'null'!r})")
-        return Reply(
-            text="".join(texts),
-            thinking="".join(part["text"] for part in written if part.get("thought")),
-            usage=_usage(body.get("usageMetadata")),
-            model=name_of(body.get("modelVersion")),
-            finish_reason=ended,
-            announced=announced_limits(self.http.headers),
-            logprobs=_logprobs(candidate.get("logprobsResult")),
-        )
+        thinking = "".join(part["text"] for part in written if part.get("thought"))
+        logprobs = _logprobs(candidate.get("logprobsResult"))
+        return self.replied(body, text="".join(texts), thinking=thinking, finish_reason=ended, logprobs=logprobs)
 
 
 def _logprobs(stated: Any) -> Logprobs:
@@ -201,20 +172,6 @@ def _logprobs(stated: Any) -> Logprobs:
         return ()
     likely = [place.get("candidates") if isinstance(place, dict) else None for place in places]
     return logprobs_of(stated.get("chosenCandidates"), likely, logprob="logProbability")
-
-
-def _usage(stated: Any) -> Usage | None:
-    if not isinstance(stated, Mapping):
-        return None
-    # Counts that are 0 are left out.
-    return counted(
-        stated.get("promptTokenCount"),
-        stated.get("candidatesTokenCount", 0),
-        further_prompt=(stated.get("toolUsePromptTokenCount"),),
-        further_completion=(stated.get("thoughtsTokenCount"),),
-        cached=stated.get("cachedContentTokenCount"),
-        thinking=stated.get("thoughtsTokenCount"),
-    )
 
 
 class Gemini(Dialect):
@@ -227,25 +184,10 @@ class Gemini(Dialect):
     key_header: ClassVar[tuple[str, str]] = ("x-goog-api-key", "")
     answer = GeminiAnswer
     stream = GeminiStream
-    progress = GeminiProgress
     bound: ClassVar[tuple[str, ...]] = (_CONFIG, _BOUND)
     prompt_keys: ClassVar[tuple[str, ...]] = ("contents", "systemInstruction")
     answers_in = "candidates"
     containers: ClassVar[tuple[str, ...]] = (_CONFIG,)
-    foreign: ClassVar[Mapping[str, str]] = {
-        **{key: f"Write {_CONFIG}: {{{name}: ...}}." for key, name in _NAMES.items() if name != key},
-        **{name: f"Write {_CONFIG}: {{{name}: ...}}." for name in _NAMES.values()},
-        "max_completion_tokens": f"Write {_CONFIG}: {{{_BOUND}: ...}}.",
-        "thinkingConfig": f"Write {_CONFIG}: {{thinkingConfig: ...}}.",
-        "candidateCount": f"Write {_CONFIG}: {{candidateCount: ...}}.",
-        "n": "Leave it out; the judge reads one answer.",
-        "messages": "Leave it out; the judge writes the prompt.",
-        "model": "The model stands in the URL; set the key model of the source.",
-        "response_format": f"Write {_CONFIG}: {{responseSchema: ...}}.",
-        "reasoning_effort": f"Write {_CONFIG}: {{thinkingConfig: {{thinkingLevel: ...}}}}.",
-        "reasoning": f"Write {_CONFIG}: {{thinkingConfig: {{thinkingLevel: ...}}}}.",
-        "thinking": f"Write {_CONFIG}: {{thinkingConfig: {{thinkingLevel: ...}}}}.",
-    }
 
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         system, turns = system_and_turns(request.messages)
@@ -272,60 +214,20 @@ class Gemini(Dialect):
         return prompt_in(body.pop("contents", ()), system["parts"] if system else None, blocks="parts")
 
     def thinks(self, parameters: Mapping[str, Any]) -> bool:
-        thinking = _below(parameters, "thinkingConfig")
+        settings = parameters.get(_CONFIG)
+        thinking = settings.get("thinkingConfig") if isinstance(settings, Mapping) else None
         return not (isinstance(thinking, Mapping) and thinking.get("thinkingBudget") == 0)
 
     def holds_answer(self, content: Mapping[str, Any]) -> bool:
         return super().holds_answer(content) or isinstance(content.get("promptFeedback"), Mapping)
 
-    def longest_thoughts(self, parameters: Mapping[str, Any]) -> int:
-        thinking = _below(parameters, "thinkingConfig")
-        budget = thinking.get("thinkingBudget") if isinstance(thinking, Mapping) else 0
-        return budget if isinstance(budget, int) and not isinstance(budget, bool) else 0
-
-    def refusals(self, parameters: Mapping[str, Any], headers: Mapping[str, str]) -> list[Refusal]:
-        found = super().refusals(parameters, headers)
-        settings = parameters.get(_CONFIG)
-        own = settings if isinstance(settings, Mapping) else {}
-        snakes = [key for key in parameters if "_" in str(key) and key not in self.foreign]
-        for key in (*snakes, *(f"{_CONFIG}.{key}" for key in own if "_" in str(key))):
-            camel = re.sub(r"_+(\w)", lambda found: found[1].upper(), key)
-            found.append(Refusal(key, "Gemini's keys are written in camel case.", f"Write {camel}."))
-        if settings is not own:
-            return found
-        thinking = settings.get("thinkingConfig")
-        if isinstance(thinking, Mapping):
-            bound, budget = settings.get(_BOUND), thinking.get("thinkingBudget")
-            both = thinking.get("thinkingLevel") is not None and budget is not None
-            if both:
-                problem = "it cannot be combined with thinkingLevel."
-                found.append(Refusal(f"{_CONFIG}.thinkingConfig.thinkingBudget", problem, "Keep one of the two."))
-            elif isinstance(budget, int) and isinstance(bound, (int, float)) and bound <= budget:
-                problem = f"{budget:,} is not less than {_BOUND}, {bound:,}, which counts the thoughts, too."
-                found.append(Refusal(f"{_CONFIG}.thinkingConfig.thinkingBudget", problem, f"Raise {_BOUND}."))
-        elif thinking is not None:
-            found.append(Refusal(f"{_CONFIG}.thinkingConfig", "it is a mapping."))
-        return found
-
-
-def _below(parameters: Mapping[str, Any], key: str) -> Any:
-    settings = parameters.get(_CONFIG)
-    return settings.get(key) if isinstance(settings, Mapping) else None
-
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    parts: list[Any] = []
-    for kind, value in parts_of(message["content"]):
-        if kind == "text":
-            parts.append({"text": value})
-        elif kind == "image":
-            parts.append(_image(value))
-        else:
-            parts.append(value)
+    parts = written_parts(message["content"], lambda text: {"text": text}, _image)
     return {"role": "model" if message["role"] == "assistant" else "user", "parts": parts}
 
 
-def _image(url: Any) -> dict[str, Any]:
+def _image(url: str | EncodedImage) -> dict[str, Any]:
     found = image_data(url)
     if found is None:
         return {"fileData": {"fileUri": url}}

@@ -149,7 +149,7 @@ def _look_at(plot: Path, journal: Path, config: Path, judge: str) -> str:
         "the reward, step by step": f"{plot}",
         "what the judges said": f"{qreward} journal {journal}",
         "why a sample got so low a reward": f"{qreward} why {journal} --worst",
-        "all of that in the browser": f"{qreward} ui {journal} --open",
+        "all of that in the browser": f"{qreward} ui {journal}",
     }
     if judge == "llm":
         both = "--judge language_model --other-judge rule --at 0.54"

@@ -91,12 +91,11 @@ async def scored(config: Any, *responses: str) -> list[Any]:
         return await engine.score_all(samples(*responses))
 
 
-@pytest.mark.parametrize("protocol", ["vllm_classify", "vllm_pooling"])
 @pytest.mark.parametrize("rendered", ["by the server", "here"])
 @pytest.mark.parametrize(("model", "label"), [("one_logit", None), ("two_labels", 0), ("two_labels", 1)])
-async def test_scores_are_the_logits_of_transformers(served, truths, models, protocol, rendered, model, label):
+async def test_scores_are_the_logits_of_transformers(served, truths, models, rendered, model, label):
     template = {"chat_template": str(models / model)} if rendered == "here" else {}
-    config = configured(served(model), model, {"label": label}, protocol=protocol, **template)
+    config = configured(served(model), model, {"label": label}, **template)
     outcomes = await scored(config, *RESPONSES)
     truth = truths(model)
     expected = [truth.logits(truth.rendered(response))[label or 0] for response in RESPONSES]
@@ -104,9 +103,8 @@ async def test_scores_are_the_logits_of_transformers(served, truths, models, pro
     print(f"\n{max(abs(outcome.reward - one) for outcome, one in zip(outcomes, expected, strict=True)):.1e}", end="")
 
 
-@pytest.mark.parametrize("protocol", ["vllm_score", "vllm_rerank"])
-async def test_two_texts_are_joined(served, truths, protocol):
-    outcomes = await scored(configured(served("one_logit"), "one_logit", protocol=protocol), *RESPONSES)
+async def test_two_texts_are_joined(served, truths):
+    outcomes = await scored(configured(served("one_logit"), "one_logit", protocol="vllm_score"), *RESPONSES)
     expected = [truths("one_logit").logits(QUESTION + response)[0] for response in RESPONSES]
     assert [outcome.reward for outcome in outcomes] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
@@ -120,7 +118,7 @@ async def test_activations_are_those_of_the_server(served):
     assert outcome.reward == pytest.approx(said["data"][0]["probs"][1], abs=1e-4)
 
 
-@pytest.mark.parametrize("protocol", ["vllm_classify", "vllm_pooling", "vllm_score", "vllm_rerank"])
+@pytest.mark.parametrize("protocol", ["vllm_classify", "vllm_score"])
 async def test_a_text_that_is_too_long_is_the_failure_of_its_sample(served, protocol):
     config = configured(served("one_logit"), "one_logit", protocol=protocol)
     outcomes = await scored(config, RESPONSES[0], TOO_LONG, RESPONSES[1])
@@ -133,7 +131,7 @@ async def test_a_text_that_is_too_long_is_the_failure_of_its_sample(served, prot
 async def test_steps_are_scored_where_transformers_scores_them(served, truths, models, step_token, reduce):
     """A step is scored at the token that holds the last character of its separator."""
     token = {} if step_token is None else {"step_token": step_token}
-    source = {"protocol": "vllm_pooling", "task": "token_classify", "chat_template": str(models / "process"), **token}
+    source = {"protocol": "vllm_steps", "chat_template": str(models / "process"), **token}
     judge = {"label": 1, "reduce": reduce}
     outcomes = await scored(configured(served("process"), "process", judge, **source), *RESPONSES)
     truth, mark = truths("process"), step_token or "\n\n"
@@ -154,7 +152,7 @@ async def test_steps_are_scored_where_transformers_scores_them(served, truths, m
 
 
 async def test_a_wrong_task_says_so(served, models):
-    source = {"protocol": "vllm_pooling", "task": "token_classify", "chat_template": str(models / "one_logit")}
+    source = {"protocol": "vllm_steps", "chat_template": str(models / "one_logit")}
     judge = {"reduce": "last"}
     (outcome,) = await scored(configured(served("one_logit"), "one_logit", judge, **source), RESPONSES[0])
     assert outcome.reward is None
@@ -222,6 +220,6 @@ def test_calibrated_scores_are_z_scores(served, truths, tmp_path):
     truth = truths("one_logit")
     logits = [truth.logits(truth.rendered(one))[0] for one in responses]
     assert said["mean"] == pytest.approx(math.fsum(logits) / len(logits), abs=1e-3)
-    config["sources"]["rm"]["protocol"] = "vllm_pooling"
+    config["sources"]["rm"]["protocol"] = "vllm_score"
     with pytest.raises(ConfigurationError, match="another protocol"):
         RewardEngine(config)

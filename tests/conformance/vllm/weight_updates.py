@@ -236,14 +236,14 @@ async def rolling(scene: Scene) -> None:
     # A prefix that was cached with the earlier weights would have given a logit of neither.
     scene.say(f"tokens of prompts that the prefix caches had: {hits:g}")
     assert hits > 0
-    await scene.update("c", drain="abort")
+    await scene.update("c", within_s=0)
     await scene.update("b")
 
 
 async def together(scene: Scene) -> None:
     """One version for all at a time."""
     await scene.update("c", mode="together")
-    await scene.update("b", mode="together", drain="abort")
+    await scene.update("b", mode="together", within_s=0)
     scene.load.forget()
     async with scene.load.running():
         path = scene.versions.folders["c"]
@@ -273,27 +273,22 @@ async def refused(scene: Scene) -> None:
 
 async def slept(scene: Scene) -> None:
     """Calls wait for the end of a sleep, and nothing takes the source for broken."""
-    for level in (1, 2):
-        scene.load.forget()
-        async with scene.load.running():
-            began = time.monotonic()
-            await scene.engine.sleep("own", level=level)
-            slept_s, count = time.monotonic() - began, len(scene.load.seen)
-            await scene.engine.sleep("own", level=level)
-            await asyncio.sleep(3)
-            assert len(scene.load.seen) == count
-            assert scene.engine.statistics().waiting > 0
-            statistics = scene.engine.statistics().sources["own"]
-            assert statistics.state != "down", statistics
-            if level == 2:
-                path = scene.versions.folders["b"]
-                await scene.engine.update_weights("own", path=path, version="b")
-                scene.now = "b"
-            began = time.monotonic()
-            await scene.engine.wake_up("own")
-            scene.say(f"level {level}: asleep after {slept_s:.2f} s, awake after {time.monotonic() - began:.2f} s")
-        scene.load.check()
-        await scene.all_up_to_date()
+    scene.load.forget()
+    async with scene.load.running():
+        began = time.monotonic()
+        await scene.engine.sleep("own")
+        slept_s, count = time.monotonic() - began, len(scene.load.seen)
+        await scene.engine.sleep("own")
+        await asyncio.sleep(3)
+        assert len(scene.load.seen) == count
+        assert scene.engine.statistics().waiting > 0
+        statistics = scene.engine.statistics().sources["own"]
+        assert statistics.state != "down", statistics
+        began = time.monotonic()
+        await scene.engine.wake_up("own")
+        scene.say(f"asleep after {slept_s:.2f} s, awake after {time.monotonic() - began:.2f} s")
+    scene.load.check()
+    await scene.all_up_to_date()
 
 
 async def killed(scene: Scene) -> None:

@@ -11,8 +11,6 @@ from ..scenarios import Scenario
 from .checks import check
 from .real import play
 
-SCENARIO = Scenario("remote", Judge(), "all")
-
 
 def rewards(played):
     (step,) = played.steps

@@ -16,6 +16,7 @@ from qreward_plugins.engine import RewardEngine
 from qreward_plugins.engine.scoring import Scoring
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges.llm import LLMJudge
+from qreward_plugins.observers import SampleEnded
 from qreward_plugins.quotas.pace import Pace
 from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.quotas.reservation import Reservation
@@ -86,10 +87,14 @@ def outcomes_out_of_order(monkeypatch):
 
 
 def one_outcome_counted_twice(monkeypatch):
-    def wrap(count):
-        return lambda self, sample, outcome: (count(self, sample, outcome), count(self, sample, outcome))[1]
+    def wrap(emit):
+        def mutated(self, event, *told):
+            for _ in range(1 + (event is SampleEnded)):
+                emit(self, event, *told)
 
-    around(monkeypatch, Scoring, "ended", wrap)
+        return mutated
+
+    around(monkeypatch, Scoring, "emit", wrap)
 
 
 def an_outcome_is_lost(monkeypatch):
@@ -117,16 +122,16 @@ def a_default_for_invalid_verdicts(monkeypatch):
 
 
 def a_late_answer_changes_the_outcome(monkeypatch):
-    def wrap(count):
-        def mutated(self, sample, outcome):
-            count(self, sample, outcome)
-            if isinstance(outcome, Scored):
+    def wrap(emit):
+        def mutated(self, event, sample, *told):
+            emit(self, event, sample, *told)
+            if event is SampleEnded and isinstance(told[0], Scored):
                 loop = asyncio.get_running_loop()
-                loop.call_later(0.5, object.__setattr__, outcome.verdict, "rationale", "on second thoughts")
+                loop.call_later(0.5, object.__setattr__, told[0].verdict, "rationale", "on second thoughts")
 
         return mutated
 
-    around(monkeypatch, Scoring, "ended", wrap)
+    around(monkeypatch, Scoring, "emit", wrap)
 
 
 def endless_attempts(monkeypatch):

@@ -290,7 +290,8 @@ def test_more_attempts_than_configured_are_found(monkeypatch):
     """Few random trials fail so often."""
     server = Server("s0", error_share=0.9, seconds_per_unit=0.01, overhead_s=0.0)
     judge = {**JUDGE, "sources": ["s0"], "invalid_retries": 0, "reward_range": [0, 1], "on_invalid": "missing"}
-    engine = {"seed": 0, "deadline_s": 600.0, "max_attempts": 1, "scheduling": {"hedge": False}}
+    engine = {"seed": 0, "deadline_s": 600.0, "max_attempts": 1}
+    engine["scheduling"] = {"hedge": False, "prefer": "speed"}
     config = {"sources": {"s0": server.source()}, "judges": {"j0": judge}, "routes": {}, "engine": engine}
     samples = tuple(
         Sample([{"role": "user", "content": "?"}], "xx", extras={"work": 1.0}, id=str(n)) for n in range(40)
